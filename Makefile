@@ -8,9 +8,11 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 BIN := $(VENV)/bin
-# Tests that run Numba's kernels, repeated as plain Python so that an error the compiler hides is seen.
+# Suites of their own: processes that are killed at any moment, every model family, kernels without their compiler, and
+# those that want as many threads as a program of its own has (a hang with two is not seen with one).
+KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py tests/*/test_ctrl_c.py)
+CENSUS_TESTS = tests/conformance tests/hammer
 KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!triton)|import naive_|from naive_" -r tests --include="test_*.py")
-# Tests that want as many threads as a program of its own has: a hang with two is not seen with one.
 THREAD_TESTS = $(shell grep -l "pytest\.mark\.threads" -r tests --include="test_*.py")
 CLUSTER_TESTS = cluster remote_build share addresses tokenised kill_sharing
 # As many processes as tests/conftest.py finds room for, which share the tests out among themselves.
@@ -18,7 +20,7 @@ BESIDE = -n auto --dist worksteal
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast hammer test-lowest test-cluster test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-fast hammer test-lowest test-cluster test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -27,11 +29,28 @@ help:
 demo: setup
 	@$(BIN)/python -m retrieve_spec.demo $(ARGS)
 
-## make test        all tests, several at a time; then those of threads alone, and the kernels again with the compiler off
+## make test        the tests, several at a time, without the suites below
 test: setup-test
-	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(ARGS)
-	$(BIN)/python -m pytest -q -m threads $(THREAD_TESTS)
-	$(if $(KERNEL_TESTS),NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -q $(BESIDE) $(sort $(KERNEL_TESTS)))
+	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(KILL_TESTS:%=--ignore=%) $(CENSUS_TESTS:%=--ignore=%) $(ARGS)
+
+## make test-all    the tests and every suite that needs no other environment, as CI runs them
+test-all: test test-threads test-kills test-census test-nojit
+
+## make test-threads tests that want as many threads as the machine has, one at a time
+test-threads: setup-test
+	$(BIN)/python -m pytest -q -m threads $(THREAD_TESTS) $(ARGS)
+
+## make test-kills  processes that are killed or interrupted at any moment leave stores and models whole
+test-kills: setup-test
+	$(BIN)/python -m pytest -q $(BESIDE) -m "not threads" $(KILL_TESTS) $(ARGS)
+
+## make test-census every model family against plain `generate`, and a short part of the hammer
+test-census: setup-test
+	$(BIN)/python -m pytest -q $(BESIDE) -m "not threads" $(CENSUS_TESTS) $(ARGS)
+
+## make test-nojit  the kernels' tests with the compiler off, which hides some errors
+test-nojit: setup-test
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -q $(BESIDE) -m "not threads" $(sort $(KERNEL_TESTS)) $(ARGS)
 
 ## make test-fast   the tests that take less than ten seconds each
 test-fast: setup-test
@@ -83,13 +102,12 @@ test-llama-cpp:
 	.venv-llama/bin/python -m pip install -q 'llama-cpp-python>=0.3.36' gguf $(PIP_ARGS)
 	.venv-llama/bin/python -m pytest tests/integrations/test_llama_cpp.py tests/integrations/test_llama_cpp_engine.py $(ARGS)
 
-## make lint        ruff, mypy, spelling, odd phrases, and whether the generated parts of the docs are current
+## make lint        ruff, mypy, spelling, and whether the generated parts of the docs are current
 lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell retrieve_spec scripts tools docs datastores *.md
-	$(BIN)/python scripts/prose.py
 	$(BIN)/python scripts/generate_docs.py --check
 
 ## make fmt         format the code and fix what ruff can fix

@@ -6,12 +6,9 @@ Exit codes: 0 done, 1 an error the message explains, 2 wrong usage, 130 interrup
 
 from __future__ import annotations
 
-import _thread
 import difflib
 import importlib
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -23,7 +20,6 @@ from retrieve_spec.errors import RetrieveSpecError
 HELP_NAMES = ["-h", "--help"]
 CONTEXT_SETTINGS = {"help_option_names": HELP_NAMES, "max_content_width": 100}
 INTERRUPTED = 130
-_AGAIN_S = 0.05
 
 COMMANDS = {
     "generate": ("retrieve_spec.cli_generate", "Continue a prompt, drafting from text that can be looked up."),
@@ -154,21 +150,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Raise Ctrl-C a moment later where it came while nothing could be raised: LLVM asks by callbacks for kernels."""
-    if not isinstance(lost.exc_value, KeyboardInterrupt):
-        sys.__unraisablehook__(lost)
-        return
-    kill = getattr(signal, "pthread_kill", None)  # wakes the thread if it waits
-    interrupt = _thread.interrupt_main if kill is None else lambda: kill(threading.main_thread().ident, signal.SIGINT)
-    again = threading.Timer(_AGAIN_S, interrupt)
-    again.daemon = True
-    again.start()
-
-
 def main() -> NoReturn:
     """Entry point of the `retrieve-spec` program."""
-    sys.unraisablehook = _interrupt_again
     sys.exit(run())
 
 

@@ -31,17 +31,6 @@ class Text(click.types.StringParamType):
         return str(super().convert(value, param, ctx))
 
 
-class Seed(click.types.IntParamType):
-    """A number that `torch.manual_seed` takes."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Refuse what has more than 64 bits."""
-        number = int(super().convert(value, param, ctx))
-        if not -(2**63) <= number < 2**64:
-            self.fail(f"{value} has more than 64 bits.", param, ctx)
-        return number
-
-
 class WholeRange(click.IntRange):
     """A range of whole numbers, called so in messages."""
 
@@ -72,7 +61,7 @@ class FiniteRange(click.FloatRange):
 TEXT = Text()
 PLACE = Place(path_type=Path)
 COUNT = WholeRange(1, 1_000_000)
-SEED = Seed()
+SEED = WholeRange(-(2**63), 2**64 - 1)  # what `torch.manual_seed` takes
 
 
 def counted(number: int, noun: str) -> str:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from retrieve_spec._version import __version__
 from retrieve_spec.bench.workloads import Prompt, builtin, loops
 from retrieve_spec.cli_common import WholeRange, compiling_shown
-from retrieve_spec.demo_screen import MIN_COLUMNS, Mode, Pane, PaneStreamer, Screen
 from retrieve_spec.errors import StoreError
 from retrieve_spec.paths import cache_dir
 
@@ -27,8 +30,63 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 WARM_UP_TOKENS = 16
+ROWS = 12
+"""Lines of text shown of each runner."""
 SEEN_FILES = 8
 """Files of the standard library that may be completed; these are not in the store."""
+
+
+@dataclass
+class Pane:
+    """What one runner has generated for one file.
+
+    Attributes
+    ----------
+    title
+        Name of the runner.
+    token_ids
+        New tokens so far.
+    seconds
+        Time since the generation began.
+    passes, accepted
+        Forward passes and accepted draft tokens by source, when it is done.
+    """
+
+    title: str
+    token_ids: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    passes: int = 0
+    accepted: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens by time so far."""
+        return len(self.token_ids) / max(self.seconds, 1e-9)
+
+    def panel(self, tokenizer: PreTrainedTokenizerBase) -> Panel:
+        """The end of the text under its figures."""
+        text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        lines = text.expandtabs(4).split("\n")[-ROWS:]
+        title = f"{self.title}: {len(self.token_ids)} tokens, {self.tokens_per_second:.0f}/s"
+        return Panel(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), title=title, height=ROWS + 2)
+
+
+class PaneStreamer:
+    """A transformers streamer that fills a pane; its text is decoded when the pane is drawn."""
+
+    def __init__(self, pane: Pane) -> None:
+        self.pane, self.prompt_seen, self.began = pane, False, time.perf_counter()
+
+    def put(self, value: Any) -> None:
+        """Take new token ids; the first call brings the prompt."""
+        if self.prompt_seen:
+            self.pane.token_ids += value.flatten().tolist()
+            self.pane.seconds = time.perf_counter() - self.began
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        """Stop the clock."""
+        self.pane.seconds = time.perf_counter() - self.began
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +97,16 @@ class Runner:
     model: PreTrainedModel
     accelerated: bool
 
-    def generate(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt: Prompt,
-        options: dict[str, Any],
-        streamer: PaneStreamer | None = None,
-    ) -> None:
-        """Run one generation; the class's own `generate` is the plain one, whatever the instance carries."""
+    def generate(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, new_tokens: int, streamer: Any) -> None:
+        """Run one greedy generation; the class's own `generate` is the plain one, whatever the instance carries."""
         inputs = tokenizer(prompt.turns[0], return_tensors="pt").to(self.model.device)
         call = self.model.generate if self.accelerated else type(self.model).generate.__get__(self.model)
-        call(**inputs, streamer=streamer, **options)
+        call(**inputs, streamer=streamer, max_new_tokens=new_tokens, do_sample=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one file gave: a pane per runner, the plain one first.
-
-    Attributes
-    ----------
-    name
-        The file.
-    panes
-        When they were done.
-    looping
-        Whether the text ends in a loop, which flatters every drafter.
-    """
+    """What one file gave: a pane per runner, the plain one first; `looping` texts flatter every drafter."""
 
     name: str
     panes: list[Pane]
@@ -77,46 +119,60 @@ class Result:
 
 
 def race(
-    runners: list[Runner],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt,
-    options: dict[str, Any],
-    screen: Screen,
+    runners: list[Runner], tokenizer: PreTrainedTokenizerBase, prompt: Prompt, new_tokens: int, console: Console
 ) -> Result:
     """Complete one prompt once with every runner."""
     panes = [Pane(runner.title) for runner in runners]
-    for index, runner in enumerate(runners):
-        runner.generate(tokenizer, prompt, options, PaneStreamer(panes, index, screen))
-        panes[index].passes = len(panes[index].token_ids)
-        if runner.accelerated:
-            report = runner.model.speculation.last
-            panes[index].passes, panes[index].accepted = report.passes, dict(report.accepted_by_source)
-    screen.finish(panes)
+
+    def frame() -> Table:
+        grid = Table.grid(expand=True)
+        for _ in panes:
+            grid.add_column(ratio=1)
+        grid.add_row(*(pane.panel(tokenizer) for pane in panes))
+        return grid
+
+    with Live(get_renderable=frame, console=console, refresh_per_second=12) as live:
+        for runner, pane in zip(runners, panes, strict=True):
+            runner.generate(tokenizer, prompt, new_tokens, PaneStreamer(pane))
+            pane.passes = len(pane.token_ids)
+            if runner.accelerated:
+                report = runner.model.speculation.last
+                pane.passes, pane.accepted = report.passes, dict(report.accepted_by_source)
+        live.refresh()
     return Result(prompt.name, panes, loops(tokenizer.decode(panes[0].token_ids)))
 
 
-def table(results: list[Result]) -> str:
-    """The figures of all files as aligned text: tokens per second and, but for the plain one, tokens per pass."""
-    head = ["file"]
-    for i, pane in enumerate(results[0].panes):
-        head += [pane.title] if i == 0 else [pane.title, "per pass"]
-    rows = [_row(result.name + (" (loops)" if result.looping else ""), [result]) for result in results]
-    lines = [[*head, "identical"], *rows, _row("all files", results)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    shown = [_aligned(line, widths) for line in lines]
-    rule = "-" * len(shown[0])
-    legend = "tokens/s, how many times plain, and tokens per forward pass"
-    return "\n".join([shown[0], rule, *shown[1:-1], rule, shown[-1], "", legend, *_credits(results)])
+def table(results: list[Result]) -> Table:
+    """The figures of all files: tokens per second, how many times plain, and tokens per pass."""
+    shown = Table(caption="tokens/s, how many times plain, and tokens per forward pass")
+    shown.add_column("file")
+    for pane in results[0].panes:
+        shown.add_column(pane.title, justify="right")
+    shown.add_column("identical")
+    for result in results:
+        shown.add_row(*_row(result.name + (" (loops)" if result.looping else ""), [result]))
+    shown.add_section()
+    shown.add_row(*_row("all files", results))
+    return shown
 
 
-def _credits(results: list[Result]) -> list[str]:
+def _row(name: str, results: list[Result]) -> list[str]:
+    cells = [name]
+    plain = 0.0
+    for panes in zip(*(result.panes for result in results), strict=True):
+        tokens, passes = sum(len(pane.token_ids) for pane in panes), sum(pane.passes for pane in panes)
+        rate = tokens / max(sum(pane.seconds for pane in panes), 1e-9)
+        plain = plain or rate
+        cells.append(f"{rate:.0f} ({rate / plain:.2f} ×), {tokens / max(passes, 1):.2f}")
+    return [*cells, "yes" if all(result.identical for result in results) else "NO"]
+
+
+def credits(results: list[Result]) -> list[str]:
     """One line per accelerated runner: which sources its accepted tokens came from."""
     lines = []
     for panes in list(zip(*(result.panes for result in results), strict=True))[1:]:
-        accepted: Counter[str] = Counter()
-        for pane in panes:
-            accepted.update(pane.accepted)
-        by_source = ", ".join(f"{name} {count}" for name, count in accepted.most_common() if count)
+        accepted = sum((Counter(pane.accepted) for pane in panes), Counter[str]())
+        by_source = ", ".join(f"{name} {count}" for name, count in accepted.most_common())
         tokens = sum(len(pane.token_ids) for pane in panes)
         lines.append(f"{panes[0].title}: accepted by source: {by_source or 'none'} (of {tokens} generated)")
     return lines
@@ -124,50 +180,30 @@ def _credits(results: list[Result]) -> list[str]:
 
 def figures(results: list[Result]) -> dict[str, Any]:
     """The same figures as one JSON object."""
-    return {
-        "files": [
-            {
-                "file": result.name,
-                "plain_tokens_per_second": result.panes[0].tokens_per_second,
-                **_figures_of(result.panes[1], result.panes[0]),
-                "with_store": _figures_of(result.panes[2], result.panes[0]) if len(result.panes) > 2 else None,
-                "identical": result.identical,
-                "looping": result.looping,
-            }
-            for result in results
-        ],
-        "identical": all(result.identical for result in results),
-    }
+
+    def of(pane: Pane, plain: Pane) -> dict[str, Any]:
+        return {
+            "tokens_per_second": pane.tokens_per_second,
+            "speedup": pane.tokens_per_second / plain.tokens_per_second,
+            "tokens_per_pass": len(pane.token_ids) / max(pane.passes, 1),
+            "accepted_by_source": pane.accepted,
+        }
+
+    files = [
+        {
+            "file": result.name,
+            "plain_tokens_per_second": result.panes[0].tokens_per_second,
+            **of(result.panes[1], result.panes[0]),
+            "with_store": of(result.panes[2], result.panes[0]) if len(result.panes) > 2 else None,
+            "identical": result.identical,
+            "looping": result.looping,
+        }
+        for result in results
+    ]
+    return {"files": files, "identical": all(result.identical for result in results)}
 
 
-def _figures_of(pane: Pane, plain: Pane) -> dict[str, Any]:
-    return {
-        "tokens_per_second": pane.tokens_per_second,
-        "speedup": pane.tokens_per_second / plain.tokens_per_second,
-        "tokens_per_pass": len(pane.token_ids) / max(pane.passes, 1),
-        "accepted_by_source": pane.accepted,
-    }
-
-
-def _row(name: str, results: list[Result]) -> list[str]:
-    columns = list(zip(*(result.panes for result in results), strict=True))
-    plain = _rate(columns[0])
-    cells = [name, f"{plain:.0f}"]
-    for panes in columns[1:]:
-        tokens, passes = sum(len(pane.token_ids) for pane in panes), sum(pane.passes for pane in panes)
-        cells += [f"{_rate(panes):.0f} ({_rate(panes) / plain:.2f}x)", f"{tokens / max(passes, 1):.2f}"]
-    return [*cells, "yes" if all(result.identical for result in results) else "NO"]
-
-
-def _rate(panes: Sequence[Pane]) -> float:
-    return sum(len(pane.token_ids) for pane in panes) / max(sum(pane.seconds for pane in panes), 1e-9)
-
-
-def _aligned(cells: list[str], widths: list[int]) -> str:
-    return cells[0].ljust(widths[0]) + "".join("  " + c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))
-
-
-def stdlib_store(tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None], progress: bool) -> Datastore | None:
+def stdlib_store(tokenizer: PreTrainedTokenizerBase, console: Console) -> Datastore | None:
     """The standard library as a datastore, built on first use and kept in the user's cache.
 
     None where nothing can be written.
@@ -182,19 +218,16 @@ def stdlib_store(tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None],
             path,
             load_recipe("python-stdlib", exclude=completed),
             tokenizer,
-            before=lambda: say("Building a datastore of the standard library (once; 15 s on two idle cores) …"),
-            after=lambda report: say(f"Built {path} in {sum(report.seconds.values()):.0f} s."),
-            progress=progress,
+            before=lambda: console.print("Building a datastore of the standard library (once) …"),
+            after=lambda report: console.print(f"Built {path} in {sum(report.seconds.values()):.0f} s."),
+            progress=not console.quiet,
         )
     except StoreError as error:
-        say(f"No datastore: {error}")
+        console.print(f"No datastore: {error}")
         return None
-    say(f"Datastore: {store.manifest.tokens:,} tokens of the standard library, without the files completed below.")
+    tokens = f"{store.manifest.tokens:,} tokens"
+    console.print(f"Datastore: {tokens} of the standard library, without the files completed below.")
     return store
-
-
-def _fits() -> bool:
-    return sys.stdout.isatty() and shutil.get_terminal_size().columns >= MIN_COLUMNS
 
 
 def choose(files: int) -> list[Prompt]:
@@ -237,29 +270,25 @@ def main(files: int, max_new_tokens: int, store: bool, as_json: bool) -> None:
     from retrieve_spec.reference_model import load_model
 
     logging.disable_progress_bar()
-    mode: Mode = "silent" if as_json else "live" if _fits() else "text"
-
-    def say(text: str) -> None:
-        if not as_json:
-            click.echo(text)
-
-    say("Loading the bundled model (12.6 M parameters, trained on Python) …")
+    console = Console(quiet=as_json, highlight=False)
+    console.print("Loading the bundled model (12.6 M parameters, trained on Python) …")
     model, tokenizer = load_model()
-    found = stdlib_store(tokenizer, say, not as_json) if store else None
-    say("Getting ready: measuring passes; the first run compiles the kernels too …")
+    found = stdlib_store(tokenizer, console) if store else None
+    console.print("Getting ready: measuring passes; the first run compiles the kernels too …")
     start = time.perf_counter()
     prompts = choose(files)
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False}
     with compiling_shown():
         runners = runners_of(model, tokenizer, [found] if found else [])
         for runner in runners:
-            runner.generate(tokenizer, prompts[0], {**options, "max_new_tokens": WARM_UP_TOKENS})
-    say(f"Ready in {time.perf_counter() - start:.1f} s, {torch.get_num_threads()} threads.")
+            runner.generate(tokenizer, prompts[0], WARM_UP_TOKENS, None)
+    console.print(f"Ready in {time.perf_counter() - start:.1f} s, {torch.get_num_threads()} threads.")
     results = []
     for index, prompt in enumerate(prompts, 1):
-        say(f"\n[{index}/{len(prompts)}] {prompt.name}")
-        results.append(race(runners, tokenizer, prompt, options, Screen(tokenizer, mode)))
-    click.echo(json.dumps(figures(results)) if as_json else "\n" + table(results))
+        console.print(f"\n\\[{index}/{len(prompts)}] {prompt.name}")
+        results.append(race(runners, tokenizer, prompt, max_new_tokens, console))
+    console.print(table(results), *credits(results), sep="\n")
+    if as_json:
+        click.echo(json.dumps(figures(results)))
     sys.exit(0 if all(result.identical for result in results) else 1)
 
 

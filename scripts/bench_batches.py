@@ -13,15 +13,16 @@ original `generate` one after another, and over batches of all who wait.
 from __future__ import annotations
 
 import argparse
-import queue
 import random
 import statistics
-import threading
 import time
-from collections.abc import Callable
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import harness
+import numpy as np
 import torch
 
 import retrieve_spec as rs
@@ -93,68 +94,28 @@ def timed(call: Callable[[], Any], seed: int) -> tuple[tuple[float, float], Any]
     return (time.perf_counter() - began, time.process_time() - worked), said
 
 
-class Served:
-    """Answers requests and notes how long each waited."""
+def served(answer: Callable[[Sequence[int]], list[torch.Tensor]], at: list[float], most: int) -> dict[str, Any]:
+    """Answer requests when they arrive, at most so many that wait at a time, 0: each from a thread of its own."""
+    began, latency, said = time.perf_counter(), [0.0] * len(at), [torch.empty(0)] * len(at)
 
-    def __init__(self, rows: list[torch.Tensor], at: list[float], options: dict[str, Any]) -> None:
-        self.rows, self.at, self.options = rows, at, options
-        self.latency = [0.0] * len(rows)
-        self.said = [torch.empty(0)] * len(rows)
-        self.began = time.perf_counter()
+    def ask(together: Sequence[int]) -> None:
+        time.sleep(max(0.0, began + at[together[0]] - time.perf_counter()))
+        for i, row in zip(together, answer(together), strict=True):
+            latency[i], said[i] = time.perf_counter() - began - at[i], row
 
-    def done(self, i: int, row: torch.Tensor) -> None:
-        """Note the answer to request `i`: its new tokens."""
-        self.latency[i], self.said[i] = time.perf_counter() - self.began - self.at[i], row
-
-    def wait_for(self, i: int) -> None:
-        """Sleep until request `i` arrives."""
-        time.sleep(max(0.0, self.began + self.at[i] - time.perf_counter()))
-
-    def figures(self) -> dict[str, float]:
-        """Seconds until all were answered, and of waiting for one."""
-        ranked = sorted(self.latency)
-        last = max(at + latency for at, latency in zip(self.at, self.latency, strict=True))
-        p95 = ranked[min(round(0.95 * len(ranked)), len(ranked) - 1)]
-        return {"total_s": round(last, 2), "p50_s": round(statistics.median(ranked), 2), "p95_s": round(p95, 2)}
-
-
-def by_threads(model: Any, served: Served) -> None:
-    """Each request is a call of its own; those under way share passes."""
-
-    def ask(i: int) -> None:
-        served.wait_for(i)
-        row = served.rows[i]
-        served.done(i, model.generate(row[None], **served.options)[0, len(row) :])
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(served.rows))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def by_original(model: Any, served: Served, most: int) -> None:
-    """The original `generate` over `most` of those who wait at a time."""
-    waiting: queue.Queue[int] = queue.Queue()
-
-    def arrive() -> None:
-        for i in range(len(served.rows)):
-            served.wait_for(i)
-            waiting.put(i)
-
-    arriving = threading.Thread(target=arrive)
-    arriving.start()
-    answered = 0
-    while answered < len(served.rows):
-        together = [waiting.get()]
-        while len(together) < most and not waiting.empty():
-            together.append(waiting.get())
-        given = padded([served.rows[i] for i in together])
-        out = type(model).generate(model, **given, **served.options)
-        for i, row in zip(together, out, strict=True):
-            served.done(i, row[given["input_ids"].shape[1] :])
-        answered += len(together)
-    arriving.join()
+    if most:
+        done = 0
+        while done < len(at):
+            arrived = bisect(at, time.perf_counter() - began)
+            together = range(done, min(max(arrived, done + 1), done + most))
+            ask(together)
+            done = together.stop
+    else:
+        with ThreadPoolExecutor(len(at)) as pool:
+            list(pool.map(ask, [[i] for i in range(len(at))]))
+    total = max(second + waited for second, waited in zip(at, latency, strict=True))
+    p50, p95 = np.percentile(latency, (50, 95))
+    return {"total_s": round(total, 2), "p50_s": round(float(p50), 2), "p95_s": round(float(p95), 2), "said": said}
 
 
 def arrivals(model: Any, rows: list[torch.Tensor], options: argparse.Namespace) -> dict[str, Any]:
@@ -162,21 +123,26 @@ def arrivals(model: Any, rows: list[torch.Tensor], options: argparse.Namespace) 
     rng = random.Random(0)
     at = sorted(rng.uniform(0.0, options.within) for _ in rows)
     greedy = sampling(0.0, options.new_tokens)
-    methods: dict[str, Callable[[Served], None]] = {
-        "one after another": lambda served: by_original(model, served, 1),
-        "batches of all who wait": lambda served: by_original(model, served, len(rows)),
-        "auto": lambda served: by_threads(model, served),
-    }
+
+    def by_original(together: Sequence[int]) -> list[torch.Tensor]:
+        given = padded([rows[i] for i in together])
+        out = type(model).generate(model, **given, **greedy)
+        return [row[given["input_ids"].shape[1] :] for row in out]
+
+    def by_us(alone: Sequence[int]) -> list[torch.Tensor]:
+        row = rows[alone[0]]
+        return [model.generate(row[None], **greedy)[0, len(row) :]]
+
     model.generate(**padded(rows[:8]), **greedy)  # what batches cost is known to a process that serves
-    figures: dict[str, Any] = {"requests": len(rows), "within_s": options.within}
-    said = {}
-    for name, answer in methods.items():
-        served = Served(rows, at, greedy)
-        answer(served)
-        figures[name], said[name] = served.figures(), served.said
-    first = said["one after another"]
-    figures["identical"] = all(torch.equal(a, b) for a, b in zip(first, said["auto"], strict=True))
-    return figures
+    found = {
+        "one after another": served(by_original, at, 1),
+        "batches of all who wait": served(by_original, at, len(rows)),
+        "auto": served(by_us, at, 0),
+    }
+    said = {name: figures.pop("said") for name, figures in found.items()}
+    pairs = zip(said["one after another"], said["auto"], strict=True)
+    identical = all(torch.equal(a, b) for a, b in pairs)
+    return {"requests": len(rows), "within_s": options.within, **found, "identical": identical}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

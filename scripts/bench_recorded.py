@@ -3,13 +3,13 @@
     python scripts/bench_recorded.py TRACE --tokenizer FILE [--size 0.1b 0.4b] [--answers 12] [--new-tokens 80]
     python scripts/bench_recorded.py TRACE --tokenizer FILE --size 0.1b qwen3_5 nemotron_h mamba2 granite4 --processor
 
-No weights of a larger model are needed for that: a Llama-shaped or a hybrid model of random weights does all the work
-of its passes, then the recorded token is made the most probable one. So passes cost what they cost, and drafts
-are right and wrong as they would have been, but for one thing: the runner-up tokens are noise, which takes from `auto`
-what it learns of them. Plain is transformers' own `generate`, and so is prompt lookup; every answer is given by all
-methods in turn, each begins with another one, and nothing is kept between answers. `--context` is the longest prompt;
-hybrids carry the `share` they have of the speed-up of the first size. With `--processor` seconds are those of one
-processor, which other work on the machine moves less.
+No weights of a larger model are needed: a Llama-shaped or a hybrid model of random weights does all the work of its
+passes, then the recorded token is made the most probable one. So passes cost what they cost, and drafts are right and
+wrong as they would have been, but for one thing: the runner-up tokens are noise, which takes from `auto` what it learns
+of them. Plain is transformers' own `generate`, and so is prompt lookup; every answer is given by all methods in turn,
+each begins with another one, and nothing is kept between answers. `--context` is the longest prompt; hybrids carry the
+`share` they have of the speed-up of the first size. With `--processor` seconds are those of one processor, which other
+work on the machine moves less.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import argparse
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from itertools import chain, zip_longest
 from typing import Any
 
 import harness
 import torch
-from random_models import HYBRIDS, SHAPES, build
-from trace_driven import Answer, Clock, Told, by_transformers, by_us, clock_of
+from trace_driven import HYBRIDS, SHAPES, Answer, Clock, Timing, build, by_transformers, by_us
 
 import retrieve_spec as rs
 from retrieve_spec.bench.prompts import subtask
-from retrieve_spec.bench.replay import read_trace
 from retrieve_spec.bench.stats import interval
+from retrieve_spec.bench.traces import read_trace
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 
 METHODS = ("plain", "prompt-lookup", "off", "auto")
@@ -46,47 +45,44 @@ def chosen(options: argparse.Namespace) -> list[Answer]:
         if len(row.prompt) <= options.context and len(output) >= SHORTEST:
             prompt = torch.as_tensor(row.prompt, dtype=torch.long)
             trace = torch.cat([prompt, torch.as_tensor(output, dtype=torch.long)])
-            task = subtask(row.task)
-            by_task[task].append(Answer(task, prompt[None], trace))
+            by_task[subtask(row.task)].append(Answer(subtask(row.task), prompt[None], trace))
     rng = random.Random(0)
     for answers in by_task.values():
         rng.shuffle(answers)
-    depth = max(map(len, by_task.values()), default=0)
-    turns = [answers[i] for i in range(depth) for answers in by_task.values() if i < len(answers)]
-    return turns[: options.answers]
+    in_turn = [answer for answer in chain(*zip_longest(*by_task.values())) if answer is not None]
+    return in_turn[: options.answers]
 
 
 def give(size: str, answers: list[Answer], context: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
     """Figures of all methods with a model of one size or shape."""
-    hybrid = size in HYBRIDS
     model = build(size, context)
     if (last := max(int(answer.trace.max()) for answer in answers)) >= model.config.vocab_size:
         raise SystemExit(f"{size} has {model.config.vocab_size:,} tokens, and answers have token {last:,}: "
                          "name another tokenizer, as the text of others is as good for timing")  # fmt: skip
     rs.accelerate(model)
     make = model.speculation._make_verifier
-    methods: dict[str, Callable[[Answer], Told]] = {
-        "plain": lambda answer: by_transformers(model, answer, clock),
-        "prompt-lookup": lambda answer: by_transformers(model, answer, clock, prompt_lookup_num_tokens=10),
-        "off": lambda answer: by_us(model, answer, clock, make, "off"),
-        "chains": lambda answer: by_us(model, answer, clock, make, "auto", chains=True),
-        "auto": lambda answer: by_us(model, answer, clock, make, "auto"),
-    }
-    names = HYBRID_METHODS if hybrid else METHODS
-    warm = Answer("", answers[0].prompt[:, :16], answers[0].trace[:32])
+
+    def by(method: str, answer: Answer) -> Timing:
+        if method == "plain":
+            return by_transformers(model, answer, clock)
+        if method == "prompt-lookup":
+            return by_transformers(model, answer, clock, prompt_lookup_num_tokens=10)
+        return by_us(model, answer, clock, make, "off" if method == "off" else "auto", chains=method == "chains")
+
+    names = HYBRID_METHODS if size in HYBRIDS else METHODS
     for name in names:
-        methods[name](warm)
-    results: dict[str, list[Told]] = {name: [] for name in names}
+        by(name, Answer("", answers[0].prompt[:, :16], answers[0].trace[:32]))
+    results: dict[str, list[Timing]] = {name: [] for name in names}
     for number, answer in enumerate(answers):
         for name in harness.in_turn(names, number):
-            results[name].append(methods[name](answer))
+            results[name].append(by(name, answer))
         speeds = ", ".join(f"{name} {answer.new / results[name][-1].seconds:.1f}" for name in names)
         print(f"{size} {number + 1}/{len(answers)} {answer.task}: tokens/s {speeds}", flush=True)
     parameters = sum(p.numel() for p in model.parameters())
     return {"parameters": parameters, "methods": {name: figures(results, name, answers) for name in names}}
 
 
-def figures(results: dict[str, list[Told]], name: str, answers: list[Answer]) -> dict[str, Any]:
+def figures(results: dict[str, list[Timing]], name: str, answers: list[Answer]) -> dict[str, Any]:
     """Speed-ups of one method over plain, and what its passes were like."""
     mine, plain, new = results[name], results["plain"], sum(answer.new for answer in answers)
     seconds = sum(t.seconds for t in mine)
@@ -115,11 +111,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The sizes and shapes that are named."""
     if unknown := set(options.size) - {*SHAPES, *HYBRIDS}:
         raise SystemExit(f"no size {', '.join(unknown)}: name some of {', '.join([*SHAPES, *HYBRIDS])}")
-    clock, answers = clock_of(options.processor), chosen(options)
+    answers = chosen(options)
     if not answers:
-        raise SystemExit(
-            f"no answer of {SHORTEST} tokens behind a prompt of at most {options.context} in {options.trace}"
-        )
+        limits = f"of {SHORTEST} tokens behind a prompt of at most {options.context}"
+        raise SystemExit(f"no answer {limits} in {options.trace}")
+    if options.processor:
+        torch.set_num_threads(1)
+    clock = time.process_time if options.processor else time.perf_counter
     with torch.no_grad():
         sizes = {size: give(size, answers, options.context, clock) for size in options.size}
     first = sizes[options.size[0]]["methods"]

@@ -11,8 +11,6 @@ answers, to count the requests that newer keystrokes replaced.
 With ``--together`` all sessions are typed at once while others talk.
 
     python scripts/bench_typing.py --together --sessions 8 --chats 2
-
-With ``--overhead PACKAGE...`` only the server's own processor time per request is measured, in these workspaces.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +65,6 @@ class Outcome:
     overhead_ms: list[float] = field(default_factory=list)
     loops: list[bool] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
-    asked: list[dict[str, Any]] = field(default_factory=list)
 
 
 def make_session(path: Path, seed: int, keys: int) -> list[Key]:
@@ -154,7 +150,6 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome, client: str = "b
         event = {}
     connection.close()
     outcome.ends["replaced" if event.get("superseded") else "answered" if event.get("stop") else "failed"] += 1
-    outcome.asked.append(body)
     for mark in MARKS_MS:
         outcome.visible[mark].append(max((n for at, n in arrivals if at <= mark), default=0))
     if not event.get("stop") or event.get("superseded"):
@@ -224,17 +219,15 @@ def type_together(server: Server, sessions: list[list[Key]], talks: list[str], f
 
 
 def typed_at_once(chats: int, folder: Path, workspace: Path, sessions: list[list[Key]]) -> dict[str, Any]:
-    """What those who type at once see, with drafting and without, all together and each."""
+    """What those who type at once see, with drafting and without."""
     talks = [sessions[0][0].body["input_prefix"][-6000:]] * chats
     report: dict[str, Any] = {}
-    seen: dict[str, list[dict[str, float]]] = {}
     for name in ("drafting", "drafting off"):
         server = Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)])
         try:
             time.sleep(5)  # the stores are attached
             type_together(server, [sessions[0][:2]], talks[:1], VARIANTS[name])  # kernels
             outcomes = type_together(server, sessions, talks, VARIANTS[name])
-            seen[name] = [seen_by(each, server) for each in outcomes]
         finally:
             server.stop()
         whole = Outcome(
@@ -243,33 +236,9 @@ def typed_at_once(chats: int, folder: Path, workspace: Path, sessions: list[list
             [ms for each in outcomes for ms in each.overhead_ms],
         )
         ends = sum((each.ends for each in outcomes), Counter[str]())
-        report[name] = {**summary(whole), "ends": dict(ends)}
-    report["clients"] = [compared(*each) for each in zip(*seen.values(), strict=True)]
+        visible = [statistics.mean(each.visible[250] or [0]) for each in outcomes]
+        report[name] = {**summary(whole), "ends": dict(ends), "visible_at_250_ms_by_client": visible}
     return report
-
-
-def seen_by(outcome: Outcome, server: Server) -> dict[str, float]:
-    """What one client saw at 250 ms of what they asked for, and what a model that takes no time would have shown.
-
-    Keys that the last suggestion explains are not asked for: the better the suggestions, the fewer requests, and those
-    at the places that are hard to foresee.
-    """
-    unlimited = {"t_max_predict_ms": 0, "deadline_ms": 60_000, "speculative": True}
-    whole = {json.dumps(body): body for body in outcome.asked}
-    length = {key: len(ask(server, {**body, **unlimited}, Outcome())) for key, body in whole.items()}
-    return {
-        "requests": len(outcome.asked),
-        "visible": statistics.mean(outcome.visible[250] or [0]),
-        "whole": statistics.mean([length[json.dumps(body)] for body in outcome.asked] or [0]),
-        "keys_explained": outcome.ends["explained"],
-    }
-
-
-def compared(drafting: dict[str, float], off: dict[str, float]) -> dict[str, Any]:
-    """One client with drafting and without: how many times as much was visible, and could be at most."""
-    plain, most = off["visible"], max(drafting["whole"], off["whole"])
-    times = (drafting["visible"] / plain, most / plain) if plain else (None, None)
-    return {"drafting": drafting, "drafting off": off, "ratio": times[0], "ratio_at_most": times[1]}
 
 
 def explained(body: dict[str, Any], shown: tuple[str, str]) -> bool:
@@ -295,56 +264,6 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def measure_overhead(package: Path, requests: int = 300) -> dict[str, dict[str, float]]:
-    """CPU milliseconds of one request outside the model: reading it, the prompt, what to draft from, the answer."""
-    import pydantic_core
-    from starlette.responses import JSONResponse
-    from transformers import AutoTokenizer
-
-    from retrieve_spec.config import ServeConfig
-    from retrieve_spec.reference_model import reference_path
-    from retrieve_spec.server import schemas, wire
-    from retrieve_spec.server.jobs import Completion
-    from retrieve_spec.server.service import Caller, Service
-    from retrieve_spec.server.workspace import Workspace
-
-    class NoModel:
-        n_ctx = 2048
-        heals = True
-
-    config = ServeConfig()
-    workspace = Workspace([package], config)
-    workspace.scan()
-    tokenizer = AutoTokenizer.from_pretrained(str(reference_path()), local_files_only=True)
-    service = Service(NoModel(), tokenizer, "none", config, workspace)  # type: ignore[arg-type]
-    text = max(workspace.texts.values(), key=len)[:40_000]
-    extra = [{"text": text[i * 1500 : (i + 1) * 1500], "filename": f"f{i}.py"} for i in range(16)]
-    spent: dict[str, list[float]] = {"read": [], "prompt": [], "drafts": [], "answer": [], "total": []}
-    for i in range(requests + 5):
-        cut = 8000 + i * 7
-        start = text.rfind("\n", 0, cut) + 1
-        body = {"input_prefix": text[:start], "prompt": text[start:cut], "input_suffix": text[cut : cut + 2500]}
-        data = json.dumps({**body, "input_extra": extra, "n_predict": 64}).encode()
-        marks = [time.thread_time()]
-        request = schemas.InfillRequest.model_validate(pydantic_core.from_json(data, allow_inf_nan=False))
-        marks.append(time.thread_time())
-        prepared = service.infill(request, Caller())
-        marks.append(time.thread_time())
-        prepared.task.hints()
-        marks.append(time.thread_time())
-        done = Completion(text=text[cut : cut + 200])
-        answer = wire.LlamaAnswer(request, model="none", n_ctx=2048, prompt=str, truncated=False)
-        JSONResponse(answer.whole(done, {}))
-        marks.append(time.thread_time())
-        prepared.memory.note_answer(prepared.left, done.text)
-        if i >= 5:  # the first ones compile
-            steps = [1000 * (b - a) for a, b in pairwise(marks)]
-            for name, value in zip(spent, [*steps, sum(steps)], strict=True):
-                spent[name].append(value)
-    figures = {name: {"p50": percentile(v, 0.5), "p95": percentile(v, 0.95)} for name, v in spent.items()}
-    return {**figures, "workspace": {"files": len(workspace.texts), "characters": workspace.chars}}
-
-
 def looping(text: str) -> bool:
     """Whether a completion repeats itself, which flatters every drafter."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
@@ -360,9 +279,7 @@ def find_package(name: str) -> Path:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """What typists see, or the server's own time per request."""
-    if options.overhead != [""]:
-        return {"overhead_ms": {package: measure_overhead(find_package(package)) for package in options.overhead}}
+    """What typists see."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         workspace = folder / "workspace"
@@ -431,8 +348,7 @@ def visible_ratio(results: dict[str, Outcome], left_out: list[bool]) -> dict[str
 
 def main() -> None:
     """Measure and print."""
-    typed = {"package": "uvicorn", "sessions": 4, "keys": 20, "overhead": [""]}
-    harness.run(measure, __doc__, **typed, together=False, chats=2)
+    harness.run(measure, __doc__, package="uvicorn", sessions=4, keys=20, together=False, chats=2)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,37 @@
 """Benchmark of drafting inside vLLM: no drafts, vLLM's n-grams and suffix decoding, and ours; a JSON object last.
 
 Each method is an engine over the same model in a process of its own. They answer in turn, one at a time, so that a
-machine that grows slower does so for all of them; medians of the rounds are given, and mean ratios of rounds. When an
-answer ends, the next request begins; steps are counted in which as many are under way as are to be, and no prompt is
-read: on the clock, in processor time, and what `propose` takes of that. All methods write the same texts: above
-temperature 0 those that vLLM has sampled without drafts, put in place of what its sampler says when that has done its
-work. By chance one method's texts would else repeat themselves more than another's. A draft is right as often as when
-rejection sampling decides. Prompts are pieces of this repository's files (of `--prompts-from`),
-each asked once, `--prompts` in a round; `--method NAME[:TOKENS]` names methods, `store` needs `--datastore`. Run it
-where vLLM is installed (docs/vllm.md); suffix decoding is left out where it cannot be had.
+machine that grows slower does so for all of them; medians of the rounds are given. When an answer ends, the next
+request begins; steps are counted in which as many are under way as are to be, and no prompt is read: on the clock, in
+processor time, and what `propose` takes of that. All methods write the same texts: above temperature 0 those that
+vLLM has sampled without drafts, put in place of what its sampler says when that has done its work (by chance one
+method's texts would else repeat themselves more than another's); a draft is right as often as when rejection sampling
+decides. Prompts are pieces of this repository's files (of `--prompts-from`), each asked once, `--prompts` in a round;
+`--method NAME[:TOKENS]` names methods, `store` needs `--datastore`. Run it where vLLM is installed (docs/vllm.md);
+suffix decoding is left out where its package cannot be built.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import math
 import multiprocessing
 import os
 import random
 import statistics
 import sys
 from collections.abc import Iterator
-from itertools import combinations, islice
+from itertools import islice
 from multiprocessing.connection import Connection
 from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import harness
-import measuring
-from checkout import ROOT
+from harness import ROOT
+
+sys.path.insert(1, str(ROOT / "tools" / "compare"))
+from sources import Skipped, arctic_folder
 
 FOLDERS = [ROOT / "retrieve_spec", ROOT / "tests", ROOT / "scripts"]
 METHODS = {"none": 0, "ngram": 8, "suffix": 16, "ours": 16, "store": 16}
@@ -145,7 +147,6 @@ def engine(method: str, args: argparse.Namespace, orders: Connection) -> None:
         max_num_seqs=max(args.concurrency),
         enable_prefix_caching=False,
         kv_cache_memory_bytes=1 << 29,
-        disable_log_stats=False,
         **options(method, args),
     )
     repair()
@@ -160,14 +161,6 @@ def engine(method: str, args: argparse.Namespace, orders: Connection) -> None:
     orders.send(own)
 
 
-def counted(llm: Any) -> tuple[float, float, float]:
-    """Rows of steps that verified a draft, tokens drafted and tokens accepted in them, since the engine began."""
-    found = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    kinds = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    rows, drafted, accepted = (float(found.get(f"vllm:spec_decode_{kind}", 0)) for kind in kinds)
-    return rows, drafted, accepted
-
-
 def served(llm: Any, spent: list[float], prompts: list[list[int]], at_once: int, sampling: dict[str, Any]) -> Any:
     """Answers to prompts, and what the steps took in which `at_once` were under way and no prompt was read."""
     from vllm import SamplingParams
@@ -175,8 +168,8 @@ def served(llm: Any, spent: list[float], prompts: list[list[int]], at_once: int,
     parameters = SamplingParams(**sampling)
     texts: dict[str, list[int]] = {}
     names: list[str] = []
-    sums = dict.fromkeys(("tokens", "rows", "steps", "seconds", "busy", "proposing"), 0.0)
-    before, waiting, under_way = counted(llm), list(enumerate(prompts)), set[str]()
+    sums = dict.fromkeys(("tokens", "rows", "seconds", "busy", "proposing"), 0.0)
+    waiting, under_way = list(enumerate(prompts)), set[str]()
     while waiting or under_way:
         while waiting and len(under_way) < at_once:
             i, prompt = waiting.pop(0)
@@ -191,42 +184,20 @@ def served(llm: Any, spent: list[float], prompts: list[list[int]], at_once: int,
         texts |= {out.request_id: list(out.outputs[0].token_ids) for out in outs}
         if counts:
             made = sum(len(texts[name]) for name in under_way) - had
-            for name, more in zip(sums, (made, at_once, 1, *took), strict=True):
+            for name, more in zip(sums, (made, at_once, *took), strict=True):
                 sums[name] += more
         under_way -= {out.request_id for out in outs if out.finished}
-    drafts = [now - then for now, then in zip(counted(llm), before, strict=True)]
-    return sums, drafts, [texts[name] for name in names]
-
-
-def speeds_of(rounds: list[Any], what: str) -> list[float]:
-    """Tokens per second of each round, of the clock's (`seconds`) or of the processor's (`busy`)."""
-    return [sums["tokens"] / sums[what] for sums, *_ in rounds]
-
-
-def ratio(rounds: list[Any], others: list[Any]) -> list[float]:
-    """How many times the tokens per second of processor time of others' rounds, and the standard error of that."""
-    pairs = zip(speeds_of(rounds, "busy"), speeds_of(others, "busy"), strict=True)
-    logs = [math.log(mine / theirs) for mine, theirs in pairs]
-    mean, apart = math.exp(statistics.mean(logs)), statistics.stdev(logs) if len(logs) > 1 else math.inf
-    return [round(mean, 3), round(mean * apart / math.sqrt(len(logs)), 3)]
+    return sums, [texts[name] for name in names]
 
 
 def figures(rounds: list[Any]) -> dict[str, Any]:
-    """What is said of a method's rounds."""
-    speeds = speeds_of(rounds, "seconds")
-    total = {name: sum(sums[name] for sums, *_ in rounds) for name in rounds[0][0]}
-    rows, drafted, accepted = (sum(column) for column in zip(*(counts for _, counts, _ in rounds), strict=True))
+    """Figures of a method's rounds."""
+    total = {name: sum(sums[name] for sums, _ in rounds) for name in rounds[0][0]}
     return {
-        "tokens_per_second": round(statistics.median(speeds), 1),
-        "rounds": [round(speed, 1) for speed in speeds],
+        "tokens_per_second": round(statistics.median(sums["tokens"] / sums["seconds"] for sums, _ in rounds), 1),
         "tokens_per_processor_second": round(total["tokens"] / total["busy"], 1),
-        "steps": int(total["steps"]),
-        "processor_ms_per_step": round(1e3 * total["busy"] / total["steps"], 3),
         "tokens_per_row": round(total["tokens"] / total["rows"], 3),
-        "tokens_per_drafted_row": round(1 + accepted / rows, 3) if rows else None,
-        "drafted_per_drafted_row": round(drafted / rows, 2) if rows else None,
         "propose_ms_per_row": round(1e3 * total["proposing"] / total["rows"], 4),
-        "propose_ms_per_step": round(1e3 * total["proposing"] / total["steps"], 4),
     }
 
 
@@ -263,8 +234,7 @@ def table(engines: dict[str, Connection], args: argparse.Namespace) -> list[dict
                         rounds[name].append(found)
             row: dict[str, Any] = {"temperature": temperature, "concurrency": at_once, "prompts": len(asked)}
             row["methods"] = {name: figures(found) for name, found in rounds.items()}
-            row["ratios"] = {f"{a} / {b}": ratio(rounds[a], rounds[b]) for a, b in combinations(reversed(engines), 2)}
-            row["same_text"] = all(found[-1][2] == rounds["none"][-1][2] for found in rounds.values())
+            row["same_text"] = all(found[-1][1] == rounds["none"][-1][1] for found in rounds.values())
             rows.append(row)
             print(json.dumps(row), file=sys.stderr)
     return rows
@@ -278,12 +248,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     engines: dict[str, Connection] = {}
     processes = []
-    with measuring.suffix_decoding():
-        for name in dict.fromkeys(["none", *args.method]):
-            engines[name], theirs = spawn.Pipe()
-            processes.append(spawn.Process(target=engine, args=(name, args, theirs), daemon=True))
-            processes[-1].start()
-            theirs.close()
+    with contextlib.suppress(Skipped):  # then vLLM names what it misses
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(arctic_folder())])
+    for name in dict.fromkeys(["none", *args.method]):
+        engines[name], theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=engine, args=(name, args, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
     for name in list(engines):
         try:
             engines[name].recv()

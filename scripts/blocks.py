@@ -5,23 +5,25 @@ Blocks of several runs of `bench run` share the templates `runs.md` and `sources
 
 from __future__ import annotations
 
-import importlib
 import json
 import statistics
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from checkout import ROOT
+from harness import ROOT
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from retrieve_spec.bench.machine import summary
 from retrieve_spec.bench.methods import parse_method
-from retrieve_spec.bench.report_sections import ratio, sections
+from retrieve_spec.bench.report import ratio, sections
 from retrieve_spec.cli_common import counted
+
+sys.path.insert(1, str(ROOT / "tools" / "compare"))
+import table as peers
 
 DATA, TEMPLATES = ROOT / "docs" / "data", ROOT / "scripts" / "blocks"
 TEMPERATURES = {"t0": "greedy", "t0.7": "T = 0.7, top-p 0.95", "t1.0": "T = 1.0"}
@@ -65,17 +67,12 @@ OPEN_MODELS = {
 }
 """Recorded files whose answers are all by open models of 7 B to 70 B parameters: the work, the models."""
 NAMES = {
-    "MAPPINGS": {
-        "causal": "Causal language models",
-        "image": "Image and text to text",
-        "seq2seq": "Sequence to sequence",
-    }.items(),
+    "MAPPINGS": [
+        ("causal", "Causal language models"),
+        ("image", "Image and text to text"),
+        ("seq2seq", "Sequence to sequence"),
+    ],
     "MODES": ("tree", "chain", "plain", "delegated"),
-    "INDEXES": {
-        "suffix_array": "suffix array",
-        "static_automaton": "static automaton",
-        "suffix_decoding": "SuffixDecoding",
-    },
     "SHOWN": ("Where it loses", "Where drafting does not pay", "Methods", "Tasks", "Divergences"),
     "TIMED": [
         ("ours: auto", "auto"),
@@ -88,17 +85,9 @@ PROPOSERS = {"none": ("no drafts", 0), "ngram": ("n-grams", 8), "suffix": ("suff
 """Methods inside vLLM: name, and tokens drafted at most where a method does not say it, as `ours:32` does."""
 
 
-class NotMeasured(Exception):
-    """A data file is not there; the message stands where its block will be."""
-
-
-def measured(name: str, part: str = "") -> dict[str, Any]:
-    """What a part of `scripts/reproduce` wrote."""
-    path = DATA / f"{name}.json"
-    if not path.exists():
-        raise NotMeasured(f"Not measured yet: `scripts/reproduce {part or name}`.")
-    made: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return made
+def measured(name: str) -> dict[str, Any]:
+    """A data file that `scripts/reproduce` wrote."""
+    return dict(json.loads((DATA / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def origin(made: dict[str, Any]) -> str:
@@ -126,18 +115,17 @@ def expectation(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
 def slower() -> tuple[list[dict[str, Any]], int]:
     """Methods of this library with answers slower than plain's or than those with drafting off, and all answers."""
     rows, answers = [], 0
-    for part, runs in RUNS.items():
-        for name, label in runs.items():
-            run = measured(name, part)
-            lost_to_off = Counter(entry["method"] for entry in run["slower_than_off"])
-            for method, figures in run["methods"].items():
-                if method == run["baseline"] or not parse_method(method).ours:
-                    continue
-                answers += (of := figures["speedup"]["prompts"])
-                ratios = [entry["ratio"] for entry in run["losing"] if entry["method"] == method]
-                if ratios or lost_to_off[method]:
-                    row = {"run": label, "method": method, "of": of, "lost_to_off": lost_to_off[method]}
-                    rows.append(row | {"lost": len(ratios), "worst": min(ratios, default=None)})
+    for name, label in (run for runs in RUNS.values() for run in runs.items()):
+        run = measured(name)
+        lost_to_off = Counter(entry["method"] for entry in run["slower_than_off"])
+        for method, figures in run["methods"].items():
+            if method == run["baseline"] or not parse_method(method).ours:
+                continue
+            answers += (of := figures["speedup"]["prompts"])
+            ratios = [entry["ratio"] for entry in run["losing"] if entry["method"] == method]
+            if ratios or lost_to_off[method]:
+                row = {"run": label, "method": method, "of": of, "lost_to_off": lost_to_off[method]}
+                rows.append(row | {"lost": len(ratios), "worst": min(ratios, default=None)})
     return rows, answers
 
 
@@ -155,64 +143,39 @@ def proposer(method: str) -> str:
     return f"{shown}{', store' if name == 'store' else ''}{drafted}"
 
 
-def _peers() -> Any:
-    """`tools/compare/table.py`, which is no package."""
-    sys.path.insert(0, str(ROOT / "tools" / "compare"))
-    try:
-        return importlib.import_module("table")
-    finally:
-        sys.path.pop(0)
-
-
-def _environment() -> Environment:
-    made = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    made.filters |= {
-        "as": lambda value, spec: format(value, spec),
-        "two": two,
-        "millions": lambda value: f"{two(value / 1e6)} M",
-        "interval": ratio,
-        "times": lambda took: f"{two(took['p50'])} / {two(took['p95'])}",
-        "label": lambda temperature: f"T = {temperature:g}" if temperature else "greedy",
-        "stem": lambda file: file.removesuffix(".jsonl"),
-        "wrap": lambda text: textwrap.fill(text, 118) + "\n",
-        "without": lambda method: " and ".join(method.split("~")[1:]),
-        "count_of": lambda rows, key, *modes: sum(row[key] in modes for row in rows),
-        "mean": mean,
-        "behind": behind,
-        "method": proposer,
-    }
-    made.globals |= NAMES | {
-        "measured": lambda *name: measured(*name),
-        "facts": summary,
-        "origin": origin,
-        "rule": lambda columns: "|---" * columns + "|",
-        "words": lambda names, at: list(dict.fromkeys(name.split()[at] for name in names)),
-        "zip": partial(zip, strict=True),
-    }
-    known = (RUNS, LEFT_OUT, OPEN_MODELS, TEMPERATURES)
-    made.globals |= dict(zip(("RUNS", "LEFT_OUT", "OPEN_MODELS", "TEMPERATURES"), known, strict=True))
-    made.globals |= {f.__name__: f for f in (sections, counted, expectation, slower)} | {"peers": _peers()}
-    return made
-
-
-ENVIRONMENT = _environment()
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+ENVIRONMENT.filters |= {
+    "as": lambda value, spec: format(value, spec),
+    "two": two,
+    "millions": lambda value: f"{two(value / 1e6)} M",
+    "interval": ratio,
+    "times": lambda took: f"{two(took['p50'])} / {two(took['p95'])}",
+    "label": lambda temperature: f"T = {temperature:g}" if temperature else "greedy",
+    "stem": lambda file: file.removesuffix(".jsonl"),
+    "wrap": lambda text: textwrap.fill(text, 118) + "\n",
+    "without": lambda method: " and ".join(method.split("~")[1:]),
+    "count_of": lambda rows, key, *modes: sum(row[key] in modes for row in rows),
+    "mean": mean,
+    "behind": behind,
+    "method": proposer,
+}
+ENVIRONMENT.globals |= NAMES | {
+    "RUNS": RUNS, "LEFT_OUT": LEFT_OUT, "OPEN_MODELS": OPEN_MODELS, "TEMPERATURES": TEMPERATURES, "peers": peers,
+    "measured": lambda name: measured(name), "facts": summary, "origin": origin, "sections": sections,
+    "counted": counted, "expectation": expectation, "slower": slower, "zip": partial(zip, strict=True),
+    "rule": lambda columns: "|---" * columns + "|",
+    "words": lambda names, at: list(dict.fromkeys(name.split()[at] for name in names)),
+}  # fmt: skip
 
 
 def block(name: str) -> str:
     """Text of a block."""
     template = "runs" if name in RUNS else "sources" if name in LEFT_OUT else name
-    try:
-        return ENVIRONMENT.get_template(f"{template}.md").render(block=name).strip() + "\n"
-    except NotMeasured as reason:
-        return f"{reason}\n"
+    return ENVIRONMENT.get_template(f"{template}.md").render(block=name).strip() + "\n"
 
 
-def _names() -> Iterator[str]:
-    yield from (path.stem for path in TEMPLATES.glob("*.md") if path.stem not in ("runs", "sources"))
-    yield from RUNS | LEFT_OUT
-
-
-BLOCKS: dict[str, Callable[[], str]] = {name: partial(block, name) for name in sorted(_names())}
+_names = {path.stem for path in TEMPLATES.glob("*.md")} - {"runs", "sources"} | set(RUNS) | set(LEFT_OUT)
+BLOCKS: dict[str, Callable[[], str]] = {name: partial(block, name) for name in sorted(_names)}
 """What can stand between the marks of a page."""

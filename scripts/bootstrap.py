@@ -19,13 +19,11 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 EXTRAS = {"run": (), "serve": ("serve",), "test": ("dev", "serve", "parquet", "gpu")}
-FREE_BYTES = 3_000_000_000  # torch and its friends unpack to about 2.5 GB
 
 NO_VENV = """\
 This Python cannot make virtual environments: its `venv` module is missing.
@@ -96,14 +94,9 @@ def main() -> None:
     if sys.version_info < OLDEST_PYTHON:
         found = sys.version.split()[0]
         sys.exit(f"Python 3.11 or newer is needed, this is {found}. Try: make PYTHON=python3.12 {make_goal}")
-    scripts = (
-        Path(sysconfig.get_path("scripts", "venv", {"base": str(args.venv)})) if os.name == "nt" else args.venv / "bin"
-    )
-    python = scripts / ("python.exe" if os.name == "nt" else "python")
+    python = args.venv / "bin" / "python"
     if is_current(args.venv, python, args.goal, args.constraints):
         return
-    if shutil.disk_usage(ROOT).free < FREE_BYTES and not python.exists():
-        print(f"warning: less than {FREE_BYTES // 10**9} GB free below {ROOT}", file=sys.stderr)
     pip = create(args.venv, python, make_goal)
     extras = EXTRAS[args.goal]
     print(

@@ -1,4 +1,4 @@
-"""Generated parts of the docs: help texts, config docstrings, tables and pictures from docs/data.
+"""Generated parts of the docs: help texts, config docstrings, tables and charts from docs/data.
 
 ::
 
@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import charts
 import click
-import pictures
 from blocks import BLOCKS
-from checkout import ROOT
+from harness import ROOT
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 PART = re.compile(r"<!-- generated:(?P<name>[\w.-]+) -->\n.*?<!-- /generated -->", re.DOTALL)
@@ -124,25 +124,24 @@ def render(text: str) -> str:
 
 
 def stale() -> dict[Path, str]:
-    """Pages and pictures that differ from what they should be, with the text they should have."""
+    """Pages that differ from what they should be, with the text they should have."""
     pages = {ROOT / page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
-    made = {path: fresh for path, text in pages.items() if (fresh := render(text)) != text}
-    drawn = pictures.pictures()
-    return made | {path: svg for path, svg in drawn.items() if not path.exists() or path.read_text("utf-8") != svg}
+    return {path: fresh for path, text in pages.items() if (fresh := render(text)) != text}
 
 
 def main() -> None:
-    """Write the pages, or only say which are out of date."""
+    """Write the pages and draw the charts, or only name the pages that are out of date."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
     check = parser.parse_args().check
     found = stale()
     for path, text in found.items():
-        print(
-            f"{path.relative_to(ROOT)} is out of date: run `make docs`" if check else f"wrote {path.relative_to(ROOT)}"
-        )
+        name = path.relative_to(ROOT)
+        print(f"{name} is out of date: run `make docs`" if check else f"wrote {name}")
         if not check:
             path.write_text(text, encoding="utf-8")
+    if not check:
+        charts.draw()
     sys.exit(1 if check and found else 0)
 
 

@@ -1,31 +1,39 @@
-"""Harness of the benchmark scripts: their arguments, whose turn it is, and the JSON object that they print last.
+"""Harness of the scripts: the checkout they stand in, their arguments, and the JSON object that benchmarks print last.
 
-A script says what it measures and which options it has, with their defaults; the object that it prints carries the
-machine, what else that did meanwhile, and the command.
+Scripts import this before the package, so that they measure this checkout and not another installed one. Where another
+program imports a script (a test), the path is that program's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkout import ROOT
+ROOT = Path(__file__).resolve().parent.parent
+TRACES, MANY = "TRACES/*.jsonl", 4
+"""What stands for more than so many recorded files in a published command."""
 
-from retrieve_spec.bench.machine import OtherWork, machine_facts
+_started = getattr(sys.modules["__main__"], "__file__", None)
+if _started is not None and any(Path(_started).resolve().is_relative_to(ROOT / name) for name in ("scripts", "tools")):
+    sys.path.insert(1, str(ROOT))  # behind the folder of the script
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+from retrieve_spec.bench.machine import OtherWork, machine_facts  # noqa: E402 (of this checkout)
 
 
 def arguments(about: str | None, *positional: str, **named: Any) -> argparse.Namespace:
-    """Options of the command line, as a script declares them.
+    """Parse the command line of a script.
 
     Parameters
     ----------
     about
-        The script's docstring, which says what the options mean.
+        The script's docstring, which describes the options.
     positional
         Names of arguments; one with a plus sign at its end takes several words.
     named
@@ -51,19 +59,28 @@ def arguments(about: str | None, *positional: str, **named: Any) -> argparse.Nam
 def run(
     measure: Callable[[argparse.Namespace], dict[str, Any]], about: str | None, *positional: str, **named: Any
 ) -> None:
-    """Measure with the options of the command line, and print what was found as one JSON object."""
+    """Measure with the options of the command line; print the figures, machine and command as one JSON object."""
     options = arguments(about, *positional, **named)
     facts, others = machine_facts(), OtherWork()
     found = measure(options)
     script = Path(sys.argv[0]).resolve()
     place = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path("scripts") / script.name
-    command = shown(["python", str(place), *sys.argv[1:]])
+    command = published(["python", str(place), *sys.argv[1:]])
     print(json.dumps({**found, "machine": {**facts, "others": others.cores()}, "command": command}))
 
 
-def shown(words: Sequence[str]) -> str:
-    """A command for the docs: files by their names, since where they lie on a machine is no one's business."""
-    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
+def published(words: Sequence[str]) -> str:
+    """A command as the docs show it: files without the folders of this machine, many traces as a pattern."""
+    many = sum(word.endswith(".jsonl") for word in words) > MANY
+    shown = []
+    for word in words:
+        option, equals, path = word.rpartition("=")
+        name = Path(path).name if Path(path).is_absolute() else path
+        if not (many and word.endswith(".jsonl")):
+            shown.append(shlex.quote(option + equals + name))
+        elif TRACES not in shown:
+            shown.append(TRACES)
+    return " ".join(shown)
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:

@@ -24,15 +24,15 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
-import checkout  # noqa: F401
+from harness import ROOT
 from tokenizers import Tokenizer
 
-from retrieve_spec.bench.replay import Replay, read_trace
+from retrieve_spec.bench.replay import Replay
+from retrieve_spec.bench.traces import read_trace
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.sources import Source
@@ -40,7 +40,7 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.reference_model import load_model, reference_path
 
-FOLDER = Path(__file__).resolve().parent.parent / "tests" / "bench" / "guard"
+FOLDER = ROOT / "tests" / "bench" / "guard"
 ANSWERS, BASELINE = FOLDER / "answers.jsonl", FOLDER / "baseline.json"
 ALLOWED_LOSS, ALLOWED_WORK = 0.01, 0.1
 OPERATIONS = "kernel operations"
@@ -93,45 +93,6 @@ def guard_store(folder: Path) -> Path:
     return folder / "store"
 
 
-class Counting:
-    """Counts calls of kernels while it is open."""
-
-    def __init__(self) -> None:
-        self.kinds: dict[CodeType, str] = {}
-        self.counts: Counter[str] = Counter(dict.fromkeys(KERNELS, 0))
-        for kind, names in KERNELS.items():
-            for name in names:
-                self.kinds[code_of(name)] = kind
-
-    def __enter__(self) -> Counting:
-        sys.setprofile(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code in self.kinds:
-            self.counts[self.kinds[frame.f_code]] += 1
-
-
-def code_of(name: str) -> CodeType:
-    """Code of a kernel, `module.function` of `retrieve_spec.kernels`.
-
-    Raises
-    ------
-    SystemExit
-        There is no such kernel any more.
-    """
-    module, _, function = name.rpartition(".")
-    found: Callable[..., Any] | None = getattr(
-        importlib.import_module(f"retrieve_spec.kernels.{module}"), function, None
-    )
-    if found is None:
-        sys.exit(f"kernel {name} is gone: say in KERNELS of scripts/regression_guard.py what took its place")
-    return getattr(found, "py_func", found).__code__
-
-
 def operations() -> dict[str, Any]:
     """What the kernels do, counted by an interpreter with the compiler off."""
     with tempfile.TemporaryDirectory() as folder:
@@ -144,12 +105,26 @@ def operations() -> dict[str, Any]:
 
 def counted(store: str) -> dict[str, int]:
     """Operations of `auto` over the first rows, with a session and a store."""
+    kinds, counts = {}, Counter(dict.fromkeys(KERNELS, 0))
+    for kind, names in KERNELS.items():
+        for name in names:
+            module, function = name.split(".")
+            kinds[getattr(importlib.import_module(f"retrieve_spec.kernels.{module}"), function).__code__] = kind
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in kinds:
+            counts[kinds[frame.f_code]] += 1
+
     tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
     stores = [open_datastore(store, tokenizer=tokenizer)]
     drafter: Any = build_drafter(SpeculationConfig(session=True), datastores=stores)
-    with Counting() as counting:
-        result = Replay(drafter, COUNTED_NODES).run(list(read_trace(ANSWERS, tokenizer, COUNTED_ROWS)))
-    return {"tokens": result["tokens"], "passes": result["passes"], **counting.counts}
+    rows = list(read_trace(ANSWERS, tokenizer, COUNTED_ROWS))
+    sys.setprofile(called)
+    try:
+        result = Replay(drafter, COUNTED_NODES).run(rows)
+    finally:
+        sys.setprofile(None)
+    return {"tokens": result["tokens"], "passes": result["passes"], **counts}
 
 
 def live() -> dict[str, Any]:

@@ -1,23 +1,201 @@
-"""Parts of the reproduction: what `parts.toml` says, measured into docs/data/*.json; `scripts/reproduce` calls it."""
+"""Parts of the reproduction: what `parts.toml` names, measured into docs/data/*.json; `scripts/reproduce` calls it."""
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import itertools
+import json
 import os
+import random
+import shlex
+import shutil
+import string
+import subprocess
 import sys
+import sysconfig
 import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import measuring
-from measuring import NotPossible
+from harness import ROOT, published
 
-PARTS: dict[str, dict[str, Any]] = tomllib.loads((measuring.ROOT / "scripts" / "parts.toml").read_text("utf-8"))
-INTERRUPTED = 130
+from retrieve_spec.bench.machine import OtherWork, machine_facts
+from retrieve_spec.bench.workloads import holdout
+
+PARTS: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "scripts" / "parts.toml").read_text("utf-8"))
+OUT, DATA = Path("bench-out") / "reproduce", Path("docs") / "data"
+TEMPERATURES = {"t0": [], "t0.7": ["--temperature", "0.7", "--top-p", "0.95"]}
+"""Options of a run, by the end of its name; other ends are the temperature alone."""
+FORKS = ("httpx2", "httpcore2")
+"""Packages with much of the text of a held-out one."""
+FILES = {
+    "spec_bench": "specbench_vicuna7b_greedy.jsonl",
+    "classeval": "code_classeval_incremental_deepseekcoder_greedy.jsonl",
+    "evalplus": "code_evalplus_gpt35_llama3_mistral_greedy.jsonl",
+    "fim": "code_fim_evocodebench_greedy.jsonl",
+    "aider": "codeedit_aider_claude35sonnet.jsonl",
+    "moatless": "agent_moatless_claude35sonnet_temp0.jsonl",
+    "arena": "chat_arenabench_5models_temp0.jsonl",
+}
+"""Recorded answers, by the names that commands use."""
 
 
-def traces(part: dict[str, Any]) -> bool:
-    """Whether a part replays recorded answers."""
-    return any("peers" in one or "replay" in one or "_tokenizer}" in str(one) for one in part["data"].values())
+class Places:
+    """What names in a command stand for: words, recorded files, stores that are built where they are not there."""
+
+    kinds = "--tasks unseen,edit,structured,prose"
+    presets = (
+        "plain,prompt-lookup,off,auto,suffix,sam,anpd,ours/prompt-lookup,token-recycling,sam+recycling,stand,logitspec,"
+        "lookahead,adaptive-trigram,rest,hierarchy"
+    )
+    left_out = "off,auto,auto~context,auto~session,auto~recycling,auto~ngram,auto~exact,auto~ngram~exact"
+    packages_folder = sysconfig.get_paths()["purelib"]
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.out = args, OUT / ("trial" if args.limit else "")
+
+    def words(self, command: str) -> list[str]:
+        """Words of a command with its names filled in."""
+        return [word for part in command.split() for word in part.format_map(self).split("\n")]  # type: ignore[arg-type]
+
+    def __getitem__(self, name: str) -> str:
+        if name in FILES:
+            return str(self.trace(FILES[name]))
+        if name.endswith("_tokenizer"):
+            return self.tokenizer(FILES[name.removesuffix("_tokenizer")])
+        place = getattr(self, name)
+        return str(place()) if callable(place) else place.replace(" ", "\n")
+
+    def trace(self, name: str) -> Path:
+        """A recorded file."""
+        if self.args.traces is None or self.args.tokenizer is None:
+            sys.exit("This part needs --traces DIR and --tokenizer FILE.")
+        return Path(self.args.traces).resolve(strict=True) / name
+
+    def tokenizer(self, name: str) -> str:
+        """The tokenizer of a recorded file."""
+        entries = [entry.split("=", 1) for entry in self.args.native]
+        file = next((file for pattern, file in entries if fnmatch.fnmatch(name, pattern)), self.args.tokenizer)
+        return str(Path(file).resolve())
+
+    def stdlib(self) -> Path:
+        """A store of the standard library."""
+        return self.built("stdlib", "--recipe", "datastores/python-stdlib.toml", *self.most(0, 200_000))
+
+    def packages(self) -> Path:
+        """A store of installed packages, without what the model is prompted with."""
+        left_out = [f"{package}{end}" for package in sorted({*holdout(), *FORKS}) for end in ("/**", ".py")]
+        excluded = [word for pattern in left_out for word in ("--exclude", pattern)]
+        return self.built(
+            "packages", "--recipe", "datastores/installed-packages.toml", *excluded, *self.most(0, 200_000)
+        )
+
+    def dense(self) -> Path:
+        """A store with a key of the hidden state for each token."""
+        words = ["--recipe", "datastores/python-stdlib.toml", "--dense", "reference"]
+        return self.built("dense", *words, *self.most(500_000, 20_000))
+
+    def other_answers(self) -> Path:
+        """A store of other models' answers."""
+        words = [self["arena"], "--recipe", "datastores/model-outputs.toml"]
+        return self.built("other-answers", *words, tokenizer=self["spec_bench_tokenizer"])
+
+    def random_words(self) -> Path:
+        """Invented words in random order: a file, so that the command that is published can be repeated."""
+        path = self.out / "random-words.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for seed in range(12):
+                rng = random.Random(seed)
+                words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 9))) for _ in range(150)]
+                file.write(json.dumps({"id": f"words {seed}", "task": "words", "prompt": " ".join(words) + " "}) + "\n")
+        return path
+
+    def most(self, whole: int, trial: int) -> list[str]:
+        """The option that bounds the tokens of a store; 0 for none."""
+        tokens = trial if self.args.limit else whole
+        return ["--max-tokens", str(tokens)] if tokens else []
+
+    def built(self, name: str, *words: str, tokenizer: str = "reference") -> Path:
+        """A store, built unless it is there."""
+        path = self.out / "stores" / name
+        if not (path / "manifest.json").exists():
+            shutil.rmtree(path, ignore_errors=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tool("retrieve-spec", "build", str(path), *words, "--tokenizer", tokenizer)
+        return path
+
+
+def measure(args: argparse.Namespace, name: str, how: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Data files of one entry of `parts.toml`: their names, and what was measured."""
+    places, trial = Places(args), how.get("trial", f"--limit {args.limit}") if args.limit else ""
+    if "run" in how:
+        for end in how.get("at", [""]):
+            sampling = TEMPERATURES.get(end, ["--temperature", end.removeprefix("t")]) if end else []
+            file = f"{name}-{end}".rstrip("-")
+            yield file, run(args, places, file, [*places.words(how["run"]), *sampling], how)
+    elif "script" in how:
+        program, *words = places.words(f"{how['script']} {trial}")
+        yield name, tool(f"scripts/{program}.py", *words)
+    elif "replay" in how:
+        yield name, replays(places, how, trial)
+    elif "peers" in how:
+        traces = sorted(map(str, places.trace("").glob("*.jsonl")))
+        native = [f"{pattern}={Path(file).resolve()}" for pattern, _, file in (n.partition("=") for n in args.native)]
+        words = [
+            "--tokenizer",
+            str(Path(args.tokenizer).resolve()),
+            *how["peers"].split(),
+            *["--native"] * bool(native),
+        ]
+        trial_words = ["--limit", str(args.limit), "--tokens", "300"] if args.limit else []
+        yield name, tool("tools/compare/compare.py", *traces, *words, *native, *trial_words)
+    else:
+        places.words(how["made"])
+
+
+def run(args: argparse.Namespace, places: Places, name: str, words: list[str], how: dict[str, Any]) -> dict[str, Any]:
+    """Summary of one `bench run`, whose folder is left."""
+    folder = places.out / name
+    shutil.rmtree(folder, ignore_errors=True)
+    prompts = [] if "--prompts" in words else ["--prompts", "builtin"]
+    limits = ["--limit", str(min(args.limit or how["limit"], how["limit"])), "--runs", str(how.get("runs", 1))]
+    limits += ["--max-new-tokens", "24"] if args.limit else []
+    command = ["bench", "run", "--model", "reference", *prompts, *words, *limits, "--out", str(folder), "--json"]
+    summary = tool("retrieve-spec", *command)
+    summary["header"].pop("cost_curves", None)  # long, and in the report
+    return summary
+
+
+def replays(places: Places, how: dict[str, Any], trial: str) -> dict[str, Any]:
+    """Several `bench replay`, one for each combination of what `rows` names."""
+    facts, others = machine_facts(), OtherWork()
+    rows, commands = {}, []
+    for values in itertools.product(*how["rows"].values()):
+        row = dict(zip(how["rows"], values, strict=True))
+        file = row.get("file", "spec_bench")
+        words = [f"{{{file}}} --tokenizer {{{file}_tokenizer}} {how['replay']}"]
+        words += [f"--nodes {row['nodes']}"] if "nodes" in row else []
+        words += [f"--without {source}" for source in row.get("without", "").split()]
+        words += [how["facts"]["options"][row["known"]]] if "known" in row else []
+        name = [row[what] for what in ("nodes", "known", "without") if row.get(what)]
+        command = places.words(f"bench replay {' '.join(words)} --quiet {trial}")
+        rows[" ".join([*name, *([FILES[file]] if "file" in row else [])])] = tool("retrieve-spec", *command)
+        commands.append(published(["retrieve-spec", *command]))
+    return {"command": commands[0], "machine": facts | {"others": others.cores()}, "rows": rows, **how["facts"]}
+
+
+def tool(program: str, *words: str) -> dict[str, Any]:
+    """Run a program of the environment; the JSON object on the last line of its output, {} where there is none."""
+    print(f"$ {program} {shlex.join(words)}", file=sys.stderr)
+    first = [sys.executable, program] if program.endswith(".py") else [str(Path(sys.executable).parent / program)]
+    done = subprocess.run([*first, *words], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{program} failed with {done.returncode}")
+    last = (done.stdout.splitlines() or [""])[-1]
+    return dict(json.loads(last)) if last.startswith("{") else {}
 
 
 def main() -> None:
@@ -25,34 +203,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/reproduce", description="See the head of scripts/reproduce.")
     parser.add_argument("parts", nargs="*", default=["list"], metavar="PART", help="list, all, or names of parts")
     parser.add_argument("--limit", type=int, help="a trial with so few prompts or rows")
-    parser.add_argument("--fresh", action="store_true", help="measure again what was measured with this code")
     parser.add_argument("--traces", metavar="DIR")
     parser.add_argument("--tokenizer", metavar="FILE")
     parser.add_argument("--native", action="append", default=[], metavar="PATTERN=FILE")
     args = parser.parse_args()
     if args.parts == ["list"]:
         for name, part in PARTS.items():
-            print(f"{name:<20}{part['minutes']:>4} min  {part['about']}{' [--traces]' if traces(part) else ''}")
-        minutes = sum(part["minutes"] for part in PARTS.values() if not traces(part))
-        print(f"{'all':<20}{minutes:>4} min  all that needs no traces, with --traces the others too")
+            print(f"{name:<20}{part['minutes']:>4} min  {part['about']}{' [--traces]' if part.get('traces') else ''}")
         return
     names = args.parts
     if names == ["all"]:
-        names = [name for name, part in PARTS.items() if args.traces or not traces(part)]
+        names = [name for name, part in PARTS.items() if args.traces or not part.get("traces")]
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"no part {', '.join(unknown)}; see scripts/reproduce list")
-    os.chdir(measuring.ROOT)
+    os.chdir(ROOT)
+    folder = OUT / "trial" if args.limit else DATA
+    folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        try:
-            for data, how in PARTS[name]["data"].items():
-                measuring.measure(args, data, how)
-        except NotPossible as reason:
-            sys.exit(f"{name}: {reason}")
-        except KeyboardInterrupt:
-            print(f"{name} was interrupted; the same command goes on with it.", file=sys.stderr)
-            sys.exit(INTERRUPTED)
+        for entry, how in PARTS[name]["data"].items():
+            for file, made in measure(args, entry, how):
+                (folder / f"{file}.json").write_text(json.dumps(made) + "\n", encoding="utf-8")
     if not args.limit:
-        measuring.tool("scripts/generate_docs.py")
+        tool("scripts/generate_docs.py")
 
 
 if __name__ == "__main__":

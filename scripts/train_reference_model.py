@@ -59,7 +59,6 @@ FILES_PER_BLOCK = 12  # files of one package that stay together when the stream 
 TOKENIZER_FILES = 5000
 FIM_SHARE = 0.4
 LONG_SHARE = 0.2  # the last part of the training sees rows of --long-seq
-SECONDS_PER_CHECKPOINT = 1500
 VALIDATION_ROWS = 40
 
 
@@ -285,10 +284,9 @@ class Trainer:
         self.step += 1
         return total
 
-    def run(self, seconds: float, save: Any, say: Any) -> None:
+    def run(self, seconds: float, say: Any) -> None:
         """Train until the time is over or `max_steps` are done: warm up, hold, decay; long rows at the end."""
         batches, long = self.batches(self.args.seq), False
-        saved = self.start
         while self.step < self.args.max_steps and (done := (time.time() - self.start) / seconds) < 1:
             if done > 1 - LONG_SHARE and not long:
                 batches, long = self.batches(self.args.long_seq), True
@@ -298,9 +296,6 @@ class Trainer:
             if self.step % 25 == 0 or self.step <= 3:
                 speed = self.tokens / (time.time() - self.start)
                 say(f"step {self.step} loss {loss:.3f} rate {rate:.2f} {speed:.0f} tokens/s, {done:.1%} of the time")
-            if time.time() - saved > SECONDS_PER_CHECKPOINT:
-                saved = time.time()
-                save("checkpoint")
 
 
 def build_model(shape: str, tokenizer: Tokenizer, args: argparse.Namespace) -> LlamaForCausalLM:
@@ -323,12 +318,11 @@ def build_model(shape: str, tokenizer: Tokenizer, args: argparse.Namespace) -> L
     return LlamaForCausalLM(config).to(args.device)
 
 
-def save_model(trainer: Trainer, tokenizer: Tokenizer, folder: Path, tag: str) -> dict[str, Any]:
+def save_model(trainer: Trainer, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Write the weights in bf16, the tokenizer, and how training went."""
     copy.deepcopy(trainer.model).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     facts = {
-        "tag": tag,
         "val_loss": trainer.evaluate(),
         "steps": trainer.step,
         "tokens": trainer.tokens,
@@ -350,10 +344,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
 
     def say(*parts: Any) -> None:
-        line = f"[{time.strftime('%H:%M:%S')}] {' '.join(map(str, parts))}"
-        print(line, flush=True)
-        with open(args.out / "log.txt", "a") as log:
-            log.write(line + "\n")
+        print(time.strftime("%H:%M:%S"), *parts, flush=True)
 
     documents, used = collect(list(filter(None, args.roots)), args.per_package_mb)
     say(f"{len(documents)} files, {sum(len(d.text) for d in documents) / 1e6:.1f} MB, {len(used)} packages")
@@ -372,12 +363,9 @@ def main() -> None:
         model = build_model(shape, tokenizer, args).train()
         trainer = Trainer(model, stream[split:], stream[:split].view(-1, args.micro_tokens), args)
 
-        def save(tag: str, trainer: Trainer = trainer, folder: Path = args.out / shape) -> None:
-            say(f"saved {tag}", save_model(trainer, tokenizer, folder, tag))
-
-        trainer.run(float(minutes) * 60, save, say)
+        trainer.run(float(minutes) * 60, say)
         model.eval()
-        save("final")
+        say("saved", save_model(trainer, tokenizer, args.out / shape))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
-"""Ablations: a drafter made anew at will from a configuration, without some of its sources.
-
-What such a drafter learns is kept in memory only: a calibration file beside a store would carry one measurement into
-the next.
-"""
+"""Ablations: a drafter made anew at will from a configuration, without some of its sources."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,28 +18,44 @@ from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.unigrams import token_classes
 
 
-class Unfed(SuffixAutomaton):
-    """A context source that is never given the text: kernels find no room in it, and `extend` makes none."""
+class EmptyContext(SuffixAutomaton):
+    """A context source that stays empty: kernels find no room in it, and `extend` makes none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.states = self.states[:1].copy()  # the empty context alone
+        self.states = self.states[:1].copy()  # the root alone
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
         """Do nothing."""
 
 
+SOURCES: dict[str, dict[str, Any]] = {
+    "context": {"context": EmptyContext},
+    "session": {"session": None},
+    "prediction": {},
+    "recycling": {"recycling": None, "top_k": 0},
+    "ngram": {"stores.ngram": list},
+    "exact": {"stores.exact": list},
+    "dense": {"dense": None, "wants_hidden": None},
+    "phrases": {"phrases": None},
+    "alignment": {"alignments": None},
+}
+"""Attributes of the mixture that hold a source, by its name, with what stands there without it (types are called)."""
+
+
 class FreshDrafter:
     """A drafter that `renew` puts back to how it began; everything else is the drafter's own.
+
+    What it learns is kept in memory only: a calibration file beside a store would carry one measurement into the next.
 
     Parameters
     ----------
     config, datastores
         What `build_drafter` takes.
     without
-        Names of sources that `auto` is to do without.
+        Names of sources that `auto` does without.
     tokenizer
-        Of the model that answers, if it is known: `auto` tells words from marks by it.
+        Of the model that answers, if it is known.
 
     Raises
     ------
@@ -58,45 +70,34 @@ class FreshDrafter:
         without: Sequence[str] = (),
         tokenizer: Any = None,
     ) -> None:
-        classes = token_classes(tokenizer)
-
-        def make() -> Any:
-            calibration = Calibration(classes=classes)
-            return _deprived(build_drafter(config, datastores=datastores, calibration=calibration), without)
-
-        self._make: Callable[[], Any] = make
+        self._config, self._datastores, self._without = config, datastores, without
+        self._classes = token_classes(tokenizer)
         self.renew()
 
     def renew(self) -> None:
         """Forget all that was learned."""
-        self.drafter: Any = self._make()
+        calibration = Calibration(classes=self._classes)
+        self.drafter: Any = build_drafter(self._config, datastores=self._datastores, calibration=calibration)
+        for name in self._without:
+            _remove_source(self.drafter, name)
 
     def prepare(self) -> None:
-        """As `Preparable`; said here because protocols look at classes (Python 3.12 and newer)."""
+        """As `Preparable`; defined here because protocols look at classes (Python 3.12 and newer)."""
         if isinstance(self.drafter, Preparable):
             self.drafter.prepare()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "drafter":  # asked for before there is one
+        if name == "drafter":  # not made yet
             raise AttributeError(name)
         return getattr(self.drafter, name)
 
 
-SOURCES: dict[str, dict[str, Any]] = {
-    "context": {"context": Unfed},
-    "session": {"session": None},
-    "prediction": {},
-    "recycling": {"recycling": None, "top_k": 0},
-    "ngram": {"stores.ngram": list},
-    "exact": {"stores.exact": list},
-    "dense": {"dense": None, "wants_hidden": None},
-    "phrases": {"phrases": None},
-    "alignment": {"alignments": None},
-}
-"""What takes a source away from the mixture, by its name: attributes, and what they are then (types are called)."""
-
-
-def _take_away(drafter: MixtureDrafter, source: str) -> None:
+def _remove_source(drafter: Any, source: str) -> None:
+    if source not in SOURCES:
+        remedy = nearest(source, SOURCES) or "Name one of these."
+        raise ConfigError(f"a source among {', '.join(SOURCES)}", repr(source), remedy)
+    if not isinstance(drafter, MixtureDrafter):
+        raise ConfigError("the preset auto", "another preset", "Only `auto` can do without a source.")
     for name, value in SOURCES[source].items():
         *owners, attribute = name.split(".")
         owner = getattr(drafter, owners[0]) if owners else drafter
@@ -106,12 +107,3 @@ def _take_away(drafter: MixtureDrafter, source: str) -> None:
     elif source == "prediction":
         start = drafter.start
         drafter.start = lambda prompt_ids, prediction_ids=None: start(prompt_ids)  # type: ignore[method-assign]
-
-
-def _deprived(drafter: Any, without: Sequence[str]) -> Any:
-    for name in without:
-        if name not in SOURCES or not isinstance(drafter, MixtureDrafter):
-            got, hint = (repr(name), nearest(name, SOURCES)) if name not in SOURCES else ("another preset", "")
-            raise ConfigError(f"auto without one of {', '.join(SOURCES)}", got, hint or "Name one of these, and auto.")
-        _take_away(drafter, name)
-    return drafter

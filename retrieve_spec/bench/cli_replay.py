@@ -38,25 +38,6 @@ from retrieve_spec.config import MAX_NODES
     show_default=True,
     help="Phrases: learned row by row, or known from the other half of the file, which is then not learned from.",
 )
-@click.option(
-    "--second-day",
-    is_flag=True,
-    help="Replay each half with the answers to the other half that an earlier process kept (`--session FILE`).",
-)
-@click.option(
-    "--siblings",
-    type=WholeRange(min=2),
-    multiple=True,
-    metavar="N",
-    help="Replay N rows of each group at once, sharing and not; can be repeated. Prints JSON.",
-)
-@click.option(
-    "--epochs",
-    type=WholeRange(min=2),
-    metavar="N",
-    help="Replay each group as N epochs over its prompt, --siblings rows in each (by itself, 1), with a rollout "
-    "memory and without. Prints JSON.",
-)
 @click.option("--by-task", is_flag=True, help="Also report each task.")
 @click.option("--limit", type=WholeRange(min=1), metavar="N", help="First N rows of the file.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
@@ -72,10 +53,6 @@ def replay(trace: Path, tokenizer: str, quiet: bool, as_json: bool, by_task: boo
 
     from retrieve_spec.bench.replay import replay_trace
 
-    counts, epochs = options.pop("siblings"), options.pop("epochs")
-    if counts or epochs:
-        click.echo(json.dumps(_samples(trace, tokenizer, counts, epochs, quiet, options)))
-        return
     with tqdm(desc="rows", unit=" rows", disable=quiet or None) as bar:
 
         def progress(tokens: int, passes: int) -> None:
@@ -89,7 +66,6 @@ def replay(trace: Path, tokenizer: str, quiet: bool, as_json: bool, by_task: boo
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
-    """What a replay says."""
     yield (
         f"{result['tokens_per_pass']:.3f} tokens per pass (expected {result['expected_tokens_per_pass']:.3f}) over "
         f"{result['tokens']:,} tokens, {result['nodes_per_pass']:.1f} nodes per pass"
@@ -102,26 +78,3 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"accepted by source: {accepted or 'none'}"
     for task, figures in result.get("by_task", {}).items():
         yield f"  {task or '(no task)'}: {figures['tokens_per_pass']:.3f} over {figures['tokens']:,} tokens"
-
-
-def _samples(
-    trace: Path, tokenizer: str, counts: tuple[int, ...], epochs: int | None, quiet: bool, options: dict[str, Any]
-) -> dict[str, Any]:
-    """What sharing between samples is worth, by their number, or a memory of earlier epochs, by epoch."""
-    from tqdm import tqdm
-
-    from retrieve_spec.bench.replay_samples import replay_epochs, replay_siblings
-
-    others = [name for name in ("stores", "session", "without", "node_cost", "second_day") if options[name]]
-    if others or options["draft"] != "auto":
-        raise click.UsageError(
-            "--siblings and --epochs replay `auto` alone: leave out stores, sessions, sources and presets."
-        )
-    if epochs and len(counts) > 1:
-        raise click.UsageError("--epochs takes one number of siblings.")
-    with tqdm(total=2 * (epochs or len(counts)), desc="replays", disable=quiet or None) as bar:
-        words = {"nodes": options["nodes"], "limit": options["limit"], "progress": bar.update}
-        if epochs:
-            samples = counts[0] if counts else 1
-            return {"epochs": replay_epochs(trace, tokenizer, epochs, samples=samples, **words)}
-        return {"siblings": replay_siblings(trace, tokenizer, counts, **words)}

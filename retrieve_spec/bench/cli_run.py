@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,14 +82,12 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     show_default=True,
     metavar="DIR",
 )
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line.")
 def run(**options: Any) -> None:
     """Let several methods answer the same prompts in turn (A B C A B C …) and report speed, identity and cost.
 
-    Everything measured is kept when interrupted; --resume goes on. The folder gets report.md with a
-    chart, prompts.csv, summary.json, the raw results, and for Spec-Bench's questions the files its own scripts read.
+    The folder gets report.md, summary.json and the raw results, those of an interrupted run too (`bench report`).
     """
     from retrieve_spec.bench.report import write_report
 
@@ -101,7 +102,7 @@ def run(**options: Any) -> None:
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line.")
 def report(folder: Path, as_json: bool) -> None:
-    """Write report.md, its chart and summary.json from the results in FOLDER, finished or not."""
+    """Write report.md and summary.json from the results in FOLDER, finished or not."""
     from retrieve_spec.bench.report import write_report
 
     summary = write_report(folder)
@@ -151,45 +152,35 @@ def run_bench(command: str, options: dict[str, Any]) -> Path:
     bench = Bench(
         lm, tokenizer, chosen, datastores=datastores, session=it.state != "cold", seed=it.seed, options=sampling
     )
-    folder = ResultsFolder(it.out, header, resume=it.resume)  # made only when all options are right
+    folder = ResultsFolder(it.out, header)  # made only when all options are right
     warm_up(bench, plan)
     others = OtherWork()
     try:
-        with Progress(len(questions) * it.runs, len(folder.done()), it.quiet) as progress:
+        with _progress(len(questions) * it.runs, it.quiet) as progress:
             measure(bench, plan, folder, progress)
-        folder.note("finished", True)
+        folder.note(finished=True)
     except KeyboardInterrupt:
-        click.echo(
-            f"{len(folder.done())} answered prompts are kept; --resume goes on, `bench report {it.out}` shows them.",
-            err=True,
-        )
+        click.echo(f"{folder.answered} answered prompts are kept: `bench report {it.out}` shows them.", err=True)
         raise
     finally:
-        folder.note("cost_curves", {method.name: bench.cost_curve(method) for method in chosen if method.ours})
-        folder.note_others(others.cores())
+        curves = {method.name: bench.cost_curve(method) for method in chosen if method.ours}
+        folder.note(cost_curves=curves, machine=folder.header["machine"] | {"others": others.cores()})
     return folder.path
 
 
-class Progress:
-    """A progress bar with time left and the speed of each method so far."""
+@contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[list[Any]], None]]:
+    """A progress bar with the speed of each method so far; call what it yields with the records of each prompt."""
+    from tqdm import tqdm
 
-    def __init__(self, total: int, done: int, quiet: bool) -> None:
-        from tqdm import tqdm
+    tokens, seconds = Counter[str](), Counter[str]()
+    with tqdm(total=total, unit="prompt", disable=quiet, dynamic_ncols=True) as bar:
 
-        self.bar = tqdm(total=total, initial=done, unit="prompt", disable=quiet, dynamic_ncols=True)
-        self.sums: dict[str, list[float]] = {}
+        def show(records: list[Any]) -> None:
+            for record in records:
+                tokens[record.method] += record.new_tokens
+                seconds[record.method] += record.seconds
+            bar.set_postfix_str(" ".join(f"{name} {tokens[name] / seconds[name]:.0f}/s" for name in tokens))
+            bar.update()
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def __call__(self, records: list[Any]) -> None:
-        """Show one more prompt."""
-        for record in records:
-            sums = self.sums.setdefault(record.method, [0.0, 0.0])
-            sums[0] += record.new_tokens
-            sums[1] += record.seconds
-        self.bar.set_postfix_str(" ".join(f"{name} {n / s:.0f}/s" for name, (n, s) in self.sums.items() if s))
-        self.bar.update()
+        yield show

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
-import resource
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,10 +26,8 @@ def machine_facts() -> dict[str, Any]:
 
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gb": round(_memory_bytes() / 2**30, 1),
         "torch_threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0,
         "python": platform.python_version(),
@@ -58,13 +53,13 @@ def summary(facts: dict[str, Any]) -> str:
 def _other_work(facts: dict[str, Any]) -> str:
     """What else the machine did; figures measured one after another find the load that the one before left."""
     load, others, cores = facts.get("load", 0.0), facts.get("others"), facts["cores"]
-    said = [f"load {load} at the start"] if load > BUSY_LOAD * cores else []
+    notes = [f"load {load} at the start"] if load > BUSY_LOAD * cores else []
     if others is not None:
-        said.append(f"other processes took {others:.2f} cores meanwhile")
+        notes.append(f"other processes took {others:.2f} cores meanwhile")
     busy = load > BUSY_LOAD * cores if others is None else others > BUSY_OTHERS * cores
     if busy:
-        return f", busy ({', '.join(said)}: times are for orientation only)"
-    return f" ({', '.join(said)})" if said else ""
+        return f", busy ({', '.join(notes)}: times are for orientation only)"
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 class OtherWork:
@@ -92,65 +87,16 @@ def _other_seconds() -> tuple[float, float] | None:
     return time.monotonic(), busy - sum(os.times()[:4])
 
 
-def reset_peak_memory() -> None:
-    """Let `peak_memory_bytes` count from here on, where the system can."""
-    import torch
-
-    with contextlib.suppress(OSError):  # then the peak is the process's since it began
-        Path("/proc/self/clear_refs").write_text("5")
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_memory_bytes() -> dict[str, int]:
-    """Largest resident memory of this process, and of the GPU, since the last reset."""
-    import torch
-
-    peak = {"resident": _peak_resident()}
-    if torch.cuda.is_available():
-        peak["gpu"] = torch.cuda.max_memory_allocated()
-    return peak
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now, 0 where the system does not tell."""
-    return _status("VmRSS:")
-
-
-def _status(name: str) -> int:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _peak_resident() -> int:
-    if peak := _status("VmHWM:"):
-        return peak
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def folder_bytes(folder: str | os.PathLike[str]) -> int:
     """Bytes of all files below a folder."""
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
-
-
-def _memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or "unknown"
 
 
 def _version(name: str) -> str:
@@ -163,14 +109,14 @@ def _version(name: str) -> str:
 def _commit() -> str:
     """Commit of the checkout this package is in, with a plus sign when files differ from it; empty without one."""
     folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return ""
     try:
-        if not (folder / ".git").exists():
-            return ""
         commit = _git(folder, "rev-parse", "--short=10", "HEAD")
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED)
-        return commit + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return ""
+    return commit + ("+" if changed else "")
 
 
 def _git(folder: Path, *words: str) -> str:

@@ -111,7 +111,7 @@ class FirstToken:
             self.at = time.perf_counter()
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class Bench:

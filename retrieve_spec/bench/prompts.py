@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from retrieve_spec.bench.workloads import Prompt, builtin
 from retrieve_spec.errors import ConfigError, TraceError, nearest
@@ -54,8 +54,7 @@ def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | Non
         raise TraceError(
             f"to read {path}", error.strerror or str(error), "Give FILE.jsonl, spec-bench:PATH or builtin."
         ) from error
-    parse = _question if spec_bench else _prompt
-    prompts = [parse(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt(line, number, path, spec_bench) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise TraceError("at least one prompt", f"none in {path}", "Give a file with one JSON object per line.")
     twice = [name for name, count in Counter(prompt.name for prompt in prompts).items() if count > 1]
@@ -73,47 +72,29 @@ def _of_tasks(prompts: list[Prompt], tasks: Sequence[str] | None, what: str) -> 
     return [prompt for prompt in prompts if tasks is None or prompt.task in tasks]
 
 
-def _prompt(line: str, number: int, path: Path) -> Prompt:
-    row = _object(line, number, path)
-    turns = row.get("turns", [row["prompt"]] if "prompt" in row else None)
-    if not _are_turns(turns):
-        raise _wrong(number, path, "'prompt' (a string) or 'turns' (a list of strings)", line)
-    if not isinstance(row.get("prediction"), str | None):
-        raise _wrong(number, path, "'prediction' (a string)", line)
-    return Prompt(
-        name=str(row.get("id", number)),
-        task=str(row.get("task", OTHER)),
-        turns=tuple(turns),
-        prediction=row.get("prediction"),
-        raw="turns" not in row,
-    )
-
-
-def _question(line: str, number: int, path: Path) -> Prompt:
-    row = _object(line, number, path)
-    if not {"question_id", "category", "turns"} <= set(row) or not _are_turns(row["turns"]):
-        raise _wrong(number, path, "'question_id', 'category' and 'turns' (a list of strings)", line)
-    return Prompt(str(row["question_id"]), str(row["category"]), tuple(row["turns"]), raw=False)
-
-
-def _are_turns(turns: Any) -> TypeGuard[list[str]]:
-    return isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) and turn for turn in turns)
-
-
-def _object(line: str, number: int, path: Path) -> dict[str, Any]:
+def _prompt(line: str, number: int, path: Path, spec_bench: bool) -> Prompt:
+    """Read one line, with the field names of Spec-Bench's questions or with ours."""
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is neither a prompt nor a name
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        raise _wrong(number, path, "one JSON object per line", line)
-    return row
-
-
-def _wrong(number: int, path: Path, expected: str, line: str) -> TraceError:
-    got = f"line {number} of {path}: {line[:60].rstrip()!r}"
-    return TraceError(expected, got, "Write the file in that form (docs/benchmarks.md).")
+        if spec_bench:
+            name, task, prediction, raw = row["question_id"], row["category"], None, False
+        else:
+            name, task, prediction = row.get("id", number), row.get("task", OTHER), row.get("prediction")
+            raw = "turns" not in row
+        turns = [row["prompt"]] if raw else row["turns"]
+        well_formed = isinstance(turns, list) and bool(turns) and all(isinstance(t, str) and t for t in turns)
+        well_formed &= isinstance(prediction, str | None)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        well_formed = False
+    if not well_formed:
+        fields = (
+            "question_id, category and turns" if spec_bench else "'prompt' (a string) or 'turns' (a list of strings)"
+        )
+        got = f"line {number} of {path}: {line[:60].rstrip()!r}"
+        remedy = "Write the file in that form (docs/benchmarks.md)."
+        raise TraceError(f"one JSON object per line with {fields}", got, remedy)
+    return Prompt(str(name), str(task), tuple(turns), prediction, raw)
 
 
 def subtask(category: str) -> str:
@@ -134,20 +115,17 @@ def render(tokenizer: Any, prompt: Prompt, answers: Sequence[str], template: str
     """
     if template not in TEMPLATES:
         raise ConfigError(f"a template among {', '.join(TEMPLATES)}", repr(template), "Leave it at 'auto'.")
-    turns = prompt.turns[: len(answers) + 1]
+    turns = list(zip(prompt.turns, [*answers, ""], strict=False))[: len(answers) + 1]
     if prompt.raw or template == "none" or (template == "auto" and not tokenizer.chat_template):
-        return "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=True))
+        return "".join(turn + answer for turn, answer in turns)
     if template == "vicuna":
-        said = "".join(
-            f"USER: {turn} ASSISTANT:" + (f" {answer}</s>" if answer else "")
-            for turn, answer in zip(turns, [*answers, ""], strict=True)
-        )
-        return f"{VICUNA_SYSTEM} {said}"
+        ends = [f" {answer}</s>" if answer else "" for _, answer in turns]
+        spoken = [f"USER: {turn} ASSISTANT:{end}" for (turn, _), end in zip(turns, ends, strict=True)]
+        return f"{VICUNA_SYSTEM} {''.join(spoken)}"
     messages = []
-    for turn, answer in zip(turns, [*answers, ""], strict=True):
+    for turn, answer in turns:
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
-    text = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-    return str(text)
+    return str(tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True))
 
 
 def encode(tokenizer: Any, prompt: Prompt, answers: Sequence[str], template: str = "auto") -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.phrases import PhraseMemory
-
-if TYPE_CHECKING:
-    from retrieve_spec.engine.drafters import Drafters
 
 LIVE, WARM = "live", "warm"
 
@@ -43,16 +39,16 @@ class Tally:
     tokens: int = 0
     nodes: int = 0
     expected: float = 0.0
-    accepted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    accepted: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Tally) -> None:
-        """Sum two tallies."""
-        self.passes += other.passes
-        self.tokens += other.tokens
-        self.nodes += other.nodes
-        self.expected += other.expected
-        for name, count in other.accepted.items():
-            self.accepted[name] += count
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.passes + other.passes,
+            self.tokens + other.tokens,
+            self.nodes + other.nodes,
+            self.expected + other.expected,
+            self.accepted + other.accepted,
+        )
 
 
 class Replay:
@@ -80,30 +76,19 @@ class Replay:
     def run(self, rows: Iterable[TraceRow], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
         """Replay all rows, calling ``progress(tokens, passes)`` with the totals after each; see `result`."""
         for row in rows:
-            for _ in self.passes(row):
-                pass
+            self.drafter.start(row.prompt)
+            for ids, generated in row.segments:
+                if generated:
+                    self._generate(ids, self.by_task[row.task])
+                else:
+                    self.drafter.feed(ids)
+            self.drafter.finish()
             if progress:
                 totals = self.by_task.values()
                 progress(sum(t.tokens for t in totals), sum(t.passes for t in totals))
         return self.result()
 
-    def beside(self, drafter: FeedingDrafter) -> Replay:
-        """A replay with another drafter that counts into the same figures."""
-        other = Replay(drafter, self.nodes, self.node_cost)
-        other.by_task, other.propose_us, other.observe_us = self.by_task, self.propose_us, self.observe_us
-        return other
-
-    def passes(self, row: TraceRow) -> Generator[Ids, None, None]:
-        """Replay one row: the tokens (t,) that each pass emitted."""
-        self.drafter.start(row.prompt)
-        for ids, generated in row.segments:
-            if generated:
-                yield from self._generate(ids, self.by_task[row.task])
-            else:
-                self.drafter.feed(ids)
-        self.drafter.finish()
-
-    def _generate(self, output: Ids, tally: Tally) -> Iterator[Ids]:
+    def _generate(self, output: Ids, tally: Tally) -> None:
         at = 0
         while at < len(output):
             began = time.perf_counter()
@@ -120,16 +105,12 @@ class Replay:
             tally.tokens += len(emitted)
             tally.nodes += len(tree)
             tally.expected += 1.0 + tree.expected_accepted
-            for node in path:
-                tally.accepted[SOURCE_NAMES[tree.source[node]]] += 1
+            tally.accepted.update(SOURCE_NAMES[tree.source[node]] for node in path)
             at += len(emitted)
-            yield emitted
 
     def result(self) -> dict[str, Any]:
         """Figures so far, as one JSON-ready object."""
-        total = Tally()
-        for tally in self.by_task.values():
-            total.add(tally)
+        total = sum(self.by_task.values(), Tally())
         passes = max(total.passes, 1)
         took = passes + (self.node_cost or 0.0) * total.nodes
         return {
@@ -154,12 +135,8 @@ def walk(tree: DraftTree, output: Ids) -> Ids:
     """Nodes of the path that the recorded output takes; the bonus token is left for the end of the output."""
     path: list[int] = []
     at = ROOT
-    children: dict[tuple[int, int], int] = {}
-    if len(tree):
-        children = {
-            (int(p), int(t)): i
-            for i, (p, t) in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True))
-        }
+    parents, tokens = tree.parent.tolist(), tree.token_ids.tolist()
+    children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
     for token in output.tolist():
         node = children.get((at, token))
         if node is None:
@@ -201,18 +178,6 @@ def _taught(drafter: Any, rows: Iterable[TraceRow]) -> FeedingDrafter:
     return drafter
 
 
-def _day(replay: Replay, drafters: Drafters, rows: Iterable[TraceRow], progress: Any = None) -> dict[str, Any]:
-    """Replay rows with drafters that are lent and given back, and keep in the end what they learned."""
-    for row in rows:
-        drafter = drafters.lend()
-        assert isinstance(drafter, FeedingDrafter)
-        replay.drafter = drafter
-        replay.run([row], progress)
-        drafters.give_back(drafter)
-    drafters.keep(at_once=True)
-    return replay.result()
-
-
 def replay_trace(
     path: str | Path,
     tokenizer: Any,
@@ -224,7 +189,6 @@ def replay_trace(
     session: bool = False,
     without: Sequence[str] = (),
     phrases: str = LIVE,
-    second_day: bool = False,
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -249,9 +213,6 @@ def replay_trace(
     phrases
         `"live"`: learned from one row to the next, as a model does. `"warm"`: each half of the rows (`halves`) is
         replayed with the phrases of the other half and learns none, so that figures are those of phrases alone.
-    second_day
-        Each half of the rows is replayed by drafters that begin with the file in which others kept their answers to the
-        other half, and what was learned of them.
     limit
         Rows read at most.
     progress
@@ -273,12 +234,9 @@ def replay_trace(
     from retrieve_spec.config import SpeculationConfig
     from retrieve_spec.datastore.fingerprint import load_tokenizer
     from retrieve_spec.datastore.store import open_datastore
-    from retrieve_spec.engine.drafters import Drafters
 
     encoder = load_tokenizer(tokenizer)
     opened = [open_datastore(store, tokenizer=encoder) for store in stores]
-    if second_day and (without or phrases == WARM):
-        raise ConfigError("--second-day alone", "--without or --phrases warm, too", "Leave those out.")
     fresh = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without, encoder)
     if not isinstance(fresh.drafter, FeedingDrafter):
         raise ConfigError(
@@ -292,14 +250,6 @@ def replay_trace(
             fresh.renew()
             replay.drafter = _taught(fresh.drafter, learned)
             result = replay.run(replayed, progress)
-    elif second_day:
-        one, other = halves(rows)
-        for replayed, learned in ((one, other), (other, one)):
-            with tempfile.TemporaryDirectory() as folder:
-                config = SpeculationConfig(draft=draft, session=f"{folder}/answers.bin")
-                for day, half in ((Replay(fresh.drafter, nodes, node_cost), learned), (replay, replayed)):
-                    # Nothing here holds on to the drafters: they write to the folder when they end.
-                    result = _day(day, Drafters(config, opened, None, "recorded", encoder), half, progress)
     else:
         result = replay.run(rows, progress)
     if not result["passes"]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from retrieve_spec.bench.machine import peak_memory_bytes, reset_peak_memory
 from retrieve_spec.bench.methods import OFF, PLAIN, Bench, Generation, Method
 from retrieve_spec.bench.prompts import encode
 from retrieve_spec.bench.results import PARTS, Record, ResultsFolder
@@ -50,19 +49,18 @@ class Plan:
 
     @property
     def reference(self) -> Method:
-        """The method others are compared with: plain, else our loop without drafts, else the first.
+        """The method whose texts the others' are compared with: plain, else our loop without drafts, else the first.
 
         Sampled texts of transformers' loop and of ours agree in distribution only (their noise is drawn differently),
         so then it is our loop without drafts, else the first of ours.
         """
-        if self.sampled:
-            ours = [method for method in self.methods if method.ours]
-            return next((method for method in ours if method.kind == OFF), (ours or list(self.methods))[0])
-        found = [method for kind in (PLAIN, OFF) for method in self.methods if method.kind == kind]
-        return (found or list(self.methods))[0]
+        candidates = [method for method in self.methods if method.ours] if self.sampled else list(self.methods)
+        candidates = candidates or list(self.methods)
+        found = [method for kind in (PLAIN, OFF) for method in candidates if method.kind == kind]
+        return (found or candidates)[0]
 
     def comparable(self, method: Method) -> bool:
-        """Whether a method's texts are meant to be the reference's, token by token."""
+        """Whether a method's texts should equal the reference's, token by token."""
         return not self.sampled or method.ours == self.reference.ours
 
     def groups(self) -> Iterator[tuple[int, Prompt, list[Method]]]:
@@ -88,23 +86,20 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 def warm_up(bench: Bench, plan: Plan) -> None:
     """Let every method generate a little, untimed, so that compilation is no part of the figures."""
+    ids = encode(bench.tokenizer, plan.prompts[0], [], plan.template)
     for method in plan.methods:
-        bench.generate(
-            method, encode(bench.tokenizer, plan.prompts[0], [], plan.template), max_new_tokens=WARM_UP_TOKENS
-        )
+        bench.generate(method, ids, max_new_tokens=WARM_UP_TOKENS)
         bench.forget(method)
 
 
 def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[[list[Record]], None]) -> None:
-    """Measure what the folder does not hold yet; a prompt is written when all methods have answered it."""
-    done, last_run = folder.done(), 0
+    """Measure all there is to; a prompt is written when all methods have answered it."""
+    last_run = 0
     for run, prompt, methods in plan.groups():
         if plan.state != "shared" or run != last_run:
             for method in methods:
                 bench.forget(method)
         last_run = run
-        if (run, prompt.name) in done:
-            continue
         records: dict[str, Record] = {}
         for method in methods:
             reference = records.get(plan.reference.name)
@@ -118,7 +113,7 @@ def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[
 
 
 def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, reference: Record) -> dict[str, Any] | None:
-    """Where a method's answers leave the reference's, and how near the tie was: the gap of the two highest logits."""
+    """Where a method's answers leave the reference's, and the gap of the two highest logits there."""
     import torch
 
     for turn, (ours, theirs) in enumerate(zip(record.token_ids, reference.token_ids, strict=True)):
@@ -126,34 +121,31 @@ def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, referen
             continue
         pairs = zip(ours, theirs, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-        said = encode(bench.tokenizer, prompt, reference.texts[:turn], plan.template)[0].tolist()
-        ids = torch.tensor([said + theirs[:at]], device=bench.model.device)
+        before = encode(bench.tokenizer, prompt, reference.texts[:turn], plan.template)[0].tolist()
+        ids = torch.tensor([before + theirs[:at]], device=bench.model.device)
         with torch.no_grad():
             top = bench.model(ids).logits[0, -1].float().topk(2).values
         return {"turn": turn, "position": at, "gap": float(top[0] - top[1])}
     return None
 
 
-def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, said: Sequence[str]) -> Record:
+def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, earlier: Sequence[str]) -> Record:
     """Let one method answer all turns of one prompt.
 
     Parameters
     ----------
-    said
+    earlier
         The reference method's answers, which later turns follow; empty: its own.
     """
     record = Record(run, prompt.name, prompt.task, method.name)
-    reset_peak_memory()
     for turn in range(len(prompt.turns)):
-        before = said[:turn] if said else record.texts
+        before = earlier[:turn] if earlier else record.texts
         ids = encode(bench.tokenizer, prompt, before, plan.template).to(bench.model.device)
         prediction = prompt.prediction if turn == 0 else None
         generation = bench.generate(method, ids, max_new_tokens=plan.max_new_tokens, prediction=prediction)
         _add(record, generation, ids.shape[1])
         record.texts.append(bench.tokenizer.decode(generation.token_ids, skip_special_tokens=True).strip())
-    record.retokenized = sum(len(bench.tokenizer(text)["input_ids"]) - 1 for text in record.texts)
     record.looping = loops(record.texts[-1])
-    record.memory = peak_memory_bytes()
     return record
 
 
@@ -162,9 +154,7 @@ def _add(record: Record, generation: Generation, prompt_tokens: int) -> None:
     record.new_tokens += len(generation.token_ids)
     record.token_ids.append(generation.token_ids)
     record.passes += generation.passes
-    record.turn_passes.append(generation.passes)
     record.seconds += generation.seconds
-    record.turn_seconds.append(generation.seconds)
     record.first_token_s += generation.first_token_s
     if (report := generation.report) is None:
         record.mode = record.method.partition(":")[0]
@@ -172,5 +162,4 @@ def _add(record: Record, generation: Generation, prompt_tokens: int) -> None:
     record.nodes = (record.nodes or 0) + report.nodes
     record.split_ms = {part: record.split_ms.get(part, 0.0) + getattr(report, f"{part}_ms") for part in PARTS}
     record.accepted_by_source = dict(Counter(record.accepted_by_source) + Counter(report.accepted_by_source))
-    record.per_pass += report.per_pass
     record.mode, record.reason = report.mode, report.reason

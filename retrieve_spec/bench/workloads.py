@@ -185,7 +185,7 @@ def loops(text: str) -> bool:
 
 
 def _usable(path: Path) -> str | None:
-    """Read a file if it is long enough to be cut and short enough to be code that a person wrote."""
+    """Text of a file that is long enough to be cut and short enough to be code that a person wrote, else None."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -161,7 +161,7 @@ def build_ngrams(
 
 @dataclass(frozen=True, slots=True)
 class ContextFilter:
-    """Which of the small n-gram tables of a store may hold a context (`retrieve_spec.kernels.contexts`).
+    """Which of the small n-gram tables of a store may hold a context (`retrieve_spec.kernels.ngram`).
 
     Attributes
     ----------

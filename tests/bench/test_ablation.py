@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from retrieve_spec.bench.ablation import SOURCES, FreshDrafter
+from retrieve_spec.bench.ablation import FreshDrafter
 from retrieve_spec.bench.methods import Bench, parse_method
 from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.drafting.drafter import Drafter, Preparable
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.reference_model import load_model, reference_path
 
@@ -56,18 +55,6 @@ def test_a_source_that_is_left_out_gets_no_credit_and_is_missed(loaded, store):
     no_text = ["session", "ngram", "exact", "context", "phrases", "alignment"]
     alone = replay(FreshDrafter(config, opened, no_text).drafter, tokenizer)
     assert alone["tokens_per_pass"] == 1.0
-
-
-def test_all_sources_of_the_mixture_can_be_left_out(loaded):
-    _, tokenizer = loaded
-    for name in SOURCES:
-        drafter = FreshDrafter(SpeculationConfig(), (), [name])
-        assert isinstance(drafter, Preparable)
-        assert isinstance(drafter.drafter, Drafter)
-        drafter.start(np.arange(9, dtype=np.int32), np.arange(5, dtype=np.int32))
-        assert (drafter.prediction is None) == (name == "prediction")
-        assert (drafter.top_k == 0) == (name == "recycling")
-    assert len(tokenizer) > 0
 
 
 def test_unknown_sources_and_other_presets_are_refused():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from retrieve_spec.bench.replay import Replay, TraceRow
+from retrieve_spec.bench.replay import Replay
+from retrieve_spec.bench.traces import TraceRow
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.reference_model import reference_path
@@ -65,54 +65,15 @@ def test_trees_of_peers_are_valid(tools):
     assert tree.expected_accepted == pytest.approx(1.9, rel=1e-5)
 
 
-def test_a_missing_peer_is_skipped_with_its_reason(tools, monkeypatch):
+def test_a_missing_peer_is_skipped_with_its_reason(tools):
     compare, peers, sources, _ = tools
 
     def missing():
         raise sources.Skipped("it is not there")
 
     row = TraceRow("", ids(1, 2), [(ids(1, 2), True)])
-    skipped = compare.measure(missing, [row], 8)
-    assert skipped == {"skipped": "it is not there"}
-    there = compare.measure(peers.TransformersLookup, [row], 8)
-    text = table(made(compare, {"here": there, "gone": skipped}))
-    assert "- gone: it is not there" in text
-    assert "| gone |" not in text
-    assert text.count("| here |") == 2
-
-
-def table(figures):
-    template = importlib.import_module("blocks").ENVIRONMENT.get_template("compare.md")
-    return template.render(measured=lambda *_: figures) + "\n"
-
-
-def made(compare, by_name):
-    file = {"rows": 1, "tokens": 2, "known_tokens": 0, "tokenizer": "t", "drafters": by_name}
-    return {"machine": compare.machine_facts(), "peers": ["a==1"], "command": "a command", "files": {"file": file}}
-
-
-def test_files_on_which_auto_loses_are_listed_with_what_both_know(tools):
-    compare, *_ = tools
-    rates = {"ours: auto": 2.0, "better": 2.5, "worse": 1.5, "ours: auto, answers kept": 3.0, "kept, answers kept": 2.9}
-    times = {"p50": 1.0, "p99": 2.0}
-    by_name = {
-        name: {"tokens_per_pass": rate, "nodes_per_pass": 1.0}
-        | dict.fromkeys(("propose_us", "observe_us", "pass_us"), times)
-        for name, rate in rates.items()
-    }
-    text = table(made(compare, by_name))
-    assert "- 1 (file): better 2.50, auto 2.00" in text
-    assert sum(line.startswith("- 1") for line in text.splitlines()) == 1
-
-
-def test_drafters_that_get_more_out_of_as_few_nodes_are_listed(tools):
-    compare, *_ = tools
-    figures = {"ours: auto": (3.0, 60), "ours: auto, 8 nodes": (2.0, 8), "thrifty": (2.5, 8), "fat": (2.5, 70)}
-    times = {what: {"p50": 1.0, "p99": 2.0} for what in ("propose_us", "observe_us", "pass_us")}
-    by_name = {n: {"tokens_per_pass": rate, "nodes_per_pass": nodes, **times} for n, (rate, nodes) in figures.items()}
-    text = table(made(compare, by_name))
-    assert "- thrifty: 1 (2.50, auto 2.00)" in text
-    assert "- fat" not in text
+    assert compare.measure_drafter(missing, [row], 8) == {"skipped": "it is not there"}
+    assert compare.measure_drafter(peers.TransformersLookup, [row], 8)["tokens"] == 2
 
 
 def test_budgets_taken_in_turns(tools):
@@ -156,59 +117,12 @@ def test_half_of_the_groups_is_replayed_and_the_rest_may_be_known(tools, tmp_pat
     assert store.manifest.tokens > 0
 
 
-def test_an_interrupted_comparison_goes_on(tools, tmp_path, capsys, monkeypatch):
-    compare, *_ = tools
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, words)])
-        compare.main()
-
-    tokenizer = str(reference_path() / "tokenizer.json")
-    one = write_trace(tmp_path / "one.jsonl", [{"prompt": "a", "output": "b = 1"}, {"prompt": "c", "output": "d = 2"}])
-    two = write_trace(tmp_path / "two.jsonl", [{"prompt": "a", "output": "b = 1"}, {"prompt": "c", "output": "d = 2"}])
-    words = ["--tokenizer", tokenizer, "--only", "ours: sam", "--out", str(tmp_path / "out.json"), "--resume"]
-    run(one, *words)
-    kept = json.loads((tmp_path / "out.json").read_text())
-    kept["files"]["one"]["rows"] = 77  # to tell what was kept from what was measured again
-    (tmp_path / "out.json").write_text(json.dumps(kept))
-    run(one, two, *words)
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert "--resume" not in result["command"]
-    assert result["machine"]["date"] == kept["machine"]["date"]
-    files = result["files"]
-    assert files["one"]["rows"] == 77
-    assert set(files) == {"one", "two"}
-    run(one, *words, "--limit", "1")
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["files"]["one"]["rows"] == 1
-
-
 def test_ours_can_be_replayed_like_a_peer(tools):
     compare, *_ = tools
     factories = compare.drafters(["ours: auto"], None, None)
     row = TraceRow("", ids(*range(40)), [(ids(*range(40)), True)])
     for name, make in factories.items():
-        assert compare.measure(make, [row], 16)["tokens_per_pass"] > 3, name
-
-
-def test_the_command_that_is_published_names_files_only(tools, tmp_path):
-    compare, *_ = tools
-    trace, file = tmp_path / "trace.jsonl", tmp_path / "t.json"
-    for path in (trace, file):
-        path.write_text("")
-    words = [
-        str(trace),
-        "--tokenizer",
-        str(file),
-        "--native",
-        f"a*={file}",
-        "--limit",
-        "3",
-        "--out",
-        str(tmp_path / "o"),
-    ]
-    command = compare.shown_command(words)
-    assert str(tmp_path) not in command
-    assert command.endswith("trace.jsonl --tokenizer t.json --native 'a*=t.json' --limit 3 --out o"), command
+        assert compare.measure_drafter(make, [row], 16)["tokens_per_pass"] > 3, name
 
 
 @pytest.mark.parametrize("tool", ["pip", "cmake"])

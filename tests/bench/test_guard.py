@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import json
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,11 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def guard():
-    sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbours
+    sys.path.insert(0, str(SCRIPTS))
     try:
-        return load("regression_guard")
+        return importlib.import_module("regression_guard")
     finally:
         sys.path.remove(str(SCRIPTS))
 
@@ -55,24 +46,6 @@ def test_more_work_per_token_fails_and_as_much_does_not(guard, baseline):
     assert not guard.more_work({name: count * 2 for name, count in before.items()}, before)
     (failure,) = guard.more_work({**before, "levels read": round(before["levels read"] * 1.2)}, before)
     assert "levels read per token" in failure
-    (failure,) = guard.more_work({k: v for k, v in before.items() if k != "levels read"}, before)
-    assert "not counted any more" in failure
-    assert guard.more_work(None, before)
-
-
-def test_counting_sees_calls_of_kernels_only_while_it_is_open(guard):
-    code = guard.code_of("recycling.find")
-    function = types.FunctionType(code, {"_home": None, "np": None})
-    with guard.Counting() as counting:
-        with pytest.raises(Exception):  # noqa: B017, PT011 (what it says without its globals does not matter)
-            function(None, None)
-        len([])
-    with pytest.raises(Exception):  # noqa: B017, PT011
-        function(None, None)
-    assert counting.counts["recycling contexts looked up"] == 1
-    assert sum(counting.counts.values()) == 1
-    with pytest.raises(SystemExit, match="is gone"):
-        guard.code_of("recycling.no_such_kernel")
 
 
 @pytest.mark.slow
@@ -89,17 +62,6 @@ def test_a_loss_of_more_than_one_per_cent_fails_and_less_does_not(guard, baselin
         worse = copy.deepcopy(baseline)
         worse[name]["passes"] = round(worse[name]["passes"] * passes)
         assert bool(guard.compare(worse, baseline)) is fails
-
-
-def test_a_workload_that_was_not_measured_fails(guard, baseline):
-    name = next(iter(_replays(baseline)))
-    assert guard.compare({k: v for k, v in baseline.items() if k != name}, baseline)
-
-
-def test_answers_rounded_to_another_text_are_left_out_on_both_sides(guard, baseline):
-    now = copy.deepcopy(baseline)
-    now.pop(next(iter(_live(baseline))))
-    assert not guard.compare(now, baseline)
 
 
 def _live(counts):

@@ -1,49 +1,21 @@
-"""Scripts take the options that pages publish, and what they print says where it comes from."""
+"""Scripts parse the options that they declare, and what they print carries the machine and the command."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import re
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"python scripts/(bench_\w+|record_terminal)\.py([^`#\n]*)")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "scripts").glob("bench_*.py"))]
 
 
 @pytest.fixture
 def harness(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     return importlib.import_module("harness")
-
-
-def published():
-    """Commands of pages and of the scripts' own docstrings, without placeholders."""
-    found = {match.group(1, 2) for page in PAGES for match in COMMAND.finditer(page.read_text("utf-8"))}
-    return sorted((name, words.strip()) for name, words in found if not re.search(r"[\[…]|\.\.\.", words))
-
-
-def test_commands_are_found():
-    assert {"bench_pass", "bench_batches", "bench_typing", "bench_edits"} <= {name for name, _ in published()}
-    assert len(published()) > 15
-
-
-@pytest.mark.parametrize(("name", "words"), published())
-def test_a_script_takes_the_options_that_are_published(harness, monkeypatch, name, words):
-    if name == "bench_llama_cpp":
-        pytest.importorskip("llama_cpp")
-    taken = []
-    monkeypatch.setattr(
-        harness, "run", lambda measure, *names, **named: taken.append(harness.arguments(*names, **named))
-    )
-    monkeypatch.setattr(sys, "argv", [name, *shlex.split(words)])
-    importlib.import_module(name).main()
-    assert len(taken) == 1
 
 
 def test_an_object_carries_the_machine_and_the_command(harness, monkeypatch, capsys):
@@ -62,11 +34,23 @@ def test_an_object_carries_the_machine_and_the_command(harness, monkeypatch, cap
     assert {"processor", "commit", "others"} <= set(made["machine"])
 
 
-def test_what_must_be_given_is_asked_for(harness, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_x.py"])
-    with pytest.raises(SystemExit):
-        harness.arguments("About.", text=str)
-    assert "--text" in capsys.readouterr().err
+def test_published_commands_name_files_without_their_folders(harness):
+    many = [f"/a/{i}.jsonl" for i in range(9)]
+    words = [
+        "python",
+        "x.py",
+        *many,
+        "--tokenizer",
+        "/a/t.json",
+        "--native",
+        "a*=/a/u.json",
+        "--limit",
+        "3",
+        "--n",
+        "3",
+    ]
+    expected = "python x.py TRACES/*.jsonl --tokenizer t.json --native 'a*=u.json' --limit 3 --n 3"
+    assert harness.published(words) == expected
 
 
 def test_every_name_begins_once(harness):

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from retrieve_spec import cli
-from retrieve_spec.bench import cli_run, runner
-from retrieve_spec.bench.chart import speedups
-from retrieve_spec.bench.machine import peak_memory_bytes, reset_peak_memory
+from retrieve_spec.bench import runner
 from retrieve_spec.bench.methods import Bench, parse_method
 from retrieve_spec.bench.report import markdown, write_report
-from retrieve_spec.bench.results import ResultsFolder, read_header, read_records
+from retrieve_spec.bench.results import read_header, read_records
 from retrieve_spec.bench.runner import Plan
-from retrieve_spec.bench.specbench import answer_line
 from retrieve_spec.bench.stats import summarise
 from retrieve_spec.bench.workloads import Prompt
 from retrieve_spec.errors import ConfigError, TraceError
@@ -54,15 +49,9 @@ def test_every_pair_is_measured_and_greedy_answers_are_identical(folder):
     assert all(record.divergence is None for record in records)
     for record in records:
         assert record.new_tokens == sum(map(len, record.token_ids))
-        assert record.passes == sum(record.turn_passes)
         assert record.seconds > record.first_token_s > 0
         if record.method == "plain":
             assert record.passes == record.new_tokens
-        if record.method.startswith("auto"):
-            assert record.passes == len(record.per_pass) + len(record.token_ids)
-            assert record.new_tokens == sum(1 + a for _, a, *_ in record.per_pass) + len(record.token_ids)
-        if record.method == "auto:4":
-            assert max(nodes for nodes, *_ in record.per_pass) <= 4
 
 
 def test_the_report_has_all_its_files(folder):
@@ -72,15 +61,7 @@ def test_the_report_has_all_its_files(folder):
     markdown = (folder / "report.md").read_text()
     assert markdown.index("Where it loses") < markdown.index("## Methods")
     assert read_header(folder)["command"] in markdown
-    lines = list(csv.DictReader((folder / "prompts.csv").open(newline="")))
-    records = read_records(folder)
-    assert [(line["prompt"], line["method"]) for line in lines] == [(r.prompt, r.method) for r in records]
-    for line, record in zip(lines, records, strict=True):
-        assert float(line["tokens_per_pass"]) == pytest.approx(record.new_tokens / record.passes, abs=1e-4)
-        assert float(line["wall_ms"]) == pytest.approx(record.seconds * 1e3, abs=1e-3)
-        assert (line["verify_ms"] == "") is (record.method in ("plain", "prompt-lookup"))
-    assert "](speedup.svg)" in markdown and (folder / "speedup.svg").read_text().startswith("<svg ")
-    for title in ("Passes by accepted tokens", "Is the expectation right?", "What a pass costs", "Where the time goes"):
+    for title in ("What a pass costs", "Where the time goes"):
         assert f"## {title}\n" in markdown, title
 
 
@@ -88,75 +69,21 @@ def test_prompts_and_tasks_may_be_called_anything(folder):
     header, records = read_header(folder), read_records(folder)
     odd = "a|b `c` <i>d</i>\n*e*\x00\x1b&amp; ~f~"
     records = [replace(r, prompt=r.prompt + odd, task=r.task + odd) for r in records]
-    summary = summarise(header | {"stores": {"my|store": 1}}, records)
-    lines = markdown(summary).split("\n")
+    lines = markdown(summarise(header | {"stores": {"my|store": 1}}, records)).split("\n")
     widths = [[len(re.split(r"(?<!\\)\|", line)) for line in lines[i : i + 3]] for i, line in enumerate(lines)]
     tables = [w for i, w in enumerate(widths) if lines[i + 1 : i + 2] and lines[i + 1].startswith("|---")]
-    assert len(tables) > 5 and all(head == rule == row for head, rule, row in tables)
+    assert len(tables) > 4 and all(head == rule == row for head, rule, row in tables)
     assert r"a\|b \`c\` \<i>d\</i> \*e\* \&amp; \~f\~" in "\n".join(lines)
     assert "".join(lines).isprintable()
-    assert "a|b `c` <i>d</i> *e* &amp; ~f~" in "".join(ElementTree.fromstring(speedups(summary)).itertext())
-
-
-def test_answer_files_read_as_spec_bench_reads_them(folder):
-    lines = [json.loads(line) for line in (folder / "answers" / "auto.run-1.jsonl").read_text().splitlines()]
-    assert [line["question_id"] for line in lines] == [81, 321]
-    speeds, lengths = [], []
-    for line in lines:  # the arithmetic of its speed.py
-        choice = line["choices"][0]
-        speeds.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
-        lengths += choice["accept_lengths"]
-        assert len(choice["turns"]) == len(choice["new_tokens"]) == len(choice["decoding_steps"])
-        assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
-        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
-    assert min(speeds) > 0
-    assert min(lengths) >= 1
-    looked_up = next(r for r in read_records(folder) if r.method == "prompt-lookup")
-    choice = answer_line(looked_up, read_header(folder))["choices"][0]
-    assert sum(choice["accept_lengths"]) == looked_up.new_tokens
-
-
-def test_spec_benchs_own_speed_up_is_what_its_script_makes_of_the_answer_files(folder):
-    _, tokenizer = load_model(device="cpu")
-
-    def choices(method, run):
-        file = folder / "answers" / f"{method}.run-{run}.jsonl"
-        return [json.loads(line)["choices"][0] for line in file.read_text().splitlines()]
-
-    ratios = []
-    for run in (1, 2):  # get_mean_speedup: the mean over runs of what speed() gives for each
-        fast = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in choices("auto", run)]
-        plain = choices("plain", run)
-        counts = [sum(len(tokenizer(turn).input_ids) - 1 for turn in choice["turns"]) for choice in plain]
-        slow = [count / sum(choice["wall_time"]) for count, choice in zip(counts, plain, strict=True)]
-        ratios.append((sum(fast) / len(fast)) / (sum(slow) / len(slow)))
-    expected = sum(ratios) / len(ratios)
-    found = json.loads((folder / "summary.json").read_text())["methods"]["auto"]
-    assert found["speedup_spec_bench"] == pytest.approx(expected)
-    assert found["speedup_spec_bench"] > found["speedup_means"]  # it takes tokens from the baseline
-    assert f"| auto | {expected:.3f} |" in (folder / "report.md").read_text()
-
-
-def test_memory_is_that_of_the_answer(folder):
-    for record in read_records(folder):
-        assert record.memory["resident"] > 100e6
-    before = bytearray(300 << 20)
-    before[::4096] = b"x" * len(before[::4096])
-    high = peak_memory_bytes()["resident"]
-    del before
-    reset_peak_memory()
-    assert peak_memory_bytes()["resident"] < high - (200 << 20)
 
 
 def test_a_folder_with_results_is_not_overwritten(folder, questions, capsys):
     words = ["--prompts", f"spec-bench:{questions}", "--methods", METHODS, "--out", str(folder), "--quiet"]
     assert cli.run(["bench", "run", *words]) == 1
-    assert "--resume" in capsys.readouterr().err
-    assert cli.run(["bench", "run", *words, "--resume", "--seed", "5"]) == 1
-    assert "of the interrupted run" in capsys.readouterr().err
+    assert "--out" in capsys.readouterr().err
 
 
-def test_an_interrupted_run_keeps_what_is_done_and_goes_on(questions, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_can_be_reported(questions, tmp_path, monkeypatch, capsys):
     words = ["bench", "run", "--prompts", f"spec-bench:{questions}", "--methods", "plain,auto", "--max-new-tokens", "8"]
     words += ["--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]
     real, calls = runner.answer, []
@@ -169,30 +96,10 @@ def test_an_interrupted_run_keeps_what_is_done_and_goes_on(questions, tmp_path, 
 
     monkeypatch.setattr(runner, "answer", interrupted)
     assert cli.run(words) == 130
-    assert "--resume" in capsys.readouterr().err
-    kept = read_records(tmp_path / "out")
-    assert len(kept) == 2
-    with open(tmp_path / "out" / "results.jsonl", "a") as file:
-        file.write('{"run": 1, "prompt"')  # cut off in the middle of a line
-    monkeypatch.setattr(runner, "answer", real)
-    assert cli.run([*words, "--resume"]) == 0
-    records = read_records(tmp_path / "out")
-    assert len(records) == 4
-    assert records[:2] == kept
-    header = read_header(tmp_path / "out")
-    assert header["resumed_on"]
-    assert header["machine"].get("others", 0.0) >= 0.0
-    assert cli.run([*words, "--resume", "--template", "vicuna"]) == 1
-    assert "the template of the interrupted run" in capsys.readouterr().err
-
-
-def test_results_of_two_commits_name_both(tmp_path):
-    header = {"command": "first", "machine": {"commit": "a", "date": "1"}, "methods": ["plain"]}
-    ResultsFolder(tmp_path / "out", header)
-    for commit, expected in (("a", "a"), ("b", "a, then b"), ("b", "a, then b")):
-        new = {**header, "command": "second", "machine": {"commit": commit, "date": "2"}}
-        assert ResultsFolder(tmp_path / "out", new, resume=True).header["machine"]["commit"] == expected
-    assert read_header(tmp_path / "out")["command"] == "first"
+    assert "bench report" in capsys.readouterr().err
+    assert len(read_records(tmp_path / "out")) == 2
+    assert cli.run(["bench", "report", str(tmp_path / "out")]) == 0
+    assert "1 prompts, 1 of 1 runs" in capsys.readouterr().out
 
 
 def test_methods_rotate_and_the_reference_begins_conversations():
@@ -283,30 +190,3 @@ def test_plain_is_the_untouched_generate_whatever_the_instance_carries():
     assert generation.token_ids == expected
     assert generation.passes == 6
     assert not model._forward_pre_hooks
-
-
-def test_what_a_state_policy_forgets(monkeypatch, tmp_path):
-    forgotten = []
-    methods = [parse_method("auto")]
-    prompts = [Prompt(str(i), "t", ("x",)) for i in range(2)]
-
-    class Fake:
-        def forget(self, method):
-            forgotten.append(method.name)
-
-    monkeypatch.setattr(runner, "answer", lambda b, plan, p, m, run, said: runner.Record(run, p.name, p.task, m.name))
-    monkeypatch.setattr(runner, "divergence", lambda *args: None)
-    counts = {}
-    for state in ("cold", "session", "shared"):
-        forgotten.clear()
-        header = {"methods": ["auto"], "machine": {"date": ""}}
-        folder = ResultsFolder(tmp_path / state, header)
-        runner.measure(Fake(), Plan(prompts, methods, runs=2, state=state), folder, lambda records: None)
-        counts[state] = len(forgotten)
-    assert counts == {"cold": 4, "session": 4, "shared": 2}
-
-
-def test_progress_counts_prompts(capsys):
-    with cli_run.Progress(2, 0, quiet=True) as progress:
-        progress([runner.Record(1, "p", "t", "plain", new_tokens=10, seconds=2.0)])
-    assert progress.sums == {"plain": [10.0, 2.0]}

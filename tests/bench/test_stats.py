@@ -14,7 +14,7 @@ def record(run, prompt, method, tokens, seconds, *, task="all", passes=10, loopi
     ids = [list(range(tokens))]
     return Record(
         run, prompt, task, method, new_tokens=tokens, token_ids=ids, seconds=seconds, first_token_s=seconds / 10,
-        passes=passes, looping=looping, retokenized=tokens * 9 // 10, **more,
+        passes=passes, looping=looping, **more,
     )  # fmt: skip
 
 
@@ -59,9 +59,6 @@ def test_summary_of_known_figures(records):
     assert auto["speedup"]["value"] == 2.0
     assert auto["not_looping"]["speedup"]["value"] == 3.0
     assert auto["speedup_pooled"] == pytest.approx(3 / 2.75)
-    speeds = {"plain": [100, 50] * 3, "auto": [200, 400, 50, 100, 200, 25]}
-    assert auto["speedup_means"] == pytest.approx(np.mean(speeds["auto"]) / np.mean(speeds["plain"]))
-    assert auto["speedup_spec_bench"] == pytest.approx(np.mean(speeds["auto"]) / (0.9 * np.mean(speeds["plain"])))
     assert auto["tokens_per_pass"] == 10.0
     assert auto["identical"] == auto["answers"] == 6
     assert [(e["prompt"], e["ratio"], e["looping"]) for e in summary["losing"]] == [("c", 0.5, True)]
@@ -88,16 +85,6 @@ def test_time_per_token_is_whole(records):
     for figures in stats.summarise(HEADER, records)["methods"].values():
         assert sum(figures["split_ms_per_token"].values()) > 0
     assert sum(stats.split(records[:1]).values()) == pytest.approx(10.0)
-
-
-def test_passes_are_classed_by_what_was_expected_and_by_what_they_accepted():
-    passes = np.array([(4, i % 4, 0.1 * i, 2.0) for i in range(24)])
-    found = stats.acceptance(passes)
-    assert found["accepted_lengths"][:5] == [0.25] * 4 + [0.0]
-    assert found["expected_and_accepted"][0] == pytest.approx([0.15, 1.5])
-    classes = [expected for expected, _ in found["expected_and_accepted"]]
-    assert classes == pytest.approx([0.15 + 0.4 * i for i in range(6)])
-    assert stats.acceptance(passes[:0]) == stats.acceptance(passes * 0) == {}
 
 
 def test_mt_bench_categories_are_one_task():

@@ -89,26 +89,3 @@ def test_errors_become_exit_codes_without_a_traceback(error, code, text, capsys,
     err = capsys.readouterr().err
     assert text in err
     assert "Traceback" not in err
-
-
-def test_ctrl_c_in_the_middle_of_loading_a_kernel_is_not_lost():
-    """LLVM asks for compiled code by a callback, in which nothing can be raised."""
-    code = """
-import ctypes, signal, time, click
-from retrieve_spec import cli
-
-@ctypes.CFUNCTYPE(None)
-def asked():
-    signal.raise_signal(signal.SIGINT)
-
-@click.command()
-def load():
-    asked()
-    time.sleep(60)
-
-cli.cli.add_command(load)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
-cli.main()
-"""
-    done = subprocess.run([sys.executable, "-c", code, "load"], capture_output=True, text=True, timeout=50, check=False)
-    assert (done.returncode, done.stderr.strip()) == (cli.INTERRUPTED, "Interrupted.")

@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from retrieve_spec import demo
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.demo_screen import ROWS, Pane, Screen
+from retrieve_spec.demo import Pane
 
 pytestmark = pytest.mark.threads
-
-
-class Letters:
-    """Stands for a tokenizer: token i is the i-th letter."""
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(ord("a") + i) for i in ids)
 
 
 @pytest.fixture
 def panes():
     return [
         Pane("plain", [0] * 40, 2.0, 40),
-        Pane("accelerated", [0] * 40, 1.0, 20, {"context": 15, "exact": 0, "recycling": 5}),
+        Pane("accelerated", [0] * 40, 1.0, 20, {"context": 15, "recycling": 5}),
         Pane("with stdlib store", [0] * 40, 0.5, 10, {"ngram": 30}),
     ]
 
 
-@pytest.mark.parametrize(
-    ("columns", "shown"),
-    [(80, ["plain", "with stdlib store"]), (130, ["plain", "accelerated", "with stdlib store"])],
-)
-def test_as_many_panes_as_fit(panes, columns, shown, capsys, monkeypatch):
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
-    screen = Screen(Letters(), "live")
-    screen.draw(panes, 2)
-    lines = capsys.readouterr().out.splitlines()  # click leaves escapes out where there is no terminal
-    assert len(lines) == ROWS + 1
-    assert [title for title in ("plain", "accelerated", "with stdlib store") if title in lines[0]] == shown
-    assert all(len(line) <= columns for line in lines[1:])
-
-
 def test_table_compares_with_and_without_the_store(panes):
-    shown = demo.table([demo.Result("a.py", panes, False), demo.Result("b.py", panes, True)])
-    lines = shown.splitlines()
-    assert lines[2].split() == ["a.py", "20", "40", "(2.00x)", "2.00", "80", "(4.00x)", "4.00", "yes"]
-    assert lines[3].startswith("b.py (loops)")
-    assert "accelerated: accepted by source: context 30, recycling 10 (of 80 generated)" in lines
-    assert "with stdlib store: accepted by source: ngram 60 (of 80 generated)" in lines
+    console = Console(width=120, record=True, quiet=False, file=io.StringIO())
+    console.print(demo.table([demo.Result("a.py", panes, False), demo.Result("b.py", panes, True)]))
+    lines = console.export_text().splitlines()
+    assert (
+        "a.py" in lines[3] and "20 (1.00 ×), 1.00" in lines[3] and "80 (4.00 ×), 4.00" in lines[3] and "yes" in lines[3]
+    )
+    assert "b.py (loops)" in lines[4]
+    assert demo.credits([demo.Result("a.py", panes, False)] * 2)[0].endswith(
+        "context 30, recycling 10 (of 80 generated)"
+    )
     panes[2].token_ids = [1]
-    assert demo.table([demo.Result("a.py", panes, False)]).splitlines()[2].endswith("NO")
+    assert not demo.Result("a.py", panes, False).identical
 
 
 def test_what_is_completed_is_not_in_the_store(monkeypatch):
@@ -65,9 +49,9 @@ def test_what_is_completed_is_not_in_the_store(monkeypatch):
         raise demo.StoreError("space", "none", "Make some.")
 
     monkeypatch.setattr("retrieve_spec.datastore.cached.open_or_build", build)
-    said = []
-    assert demo.stdlib_store(None, said.append, False) is None
-    assert "Make some." in said[-1]
+    console = Console(record=True, file=io.StringIO())
+    assert demo.stdlib_store(None, console) is None
+    assert "Make some." in console.export_text()
     completed = [prompt.name for prompt in demo.choose(1000) if prompt.task == "seen"]
     assert completed
     assert {name.removesuffix(" (seen in training)") for name in completed} <= kept["exclude"]
@@ -75,7 +59,7 @@ def test_what_is_completed_is_not_in_the_store(monkeypatch):
 
 @pytest.mark.slow
 def test_race_with_a_store(monkeypatch, texts_store):
-    monkeypatch.setattr(demo, "stdlib_store", lambda tokenizer, say, progress: open_datastore(texts_store))
+    monkeypatch.setattr(demo, "stdlib_store", lambda tokenizer, console: open_datastore(texts_store))
     result = CliRunner().invoke(demo.main, ["--files", "1", "--max-new-tokens", "8", "--json"])
     assert result.exit_code == 0, result.output
     figures = json.loads(result.output)

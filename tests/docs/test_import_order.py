@@ -26,7 +26,6 @@ ORDER = [
     {"__init__"},
     {"cli_common"},
     {"server", "bench", "integrations"},
-    {"demo_screen"},
     {"demo"},
     {"cli_store_read"},
     {"cli_generate", "cli_serve", "cli_store"},

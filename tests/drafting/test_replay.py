@@ -278,21 +278,3 @@ def test_warm_phrases_are_those_of_the_other_half(tmp_path, numbers):
         replay_trace(path, tokenizer, phrases="warm", without=["phrases"])
     with pytest.raises(ConfigError, match="phrases"):
         replay_trace(path, tokenizer, phrases="warm", draft="suffix")
-
-
-def test_the_second_day_knows_the_answers_of_the_first_one(tmp_path, numbers, caplog):
-    """Each group is asked twice, its answers in two halves; what one process wrote another one drafts from."""
-    path, tokenizer = tmp_path / "answers.jsonl", tmp_path / "tokenizer.json"
-    numbers.save(str(tokenizer))
-    with open(path, "w") as file:
-        for i in range(8):
-            said = " ".join(str(50 * (i // 2) + j) for j in range(40))  # one side says it, then the other
-            file.write(json.dumps({"prompt": "7", "output": said, "group": str(i)}) + "\n")
-    cold = replay_trace(path, tokenizer, nodes=30)
-    second = replay_trace(path, tokenizer, nodes=30, second_day=True)
-    assert not caplog.records, "what is learned is written while its folder is there"
-    assert second["tokens"] == cold["tokens"]
-    assert second["passes"] < cold["passes"] / 2
-    assert second["accepted_by_source"]["session"] > 0
-    with pytest.raises(ConfigError, match="second-day"):
-        replay_trace(path, tokenizer, second_day=True, without=["context"])

@@ -10,16 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up_model import plain, says
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.errors import ConfigError, StoreNotFoundError, TokenizerMismatchError
 from retrieve_spec.integrations.llama_cpp import DraftModel
 from retrieve_spec.integrations.serving import ServingDrafter
-
-
-def says(text):
-    """The next token of a made-up model: it goes round in circles that the first token chooses, with exceptions."""
-    return int((text[-1] + 1 + (len(text) % 23 == 0)) % 9 + 10 * (text[0] // 10))
 
 
 class Llama:
@@ -72,13 +68,6 @@ class Llama:
             text.append(token)
             if len(text) == len(prompt) + count:
                 return text
-
-
-def plain(prompt, count):
-    text = list(prompt)
-    for _ in range(count):
-        text.append(says(text))
-    return text
 
 
 def test_texts_are_those_without_drafts():

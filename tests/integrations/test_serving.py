@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.drafting.batch import BatchRow
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
@@ -248,12 +247,7 @@ def test_what_was_learned_is_kept_between_runs(tmp_path):
             first.feed(f"r{i}", text[at : at + 3])
         first.finish(f"r{i}")
     first.save()
-    first_phrases = first._calibrations["greedy"].phrases
     second = new()
-    for kind, calibration in second._calibrations.items():
-        assert (calibration.cells == first._calibrations[kind].cells).all() and calibration.cells.any()
-        assert calibration.phrases is second._calibrations["greedy"].phrases
-        assert calibration.phrases.tokens.any() and (calibration.phrases.tokens == first_phrases.tokens).all()
     assert [t.tolist() for t in second.session.texts] == [first.session.texts[0].tolist()], "of equal answers one"
     for drafter in (first, second):
         drafter.start("again", texts(5, 1)[0][30:40])
@@ -322,47 +316,6 @@ def test_drafting_comes_back_where_its_first_drafts_failed():
     assert not any(found[:3]) and any(found[-30:])
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_drafting_comes_back_to_one_request(shape):
-    """As `MixtureDrafter` does: the token that is not drafted counts, if it comes."""
-    drafter = ServingDrafter()
-    [name] = looping(drafter, 1)
-
-    def step(token):
-        nodes = len(drafter.draft([name], 16, shape=shape)[0])
-        drafter.measured(1.0 + 0.6 * nodes)
-        drafter.feed(name, [token])
-        return nodes
-
-    for token in range(4):
-        step(30 + token)  # what drafts cost is known
-    drafter._calibrations["greedy"].drafts[0] = 100.0, 300.0
-    found = [step(i % 9) for i in range(300)]
-    assert not any(found[50:60]) and any(found[-50:])
-
-
-def test_what_the_model_has_no_token_for_is_not_judged():
-    drafter = ServingDrafter(vocabulary=5)
-    drafter.start("a", list(range(9)) * 4)
-    for token in range(9):
-        drafter.draft(["a"], 4)
-        drafter.measured(1.0 + 100.0 * bool(token))
-        judged = drafter._requests["a"].row._first_p[0]
-        assert judged == 0 or token < 5
-        drafter.feed("a", [token])
-
-
-def test_a_rest_needs_no_look(monkeypatch):
-    drafter = ServingDrafter()
-    names = looping(drafter, 2)
-    drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 150)
-    looks = []
-    look = BatchRow.look
-    monkeypatch.setattr(BatchRow, "look", lambda *given: looks.append(1) or look(*given))
-    drafted = drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 40)
-    assert not any(drafted) and 4 <= len(looks) / 2 <= 20
-
-
 def test_a_few_looks_that_find_nothing_are_no_reason_to_rest():
     pace = Pace()
     for found in (3, 0, 0, 0, 0, 3, 0, 0, 0, 0):
@@ -398,20 +351,10 @@ def test_slow_steps_are_not_believed_for_good():
     assert sum(found[-40:]) > 40 * 8 * 16
 
 
-def test_looks_grow_rare_where_nothing_pays():
+def test_hope_grows_rare_where_nothing_pays():
     drafter = ServingDrafter()
     found = drafted_after(drafter, looping(drafter, 4), lambda n: 1.0 + 2.0 * n, 600)
     assert sum(map(bool, found[200:])) < 20
-
-
-def test_a_step_is_measured_once():
-    drafter = ServingDrafter()
-    names = looping(drafter, 2)
-    drafter.measured(5.0)  # of no step
-    assert sum(map(len, drafter.draft(names, 16))) == 32
-    drafter.measured(1.0)
-    drafter.measured(1e-9)  # the same step again
-    assert drafter._pace.curve(2, 40)[0] > 0.1
 
 
 def test_tokens_that_the_model_does_not_have_are_not_drafted():
@@ -428,23 +371,9 @@ def test_what_was_not_verified_teaches_nothing():
     drafter.start("a", [1, 2, 3, 4] * 4)
     drafter.draft(["a"], 8)
     assert drafter.feed("a", [1, 2, 9], verified=1) == 1
-    drafter.follow()
-    known = list(drafter._calibrations["greedy"].drafts[0])
-    assert 0 < known[1] < 2
     drafter.draft(["a"], 8)
     assert drafter.feed("a", [7], verified=0) == 0
-    drafter.follow()
-    assert list(drafter._calibrations["greedy"].drafts[0]) == known
     assert drafter.feed("a", []) == 0 and drafter.length("a") == 20
-
-
-def test_calibration_of_sampled_text_is_its_own():
-    drafter = ServingDrafter()
-    drafter.start("a", [1, 2, 3] * 5, sampled=True)
-    drafter.draft(["a"], 8)
-    drafter.feed("a", [1, 2, 2])
-    drafter.follow()
-    assert drafter._calibrations["sampled"].cells.any() and not drafter._calibrations["greedy"].cells.any()
 
 
 def test_short_and_long_prompts():

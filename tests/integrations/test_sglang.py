@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_up_model import plain
 from sglang_engine import (
     WIDTH,
     NgramWorker,
     Request,
     Scheduler,
     links,
-    plain,
     pretend_modules,
     walk_sampled,
 )

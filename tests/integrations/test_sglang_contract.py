@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import sglang_engine as engine
 import torch
+from made_up_model import plain
 
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations import options, sglang
@@ -223,7 +224,7 @@ def test_texts_behind_the_released_worker(wheel, monkeypatch, overlap):
         prompt = [(10 * (i % 9)) + j % 9 for j in range((1, 9, 30)[i % 3])]
         wanted[f"r{i}"] = {"prompt": prompt, "max_new_tokens": (2, 9, 40)[i % 3]}
         scheduler.add(f"r{i}", **wanted[f"r{i}"])
-    assert scheduler.serve() == {name: engine.plain(w["prompt"], w["max_new_tokens"]) for name, w in wanted.items()}
+    assert scheduler.serve() == {name: plain(w["prompt"], w["max_new_tokens"]) for name, w in wanted.items()}
     assert scheduler.accepted > scheduler.steps / 2
     assert worker.ngram_corpus.trees.statistics()["failures"] == 0
     worker.clear_cache_pool()

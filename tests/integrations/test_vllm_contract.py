@@ -7,16 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_up_model import plain, says
 
 from retrieve_spec.errors import ConfigError, StoreNotFoundError
 from retrieve_spec.integrations import hosted, options, vllm
 
 LONGEST, ROWS = 200, 8
-
-
-def says(text):
-    """The next token of a made-up model: it goes round in circles that the first token chooses, with exceptions."""
-    return int((text[-1] + 1 + (len(text) % 23 == 0)) % 9 + 10 * (text[0] // 10))
 
 
 class Runner:
@@ -92,13 +88,6 @@ class Runner:
     def finish(self, name):
         self.drafts.pop(name, None)
         return self.requests.pop(name).text
-
-
-def plain(prompt, max_tokens=40):
-    text = list(prompt)
-    for _ in range(max_tokens):
-        text.append(says(text))
-    return text
 
 
 def served(runner, wanted, rng, rows=4, piece=1000):

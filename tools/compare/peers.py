@@ -6,12 +6,11 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sources import VLLM_NGRAM, VLLM_SUFFIX, Skipped, arctic_folder, llama_file, vllm_file
+from sources import Skipped, arctic_folder, vllm_ngram_file
 
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
@@ -84,68 +83,16 @@ class TransformersLookup(Peer):
         return self.generator.get_candidates(ids)[0][0, self.length :].numpy()[:most]
 
 
-class LlamaLookup(Peer):
-    """`LlamaPromptLookupDecoding` of llama-cpp-python with its defaults."""
-
-    def __init__(self) -> None:
-        self.model = _load(llama_file(), "llama_speculative").LlamaPromptLookupDecoding()
-
-    def lookup(self, most: int) -> Ids:
-        """Its candidates."""
-        return self.model(self.text)[:most]
-
-
 class VllmNgram(Peer):
     """The n-gram proposer of vLLM: the longest match of `shortest` to `longest` tokens."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.shortest, self.longest = shortest, longest
-        self.find = _load_vllm(VLLM_NGRAM)._find_longest_matched_ngram_and_propose_tokens
+        self.find = _load_vllm()._find_longest_matched_ngram_and_propose_tokens
 
     def lookup(self, most: int) -> Ids:
         """Its candidates."""
         return self.find(self.text, self.shortest, self.longest, 2**31, most)
-
-
-class VllmSuffix(Peer):
-    """`SuffixDecodingProposer` of vLLM with its defaults; every turn of a conversation is a request of its own.
-
-    A request's last prompt token is handed over as its first sampled one: vLLM drafts from then on.
-    """
-
-    depth = 24
-
-    def __init__(self) -> None:
-        self.proposer = vllm_suffix(self.depth)
-        self.requests = 0
-
-    def feed(self, token_ids: Ids) -> None:
-        """A new request begins with text that the model did not write."""
-        super().feed(token_ids)
-        self.requests += 1
-        self.prompt_tokens = max(self.length - 1, 0)
-        self.sampled = self.text[self.prompt_tokens :].tolist()
-
-    def observe(self, verified: VerifiedPass) -> None:
-        """Append what was emitted."""
-        super().feed(verified.emitted)
-        self.sampled = verified.emitted.tolist()
-
-    def lookup(self, most: int) -> Ids:
-        """Its candidates."""
-        name = str(self.requests)
-        batch = types.SimpleNamespace(
-            req_ids=[name],
-            req_id_to_index={name: 0},
-            num_tokens_no_spec=[self.length],
-            num_prompt_tokens=[self.prompt_tokens],
-            token_ids_cpu=self.buffer[None],
-        )
-        return np.array(self.proposer.propose(self.depth, batch, [self.sampled])[0], np.int32)[:most]
-
-    def propose(self, budget: Budget) -> DraftTree:
-        """Draft a chain as long as its rule says."""
-        return chain(self.lookup(min(budget.max_nodes, budget.max_depth)))
 
 
 class ArcticSuffix(Peer):
@@ -239,20 +186,6 @@ def as_tree(token_ids: Ids, parent: Ids, path_probability: Any) -> DraftTree:
     return DraftTree(token_ids, parent, depth, log_p.astype(np.float32), credit, np.full(n, -1, np.int64))
 
 
-def vllm_suffix(tokens: int, cached: int = 10_000) -> Any:
-    """vLLM's suffix decoding with its defaults: drafts so many tokens at most, remembers so many answers."""
-    _arctic()
-    asked = types.SimpleNamespace(
-        num_speculative_tokens=tokens,
-        suffix_decoding_max_tree_depth=VllmSuffix.depth,
-        suffix_decoding_max_spec_factor=1.0,
-        suffix_decoding_min_token_prob=0.1,
-        suffix_decoding_max_cached_requests=cached,
-    )
-    config = types.SimpleNamespace(speculative_config=asked, model_config=types.SimpleNamespace(max_model_len=1 << 24))
-    return _load_vllm(VLLM_SUFFIX).SuffixDecodingProposer(config)
-
-
 def _arctic() -> None:
     """Make the suffix part of Arctic Inference importable."""
     folder = str(arctic_folder())
@@ -260,41 +193,27 @@ def _arctic() -> None:
         sys.path.insert(0, folder)
 
 
-def _load_vllm(name: str) -> Any:
-    """One of vLLM's files; it imports two classes for annotations only, and stand-ins spare its dependencies."""
+def _load_vllm() -> Any:
+    """vLLM's n-gram proposer; it imports two classes for annotations only, and stand-ins spare its dependencies."""
     for module, attribute in (("vllm.config", "VllmConfig"), ("vllm.v1.worker.gpu_input_batch", "InputBatch")):
         parts = module.split(".")
         for end in range(1, len(parts) + 1):
             sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
         setattr(sys.modules[module], attribute, object)
-    path = vllm_file(name)
-    return _load(path, path.stem)
-
-
-def _load(path: Path, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"peer_{name}", path)
-    if spec is None or spec.loader is None:
-        raise Skipped(f"{path} cannot be imported")
+    spec = importlib.util.spec_from_file_location("peer_vllm_ngram", vllm_ngram_file())
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _not_adapted() -> Any:
-    raise Skipped("the package index has no distribution of this name")
-
-
 PEERS: dict[str, Callable[[], Any]] = {
     "transformers prompt lookup": TransformersLookup,
-    "llama-cpp-python prompt lookup": LlamaLookup,
-    "vllm ngram (5)": lambda: VllmNgram(5, 5),
     "vllm ngram (2-5)": lambda: VllmNgram(2, 5),
     "suffix-decoding chain": lambda: ArcticSuffix(tree=False, keep=False),
     "suffix-decoding tree": lambda: ArcticSuffix(tree=True, keep=False),
     "suffix-decoding tree, wide": lambda: ArcticSuffix(tree=True, keep=False, factor=4.0, least=0.0),
-    f"vllm suffix{KEPT}": VllmSuffix,
     f"suffix-decoding tree{KEPT}": lambda: ArcticSuffix(tree=True, keep=True),
     f"suffix-decoding tree, wide{KEPT}": lambda: ArcticSuffix(tree=True, keep=True, factor=4.0, least=0.0),
-    "dejavuu": _not_adapted,
 }
 """Factories of the peers by name."""

