@@ -47,7 +47,7 @@ PROMPTS = (
     "2,900 individual reefs and 900 islands stretching for over 2,300 kilometres. It is located in the Coral Sea, off "
     "the coast of Queensland, Australia, and is built by billions of tiny organisms, known as coral polyps.",
     "Correct the spelling and grammar and return only the corrected text: Yesterday me and my brother goes to the "
-    "market for buying some vegetable. We was surprised by how much the price have rised since last month.",
+    "market for buying some vegetable. We was surprised by how much the price have rise since last month.",
     "Add type hints to this Python code:\n\ndef add(a, b):\n    return a + b\n\ndef mean(values):\n    total = 0\n"
     "    for value in values:\n        total = add(total, value)\n    return total / len(values)\n",
     "Extract the name, age, city and occupation of every person as a JSON list: Maria Gonzalez, 34, is a nurse who "
