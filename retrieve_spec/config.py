@@ -135,14 +135,14 @@ class PassConfig:
         Prompt tokens that are read between two passes of other sequences.
     graph_bytes
         GPU memory that captured graphs may hold.
-    pool_bytes
-        Largest key-value cache that is kept, with its graphs, for the next generation.
+    graph_logits
+        Rows of a widest graph that logits are computed for where it reads prompts.
     cuda_graphs
         Replay passes on a GPU as captured graphs, one per number of rows in `graph_rows`.
     fused_rows
         On a GPU, run normalisation, rotary embeddings and gates of 16-bit models in one launch each.
     graph_rows
-        Rows of a pass (the root and the drafted nodes) are padded to the next of these.
+        Rows of a pass (roots, pieces of prompts and drafted nodes of all texts) are padded to the next of these.
     min_parameters
         Smallest model whose pass is recorded unasked; recording takes a second or more.
     """
@@ -156,11 +156,11 @@ class PassConfig:
     batch_rows: int = 64
     batch_bytes: int = 4 << 30
     prompt_piece: int = 512
-    graph_bytes: int = 512 << 20
-    pool_bytes: int = 4 << 30
-    cuda_graphs: bool = False  # off until it has run on a GPU
+    graph_bytes: int = 2 << 30
+    graph_logits: int = 64
+    cuda_graphs: bool = True
     fused_rows: bool = True
-    graph_rows: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65, 129)
+    graph_rows: tuple[int, ...] = (1, 3, 5, 9, 17, 25, 33, 49, 65, 97, 129, 257, 512)
     min_parameters: int = 1_000_000
 
 

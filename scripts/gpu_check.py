@@ -1,228 +1,392 @@
-"""GPU check: the verifying pass on one GPU, without downloads; prints figures as they come, and one JSON object last.
+"""GPU check: what a user gets on one GPU, as shipped: no private switch, nothing captured or compiled before.
 
-    python scripts/gpu_check.py [--sizes 8b 1b] [--context 512 4096] [--trace FILE] [--out FILE] [--seconds 460]
-
-Every section runs in a process of its own with its share of the time, so that a crash, a hang or a poisoned CUDA
-context costs that section's remaining figures and nothing else; figures are kept as they come. A section begins nothing
-when its share is over, and what it leaves goes to those behind it. When it is interrupted, it prints what it has.
+    python scripts/gpu_check.py [--model FOLDER] [--trace FILE] [--seconds 300] [--out FILE]
 
 kernels
-    Read bandwidth; every attention backend against plain torch, and its time; the tokens chosen on the device against
-    the host's; a recorded pass with and without CUDA graphs against the model.
-conformance
-    Tiny random models in float32 and bfloat16, drafted against plain `generate`, alone and in a batch; every difference
-    is listed with the gap between the two most probable tokens.
-model SIZE
-    T(n, L) of a random-weight Llama-shaped model in bfloat16: a plain one-token pass, the recorded pass without and
-    with CUDA graphs, next to the floor (weight bytes / measured read bandwidth). Then plain `generate`, prompt lookup
-    and ours over recorded answers. The target is *trace-driven*: random weights do all the work of a real pass, then
-    the recorded token is made the most probable one.
-compiled SIZE
-    `generate` with a static compiled cache over the same answers.
+    The kernels of rows against torch, bit for bit, attention over several texts, and how fast memory is.
+families
+    Tiny random models in float32: texts alone and in a batch, past their windows, as plain `generate` writes them.
+chat
+    A chat model in bfloat16 (`--model`: a folder with its tokenizer) on ten prompts: plain `generate`, prompt lookup,
+    this library greedy and sampled, with drafting off, in batches, samples of one prompt; how texts part from plain
+    ones and the gap of the two best tokens there; in float32, whether texts are the same.
+8b
+    A Llama shape of 8 B parameters with random weights that is made to give recorded answers (`--trace`: JSON lines
+    with `prompt` and `output` as token ids; by default the library's source): tokens per second, what a pass costs by
+    drafted nodes and context, next to the time that reading the weights takes.
 
-`--trace` takes JSON lines with `prompt` and `output`, as token ids or as text; by default the library's own source is
-the text. `--dry-run` runs all of it with tiny models on a CPU; its figures then mean nothing.
+Figures are printed as they come, and written to `--out` as one JSON object. `--dry-run` runs all of it with tiny models
+on a CPU; its figures then mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
+import statistics
 import time
 import traceback
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness  # noqa: F401 (this checkout ahead of an installed package)
+from harness import ROOT, machine_facts  # isort: skip  (of this checkout)
+import numpy as np
+import torch
+from torch.nn import functional
+from trace_driven import Answer, build, by_transformers, by_us
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from retrieve_spec.bench.machine import machine_facts
+import retrieve_spec as rs
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.verifier import VerifierInputs
 
-MODULES = {"kernels": "gpu_kernels", "conformance": "gpu_conformance", "model": "gpu_models", "compiled": "gpu_models"}
-SHARES = {"kernels": 70, "conformance": 120, "model 8b": 150, "compiled 8b": 70, "model 1b": 70, "compiled 1b": 40}
-"""Shares of the time, by section; one that ends early leaves the rest to those behind it."""
-ENOUGH = 15.0
-"""Seconds below which a section is not begun."""
-MARK = "@@figure@@ "
-BARS = {"one_token_over_floor": 1.25, "wide_over_one_token": 1.3, "outside_ms": 0.3}
-
-
-def run_section(name: str, limit: float, keep: Callable[[str, Any], None]) -> str:
-    """Run a section in a process of its own, keep its figures as they come, and say what went wrong."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--section", name, "--seconds", str(0.9 * limit)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    child = subprocess.Popen(command, start_new_session=True, **pipes)
-    said = deque[str](maxlen=4)
-
-    def read() -> None:
-        for line in child.stdout:
-            said_before, mark, figure = line.partition(MARK)  # a progress bar leaves its line open
-            if mark:
-                keep(*json.loads(figure))
-            elif said_before.strip():
-                said.append(said_before.strip())
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    code: int | None = None
-    try:
-        code = child.wait(timeout=limit)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # compilers' workers go with it: they hold its pipe
-            os.killpg(child.pid, signal.SIGKILL)
-        reader.join(5)
-    if code == 0:
-        return ""
-    return (f"stopped after {limit:.0f} s: " if code is None else f"exit {code}: ") + " | ".join(said)[-600:]
+PROMPTS = (
+    "Summarise in two sentences: The Great Barrier Reef is the world's largest coral reef system, composed of over "
+    "2,900 individual reefs and 900 islands stretching for over 2,300 kilometres. It is located in the Coral Sea, off "
+    "the coast of Queensland, Australia, and is built by billions of tiny organisms, known as coral polyps.",
+    "Correct the spelling and grammar and return only the corrected text: Yesterday me and my brother goes to the "
+    "market for buying some vegetable. We was surprised by how much the price have rised since last month.",
+    "Add type hints to this Python code:\n\ndef add(a, b):\n    return a + b\n\ndef mean(values):\n    total = 0\n"
+    "    for value in values:\n        total = add(total, value)\n    return total / len(values)\n",
+    "Extract the name, age, city and occupation of every person as a JSON list: Maria Gonzalez, 34, is a nurse who "
+    "lives in Seville. Tom Baker is 52 and works as a carpenter there. Aiko Tanaka, 29, is an engineer in Osaka.",
+    "Write a short poem about the sea in autumn.",
+    "What are the main differences between TCP and UDP? Give a short list.",
+    "Translate to French: The meeting has been moved to Thursday at ten o'clock. Please bring the documents.",
+    "Write a Python function that returns the n-th Fibonacci number, then the same with memoisation, then a test.",
+    "Rewrite this email to be more polite: Send me the report today. You are late again and I am tired of waiting.",
+    "Explain step by step how to make a cup of tea, then repeat the steps as a numbered list.",
+)
+SAMPLED = {"do_sample": True, "temperature": 0.7}
+NOTHING, ROOT_TOKEN = np.empty(0, np.int32), np.array([1], np.int32)
 
 
-def emit(name: str, value: Any) -> None:
-    """Hand a figure to the parent."""
-    print(MARK + json.dumps([name, value]), flush=True)
+class Check:
+    """Keeps figures as they come, an error in the place of one that fails, until the time is over."""
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.began = options, time.monotonic()
+        self.dry, self.device = options.dry_run, "cpu" if options.dry_run else "cuda"
+        self.new_tokens = 12 if self.dry else 160
+        self.found: dict[str, Any] = {"machine": machine_facts(), "dry_run": self.dry}
 
-def attempts(seconds: float) -> Callable[[str, Callable[[], Any]], Any]:
-    """What runs a section's parts: each gives a figure, or the error in its place, until the time is over."""
-    end = time.monotonic() + seconds
-
-    def attempt(name: str, run: Callable[[], Any]) -> Any:
+    def part(self, name: str, run: Callable[[], Any], least: float = 8.0) -> Any:
+        """Run a part if there are so many seconds left."""
         try:
-            if time.monotonic() > end:
+            if self.options.seconds - (time.monotonic() - self.began) < least:
                 raise TimeoutError("no time left")
             value = run()
-        except Exception as error:
+        except Exception as error:  # the other figures are worth as much
             traceback.print_exc()
             value = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-        emit(name, value)
+        self.found[name] = value
+        print(f"[{time.monotonic() - self.began:6.1f}] {name}: {value}", flush=True)
+        if self.options.out is not None:
+            self.options.out.write_text(json.dumps(self.found), encoding="utf-8")
         return value
 
-    return attempt
+    def clock(self) -> float:
+        """Seconds, when the device has finished."""
+        if not self.dry:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
-def section(name: str, options: argparse.Namespace) -> None:
-    """What the child process does."""
-    attempt = attempts(options.seconds)
-    import torch
-    from gpu_setting import Setting
+def kernels(check: Check) -> dict[str, Any]:
+    """The kernels against torch, and how fast memory is copied, in bytes read and written per second."""
+    from triton.testing import do_bench
 
-    setting = Setting(options)
-    kind, _, size = name.partition(" ")
-    run = getattr(importlib.import_module(MODULES[kind]), kind)
-    with torch.no_grad():
-        run(setting, attempt, *([size] if size else []))
+    from retrieve_spec.kernels import triton_rows
+    from retrieve_spec.recorded.packed_pass import why_not_packed
+
+    torch.manual_seed(0)
+    found: dict[str, Any] = {"several texts": why_not_packed("cuda") or "agree"}
+    for dtype in (torch.bfloat16, torch.float16):
+        x, other = (torch.randn(1, 65, 4096, device="cuda", dtype=dtype) for _ in range(2))
+        weight = torch.randn(4096, device="cuda", dtype=dtype)
+        queries, keys = (torch.randn(1, 65, n, 128, device="cuda", dtype=dtype).transpose(1, 2) for n in (32, 8))
+        cos, sin = (torch.randn(1, 1, 65, 128, device="cuda", dtype=dtype) for _ in range(2))
+        wide = (x + other).float()
+        normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)
+        turned = [y * cos + torch.cat([-y[..., 64:], y[..., :64]], -1) * sin for y in (queries, keys)]
+        total, ours = triton_rows.add_rms_norm(x, other, weight, 1e-5)
+        both = triton_rows.rotate_both(queries, keys, cos, sin)
+        found[str(dtype)] = {
+            "sum": torch.equal(total, x + other),
+            "norm": torch.equal(ours, normed),
+            "rotary": all(map(torch.equal, both, turned)),
+            "gate": torch.equal(triton_rows.gate(x, other), functional.silu(x) * other),
+        }
+    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(block)
+    found["bytes_per_s"] = 2 * block.nbytes / do_bench(lambda: target.copy_(block)) * 1e3
+    return found
 
 
-def all_bars(result: dict[str, Any]) -> dict[str, Any]:
-    """The stated bars by size of model, next to what was measured."""
-    bandwidth = result.get("kernels", {}).get("read_bytes_per_s")
-    bars = {}
-    for name, figures in result.items():
-        weight_bytes = figures.get("weight_bytes") if name.startswith("model ") else None
-        if isinstance(bandwidth, float) and isinstance(weight_bytes, int):
-            curves = {key: value for key, value in figures.items() if key.startswith("curve ") and "error" not in value}
-            bars[name.removeprefix("model ")] = measured_bars(figures, curves, weight_bytes / bandwidth * 1e3)
-    return bars
+def family(check: Check, name: str) -> dict[str, Any]:
+    """Whether a family's texts are those of plain `generate`, alone and in a batch of prompts of several lengths."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+        "initializer_range": 0.2, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1,
+    }  # fmt: skip
+    sizes |= {"sliding_window": 16} if name in ("mistral", "gemma3_text", "gpt_oss") else {}
+    sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2} if name in ("mixtral", "gpt_oss") else {}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), dtype=torch.float32)
+    model = model.eval().to(check.device)
+    longest = 40 if check.dry else 700  # several pieces of a prompt
+    rows = [[3 + (i * 37 + 11 + 5 * row) % 190 for i in range(longest - 9 * row)] for row in range(3)]
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=check.device)
+    options = {"max_new_tokens": 12 if check.dry else 64, "do_sample": False, "pad_token_id": 0}
+    plain = [model.generate(ids[:1], **options), model.generate(ids, attention_mask=(ids != 0).long(), **options)]
+    rs.accelerate(model, nodes=24, recorded_pass="always")
+    answers, found = plain[1][:, longest:].tolist(), {}
+    for kind, given, expected in (("alone", ids[:1], plain[0]), ("batch", ids, plain[1])):
+        told = answers if kind == "batch" else answers[0]
+        mask = (given != 0).long()
+        same = torch.equal(model.generate(given, attention_mask=mask, prediction=told, **options), expected)
+        last = model.speculation.last
+        found[kind] = {"same": same, "kind": last.pass_kind, "why": last.pass_reason, "ran": last.ran}
+    return found
 
 
-def measured_bars(figures: dict[str, Any], curves: dict[str, Any], floor: float) -> dict[str, Any]:
-    """Those of one size at the longest context, with the fastest kind of pass; `floor` is the time to read weights."""
-    bars: dict[str, Any] = {"floor_ms": round(floor, 3)}
-    kinds = [key for key in curves if "static" in key]
-    if kinds:
-        longest = max(int(key.split()[1]) for key in kinds)
-        best = min((key for key in kinds if int(key.split()[1]) == longest), key=lambda key: curves[key].get("0", 1e9))
-        times = curves[best]
-        bars["pass"] = best
-        if "0" in times:
-            bars["one_token_over_floor"] = round(times["0"] / floor, 3)
-            if "64" in times:
-                bars["wide_over_one_token"] = round(times["64"] / times["0"], 3)
-    plain = figures.get("decode generate", {})
-    for kind, ours in figures.items():
-        if not kind.startswith("decode ours") or "tokens_per_s" not in ours:
-            continue
-        bars.setdefault("outside_ms", {})[kind[7:]] = ours["outside_ms"]
-        if "tokens_per_s" in plain and kinds and "0" in curves[bars["pass"]]:
-            step = curves[bars["pass"]]["0"] + ours["outside_ms"]
-            asked = ours["tokens_per_pass"] * 0.85 * (1e3 / plain["tokens_per_s"]) / step
-            bars.setdefault("speedup", {})[kind[7:]] = {
-                "measured": round(ours["tokens_per_s"] / plain["tokens_per_s"], 2),
-                "asked": round(asked, 2),
-            }
-    return {**bars, "at_most": BARS}
+class Chat:
+    """A chat model on prompts."""
+
+    def __init__(self, check: Check) -> None:
+        self.check = check
+        folder = check.options.model
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        dtype = torch.float32 if check.dry else torch.bfloat16
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(check.device).eval()
+
+    def call(self, prompts: list[str], new: int, **options: Any) -> tuple[float, list[list[int]]]:
+        """Seconds, and the new tokens of each answer."""
+        chat = self.tokenizer.chat_template is not None
+        texts = [
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+            )
+            if chat else prompt for prompt in prompts
+        ]  # fmt: skip
+        given = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(self.check.device)
+        given.pop("token_type_ids", None)
+        began = self.check.clock()
+        out = self.model.generate(**given, max_new_tokens=new, **options)
+        seconds = self.check.clock() - began
+        rows = out[:, given["input_ids"].shape[1] :].tolist()
+        return seconds, [[token for token in row if token != self.tokenizer.pad_token_id] for row in rows]
+
+    def measure(self, calls: list[list[str]], new: int = 0, **options: Any) -> tuple[dict[str, Any], list[list[int]]]:
+        """Figures over several calls, each with one prompt or with a batch, and the answers."""
+        total, said, ran, spent, passes, nodes = 0.0, [], Counter[str](), Counter[str](), 0, 0
+        for prompts in calls:
+            seconds, answers = self.call(prompts, new or self.check.new_tokens, **options)
+            total, said = total + seconds, said + answers
+            if hasattr(self.model, "speculation"):
+                last = self.model.speculation.last
+                passes, nodes, ran = passes + last.passes, nodes + last.nodes, ran + Counter(last.ran)
+                for part in ("draft_ms", "verify_ms", "commit_ms", "learn_ms"):
+                    spent[part] += getattr(last, part)  # type: ignore[assignment]
+        tokens = sum(map(len, said))
+        found: dict[str, Any] = {"tokens": tokens, "tokens_per_s": round(tokens / total, 1)}
+        if passes:
+            found |= {"tokens_per_pass": round(tokens / passes, 3), "nodes_per_pass": round(nodes / passes, 1)}
+            found |= {part: round(value / passes, 3) for part, value in spent.items()}
+            found |= {"ms_per_pass": round(total / passes * 1e3, 3), "ran": dict(ran)}
+            found |= {name: getattr(last, name) for name in ("pass_kind", "pass_reason", "mode", "eager_reason")}
+        return found, said
+
+    def accelerate(self) -> dict[str, Any]:
+        """Seconds that it takes, and what it finds."""
+        began = time.perf_counter()
+        rs.accelerate(self.model, tokenizer=self.tokenizer)
+        found = self.model.speculation
+        return {
+            "seconds": round(time.perf_counter() - began, 1), "mode": found.mode, "reason": found.reason,
+            "pass_kind": found.pass_kind, "pass_reason": found.pass_reason,
+        }  # fmt: skip
+
+    def parted(self, ours: list[list[int]], plain: list[list[int]]) -> list[dict[str, Any]]:
+        """By answer, whether it is the plain one; where not, at which token, and the gap of the two best there."""
+        found = []
+        for prompt, one, other in zip(PROMPTS, ours, plain, strict=False):
+            length = min(len(one), len(other))
+            at = next((i for i in range(length) if one[i] != other[i]), None)
+            if at is None:
+                found.append({"same": True, "tokens": length})
+                continue
+            chat = [{"role": "user", "content": prompt}]
+            ids = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+            ids = ids if isinstance(ids, list) else ids["input_ids"]
+            context = torch.tensor([ids + other[:at]], device=self.check.device)
+            top = self.model(context).logits[0, -1].float().topk(2).values.tolist()
+            found.append({"same": False, "token": at, "gap": round(top[0] - top[1], 5), "best": round(top[0], 3)})
+        return found
+
+
+def chat(check: Check) -> None:
+    """All that is measured of a chat model."""
+    subject = Chat(check)
+    few = [[prompt] for prompt in PROMPTS[: 2 if check.dry else 3]]
+    alone = few if check.dry else [[prompt] for prompt in PROMPTS]
+    greedy = {"do_sample": False}
+    texts: dict[str, list[list[int]]] = {}
+
+    def kept(name: str, *given: Any, **options: Any) -> dict[str, Any]:
+        figures, texts[name] = subject.measure(*given, **options)
+        return figures
+
+    def warm(**options: Any) -> None:
+        subject.call(["Say hello."], 24, **options)
+
+    warm(**greedy)
+    short = 12 if check.dry else 64
+    check.part("chat plain", lambda: kept("plain", few, short, **greedy))
+    check.part("chat prompt lookup", lambda: kept("lookup", few, short, prompt_lookup_num_tokens=10, **greedy))
+    check.part("chat accelerate", subject.accelerate)
+    warm(**greedy)
+    check.part("chat greedy", lambda: kept("greedy", alone, **greedy))
+    check.part("chat drafting off", lambda: kept("off", few, draft="off", **greedy))
+    rs.restore(subject.model)
+    check.part("chat accelerate again", subject.accelerate)  # nothing of the greedy answers is known
+    warm(**SAMPLED)
+    check.part("chat sampled", lambda: kept("sampled", alone, **SAMPLED))
+    for rows in (2, 3) if check.dry else (8, 32):
+        batch = [(list(PROMPTS) * 4)[:rows]]
+        check.part(f"chat batch of {rows}, first", lambda batch=batch: kept("batch", batch, short, **greedy))
+        check.part(f"chat batch of {rows}", lambda batch=batch: kept("batch", batch, **greedy))
+    samples = {**SAMPLED, "num_return_sequences": 2 if check.dry else 8}
+    check.part("chat samples of one prompt", lambda: kept("samples", [[PROMPTS[4]]], **samples))
+    rs.restore(subject.model)
+    check.part("chat parted from plain", lambda: subject.parted(texts["greedy"], texts["plain"]))
+
+    def exact() -> dict[str, Any]:
+        subject.model.float()
+        plain, said = subject.measure(few, short, **greedy)
+        subject.accelerate()
+        ours, ours_said = subject.measure(few, short, **greedy)
+        rs.restore(subject.model)
+        return {"plain": plain, "ours": ours, "same": ours_said == said}
+
+    check.part("chat float32", exact, least=20.0)
+
+
+def shape(check: Check, size: str) -> None:
+    """All that is measured of a model of random weights."""
+    dtype = torch.float32 if check.dry else torch.bfloat16
+    model = build(size, 4096, check.device, dtype)
+    vocab = model.config.vocab_size
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+
+    def accelerate() -> dict[str, Any]:
+        began = time.perf_counter()
+        rs.accelerate(model, recorded_pass="always" if check.dry else "auto")
+        found = model.speculation
+        return {"seconds": round(time.perf_counter() - began, 1), "mode": found.mode, "reason": found.reason,
+                "pass_kind": found.pass_kind, "pass_reason": found.pass_reason, "weight_bytes": weights}  # fmt: skip
+
+    check.part(f"{size} accelerate", accelerate)
+    make = model.speculation._make_verifier
+    answers = recorded_answers(check, vocab)
+
+    def decode() -> dict[str, Any]:
+        warm, *given = (by_us(model, answer, check.clock, make, "auto") for answer in (answers[0], *answers))
+        reports = [told.report for told in given if told.report is not None]
+        tokens, passes = sum(answer.new for answer in answers), sum(report.passes for report in reports)
+        parts = ("draft_ms", "verify_ms", "commit_ms", "learn_ms")
+        spent = {part: round(sum(getattr(report, part) for report in reports) / passes, 3) for part in parts}
+        return {
+            "tokens_per_s": round(tokens / sum(told.seconds for told in given), 1), **spent,
+            "same": warm.same and all(told.same for told in given), "tokens_per_pass": round(tokens / passes, 3),
+            "nodes_per_pass": round(sum(report.nodes for report in reports) / passes, 1),
+            "outside_ms": round(sum(spent.values()) - spent["verify_ms"], 3),
+            "first_token_ms": [round(told.first * 1e3, 1) for told in given],
+            "prompts": [answer.prompt.shape[1] for answer in answers],
+            "ran": dict(sum((Counter(report.ran) for report in reports), Counter[str]())),
+        }  # fmt: skip
+
+    check.part(f"{size} recorded answers", decode)
+    model.speculation._make_verifier = make
+    for context in (64,) if check.dry else (512, 4000):
+        check.part(f"{size} pass at {context}", lambda context=context: curve(check, make, model, context))
+    rs.restore(model)
+
+    def plain() -> dict[str, Any]:
+        given = [by_transformers(model, answer.cut(24), check.clock) for answer in answers[:2]]
+        return {"tokens_per_s": round(48 / sum(told.seconds for told in given), 1)}
+
+    check.part(f"{size} plain", plain)
+
+
+def curve(check: Check, make: Callable[[], Any], model: Any, context: int) -> dict[str, float]:
+    """Milliseconds of a pass by number of drafted nodes behind a context."""
+    ids = torch.as_tensor((np.arange(context) * 7919 + 13) % model.config.vocab_size, device=check.device)[None]
+    cache = DynamicCache(config=model.config)
+    kwargs = {"past_key_values": cache, "position_ids": torch.arange(context, device=check.device)[None]}
+    verifier, times = make(), {}
+    verifier.start(VerifierInputs(ids, kwargs, max_length=context + 700))
+    verifier.forward(ids[0].cpu().numpy().astype(np.int32))
+    verifier.commit(NOTHING)
+    for nodes in (0, 4) if check.dry else (0, 1, 4, 16, 64, 128, 255):
+        main = list(range(20, 20 + (nodes + 1) // 2))
+        sides = [[model.config.vocab_size - 1 - i] for i in range(nodes - len(main))]
+        tree, took = DraftTree.from_paths([main, *sides]) if nodes else None, []
+        for _ in range(11):
+            began = check.clock()
+            verifier.forward(ROOT_TOKEN, tree)
+            took.append((check.clock() - began) * 1e3)
+            verifier.commit(NOTHING)
+        times[str(nodes)] = round(statistics.median(took[3:]), 3)
+    verifier.finish()
+    return times
+
+
+def recorded_answers(check: Check, vocab: int) -> list[Answer]:
+    """Answers of a trace, or pieces of the library's source."""
+    if check.options.trace is not None:
+        records = [json.loads(line) for line in check.options.trace.read_text(encoding="utf-8").splitlines()]
+        pairs = [(record["prompt"][-4000:], record["output"][: check.new_tokens]) for record in records]
+    else:
+        from tokenizers import Tokenizer
+
+        package = ROOT / "retrieve_spec"
+        tokenizer = Tokenizer.from_file(str(package / "reference" / "tokenizer.json"))
+        names = ("verify/hf.py", "engine/sequence.py", "engine/speculation.py")
+        texts = [tokenizer.encode((package / name).read_text(encoding="utf-8")).ids for name in names]
+        pairs = [(text[:300], text[300 : 300 + check.new_tokens]) for text in texts]
+    pairs = [(prompt[-40:], output) for prompt, output in pairs[:2]] if check.dry else pairs
+    ids = [([t % vocab for t in prompt], [t % vocab for t in output]) for prompt, output in pairs]
+    made = [(torch.tensor([prompt]), torch.tensor(prompt + output)) for prompt, output in ids]
+    return [Answer("", prompt.to(check.device), trace.to(check.device)) for prompt, trace in made]
 
 
 def main() -> None:
-    """Run the sections in order of importance, and print what they found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sizes", nargs="+", default=["8b", "1b"], choices=["8b", "1b", "tiny"])
-    parser.add_argument("--context", type=int, nargs="+", default=[512, 4096])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16, 32, 64, 128, 255])
-    parser.add_argument("--trace", help="JSON lines of recorded answers")
-    parser.add_argument("--out", type=Path, help="also write the JSON object here, after every figure")
-    parser.add_argument("--seconds", type=float, help="time for everything; 460 on a GPU")
+    """Run the sections, and print one JSON object last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a chat model; without one that section is left out")
+    parser.add_argument("--trace", type=Path, help="JSON lines of recorded answers")
+    parser.add_argument("--only", nargs="+", choices=["kernels", "families", "chat", "8b"], help="sections to run")
+    parser.add_argument("--seconds", type=float, default=300.0, help="no part begins later")
+    parser.add_argument("--out", type=Path, help="write the JSON object here, after every part")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
-    parser.add_argument("--only", nargs="+", help="sections to run")
-    parser.add_argument("--section", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.dry_run:
-        options.device, options.sizes, options.context, options.nodes = "cpu", ["tiny"], [64], [0, 4, 64]
-    options.seconds = options.seconds or (3600.0 if options.dry_run else 460.0)
-    if options.section:
-        section(options.section, options)
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # sections are stopped and figures printed then, too
-    began = time.monotonic()
-    result: dict[str, Any] = {"device": options.device, "dry_run": options.dry_run, "machine": machine_facts()}
-    result |= {"problems": {}, "seconds": {}}
-
-    def save() -> None:
-        if options.out is not None:
-            options.out.write_text(json.dumps(result), encoding="utf-8")
-
-    models = [f"{kind} {size}" for size in options.sizes for kind in ("model", "compiled")]
-    names = options.only or ["kernels", "conformance", *models]
-    try:
-        for i, name in enumerate(names):
-            left = options.seconds - (time.monotonic() - began)
-            shares = [SHARES.get(other, 60) for other in names[i:]]
-            limit = left * shares[0] / sum(shares)
-            if limit < ENOUGH:
-                result["problems"][name] = "no time left"
-                continue
-            figures = result[name] = {}
-
-            def keep(key: str, value: Any, name: str = name, figures: dict[str, Any] = figures) -> None:
-                figures[key] = value
-                print(f"[{name}] {key}: {value}", flush=True)
-                save()
-
-            started = time.monotonic()
-            if problem := run_section(name, limit, keep):
-                result["problems"][name] = problem
-                print(f"[{name}] {problem}", flush=True)
-            result["seconds"][name] = round(time.monotonic() - started, 1)
-    except KeyboardInterrupt:
-        result["problems"][name] = "interrupted"
-        sys.exit(130)
-    finally:
-        try:
-            result["bars"] = all_bars(result)
-        except Exception as error:  # the figures are worth more
-            result["problems"]["bars"] = f"{type(error).__name__}: {error}"
-        save()
-        print(json.dumps(result))
+    torch.set_grad_enabled(False)
+    check = Check(options)
+    wanted = options.only or ["kernels", "families", "chat", "8b"]
+    if "kernels" in wanted and not check.dry:
+        check.part("kernels", lambda: kernels(check))
+    if "families" in wanted:
+        for name in ("llama",) if check.dry else ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "mixtral"):
+            check.part(f"family {name}", lambda name=name: family(check, name))
+    if "chat" in wanted and options.model is not None:
+        chat(check)
+    if "8b" in wanted:
+        shape(check, "tiny" if check.dry else "8b")
+    print(json.dumps(check.found))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class TraceDriven:
             after = np.concatenate([after, last + tree.depth])
         at = torch.from_numpy(after).clamp(max=len(self._trace) - 1).to(out.logits.device, non_blocking=True)
         with torch.inference_mode():
-            return VerifierOutput(out.logits.scatter(1, self._trace[at][:, None], RECORDED_LOGIT), out.hidden)
+            return VerifierOutput(out.logits.scatter(1, self._trace[at][:, None], RECORDED_LOGIT), out.hidden, out.ran)
 
     def commit(self, path: Any) -> None:
         """Go on behind the accepted nodes."""

@@ -14,12 +14,13 @@ from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
 from retrieve_spec.errors import raise_interruption
-from retrieve_spec.recorded.cuda.pass_pool import PassPool
-from retrieve_spec.recorded.packed_pass import forward_together
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.recorded.shared_pass import forward_together
+from retrieve_spec.sampling.acceptance import Warpers
+from retrieve_spec.sampling.device_acceptance import DeviceSampler, read_sampled
 from retrieve_spec.sampling.pass_logits import PassLogits, read_side_by_side
 from retrieve_spec.verify.padded_batch import PaddedRow
-from retrieve_spec.verify.verifier import VerifierOutput
+from retrieve_spec.verify.verifier import Ran, VerifierOutput
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def pads(batch: Many[Sequence]) -> bool:
     return len(batch) > 1 and isinstance(batch[0].verifier, PaddedRow)
 
 
-def verify_all(batch: list[Sequence], trees: Many[DraftTree], pool: PassPool | None) -> tuple[list[Sequence], bool]:
+def verify_all(batch: list[Sequence], trees: Many[DraftTree]) -> tuple[list[Sequence], bool]:
     """Verify the trees of a batch in one pass.
 
     Returns
@@ -66,31 +67,35 @@ def verify_all(batch: list[Sequence], trees: Many[DraftTree], pool: PassPool | N
         Whether it took as long as such passes do: one whose graph was captured takes longer.
     """
     if len(batch) == 1:
-        return each(batch, Sequence.verify, trees), True
+        batch = each(batch, Sequence.verify, trees)
+        return batch, not any(sequence.seen.output.ran is Ran.CAPTURED for sequence in batch if sequence.seen.output)
     roots = [sequence.root_ids for sequence in batch]
     keeps = [1] * len(batch) if any(len(ids) > 1 for ids in roots) else None
-    outputs, usual = _together(batch, roots, trees, keeps, pool)
+    outputs = _together(batch, roots, trees, keeps)
     if outputs is None:
         return each(batch, Sequence.verify, trees), False
     for sequence, tree, output in zip(batch, trees, outputs, strict=True):
         sequence.saw(tree, output)
-    return batch, usual
+    return batch, outputs[0].ran is not Ran.CAPTURED
 
 
 def look_all(batch: list[Sequence]) -> list[Sequence]:
     """Let sequences look at the logits of their pass: once for all that look for the same."""
     if len(batch) == 1:
         return each(batch, Sequence.look)
-    alike: dict[int, list[Sequence]] = {}
+    alike: dict[tuple[int, Warpers | None], list[Sequence]] = {}
     for sequence in batch:
-        if sequence.sampler.reads_plainly:
-            alike.setdefault(sequence.top_k, []).append(sequence)
+        sampler = sequence.sampler
+        if sampler.reads_plainly:
+            alike.setdefault((sequence.top_k, None), []).append(sequence)
+        elif isinstance(sampler, DeviceSampler) and (rules := sampler.alike(sequence.text)) is not None:
+            alike.setdefault((sequence.top_k, rules), []).append(sequence)
     read: dict[int, PassLogits] = {}
-    for top_k, together in alike.items():
+    for (top_k, rules), together in alike.items():
         if len(together) == 1:
             continue  # it reads alone
         try:
-            found = read_side_by_side([sequence.seen.every_logit for sequence in together], top_k)
+            found = _read(together, top_k, rules)
         except Exception as error:
             raise_interruption(error)
             logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
@@ -99,10 +104,20 @@ def look_all(batch: list[Sequence]) -> list[Sequence]:
     return each(batch, Sequence.look, [read.get(id(sequence)) for sequence in batch])
 
 
+def _read(batch: list[Sequence], top_k: int, rules: Warpers | None) -> list[PassLogits]:
+    """What sequences look for in the logits of their pass, chosen by the same `rules`, or plainly."""
+    parts = [sequence.seen.every_logit for sequence in batch]
+    if rules is None:
+        return read_side_by_side(parts, top_k)
+    noises = [noise for sequence in batch if (noise := sequence.sampler.noise_at(sequence.text)) is not None]
+    seen = [sequence.seen for sequence in batch]
+    return read_sampled(parts, [each.first_row for each in seen], [each.tree for each in seen], noises, rules, top_k)
+
+
 def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> None:
     """Read pieces of prompts in one pass."""
     keeps = [sequence.keeps(piece) for sequence, piece in zip(batch, pieces, strict=True)]
-    outputs, _ = _together(batch, pieces, [NO_DRAFT] * len(batch), keeps)
+    outputs = _together(batch, pieces, [NO_DRAFT] * len(batch), keeps)
     if outputs is None:
         each(batch, Sequence.read, pieces)
     else:
@@ -110,43 +125,21 @@ def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> Non
 
 
 def _together(
-    batch: list[Sequence],
-    roots: Many[NDArray[np.int32]],
-    trees: Many[DraftTree],
-    keeps: Many[int] | None = None,
-    pool: PassPool | None = None,
-) -> tuple[list[VerifierOutput] | None, bool]:
-    """What one pass computes for each of a batch, None where each is to be tried alone; and whether it was usual."""
+    batch: list[Sequence], roots: Many[NDArray[np.int32]], trees: Many[DraftTree], keeps: Many[int] | None = None
+) -> list[VerifierOutput] | None:
+    """What one pass computes for each of a batch, None where each is to be tried alone."""
     if len(batch) < 2:
-        return None, True
+        return None
     try:
         if pads(batch):
             rows = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, PaddedRow)]
-            return rows[0].batch.forward(rows, roots, trees, batch[0].wants_hidden, keeps), True
-        return _packed(batch, roots, trees, keeps, pool)
+            return rows[0].batch.forward(rows, roots, trees, batch[0].wants_hidden, keeps)
+        verifiers = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, RecordedVerifier)]
+        return forward_together(verifiers, roots, trees, batch[0].wants_hidden, keeps)
     except Exception as error:
         raise_interruption(error)
         logger.debug("a pass over %d sequences failed; each is tried alone", len(batch), exc_info=True)
-    return None, False
-
-
-def _packed(
-    batch: list[Sequence],
-    roots: Many[NDArray[np.int32]],
-    trees: Many[DraftTree],
-    keeps: Many[int] | None,
-    pool: PassPool | None,
-) -> tuple[list[VerifierOutput], bool]:
-    """What one recorded pass computes for each of a batch, and whether nothing was captured on the way."""
-    verifiers = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, RecordedVerifier)]
-    graphs = None if pool is None else pool.take_texts()
-    captures = 0 if graphs is None else graphs.captures
-    try:
-        outputs = forward_together(verifiers, roots, trees, batch[0].wants_hidden, graphs, keeps)
-    finally:
-        if pool is not None and graphs is not None:
-            pool.give_back_texts(graphs)
-    return outputs, graphs is None or graphs.captures == captures
+    return None
 
 
 def each(sequences: Many[Sequence], act: Callable[..., object], *given: Many[Any]) -> list[Sequence]:

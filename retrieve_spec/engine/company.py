@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from retrieve_spec.engine.engine import Engine
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, own_forward
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
@@ -17,8 +16,7 @@ from retrieve_spec.verify.verifier import Verifier
 class Company:
     """Makes verifiers for sequences that are decoded together."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._looked_at: ModelInterface | None = None
         self._problem = ""
         self._padded: PaddedBatch | None = None
@@ -32,14 +30,13 @@ class Company:
         return verifier.reason or "its verifier serves one text"
 
     def verifiers(self, make: Callable[[], Verifier], count: int, recorded: bool = True) -> list[Verifier]:
-        """Verifiers of sequences that are decoded together; they share captured passes, and capture none alone.
+        """Verifiers of sequences that are decoded together.
 
         `recorded`: whether passes may be recorded ones; else they are the model's own.
         """
         first = make()
         if isinstance(first, RecordedVerifier) and recorded:
-            self._engine.pool = first.pool
-            return [first.alone() for _ in range(count)]
+            return [first, *(first.fresh() for _ in range(count - 1))]
         all_of_them = [own_forward(each) for each in (first, *(make() for _ in range(count - 1)))]
         first = all_of_them[0]
         if self.why_alone(first) or self._padded is None:

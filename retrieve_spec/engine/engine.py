@@ -33,7 +33,6 @@ from retrieve_spec.engine.reading import read_all
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, climate
 from retrieve_spec.engine.threads import PassThreads, PromptThreads, using
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.recorded.cuda.pass_pool import PassPool
 
 _PATIENCE = 1.0
 """Seconds after which a thread that waits looks for itself, should an interruption have kept it from being told."""
@@ -49,8 +48,6 @@ class Engine:
 
     Attributes
     ----------
-    pool
-        Captured passes over several sequences.
     steps
         Taken so far.
     in_step
@@ -67,7 +64,6 @@ class Engine:
         self.prompt_threads: PromptThreads | None = None
         self.steps = 0
         self.in_step = False
-        self.pool: PassPool | None = None
         self._sequences: list[Sequence] = []
         self._rest = Rest()
         self._process = 0
@@ -99,9 +95,7 @@ class Engine:
             going = [s for s in self._sequences if s.may_go_on and (s.climate == here or s in own)]
             if self._rest.samples(len(going)):
                 each([s for s in going if s.is_reading], lambda sequence: sequence.lent.wait())
-            # Captured passes take one token in front of a draft.
-            most = FEW_ROOTS if self.pool is None else 1
-            each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(most))
+            each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(FEW_ROOTS))
             going = [s for s in going if not s.is_over]
             decoding = [sequence for sequence in going if not sequence.is_reading]
             reading = [sequence for sequence in going if sequence.is_reading]
@@ -115,7 +109,7 @@ class Engine:
         batch, trees = self._draft(batch)
         drafted, roots = perf_counter(), sum(len(sequence.root_ids) - 1 for sequence in batch)
         with using(self.threads):
-            batch, usual = verify_all(batch, trees, self.pool)
+            batch, usual = verify_all(batch, trees)
             batch = look_all(batch)  # waits for the device: its time is the pass's
         checked = perf_counter()
         batch = each(batch, Sequence.accept)

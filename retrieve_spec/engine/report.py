@@ -29,6 +29,11 @@ class GenerationReport:
         Tokens emitted.
     passes
         Forward passes of the target, the prompt's not counted among them beyond the first.
+    ran
+        How many passes, the prompt's among them, were replayed as CUDA graphs (`"replayed"`), captured as such
+        (`"captured"`) or run operation by operation (`"eager"`, as all are on a CPU).
+    eager_reason
+        Why the last pass on a GPU that was not replayed was not.
     threads
         Threads that the last passes used on a CPU, chosen by their times (the user's setting or fewer); 0 elsewhere.
     rows
@@ -55,6 +60,8 @@ class GenerationReport:
     reason: str = ""
     pass_kind: PassKind = "plain"
     pass_reason: str = ""
+    ran: dict[str, int] = field(default_factory=dict)
+    eager_reason: str = ""
     threads: int = 0
     new_tokens: int = 0
     passes: int = 0
@@ -91,6 +98,8 @@ def together(parts: Sequence[GenerationReport], passes: int) -> GenerationReport
     first = parts[0]
     whole = GenerationReport(first.mode, first.reason, first.pass_kind, first.pass_reason)
     whole.rows, whole.passes, whole.threads = len(parts), passes, parts[-1].threads
+    longest = max(parts, key=lambda part: sum(part.ran.values()))  # the others shared its passes
+    whole.ran, whole.eager_reason = longest.ran, longest.eager_reason
     whole.began = min(part.began for part in parts)
     whole.seconds = max(part.began + part.seconds for part in parts) - whole.began
     for part in parts:

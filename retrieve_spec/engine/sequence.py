@@ -35,7 +35,7 @@ from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sampling.text import RowText
 from retrieve_spec.verify.batch_prompt import RowPrompt
-from retrieve_spec.verify.verifier import Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Ran, Verifier, VerifierInputs, VerifierOutput
 
 NO_DRAFT = DraftTree()
 _NO_TIME = (0.0, 0.0, 0.0, 0.0)
@@ -302,6 +302,10 @@ class Sequence:
         """
         self._seen = SeenPass(tree, output, first_row, self.text.length, self.reader.shown, borrowed)
         self._stage = _WALKING
+        self.report.ran[output.ran.value] = self.report.ran.get(output.ran.value, 0) + 1
+        graphs = getattr(self.verifier, "graphs", None)
+        if graphs is not None and output.ran is Ran.EAGER:
+            self.report.eager_reason = graphs.problem
 
     @property
     def seen(self) -> SeenPass:

@@ -96,7 +96,7 @@ class Speculation:
         self._make_verifier: Callable[[], Verifier] = passes
         self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer, vocabulary)
         self.engine = Engine(Costs())
-        self.company = Company(self.engine)
+        self.company = Company()
         self.known_calls = KnownCalls()
         self._said: set[str] = set()
 

@@ -13,11 +13,27 @@ import triton.language as tl
 _ELEMENTS = 1024
 
 
-@triton.jit(do_not_specialize=["x_stride"])
-def _rms_norm(x, weight, out, x_stride, eps, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["x_stride", "other_stride"])
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x,  # (rows, D), stride given
+    other,  # SUM: the same, added to x
+    weight,
+    total,  # SUM: (rows, D), x + other
+    out,  # (rows, D)
+    x_stride,
+    other_stride,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SUM: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     given = tl.load(x + row * x_stride + d, d < D, 0.0)
+    if SUM:
+        added = tl.load(other + row * other_stride + d, d < D, 0.0)
+        given = (given.to(tl.float32) + added.to(tl.float32)).to(given.dtype)
+        tl.store(total + row * D + d, given, d < D)
     wide = given.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
     normed = (wide * factor).to(given.dtype).to(tl.float32)
@@ -25,20 +41,33 @@ def _rms_norm(x, weight, out, x_stride, eps, D: tl.constexpr, BLOCK_D: tl.conste
     tl.store(out + row * D + d, scaled.to(given.dtype), d < D)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "heads", "keys_heads"])
 def _rotate(  # type: ignore[no-untyped-def]
     x,  # (heads, rows, 2 * HALF), strides given
+    keys,  # (keys_heads, rows, 2 * HALF), strides given
     cos,  # (rows, 2 * HALF)
     sin,
     out,  # (heads, rows, 2 * HALF) in the layout of (rows, heads, 2 * HALF)
+    keys_out,
     rows,
+    heads,
+    keys_heads,
     head_stride,
     row_stride,
+    keys_head_stride,
+    keys_row_stride,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
+    if head >= heads:
+        head -= heads
+        x = keys
+        out = keys_out
+        heads = keys_heads
+        head_stride = keys_head_stride
+        row_stride = keys_row_stride
     d = tl.arange(0, BLOCK_HALF)
     inside = d < HALF
     at = x + head.to(tl.int64) * head_stride + row * row_stride
@@ -49,7 +78,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     high_cos = (high.to(tl.float32) * tl.load(cos + angle + HALF, inside, 0.0).to(tl.float32)).to(dtype)
     low_sin = (-high.to(tl.float32) * tl.load(sin + angle, inside, 0.0).to(tl.float32)).to(dtype)
     high_sin = (low.to(tl.float32) * tl.load(sin + angle + HALF, inside, 0.0).to(tl.float32)).to(dtype)
-    target = out + (row * tl.num_programs(0) + head) * 2 * HALF + d
+    target = out + (row * heads + head) * 2 * HALF + d
     tl.store(target, (low_cos.to(tl.float32) + low_sin.to(tl.float32)).to(dtype), inside)
     tl.store(target + HALF, (high_cos.to(tl.float32) + high_sin.to(tl.float32)).to(dtype), inside)
 
@@ -65,40 +94,77 @@ def _gate(gate, up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS normalisation of (…, d) rows with weight (d,) in one launch (Zhang & Sennrich, 2019)."""
+    return _normalised(x, None, weight, eps)[1]
+
+
+def add_rms_norm(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + other` of one shape (…, d), and the RMS normalisation of that, in one launch."""
+    return _normalised(x, other, weight, eps)
+
+
+def _normalised(
+    x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     width = x.shape[-1]
-    flat = x.reshape(-1, width)
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    flat = _rows(x)
+    added = flat if other is None else _rows(other)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = out if other is None else torch.empty_like(out)
     block = triton.next_power_of_2(width)
     _rms_norm[(len(flat),)](
-        flat, weight, out, flat.stride(0), eps, D=width, BLOCK_D=block, num_warps=min(16, max(1, block // 512))
-    )
-    return out
+        flat, added, weight, total, out, flat.stride(0), added.stride(0), eps,
+        D=width, BLOCK_D=block, SUM=other is not None, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return total, out
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(rows, d) of (…, d), the elements of a row side by side."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding by halves (Su et al., 2021) in one launch.
+    """Rotary embedding by halves (Su et al., 2021) of (1, heads, rows, d) in one launch (`rotate_both`)."""
+    return _rotated(x, x[:, :0], cos, sin)[0]
+
+
+def rotate_both(
+    queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary embedding by halves (Su et al., 2021) of queries and keys in one launch.
+
+    Each product and the sum are rounded, as torch does; contraction to fused multiply-add would leave one out.
 
     Parameters
     ----------
-    x
-        (1, heads, rows, d).
+    queries, keys
+        (1, heads, rows, d), with heads of their own.
     cos, sin
         (1, 1, rows, d).
 
     Returns
     -------
-    Tensor
-        (1, heads, rows, d), the heads of a row side by side in memory.
+    tuple
+        The same two shapes, the heads of a row side by side in memory.
     """
+    return _rotated(queries, keys, cos, sin)
+
+
+def _rotated(
+    x: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     _, heads, rows, width = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    out = torch.empty((1, rows, heads, width), dtype=x.dtype, device=x.device)
-    _rotate[(heads, rows)](
-        x, cos.contiguous(), sin.contiguous(), out, rows, x.stride(1), x.stride(2),
-        HALF=width // 2, BLOCK_HALF=triton.next_power_of_2(width // 2), num_warps=1,
+    x, keys = (given if given.stride(-1) == 1 else given.contiguous() for given in (x, keys))
+    out, keys_out = (torch.empty((1, rows, y.shape[1], width), dtype=x.dtype, device=x.device) for y in (x, keys))
+    _rotate[(heads + keys.shape[1], rows)](
+        x, keys, cos.contiguous(), sin.contiguous(), out, keys_out, rows, heads, keys.shape[1],
+        x.stride(1), x.stride(2), keys.stride(1), keys.stride(2),
+        HALF=width // 2, BLOCK_HALF=triton.next_power_of_2(width // 2), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    return out.transpose(1, 2)
+    return out.transpose(1, 2), keys_out.transpose(1, 2)
 
 
 def gate(gated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

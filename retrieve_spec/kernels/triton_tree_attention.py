@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from retrieve_spec.kernels.triton_tree_kernels import attend_split, merge_splits, store_rows
+from retrieve_spec.kernels.triton_tree_kernels import attend_split, merge_splits, move_kept_rows, store_rows
 
 MAX_SPLITS = 32
 _KEYS_PER_SPLIT = 256
@@ -148,6 +148,37 @@ def packed_tree_attention(
     return _launch(
         query, keys, values, described, layer, len(tiles), scale, softcap, window, sinks, splits, options, packed=True
     )
+
+
+def move_rows(
+    kind: torch.Tensor,
+    places: torch.Tensor,
+    slabs: torch.Tensor,
+    prefix: torch.Tensor,
+    starts: torch.Tensor,
+    sources: torch.Tensor,
+) -> None:
+    """Move the rows of all texts, in all layers, that their last commits kept out of place.
+
+    Parameters
+    ----------
+    kind
+        (…, kv_heads, …, d) of the type that slabs hold, of any size; not read.
+    places
+        (2, layers) int32: which slab holds a layer, and its place there.
+    slabs, prefix
+        (slabs, texts, 3) and (slabs, texts), by slab as for `packed_tree_attention`.
+    starts
+        (texts + 1,) int32, where a text's part of `sources` begins.
+    sources
+        int32: where the last n rows that a text holds stand, ascending, counted from the first of them; n is the length
+        of its part.
+    """
+    width = kind.shape[-1]
+    move_kept_rows[(places.shape[1], kind.shape[-3], slabs.shape[1])](
+        kind, places, slabs, prefix, starts, sources,
+        D=width, BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=1,
+    )  # fmt: skip
 
 
 def _launch(

@@ -225,3 +225,39 @@ def store_rows(  # type: ignore[no-untyped-def]
     at = slot.to(tl.int64) * D + d
     tl.store(key_slab + at, tl.load(keys + head * key_head_stride + row * key_row_stride + d, d < D), d < D)
     tl.store(value_slab + at, tl.load(values + head * value_head_stride + row * value_row_stride + d, d < D), d < D)
+
+
+@triton.jit(do_not_specialize_on_alignment=["places", "slabs", "prefix", "starts", "sources"])
+def move_kept_rows(  # type: ignore[no-untyped-def]
+    kind,  # of the type that slabs hold; not read
+    places,  # (2, layers) int32: the slab of a layer, and its place there
+    slabs,  # (slabs, texts, 3) int64: as for attend_split
+    prefix,  # (slabs, texts) int32: rows a text's slab holds before the pass
+    starts,  # (texts + 1,) int32: where a text's sources begin
+    sources,  # int32, ascending: where the last rows held still stand, counted from the first of them
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Move the last rows held of one text, of one head of a layer, to where they belong.
+
+    No source lies before its row, so that going through them in order overwrites none that is still to be read.
+    """
+    layer = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    text = tl.program_id(2)
+    texts = tl.num_programs(2)
+    begin = tl.load(starts + text)
+    count = tl.load(starts + text + 1) - begin
+    if count == 0:
+        return
+    slab = tl.load(places + layer)
+    place = tl.load(places + tl.num_programs(0) + layer)
+    own = slabs + 3 * slab * texts
+    keys, values = _slab_of(own, text, place, head, tl.num_programs(1), kind, kind, D)
+    first = tl.load(prefix + slab * texts + text) - count
+    d = tl.arange(0, BLOCK_D)
+    for i in range(count):
+        source = (first + tl.load(sources + begin + i)).to(tl.int64) * D + d
+        target = (first + i).to(tl.int64) * D + d
+        tl.store(keys + target, tl.load(keys + source, d < D), d < D)
+        tl.store(values + target, tl.load(values + source, d < D), d < D)

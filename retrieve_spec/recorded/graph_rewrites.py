@@ -6,6 +6,7 @@ rounds to 16 bits.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -181,7 +182,47 @@ def fuse_half(graph: fx.Graph) -> None:
         if call is not None:
             with graph.inserting_before(node):
                 _replace(node, graph.call_function(*call))
+    _fuse_sums(graph, triton_rows)
+    _pair_rotary(graph, triton_rows)
     graph.eliminate_dead_code()
+
+
+def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
+    """Let residual sums of one shape and type run in the launch that normalises them."""
+    for norm in nodes_of(graph):
+        total: Node = norm.args[0] if is_call(norm, kernels.rms_norm) else None
+        if not (is_call(total, aten.add.Tensor) and len(total.args) == 2 and not total.kwargs):
+            continue
+        if any(getattr(value(side), "shape", None) != value(total).shape for side in total.args):
+            continue
+        if {value(side).dtype for side in total.args} != {value(total).dtype}:
+            continue
+        with graph.inserting_before(total):
+            both = graph.call_function(kernels.add_rms_norm, (*total.args, *norm.args[1:]))
+            _take(graph, both, (total, norm))
+
+
+def _pair_rotary(graph: fx.Graph, kernels: Any) -> None:
+    """Let queries and keys with the same angles be rotated in one launch."""
+    waiting: dict[tuple[Node, Node], Node] = {}
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    for node in nodes_of(graph):
+        if not is_call(node, kernels.rotate):
+            continue
+        first = waiting.pop(node.args[1:], None)
+        if first is None or any(places[user] < places[node] for user in first.users):
+            waiting[node.args[1:]] = node
+            continue
+        with graph.inserting_before(node):
+            both = graph.call_function(kernels.rotate_both, (first.args[0], node.args[0], *node.args[1:]))
+            _take(graph, both, (first, node))
+
+
+def _take(graph: fx.Graph, both: Node, nodes: tuple[Node, Node]) -> None:
+    """Let the results of one call stand for two nodes."""
+    for i, node in enumerate(nodes):
+        with graph.inserting_after(both):
+            _replace(node, graph.call_function(operator.getitem, (both, i)))
 
 
 def _is_half_by_heads(x: Node, cos: Node, sin: Node) -> bool:

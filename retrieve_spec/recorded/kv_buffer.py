@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from retrieve_spec.recorded.slab import Slab
 
 _NO_ROWS = torch.empty(0)
+_NO_MOVES = np.empty(0, np.int32)
 SLABS_PER_WINDOW = 8
 """Slabs that the layers with one window are spread over."""
 
@@ -33,6 +34,8 @@ class KVBuffer:
         and values of one shape.
     capacity
         Rows to allocate at first; growing adds an eighth, `config.PASS.cache_block` rows at least.
+    moves_later
+        Leave the rows that a commit moves to the next pass (`take_moves`).
 
     Attributes
     ----------
@@ -58,8 +61,10 @@ class KVBuffer:
         From `update`, when layers with one window differ in their heads, or more than one row of text is given.
     """
 
-    def __init__(self, windows: Sequence[int], capacity: int) -> None:
+    def __init__(self, windows: Sequence[int], capacity: int, moves_later: bool = False) -> None:
         self.windows = tuple(windows)
+        self._moves_later = moves_later
+        self._moves = _NO_MOVES
         self.length = 0
         self.slab_of = _spread(self.windows)
         self.layer_in_slab = [self.slab_of[:i].count(slab) for i, slab in enumerate(self.slab_of)]
@@ -72,7 +77,6 @@ class KVBuffer:
         self._common: list[torch.Tensor] = []  # what these point to
         self._stale = False  # whether those of a slab whose tensors are being replaced are missing
         self._fits = 0  # rows of text for which nothing has to be moved or replaced
-        self._moved: tuple[object, list[list[torch.Tensor]]] = (None, [])  # by slab, rows that a commit moves
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -98,6 +102,7 @@ class KVBuffer:
         """Let a pass over `rows` rows fit behind the rows held."""
         if self.length + rows <= self._fits:
             return
+        self.settle()
         for slab in self.slabs:
             self.make_room_in(slab, self.length, rows)
         self._fits = min(slab.offset + slab.capacity for slab in self.slabs)
@@ -124,11 +129,12 @@ class KVBuffer:
 
     def begin(self, length: int) -> None:
         """Let a pass go behind the rows up to `length`."""
-        self._moved, self.length = (None, []), length
+        self.length = length
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's (1, kv_heads, rows, head_dim) behind the rows held; views of all that its slab holds then."""
         slab, rows = self.slabs[self.slab_of[layer]], keys.shape[2]
+        self.settle()
         if not slab.tensors and slab.fit(keys, values):
             self.refresh()
         if self.length - slab.offset + rows > slab.capacity:
@@ -140,7 +146,7 @@ class KVBuffer:
         return all_keys.narrow(2, 0, start + rows), all_values.narrow(2, 0, start + rows)
 
     def commit(self, base: int, roots: int, path: NDArray[np.int32]) -> None:
-        """Keep the root tokens of a pass and the nodes of a path, in place; until `begin` it can be done again.
+        """Keep the root tokens of a pass and the nodes of a path, in place.
 
         Parameters
         ----------
@@ -151,16 +157,31 @@ class KVBuffer:
         path
             (a,) int32, accepted nodes, ascending.
         """
-        accepted = len(path)
-        moved = int((path == np.arange(accepted)).argmin()) if accepted else 0
-        if accepted and path[moved] != moved:
-            first, commit = base + roots, (base, roots, path.tobytes())
-            if self._moved[0] != commit:
-                sources = path[moved:].astype(np.int64) + first
-                self._moved = (commit, [slab.copies(sources) for slab in self.slabs])
-            for slab, copies in zip(self.slabs, self._moved[1], strict=True):
-                slab.write(copies, first + moved)
-        self.length = base + roots + accepted
+        self.length = base + roots + len(path)
+        if not len(path) or path[-1] == len(path) - 1:
+            return
+        right = int((path != np.arange(len(path))).argmax())  # those before are where they belong
+        self._moves = path[right:] - np.int32(right)
+        if not self._moves_later:
+            self.settle()
+
+    def take_moves(self, most: int) -> NDArray[np.int32]:
+        """(n,) int32, the rows that the next pass is to move, none for no move, which are the caller's to move.
+
+        Row `length - n + n[i]` moves to `length - n + i`. More than `most` rows are moved here.
+        """
+        if len(self._moves) > most:
+            self.settle()
+        moves, self._moves = self._moves, _NO_MOVES
+        return moves
+
+    def settle(self) -> None:
+        """Move the rows that the last commit left to the next pass."""
+        moves, self._moves = self._moves, _NO_MOVES
+        if len(moves):
+            first = self.length - len(moves)
+            for slab in self.slabs:
+                slab.write(slab.copies(moves.astype(np.int64) + first), first)
 
     def load(self, cache: DynamicCache, length: int, common: bool = False) -> None:
         """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards.
@@ -218,6 +239,7 @@ class KVBuffer:
         """
         if not self.layer_slabs:
             return
+        self.settle()
         for slab in self.slabs:
             slab.settle()
         self.refresh()

@@ -1,16 +1,16 @@
-"""Pass buffers: what changes from pass to pass as arrays in device memory, filled with one copy."""
+"""Pass buffer: what changes from pass to pass as arrays in device memory, filled with one copy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.attention.tree_mask import visibility_bits
+from retrieve_spec.config import PASS
 from retrieve_spec.recorded.kv_buffer import KVBuffer
 
 
@@ -51,42 +51,6 @@ class DeviceFields:
             self._copied.record()
 
 
-class PassBuffer:
-    """The inputs of one pass over a fixed number of rows.
-
-    Parameters
-    ----------
-    rows
-        Rows of the pass, padding included.
-    slabs
-        How many slabs are written to; each has its own number of rows held.
-    """
-
-    def __init__(self, rows: int, slabs: int, device: torch.device) -> None:
-        words = -(-rows // 32)
-        sizes = {"ids": rows, "positions": rows, "depths": rows, "held": slabs, "words": rows * words}
-        self._fields = DeviceFields(sizes, device)
-        on_device = self._fields.device
-        self.ids, self.positions, self.depths = on_device["ids"], on_device["positions"], on_device["depths"]
-        self.held, self.words = on_device["held"], on_device["words"].view(rows, words)
-        self.rows = rows
-
-    def fill(
-        self, ids: NDArray[Any], depths: NDArray[Any], seen: NDArray[np.bool_], position: int, held: Sequence[int]
-    ) -> None:
-        """Write a pass of at most `rows` rows: ids, depths, who sees whom, the first row's position, rows held."""
-        host = self._fields.writable()
-        real = len(ids)
-        visible = np.eye(self.rows, dtype=np.bool_)
-        visible[:real, :real] = seen
-        host["ids"][:real], host["ids"][real:] = ids, 0
-        host["depths"][:real], host["depths"][real:] = depths, 0
-        host["positions"][:] = host["depths"] + position
-        host["held"][:] = held
-        host["words"][:] = visibility_bits(visible).ravel()
-        self._fields.send()
-
-
 @dataclass(frozen=True, slots=True)
 class LaidOut:
     """One text's part of a pass, for which its cache has room.
@@ -111,6 +75,29 @@ class LaidOut:
     held: int
 
 
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """What a pass is made for.
+
+    Attributes
+    ----------
+    rows, texts
+        Rows of the pass and texts at most, padding included.
+    block
+        Queries that one program of the attention takes.
+    splits
+        By slab, how many programs share one context.
+    logits
+        How many rows logits are computed for, whose numbers are written with each pass; 0 for all.
+    """
+
+    rows: int
+    texts: int
+    block: int
+    splits: tuple[int, ...]
+    logits: int = 0
+
+
 class PackedBuffer:
     """The inputs of one pass over the rows of several texts, each with slabs of its own.
 
@@ -118,48 +105,59 @@ class PackedBuffer:
 
     Parameters
     ----------
-    rows, texts
-        Rows of the pass and texts at most, padding included.
+    shape
+        Of the pass.
     slabs
         Slabs of a text.
     groups
         Query heads per key head.
-    block
-        Queries that one program of the kernel takes.
+
+    Attributes
+    ----------
+    moves
+        Rows that all texts together can have moved before the pass (`KVBuffer.take_moves`).
     """
 
-    def __init__(self, rows: int, texts: int, slabs: int, groups: int, block: int, device: torch.device) -> None:
-        words, tiles = -(-rows // 32), -(-groups * rows // block) + texts
+    moves = PASS.max_rows
+
+    def __init__(self, shape: PassShape, slabs: int, groups: int, device: torch.device) -> None:
+        rows, texts = shape.rows, shape.texts
+        words, tiles = -(-rows // 32), -(-groups * rows // shape.block) + texts
         sizes = {
             "slabs": 6 * slabs * texts, "ids": rows, "positions": rows, "depths": rows, "text_of": rows,
             "held": slabs * texts, "starts": texts + 1, "tiles": 2 * tiles, "words": rows * words,
+            "wanted": shape.logits or rows, "move_starts": texts + 1, "sources": self.moves,
         }  # fmt: skip
         self._fields = DeviceFields(sizes, device)
-        self.rows, self.texts = rows, texts
-        self._groups, self._block = groups, block
+        self._shape, self._groups = shape, groups
         on_device = self._fields.device
         self.ids, self.positions, self.depths = on_device["ids"], on_device["positions"], on_device["depths"]
-        self.text_of, self.starts = on_device["text_of"], on_device["starts"]
+        self.text_of, self.starts, self.wanted = on_device["text_of"], on_device["starts"], on_device["wanted"]
         self.words, self.tiles = on_device["words"].view(rows, words), on_device["tiles"].view(tiles, 2)
         self.held = on_device["held"].view(slabs, texts)
         self.slabs = on_device["slabs"].view(torch.int64).view(slabs, texts, 3)
+        self.move_starts, self.sources = on_device["move_starts"], on_device["sources"]
 
-    def fill(self, laid: Sequence[LaidOut]) -> None:
-        """Write a pass over at most `texts` texts with at most `rows` rows together."""
+    def fill(self, laid: Sequence[LaidOut], wanted: NDArray[np.int64] | None = None) -> None:
+        """Write a pass over at most `texts` texts with at most `rows` rows together, and what their commits move."""
         host = self._fields.writable()
+        rows = self._shape.rows
         counts = [len(text.ids) for text in laid]
         real = sum(counts)
-        counts[-1] += self.rows - real
+        counts[-1] += rows - real
         starts = np.concatenate([[0], np.cumsum(counts)])
-        host["starts"][:] = self.rows
+        host["starts"][:] = rows
         host["starts"][: len(starts)] = starts
         host["text_of"][:] = np.repeat(np.arange(len(laid)), counts)
         host["ids"][:real], host["ids"][real:] = np.concatenate([text.ids for text in laid]), 0
         host["depths"][:real], host["depths"][real:] = np.concatenate([text.depths for text in laid]), 0
         host["positions"][:] = host["depths"] + np.repeat([text.position for text in laid], counts)
-        self._write_words(host["words"].reshape(self.rows, -1), laid, starts)
+        if wanted is not None:
+            host["wanted"][: len(wanted)], host["wanted"][len(wanted) :] = wanted, 0
+        self._write_words(host["words"].reshape(rows, -1), laid, starts)
         self._write_tiles(host["tiles"].reshape(-1, 2), counts)
         self._write_slabs(host, laid)
+        self._write_moves(host["move_starts"], host["sources"], laid)
         self._fields.send()
 
     def _write_words(self, words: NDArray[np.int32], laid: Sequence[LaidOut], starts: NDArray[np.int64]) -> None:
@@ -167,21 +165,27 @@ class PackedBuffer:
         for text, start in zip(laid, starts.tolist(), strict=False):
             bits = visibility_bits(text.seen)
             words[start : start + len(bits), : bits.shape[1]] = bits
-        own = np.arange(len(laid[-1].ids), self.rows - starts[-2])  # padding, counted within the last text
+        own = np.arange(len(laid[-1].ids), self._shape.rows - starts[-2])  # padding, counted within the last text
         words.view(np.uint32)[starts[-2] + own, own // 32] = np.uint32(1) << (own % 32).astype(np.uint32)
 
     def _write_tiles(self, tiles: NDArray[np.int32], counts: Sequence[int]) -> None:
-        firsts = [np.arange(0, self._groups * count, self._block) for count in counts]
+        firsts = [np.arange(0, self._groups * count, self._shape.block) for count in counts]
         used = sum(map(len, firsts))
         tiles[:used, 0] = np.repeat(np.arange(len(counts)), [len(first) for first in firsts])
         tiles[:used, 1] = np.concatenate(firsts)
         tiles[used:] = -1
 
     def _write_slabs(self, host: dict[str, NDArray[np.int32]], laid: Sequence[LaidOut]) -> None:
-        held = host["held"].reshape(-1, self.texts)
-        places = host["slabs"].view(np.int64).reshape(-1, self.texts, 3)
+        held = host["held"].reshape(-1, self._shape.texts)
+        places = host["slabs"].view(np.int64).reshape(-1, self._shape.texts, 3)
         for i, text in enumerate(laid):
-            for k, slab in enumerate(text.cache.slabs):
-                held[k, i] = text.held - slab.offset
-                keys, values = slab.tensors
-                places[k, i] = keys.data_ptr(), values.data_ptr(), slab.capacity
+            held[:, i] = [text.held - slab.offset for slab in text.cache.slabs]
+            places[:, i] = text.cache.addresses
+
+    def _write_moves(self, starts: NDArray[np.int32], sources: NDArray[np.int32], laid: Sequence[LaidOut]) -> None:
+        end = 0
+        for i, text in enumerate(laid):
+            moved = text.cache.take_moves(len(sources) - end)
+            sources[end : end + len(moved)] = moved
+            starts[i], end = end, end + len(moved)
+        starts[len(laid) :] = end

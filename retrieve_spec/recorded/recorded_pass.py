@@ -30,7 +30,7 @@ from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded import graph_passes
 from retrieve_spec.recorded.recordable import why_not_recordable
 from retrieve_spec.recorded.weight_layout import Layouts
-from retrieve_spec.verify.interface import cache_name_of, catch_hidden, input_device
+from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 RECORDER = "retrieve_spec_recorder"
@@ -155,26 +155,6 @@ def _record_attention(
 
 AttentionInterface.register(RECORDER, _record_attention)
 AttentionMaskInterface.register(RECORDER, lambda *args, **kwargs: None)
-
-
-@contextlib.contextmanager
-def attention_implementation(model: Any, name: str) -> Iterator[None]:
-    """Let a model use a registered attention function for a while; afterwards each of its parts uses its own again."""
-    before = [(config, config._attn_implementation) for config in _configs(model)]
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        for config, own in before:
-            config._attn_implementation = own
-
-
-def _configs(model: Any) -> list[Any]:
-    """The configs of a model and its parts, those inside of others behind them."""
-    found = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "sub_configs")]
-    for config in found:  # grows meanwhile
-        found += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
-    return list({id(config): config for config in reversed(found)}.values())[::-1]
 
 
 class RecordedPass:

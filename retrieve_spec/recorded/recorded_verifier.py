@@ -14,12 +14,12 @@ from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.recorded.cuda.cuda_graphs import GraphedPasses
-from retrieve_spec.recorded.cuda.pass_pool import PassPool
+from retrieve_spec.recorded.cuda.pass_graphs import PassGraphs
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.pass_buffer import LaidOut
-from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.recorded.run_pass import run_pass
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.verifier import OverAnother, PassKind, Verifier, VerifierInputs, VerifierOutput
@@ -46,7 +46,7 @@ class RecordedVerifier(OverAnother):
         model: Any,
         own: HFVerifier,
         recorded: RecordedPass,
-        pool: PassPool | None = None,
+        graphs: PassGraphs | None = None,
         state: ModelState | None = None,
     ) -> None:
         self.model = model
@@ -61,8 +61,7 @@ class RecordedVerifier(OverAnother):
         self._kept = (0, 0)  # of what was committed: tokens held, and tokens of the prompt to read
         self._cache: Any = None
         self._returns_cache = False
-        self._graphs: GraphedPasses | None = None
-        self.pool = pool
+        self.graphs = graphs
 
     @property
     def takes_back(self) -> bool:
@@ -92,9 +91,9 @@ class RecordedVerifier(OverAnother):
         self._shift, self._in_a_row = self.own.inputs.shift, inputs.in_a_row
         self.not_recorded = self._why_not(inputs)
 
-    def alone(self) -> RecordedVerifier:
-        """Another verifier of the same recording, with a cache of its own and without graphs."""
-        return RecordedVerifier(self.model, self.own.fresh(), self.recorded, state=self._state)
+    def fresh(self) -> RecordedVerifier:
+        """Another verifier of the same recording, for another text."""
+        return RecordedVerifier(self.model, self.own.fresh(), self.recorded, self.graphs, self._state)
 
     def _why_not(self, inputs: VerifierInputs) -> str:
         """Why a generation is left to the verifier of the model's own forward."""
@@ -131,6 +130,8 @@ class RecordedVerifier(OverAnother):
         """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
         if self._slabs is not None or self.reads_rest(roots):
             return True
+        if self.graphs is not None:
+            return roots <= PASS.graph_rows[-1] or self._goes_on_as_it_is
         return self.recorded.reads_prompts and roots > max(FEW, keep) and self._goes_on_as_it_is
 
     def reads_rest(self, roots: int) -> bool:
@@ -162,9 +163,9 @@ class RecordedVerifier(OverAnother):
                 self.own.forward(prompt_ids[:1])
                 self.own.commit(_NOTHING)
             self._past, prompt_ids = 1, prompt_ids[1:]
-        most = max(CHUNK, keep)
-        while len(prompt_ids) > most:
-            piece = prompt_ids[: min(CHUNK, len(prompt_ids) - keep)]
+        chunk = CHUNK if self.graphs is None else PASS.graph_rows[-1]
+        while len(prompt_ids) > max(chunk, keep):
+            piece = prompt_ids[: min(chunk, len(prompt_ids) - keep)]
             self._pass(piece, None, 1, None)
             self._past, prompt_ids = self._past + len(piece), prompt_ids[len(piece) :]
         self._pending = len(prompt_ids)
@@ -176,12 +177,9 @@ class RecordedVerifier(OverAnother):
         """Run the recorded pass over root tokens and a tree."""
         roots, nodes = len(root_ids), 0 if tree is None else len(tree)
         laid = self.lay_out(root_ids, tree)
-        if self._graphs is not None and (bucket := self._graphs.bucket(len(laid.ids))) is not None:
-            out = bucket(laid.ids, laid.depths, laid.seen, self._past, self._shift)
-            return VerifierOutput(out[0][-keep - nodes :], out[1][-keep - nodes :] if want_hidden is not None else None)
-        positions = laid.depths + laid.position
-        logits, hidden = run_rows(self.recorded, laid.ids, positions, self.attend, roots - keep)
-        return VerifierOutput(logits, hidden[-keep - nodes :] if want_hidden is not None else None)
+        wanted = None if keep == roots else np.arange(roots - keep, roots + nodes)
+        logits, hidden, ran = run_pass(self.recorded, [laid], [self.attend], wanted, self.graphs)
+        return VerifierOutput(logits, hidden[-keep - nodes :] if want_hidden is not None else None, ran)
 
     def begin(self, root_ids: NDArray[np.int32], tree: DraftTree) -> LaidOut:
         """Make ready for a pass that serves other texts too."""
@@ -198,7 +196,7 @@ class RecordedVerifier(OverAnother):
         depths, seen = (_ROOT, _ITSELF) if len(ids) == 1 else (row_depths(len(root_ids), tree), None)
         self._mask.set(self._past, visible_rows(len(root_ids), tree) if seen is None else seen, depths)
         slabs.begin(self._past)
-        slabs.make_room(len(ids) if self._graphs is None else max(len(ids), *PASS.graph_rows))
+        slabs.make_room(len(ids))
         return LaidOut(ids, depths, self._mask.seen, self._past + self._shift, slabs, self._past)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
@@ -214,9 +212,7 @@ class RecordedVerifier(OverAnother):
             held = sum(self._kept)
             room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
             room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
-            if self.pool is not None:
-                self._graphs = self.pool.take(windows, room)
-            self._slabs = KVBuffer(windows, room) if self._graphs is None else self._graphs.cache
+            self._slabs = KVBuffer(windows, room, moves_later=self.graphs is not None)
         if self._past:
             self._slabs.load(self._cache, self._past, self._common_rows)
         else:
@@ -246,25 +242,12 @@ class RecordedVerifier(OverAnother):
         """Put the rows back into the cache this generation was given, and return it; None when nobody asks for it."""
         if self._slabs is not None:
             if self._returns_cache:
-                self._slabs.unload(self._cache, self._kept[0], copy=self._graphs is not None)
-            if self._graphs is None:
-                self._slabs.release()
-            elif self.pool is not None:
-                self.pool.give_back(self._graphs)
-            self._slabs = self._graphs = None
+                self._slabs.unload(self._cache, self._kept[0])
+            self._slabs.release()
+            self._slabs = None
         self._cache = None
         cache = self.own.finish()
         return cache if self._returns_cache else None
-
-
-def run_rows(
-    recorded: RecordedPass, ids: NDArray[Any], positions: NDArray[Any], attend: Attend, wanted: int | torch.Tensor = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a recording over (rows,) tokens: logits of the `wanted` rows (`RecordedPass.run`), and states of all."""
-    rows = torch.from_numpy(ids.astype(np.int64))[None].to(recorded.device, non_blocking=True)
-    places = torch.from_numpy(positions)[None].to(recorded.device, non_blocking=True)
-    logits, hidden = recorded.run(rows, places, attend, wanted)
-    return logits[0], hidden[0]
 
 
 def own_forward(verifier: Verifier) -> Verifier:

@@ -9,7 +9,7 @@ from typing import Any
 from retrieve_spec.attention.tree_attention import why_not_triton
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.recorded.cuda.pass_pool import PassPool
+from retrieve_spec.recorded.cuda.pass_graphs import PassGraphs
 from retrieve_spec.recorded.kv_buffer import cache_windows, why_not_preallocated
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.recordable import why_not_recordable
@@ -17,9 +17,12 @@ from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.call_kinds import CallKinds
+from retrieve_spec.verify.candidates import PROMPT, same_way
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache
-from retrieve_spec.verify.probe import Finding, check_verifier
+from retrieve_spec.verify.number_format import is_exact
+from retrieve_spec.verify.probe import REACH, Finding, Trial, check_verifier, float32_copy
+from retrieve_spec.verify.shrink import shrunk
 from retrieve_spec.verify.tensor_parallel import Ranks
 
 logger = logging.getLogger(__name__)
@@ -35,19 +38,19 @@ class Recording:
         The model, and how an `HFVerifier` runs it.
     recorded
         The pass.
-    pool
-        CUDA graphs and KV buffers that one generation after another borrows; None without graphs.
+    graphs
+        CUDA graphs of it; None without.
     """
 
     model: Any
     interface: ModelInterface
     recorded: RecordedPass
-    pool: PassPool | None = None
+    graphs: PassGraphs | None = None
 
     def __call__(self, state: ModelState | None = None, kinds: CallKinds | None = None) -> RecordedVerifier:
         """Make a verifier, which refuses a model that is not in `state` any more; `kinds`: as of `HFVerifier`."""
         own = HFVerifier(self.model, self.interface, kinds=kinds)
-        return RecordedVerifier(self.model, own, self.recorded, self.pool, state)
+        return RecordedVerifier(self.model, own, self.recorded, self.graphs, state)
 
 
 def try_recording(
@@ -79,8 +82,10 @@ def try_recording(
         return None, why
     recording = None
     try:
+        if why := _why_not_structure(model, finding.interface, layer):
+            return None, why
         for fused in (True, False):
-            recording, why = _record(model, finding.interface, layer, fused and _fuses(model), layouts)
+            recording, why = _record(model, finding, layer, fused and _fuses(model), layouts)
             if recording is not None or not (fused and _fuses(model)):
                 break
             logger.info("the pass is recorded again without GPU kernels for rows: %s", why)
@@ -95,22 +100,39 @@ def _fuses(model: Any) -> bool:
 
 
 def _record(
-    model: Any, interface: ModelInterface, layer: Layer, fused: bool, layouts: Layouts | None
+    model: Any, finding: Finding, layer: Layer, fused: bool, layouts: Layouts | None
 ) -> tuple[Recording | None, str]:
     """A recording, with CUDA graphs where they agree with the model; or why there is none."""
-    windows = cache_windows(new_cache(model))
-    recorded = RecordedPass(model, len(windows), layer, fused, layouts)
-    if why := _why_not_windows(recorded, windows):
+    recorded = RecordedPass(model, len(cache_windows(new_cache(model))), layer, fused, layouts)
+    if why := _why_not_windows(recorded, cache_windows(new_cache(model))):
         return None, why
     graphs = PASS.cuda_graphs and recorded.device.type == "cuda"
     why = ""
-    for pool in (PassPool(recorded), None) if graphs else (None,):
-        recording = Recording(model, interface, recorded, pool)
-        why = check_verifier(model, interface, recording())
+    for captured in (PassGraphs(recorded), None) if graphs else (None,):
+        recording = Recording(model, finding.interface, recorded, captured)
+        why = check_verifier(model, recording(), "tree", finding.texts)
         if not why:
             return recording, ""
-        logger.debug("the recorded pass %s graphs is not used: %s", "without" if pool is None else "with", why)
+        logger.debug("the recorded pass %s graphs is not used: %s", "without" if captured is None else "with", why)
     return None, why
+
+
+def _why_not_structure(model: Any, interface: ModelInterface, layer: Layer) -> str:
+    """What is wrong with recorded passes of float32 copies of a model, past its windows too; empty when nothing is."""
+    copies = [] if is_exact(model) else [float32_copy(model)]
+    if any(cache_windows(new_cache(model))):
+        copies.append(shrunk(model)[0])
+    for copied in copies:
+        if copied is None:
+            continue
+        windows = cache_windows(new_cache(copied))
+        way = same_way(copied, interface)
+        recording = Recording(copied, way, RecordedPass(copied, len(windows), layer))
+        longest = max(windows)
+        for trial in [Trial(PROMPT, 0)] + [Trial(longest + 3, 0, 2)] * (0 < longest <= REACH):
+            if why := check_verifier(copied, recording(), trial=trial):
+                return why
+    return ""
 
 
 def _why_not_windows(recorded: RecordedPass, windows: tuple[int, ...]) -> str:

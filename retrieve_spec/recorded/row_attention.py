@@ -25,16 +25,16 @@ class RowAttention:
     ----------
     recorded
         The recorded pass.
-    laid, spans
-        By text, its part of the pass and its rows.
+    laid
+        By text, its part of the pass.
     parts
         By text, its own attention in a layer (`RecordedVerifier.attend`).
     """
 
-    def __init__(
-        self, recorded: RecordedPass, laid: Sequence[LaidOut], spans: Sequence[slice], parts: Sequence[Part]
-    ) -> None:
-        self._recorded, self._spans, self._parts = recorded, spans, parts
+    def __init__(self, recorded: RecordedPass, laid: Sequence[LaidOut], parts: Sequence[Part]) -> None:
+        ends = np.cumsum([len(text.ids) for text in laid]).tolist()
+        self._spans = spans = [slice(end - len(text.ids), end) for text, end in zip(laid, ends, strict=True)]
+        self._recorded, self._parts = recorded, parts
         single = [i for i, text in enumerate(laid) if _is_served(text)]
         single.sort(key=lambda i: laid[i].cache.prefixes[:, 0].tobytes())  # those with one prompt side by side
         self._others = sorted(set(range(len(laid))) - set(single))

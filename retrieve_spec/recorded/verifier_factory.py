@@ -18,11 +18,11 @@ from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_layers import PackedLayers
 from retrieve_spec.recorded.recordable import why_single_steps
-from retrieve_spec.recorded.recorded_pass import RECORDER, attention_implementation
+from retrieve_spec.recorded.recorded_pass import RECORDER
 from retrieve_spec.recorded.recording import Recording, try_recording, why_not_recorded, why_unasked
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import input_device
+from retrieve_spec.verify.interface import attention_implementation, input_device
 from retrieve_spec.verify.kept_texts import reads_what_it_keeps
 from retrieve_spec.verify.plain import StepVerifier, keeping_texts
 from retrieve_spec.verify.probe import Finding, check_verifier
@@ -57,8 +57,8 @@ class _Known:
 
     def release(self) -> None:
         """Give back what is kept for the next generation in this state."""
-        if self.recording is not None and self.recording.pool is not None:
-            self.recording.pool.clear()
+        if self.recording is not None and self.recording.graphs is not None:
+            self.recording.graphs.clear()
 
 
 class VerifierFactory:
@@ -135,8 +135,8 @@ class VerifierFactory:
             own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.kinds, packed)
             own.pass_reason = known.why
             return own
-        if known.recording.pool is not None and known.state.has_moved():
-            known.recording.pool.clear()  # captured graphs kept addresses
+        if known.recording.graphs is not None and known.state.has_moved():
+            known.recording.graphs.clear()  # they kept addresses
         if copied := known.recording.recorded.follow():
             logger.debug(_COPIED, copied)
         return known.recording(known.state, known.finding.kinds)
@@ -204,6 +204,7 @@ class VerifierFactory:
                 self._record(known)
             if known.recording is None and known.finding.mode != "plain":
                 known.packed = self._pack(known.finding)
+            known.finding.texts.clear()
         self.finding = known.finding
         for other in self._known:
             other.release()
@@ -228,7 +229,7 @@ class VerifierFactory:
         if not len(packed):
             return None
         own = HFVerifier(self._model, finding.interface, finding.mode, around=packed)
-        if why := check_verifier(self._model, finding.interface, own, finding.mode):
+        if why := check_verifier(self._model, own, finding.mode, finding.texts):
             logger.debug("layers are not packed: %s", why)
             return None
         return packed

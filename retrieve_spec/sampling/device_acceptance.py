@@ -7,6 +7,7 @@ is left to the host (-1) where the last digits of a logarithm or of a sum could 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -171,6 +172,10 @@ class DeviceSampler:
         before = chosen.new_full((first_row,), -1)
         return read_packed(logits, top_k, torch.cat([before, chosen]))
 
+    def alike(self, text: RowText) -> Warpers | None:
+        """The rules that rows of other texts can be read by along with this one's (`read_sampled`); None for none."""
+        return None if self._warpers.edits(text.length) or self.host.noise_at(text) is None else self._warpers
+
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return what was chosen at the row."""
         assert logits.chosen is not None
@@ -202,6 +207,40 @@ class DeviceSampler:
         forbidden.index_fill_(1, ends.to(device, non_blocking=True), True)
         forbidden &= torch.from_numpy(short).to(device, non_blocking=True)[:, None]
         return scores.masked_fill(forbidden, -math.inf)
+
+
+def read_sampled(
+    parts: Sequence[torch.Tensor],
+    first_rows: Sequence[int],
+    trees: Sequence[DraftTree],
+    noises: Sequence[tuple[int, int, int]],
+    warpers: Warpers,
+    top_k: int,
+) -> list[PassLogits]:
+    """`DeviceSampler.read` for several texts with the same rules, none of which look at the text, at once.
+
+    Parameters
+    ----------
+    parts, first_rows, trees
+        By text, its (rows, vocab) logits, which of these rows follows the root, and the draft.
+    noises
+        By text, `Sampler.noise_at`.
+    """
+    logits = torch.cat(list(parts))
+    keys = torch.cat([
+        torch.cat([torch.zeros(first, dtype=torch.long), noise_keys(noise, tree)])
+        for first, noise, tree in zip(first_rows, noises, trees, strict=True)
+    ])  # fmt: skip
+    chosen = sample_rows(logits.float(), keys.to(logits.device, non_blocking=True), warpers)
+    read, found, begin = read_packed(logits, top_k, chosen), [], 0
+    assert read.chosen is not None
+    for part, first in zip(parts, first_rows, strict=True):
+        at = slice(begin, begin + len(part))
+        own = read.chosen[at].copy()
+        own[:first] = -1
+        found.append(PassLogits(part, read.top_ids[at], read.top_logits[at], chosen=own))
+        begin += len(part)
+    return found
 
 
 def noise_keys(noise: tuple[int, int, int], tree: DraftTree) -> torch.Tensor:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from retrieve_spec.verify.comparison import by_passes, by_single_steps, disagreement, drafts_for, spread_of
+from retrieve_spec.verify.comparison import by_passes, by_single_steps, drafts_for
+from retrieve_spec.verify.number_format import Rounding
 from retrieve_spec.verify.pass_inputs import PassInputs
 from retrieve_spec.verify.plain import keeping_texts
 from retrieve_spec.verify.shrink import lengths_of
@@ -62,14 +63,14 @@ class CallKinds:
 
     Attributes
     ----------
+    rounding
+        How far passes may be from single steps; None for a model that is not drafted for.
     known
         The strongest mode of each, and why not better.
-    noise
-        What plain decoding of text makes of noise, as a share of the logits' spread.
     """
 
+    rounding: Rounding | None = None
     known: dict[CallKind, tuple[Mode, str]] = field(default_factory=dict)
-    noise: float = 0.0
 
     def examine(
         self,
@@ -132,8 +133,10 @@ class CallKinds:
                 logger.debug("a %s pass behind %s fails", tried, names, exc_info=True)
                 problem = f"a {tried} pass fails ({type(error).__name__})"
             else:
-                problem = disagreement(got, wanted, self.noise * spread_of(wanted), model.dtype, tried)
-            if not problem:
-                return (tried, reason), True
+                assert self.rounding is not None  # a model that is not drafted for is not examined
+                deviation = self.rounding.compare(got, wanted)
+                if deviation.is_rounding:
+                    return (tried, reason), True
+                problem = f"a {tried} pass gives other logits than single steps ({deviation})"
             reason = f"behind {names}, {problem}"
         return ("plain", reason), True

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, Way
+from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, Way, read_interface
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
 from retrieve_spec.verify.row_mixer import replaceable
@@ -32,6 +32,13 @@ def layout_of(interface: ModelInterface) -> str:
     way = interface.recurrence.way if interface.recurrence is not None else ""
     inside = interface.masks_inside
     return f"{sorted(interface.masks)}{way}{bool(interface.places)}{inside}{interface.takes_position_ids}"
+
+
+def same_way(copied: Any, interface: ModelInterface) -> ModelInterface:
+    """How a copy of a model runs in the way that worked for the model."""
+    own = read_interface(copied)
+    ways = (way for way in candidates(copied, own) if not isinstance(way, str))
+    return next((way for way in ways if layout_of(way) == layout_of(interface)), own)
 
 
 def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface | str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +11,12 @@ import numpy as np
 import torch
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.verify.steps import Captured, SingleSteps, ordinary_tokens, prepare_call
+from retrieve_spec.verify.interface import attention_implementation
+from retrieve_spec.verify.number_format import Rounding, is_exact
+from retrieve_spec.verify.steps import Captured, SingleSteps, ordinary_tokens, prepare_call, sample_tokens
 from retrieve_spec.verify.verifier import Mode, Verifier
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}
-"""Largest difference, as a share of the logits' spread, that rounding makes."""
-_NOISE = 4.0
-"""How many times the difference between two plain ways to read a text a pass may be off, in any format …"""
-_MOST_NOISE = {torch.float64: 1e-6, torch.float32: 2e-3}
-_MOST_NOISE_HALF = 0.1
-"""… but not by more than this share of the spread."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,33 +125,81 @@ def by_passes(verifier: Verifier, drafts: list[Draft]) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def noise_of(model: Any, call: Captured, reference: Reference, padding: int = 0) -> float:
-    """Largest difference between single steps and the same text read by `generate` as one prompt."""
-    text = reference.text
-    more = torch.tensor([text], dtype=call.input_ids.dtype, device=call.input_ids.device)
-    ids = torch.cat([call.input_ids, more], dim=-1)
-    shown = torch.ones_like(ids)
-    shown[:, :padding] = 0
-    whole = prepare_call(model, ids, shown)
-    inputs = model.prepare_inputs_for_generation(
-        ids, next_sequence_length=ids.shape[1], is_first_iteration=True, **whole.take() | {"use_cache": True}
-    )
-    inputs.pop("logits_to_keep", None)
-    logits = model(**inputs, return_dict=True).logits[0, -len(text) :].float()
-    return float((logits - reference.kept).abs().max())
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """One text as plain decoding reads it.
+
+    Attributes
+    ----------
+    call
+        How `generate` begins with its prompt.
+    drafts
+        What passes verify behind the prompt.
+    reference
+        What single steps say.
+    rounding
+        How far other plain ways of reading it are from that.
+    """
+
+    call: Captured
+    drafts: list[Draft]
+    reference: Reference
+    rounding: Rounding
+
+    @classmethod
+    def read(
+        cls, model: Any, prompt: int, padding: int, drafts: list[Draft], pads: bool = True, pieces: bool = True
+    ) -> PlainText:
+        """Read a prompt of so many tokens, with padding in front of it, and the drafts behind.
+
+        Where a model is not exact, texts are also read with padding and in pieces, if it takes them (`pads`, `pieces`).
+        """
+        ids = sample_tokens(model, prompt + padding)
+        shown = torch.ones_like(ids)
+        shown[:, :padding] = 0
+        call = prepare_call(model, ids, shown)
+        steps = SingleSteps.of(model, call)
+        steps.feed()
+        reference = by_single_steps(steps, drafts)
+        ways = [_at_once]
+        if not is_exact(model):
+            ways += [_in_company, _eagerly] + [_in_pieces] * pieces + [_padded] * pads
+        readings = []
+        for way in ways:
+            try:
+                readings.append(way(model, ids, shown, reference.text))
+            except Exception:  # whatever a model's own code raises: users do not read texts so either
+                logger.debug("no reading %s", way.__name__, exc_info=True)
+        return cls(call, drafts, reference, Rounding.of(model, reference.kept, readings))
 
 
-def spread_of(wanted: torch.Tensor) -> float:
-    """How far logits lie from one another."""
-    return float(wanted.std(dim=-1).mean())
+def _at_once(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
+    """(tokens, vocab) logits behind the tokens of a text, read with its prompt as one prompt."""
+    more = torch.tensor([text], dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
+    whole, seen = torch.cat([ids, more], dim=-1), torch.cat([shown, torch.ones_like(more)], dim=-1)
+    return SingleSteps.of(model, prepare_call(model, whole, seen)).feed_at_once([])[-len(text) :]
 
 
-def disagreement(got: torch.Tensor, wanted: torch.Tensor, noise: float, dtype: torch.dtype, mode: Mode) -> str:
-    """Say how far logits are off; empty where it is rounding, given what plain decoding makes of `noise`."""
-    spread, deviation = spread_of(wanted), float((got - wanted).abs().max())
-    most = _MOST_NOISE.get(dtype, _MOST_NOISE_HALF) * spread
-    noise = max(noise, torch.finfo(dtype).eps / 2 * float(wanted.abs().max()))  # two readings may agree by luck
-    allowed = max(TOLERANCE.get(dtype, 0.0) * spread, min(_NOISE * noise, most))
-    if not deviation <= allowed:
-        return f"a {mode} pass gives other logits than single steps (off by {deviation:.2g})"
-    return ""
+def _in_company(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
+    """The same as the first of four prompts."""
+    others = [sample_tokens(model, ids.shape[1], which) for which in (1, 2, 3)]
+    return _at_once(model, torch.cat([ids, *others]), shown.expand(4, -1), text)
+
+
+def _eagerly(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
+    """The same with transformers' plainest attention."""
+    with attention_implementation(model, "eager"):
+        return _at_once(model, ids, shown, text)
+
+
+def _in_pieces(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
+    """The same, prompt and text one behind the other."""
+    steps = SingleSteps.of(model, prepare_call(model, ids, shown))
+    steps.feed()
+    return steps.feed_at_once(text)
+
+
+def _padded(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
+    """The same with padding in front."""
+    front = ids[:, :5]
+    return _at_once(model, torch.cat([front, ids], dim=-1), torch.cat([0 * front, shown], dim=-1), text)

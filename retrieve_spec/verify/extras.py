@@ -27,10 +27,11 @@ def says_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
 
 
-def kwargs_behind(model: Any, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What becomes of the arguments of a pass behind it, as `generate` does it."""
+def kwargs_behind(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int = 1) -> dict[str, Any]:
+    """What becomes of the arguments of a pass behind it, as `generate` does it, if so many tokens come next."""
+    more = {} if tokens == 1 else {"num_new_tokens": tokens}  # some models' own do not know the name
     after: dict[str, Any] = model._update_model_kwargs_for_generation(
-        outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+        outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder, **more
     )
     return after
 

@@ -207,6 +207,26 @@ def attention_of(model: Any) -> str:
     return getattr(config, "_attn_implementation", None) or "eager"
 
 
+@contextlib.contextmanager
+def attention_implementation(model: Any, name: str) -> Iterator[None]:
+    """Let a model use a registered attention function for a while; afterwards each of its parts uses its own again."""
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation = own
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configs of a model and its parts, those inside of others behind them."""
+    found = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "sub_configs")]
+    for config in found:  # grows meanwhile
+        found += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
+    return list({id(config): config for config in reversed(found)}.values())[::-1]
+
+
 def _read_masks(config: Any) -> tuple[dict[str, LayerView | None], Mode, str]:
     """One mask per layer type, by the rule transformers' own `create_masks_for_generate` follows."""
     if not getattr(config, "is_causal", True):

@@ -6,13 +6,19 @@ ones, no draft at all. Where a config names a window, a chunk or another length 
 text goes beyond every one of them: on the model itself where they are short, else on a small copy built from its config
 (`retrieve_spec.verify.shrink`). Where there is none, or where passes agree with single steps below such a length only
 (sparse attention whose choice of keys turns on rounding), nothing is drafted beyond the first.
+
+A model in 16 bits, or with quantised weights, is probed in two tiers: all of this on its first layers in float32
+(`retrieve_spec.verify.first_layers`; a small copy where its weights cannot be cast), then one text on the model itself,
+where passes may be as far from single steps as other plain ways to read it (`retrieve_spec.verify.number_format`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,40 +28,19 @@ from retrieve_spec.errors import in_a_line
 from retrieve_spec.verify.cache import cache_mode
 from retrieve_spec.verify.call_kinds import CallKinds
 from retrieve_spec.verify.candidates import PROMPT, candidates, layout_of, unplaced
-from retrieve_spec.verify.comparison import (
-    Draft,
-    Reference,
-    by_passes,
-    by_single_steps,
-    disagreement,
-    drafts_for,
-    noise_of,
-    spread_of,
-)
+from retrieve_spec.verify.comparison import PlainText, by_passes, drafts_for
+from retrieve_spec.verify.first_layers import first_layers
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, new_cache, read_interface, weaker
+from retrieve_spec.verify.number_format import Rounding, is_exact, rows_change_one_another
 from retrieve_spec.verify.shrink import CHOICES, lengths_of, shrunk
-from retrieve_spec.verify.steps import Captured, SingleSteps, prepare_call, sample_tokens
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 
 logger = logging.getLogger(__name__)
 
 _PADDING = 3
-_REACH = 48
+REACH = 48
 """Lengths up to this one are crossed on the model itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a probe found: how a model can be verified, why not better, and the interface that worked.
-
-    `kinds` is what calls with more than text have shown since.
-    """
-
-    mode: Mode
-    reason: str
-    interface: ModelInterface
-    kinds: CallKinds = field(default_factory=CallKinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +57,57 @@ class Trial:
         return self.prompt + (4 if self.rounds == 1 else 9 * self.rounds + 3)
 
 
+class PlainTexts:
+    """What plain decoding says of trials, read once each.
+
+    Parameters
+    ----------
+    pads, pieces
+        Whether the model takes padding in front of texts, and prompts in pieces.
+    """
+
+    def __init__(self, pads: bool = True, pieces: bool = True) -> None:
+        self._pads, self._pieces = pads, pieces
+        self._read: dict[tuple[Trial, Mode], PlainText] = {}
+
+    def read(self, model: Any, trial: Trial, mode: Mode) -> PlainText:
+        """A trial's text with the drafts of a mode; without padding where the model takes none."""
+        text = self._read.get((trial, mode))
+        if text is None:
+            drafts = drafts_for(mode, trial.rounds, model)
+            try:
+                text = PlainText.read(model, trial.prompt, trial.padding, drafts, self._pads, self._pieces)
+            except Exception:
+                if not trial.padding:
+                    raise
+                text = PlainText.read(model, trial.prompt, 0, drafts, self._pads, self._pieces)
+            self._read[trial, mode] = text
+        return text
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """What rounding makes of the texts at most; None where none was read."""
+        return max((text.rounding for text in self._read.values()), key=lambda r: (r.rms, r.largest), default=None)
+
+    def clear(self) -> None:
+        """Forget the texts."""
+        self._read.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a probe found: how a model can be verified, why not better, and the interface that worked.
+
+    `kinds` is what calls with more than text have shown since; `texts` what the model itself was held against.
+    """
+
+    mode: Mode
+    reason: str
+    interface: ModelInterface
+    kinds: CallKinds = field(default_factory=CallKinds)
+    texts: PlainTexts = field(default_factory=PlainTexts, compare=False)
+
+
 def probe(model: Any, interface: ModelInterface) -> Finding:
     """Try trees, then chains; a mode counts when its logits are those of single steps from a cache.
 
@@ -81,19 +117,54 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
     mode, reason = weaker((interface.mode, interface.reason), _fresh_cache_mode(model))
     if mode == "plain":
         return Finding(mode, reason, interface)
+    if is_exact(model):
+        return _structure(model, interface, mode, reason, lengths_of(model.config))
+    if why := rows_change_one_another(model):
+        return Finding("plain", why, interface)
+    copied = float32_copy(model)
+    if copied is None:
+        return _structure(model, interface, mode, reason, lengths_of(model.config))
+    of_copy = read_interface(copied)
+    found = _structure(copied, of_copy, mode, reason, lengths_of(model.config))
+    if found.mode == "plain":
+        return Finding(found.mode, found.reason, interface)
+    limit = found.interface.max_positions if found.interface.max_positions != of_copy.max_positions else 0
+    texts = PlainTexts(found.interface.takes_padding, found.interface.takes_pieces)
+    layout = layout_of(found.interface)
+    itself = _strongest(model, interface, found.mode, found.reason, [Trial(PROMPT, 0)], layout, texts)
+    itself = _both(itself, found)
+    if limit:
+        itself = replace(itself, interface=replace(itself.interface, max_positions=limit))
+    return itself
+
+
+def float32_copy(model: Any) -> Any:
+    """What the structure of a model's passes is judged on where rounding is coarse: its first layers, or a small copy
+    with random weights; None where neither can be made."""
+    first, why = first_layers(model)
+    if first is None:
+        logger.debug("a small copy stands for its first layers: %s", why)
+        first, _ = shrunk(model, lengths_of(model.config))
+    return first
+
+
+def _structure(model: Any, interface: ModelInterface, mode: Mode, reason: str, limits: dict[str, int]) -> Finding:
+    """The strongest mode whose logits, rollbacks, windows and padding are those of single steps.
+
+    `limits` are the lengths up to which it holds where it does not beyond, by their names.
+    """
     lengths = lengths_of(model.config)
-    far = bool(lengths) and max(lengths.values()) > _REACH
+    far = bool(lengths) and max(lengths.values()) > REACH
     trials = [Trial(PROMPT, _PADDING)]
     if not far:
         most = max(lengths.values(), default=0)
         trials += [Trial(PROMPT, 0, 2)] + ([Trial(most + 3, 0, 2), Trial(most + 3, _PADDING)] if lengths else [])
     if interface.max_positions:
         trials = trials[:1] + [trial for trial in trials[1:] if trial.length <= interface.max_positions]
-    kinds = CallKinds()
-    found = replace(_strongest(model, interface, mode, reason, trials, kinds=kinds), kinds=kinds)
+    found = _strongest(model, interface, mode, reason, trials)
     if far and found.mode != "plain":
-        found = _beyond(model, found, lengths)
-    choices = {name: length for name, length in lengths.items() if name in CHOICES}
+        found = _beyond(model, found, limits)
+    choices = {name: length for name, length in limits.items() if name in CHOICES}
     if choices and found.mode != "plain":  # passes may agree beyond them too, by luck
         return _up_to(found, choices, "which keys are seen there turns on rounding")
     return found
@@ -112,7 +183,7 @@ def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
     mode, reason = beyond.mode, f"past its windows, {beyond.reason}" if beyond.reason else beyond.reason
     if mode != "plain":
         again = _strongest(model, found.interface, mode, reason, [Trial(PROMPT, _PADDING)])
-        return _both(_both(replace(again, kinds=found.kinds), found), beyond)
+        return _both(_both(again, found), beyond)
     for some in (CHOICES, lengths.keys()):
         longer = {name: length for name, length in lengths.items() if name in some}
         small, why = shrunk(model, longer) if longer else (None, "")
@@ -146,9 +217,15 @@ def _up_to(found: Finding, lengths: dict[str, int], why: str) -> Finding:
     return replace(found, interface=replace(found.interface, max_positions=limit, takes_pieces=False))
 
 
-def check_verifier(model: Any, interface: ModelInterface, verifier: Verifier, mode: Mode = "tree") -> str:
+def check_verifier(
+    model: Any,
+    verifier: Verifier,
+    mode: Mode = "tree",
+    texts: PlainTexts | None = None,
+    trial: Trial = Trial(PROMPT, 0),
+) -> str:
     """Say what is wrong with a verifier's passes over drafts, by the same comparison; empty when nothing is."""
-    return _problem(model, interface, mode, [Trial(PROMPT, 0)], verifier)
+    return str(_problem(model, mode, [trial], lambda: verifier, PlainTexts() if texts is None else texts) or "")
 
 
 def _strongest(
@@ -158,9 +235,10 @@ def _strongest(
     reason: str,
     trials: list[Trial],
     layout: str = "",
-    kinds: CallKinds | None = None,
+    texts: PlainTexts | None = None,
 ) -> Finding:
     """The strongest mode up to `mode` that passes all trials, or those without padding, for such rows alone then."""
+    texts = PlainTexts() if texts is None else texts
     first = ""
     for padded in (True, False):
         of_these = [trial for trial in trials if padded or not trial.padding]
@@ -169,19 +247,21 @@ def _strongest(
         why = reason
         modes: list[Mode] = ["tree", "chain"] if mode == "tree" else [mode]
         for tried in modes:
-            problem = ""
+            problems = []
             for candidate in _ways(model, interface, tried):
                 if isinstance(candidate, str):
-                    problem = candidate
+                    problems.append(Problem(candidate))
                     continue
                 if layout and tried == "tree" and layout_of(candidate) != layout:
                     continue
                 for pieces in (True, False):
                     way = replace(candidate, takes_padding=padded, takes_pieces=pieces)
-                    problem = _problem(model, way, tried, of_these, kinds=kinds)
-                    if not problem:
-                        return Finding(tried, "" if tried == "tree" else why, way)
-            why = problem or why
+                    problem = _problem(model, tried, of_these, partial(HFVerifier, model, way, tried), texts)
+                    if problem is None:
+                        kinds = CallKinds(texts.rounding)
+                        return Finding(tried, "" if tried == "tree" else why, way, kinds, texts)
+                    problems.append(problem)
+            why = str(min(problems, key=lambda problem: problem.excess, default=why))
         first = first or why
     return Finding("plain", first, interface)
 
@@ -202,57 +282,40 @@ def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
         return "plain", f"no cache can be made for it ({in_a_line(error)})"
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a way to verify, and how many times farther off it is than allowed."""
+
+    text: str
+    excess: float = math.inf
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def _problem(
-    model: Any,
-    interface: ModelInterface,
-    mode: Mode,
-    trials: list[Trial],
-    verifier: Verifier | None = None,
-    kinds: CallKinds | None = None,
-) -> str:
-    """What is wrong with a mode; empty when nothing is. `kinds` hears what plain decoding makes of noise."""
+    model: Any, mode: Mode, trials: list[Trial], verifier: Callable[[], Verifier], texts: PlainTexts
+) -> Problem | None:
+    """What is wrong with a mode; None when nothing is."""
     try:
         with torch.no_grad():
             for trial in trials:
-                problem, noise = _try(model, mode, trial, verifier or HFVerifier(model, interface, mode))
-                if kinds is not None:
-                    kinds.noise = max(kinds.noise, noise)
-                if problem:
-                    return problem
+                text = texts.read(model, trial, mode)
+                got = _verified(text, mode, verifier(), trial.rounds)
+                deviation = text.rounding.compare(got, text.reference.rows)
+                if not deviation.is_rounding:
+                    what = f"a {mode} pass gives other logits than single steps ({deviation})"
+                    return Problem(what, deviation.excess)
     except Exception as error:  # whatever a model's own code raises: the mode is not usable, and plain decoding is
         logger.debug("probing %s failed", mode, exc_info=True)
-        return f"a {mode} pass fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-    return ""
+        said = str(error).splitlines()[0] if str(error) else ""
+        return Problem(f"a {mode} pass fails ({type(error).__name__}: {said})")
+    return None
 
 
-def _try(model: Any, mode: Mode, trial: Trial, verifier: Verifier) -> tuple[str, float]:
-    """Read one text both ways; what differs, and noise as a share of the logits' spread."""
-    drafts = drafts_for(mode, trial.rounds, model)
-    try:
-        call, reference, noise = _read_plainly(model, trial, drafts)
-    except Exception:
-        if not trial.padding:
-            raise
-        trial = replace(trial, padding=0)  # a model that takes no padding is not asked to by its users either
-        call, reference, noise = _read_plainly(model, trial, drafts)
-    got = _verified(call, mode, drafts, verifier, trial.rounds)
-    return disagreement(got, reference.rows, noise, model.dtype, mode), noise / spread_of(reference.rows)
-
-
-def _read_plainly(model: Any, trial: Trial, drafts: list[Draft]) -> tuple[Captured, Reference, float]:
-    """A trial's text by single steps: how it begins, logits, and what plain decoding makes of noise."""
-    ids = sample_tokens(model, trial.prompt + trial.padding)
-    shown = torch.ones_like(ids)
-    shown[:, : trial.padding] = 0
-    call = prepare_call(model, ids, shown)
-    steps = SingleSteps.of(model, call)
-    steps.feed()
-    reference = by_single_steps(steps, drafts)
-    return call, reference, noise_of(model, call, reference, trial.padding)
-
-
-def _verified(call: Captured, mode: Mode, drafts: list[Draft], verifier: Verifier, rounds: int) -> torch.Tensor:
+def _verified(text: PlainText, mode: Mode, verifier: Verifier, rounds: int) -> torch.Tensor:
     """(rows, vocab) logits of the passes of a verifier."""
+    call = text.call
     length = call.input_ids.shape[1]
     verifier.start(VerifierInputs(call.input_ids, call.take(), max_length=length + 20 * rounds + 16))
     try:
@@ -263,6 +326,6 @@ def _verified(call: Captured, mode: Mode, drafts: list[Draft], verifier: Verifie
         for piece in filter(len, np.split(prompt, cuts)):
             verifier.forward(piece)
             verifier.commit(np.empty(0, np.int32))
-        return by_passes(verifier, drafts)
+        return by_passes(verifier, text.drafts)
     finally:
         verifier.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def small_config(config: Any, longer: Collection[str] = ()) -> Any:
     """A config of the same shape with small numbers in it, those of its parts too; lengths as of `shrunk`."""
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
-    layered = {id(part): part for part in (small, text, *_parts(small))}.values()
+    layered = {id(part): part for part in (small, text, *parts_of(small))}.values()
     differing = {id(part): _take_differences(part) for part in layered}
     for part in layered:
         if part is text or (part is small and small.is_encoder_decoder):
@@ -100,11 +100,11 @@ def small_config(config: Any, longer: Collection[str] = ()) -> Any:
     return small
 
 
-def _parts(config: Any) -> list[Any]:
+def parts_of(config: Any) -> list[Any]:
     """Configs inside a config, and those inside of them."""
     names = getattr(config, "sub_configs", {})
     parts = [part for name in names if (part := getattr(config, name, None)) is not None]
-    return parts + [inner for part in parts for inner in _parts(part)]
+    return parts + [inner for part in parts for inner in parts_of(part)]
 
 
 def _take_differences(part: Any) -> dict[int, dict[str, Any]]:
@@ -150,17 +150,25 @@ def _shrink_layers(text: Any, differing: dict[int, dict[str, Any]]) -> dict[int,
     if count - 1 not in kept:  # some configs say of what kind the last one must be
         kept[[j for j, i in enumerate(kept) if kinds[i] == kinds[-1]][-1]] = count - 1
         kept.sort()
-    lists = {
-        key: [value[i] for i in kept]
-        for key, value in vars(text).items()
-        if isinstance(value, list) and len(value) == count > len(kept)
-    }
-    _set(text, name, len(kept))
-    for key, value in lists.items():
-        _set(text, key, value)
+    keep_layers(text, kept)
     if sharing:
         _set(text, "num_kv_shared_layers", sum(kinds[i][1] for i in kept))
     return {new: differing[i] for new, i in enumerate(kept) if i in differing}
+
+
+def keep_layers(text: Any, kept: Sequence[int]) -> None:
+    """Let a decoder's config have some of its layers only, in this order."""
+    name = next(name for name in _LAYERS if isinstance(getattr(text, name, None), int))
+    count = getattr(text, name)
+    lists = layer_lists(text, count)
+    _set(text, name, len(kept))
+    for key, value in lists.items():
+        _set(text, key, [value[i] for i in kept])
+
+
+def layer_lists(text: Any, count: int) -> dict[str, list[Any]]:
+    """What a decoder's config says of each of its layers, by name."""
+    return {key: value for key, value in vars(text).items() if isinstance(value, list) and len(value) == count}
 
 
 def _shrink_widths(part: Any) -> None:
@@ -177,20 +185,25 @@ def _shrink_widths(part: Any) -> None:
         if _is_number(value) and value > 0:
             _set(part, name, _smaller(name, value))
     _make_consistent(part)
-    for name in ("vocab_size", "decoder_vocab_size"):
-        if isinstance(vocab := getattr(part, name, None), int):
-            _set(part, name, min(vocab, _VOCAB))
-    for name, value in list(vars(part).items()):
-        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= _VOCAB:
-            _set(part, name, _VOCAB - 1)
-        if name == "eos_token_id" and isinstance(value, list):
-            part.eos_token_id = _VOCAB - 1
+    shrink_vocabulary(part, _VOCAB)
     if isinstance(positions := getattr(part, "max_position_embeddings", None), int):
         _set(part, "max_position_embeddings", min(positions, 4096))
     rope = getattr(part, "rope_parameters", None)
     for entry in [rope, *rope.values()] if isinstance(rope, dict) else []:
         if isinstance(entry, dict):
             _shrink_rope(entry)
+
+
+def shrink_vocabulary(part: Any, most: int) -> None:
+    """Leave a config the first tokens of its vocabulary; special ones beyond become the last of them."""
+    for name in ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"):
+        if isinstance(vocab := getattr(part, name, None), int):
+            _set(part, name, min(vocab, most))
+    for name, value in list(vars(part).items()):
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= most:
+            _set(part, name, most - 1)
+        if name == "eos_token_id" and isinstance(value, list):
+            part.eos_token_id = most - 1
 
 
 _MIXER_HEADS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,17 +96,24 @@ class SingleSteps:
 
     def feed(self, token: int | None = None) -> torch.Tensor:
         """(vocab,) logits behind the prompt, or behind one more token."""
-        if token is not None:
-            more = torch.tensor([[token]], dtype=self._text.dtype, device=self._text.device)
-            self._text = torch.cat([self._text, more.expand(len(self._text), 1)], dim=-1)
-        length = self._text.shape[1] if self._first else 1
+        return self.feed_at_once([] if token is None else [token])[-1]
+
+    def feed_at_once(self, tokens: Sequence[int]) -> torch.Tensor:
+        """(rows, vocab) logits of one pass: the prompt, which may be all of the text, or some more tokens."""
+        if tokens:
+            more = torch.tensor([tokens], dtype=self._text.dtype, device=self._text.device)
+            self._text = torch.cat([self._text, more.expand(len(self._text), len(tokens))], dim=-1)
+        if len(tokens) > 1:
+            self._kwargs = kwargs_behind(self._model, {}, self._kwargs, len(tokens) - 1)
+        length = self._text.shape[1] if self._first else len(tokens)
         inputs = self._model.prepare_inputs_for_generation(
             self._text, next_sequence_length=length, is_first_iteration=self._first, **self._kwargs
         )
+        inputs.pop("logits_to_keep", None)
         outputs = self._model(**inputs, return_dict=True)
         self._kwargs = kwargs_behind(self._model, outputs, self._kwargs)
         self._first = False
-        logits: torch.Tensor = outputs.logits[self._row, -1]
+        logits: torch.Tensor = outputs.logits[self._row]
         return logits.float()
 
     def fork(self) -> SingleSteps:

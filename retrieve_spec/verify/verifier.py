@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,6 +18,16 @@ from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 Mode = Literal["tree", "chain", "plain"]
 """What a verifier can check in one pass: any tree, one chain of tokens, or nothing but the next token. It may be less
 for some passes of a generation than for others."""
+
+
+class Ran(Enum):
+    """How a recorded pass was run: operation by operation, or as a CUDA graph, captured for it or before."""
+
+    EAGER = "eager"
+    CAPTURED = "captured"
+    REPLAYED = "replayed"
+
+
 PassKind = Literal["recorded", "model's own", "plain"]
 """What runs the model: its recorded pass, its own forward over drafts, or its own forward token by token."""
 
@@ -87,10 +98,13 @@ class VerifierOutput:
         tokens (row `keep - 1` follows the root itself), row `keep + i` follows node i.
     hidden
         (keep + n, d) or None: hidden states of the same rows.
+    ran
+        How the pass was run.
     """
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
+    ran: Ran = Ran.EAGER
 
 
 class Verifier(Protocol):

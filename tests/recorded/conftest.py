@@ -10,18 +10,18 @@ from pretend_cuda import PretendCuda, triton_stand_in
 
 import retrieve_spec.kernels
 from retrieve_spec.attention import tree_attention
-from retrieve_spec.recorded.cuda import packed_graphs
+from retrieve_spec.recorded import packed_pass
 
 
 @pytest.fixture
 def gpu() -> Iterator[PretendCuda]:
     tree_attention.why_not_triton.cache_clear()
-    packed_graphs.why_not_packed.cache_clear()
+    packed_pass.why_not_packed.cache_clear()
     tree_attention.processors.cache_clear()
     with PretendCuda() as pretended:
         yield pretended
     tree_attention.why_not_triton.cache_clear()
-    packed_graphs.why_not_packed.cache_clear()
+    packed_pass.why_not_packed.cache_clear()
     tree_attention.processors.cache_clear()
 
 

@@ -14,7 +14,7 @@ from small_decoders import VOCAB, build
 
 import retrieve_spec as rs
 from retrieve_spec import acceleration
-from retrieve_spec.recorded.cuda.pass_pool import PassPool
+from retrieve_spec.recorded.cuda.pass_graphs import PassGraphs
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.verify.hf import HFVerifier
@@ -33,24 +33,22 @@ class Placed:
         move_recording(recorded, self.model, index)
         self.recorded = recorded
 
-    def accelerate(self, answer: Any, script: str = "branchy", graphs: bool = True) -> PassPool:
+    def accelerate(self, answer: Any, script: str = "branchy", graphs: bool = True) -> PassGraphs | None:
         model, interface, recorded = self.model, read_interface(self.model), self.recorded
         # What the probe finds does not depend on the device, and operations here take a hundred times as long;
         # `gpu_check.py` on the pretended GPU probes there.
         finding = acceleration._find_mode(self.host)
         with patch.object(acceleration, "_find_mode", lambda model: finding):
             rs.accelerate(model, drafter=ScriptedDrafter(answer, script, vocab=VOCAB), nodes=24, recorded_pass="off")
-        pool, placed = PassPool(recorded), self
+        captured, placed = PassGraphs(recorded) if graphs else None, self
 
         class Counted(RecordedVerifier):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 placed.begins.append((Counter(placed.gpu.waits), Counter(placed.gpu.uploads)))
                 return super().forward(*args, **kwargs)
 
-        model.speculation._make_verifier = lambda: Counted(
-            model, HFVerifier(model, interface), recorded, pool if graphs else None
-        )
-        return pool
+        model.speculation._make_verifier = lambda: Counted(model, HFVerifier(model, interface), recorded, captured)
+        return captured
 
     def generate(self, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
         self.begins.clear()

@@ -425,6 +425,22 @@ def _store_rows(
             _slab(address, capacity)[layer, :, int(prefix[text]) + row - int(starts[text])] = new[:, row]
 
 
+@torch.library.custom_op("pretended::move_rows", mutates_args=("slabs",))
+def _move_rows(
+    places: torch.Tensor, slabs: torch.Tensor, prefix: torch.Tensor, starts: torch.Tensor, sources: torch.Tensor
+) -> None:
+    for text in range(slabs.shape[1]):
+        moved = sources[int(starts[text]) : int(starts[text + 1])]
+        if not len(moved):
+            continue
+        for k, place in places.T.tolist():
+            *addresses, capacity = slabs[k, text].tolist()
+            first = int(prefix[k, text]) - len(moved)
+            for address in addresses:
+                slab = _slab(address, capacity)
+                slab[place, :, first : first + len(moved)] = slab[place, :, moved.long() + first]
+
+
 @torch.library.custom_op("pretended::attend_rows", mutates_args=())
 def _attend_rows(
     query: torch.Tensor, words: torch.Tensor, depths: torch.Tensor, prefix: torch.Tensor, starts: torch.Tensor,
@@ -483,7 +499,13 @@ def triton_stand_in(gpu: PretendCuda) -> ModuleType:
             query, words, depths, prefix, starts, tiles, slabs, sinks, layer, block, scale, softcap, window
         )
 
+    def move_rows(kind: Any, places: Any, slabs: Any, prefix: Any, starts: Any, sources: Any) -> None:
+        check(kind, places, slabs, prefix, starts, sources)
+        assert {a.dtype for a in (places, prefix, starts, sources)} == {torch.int32} and slabs.dtype == torch.int64
+        torch.ops.pretended.move_rows(places, slabs, prefix, starts, sources)
+
     module.tree_attention, module.packed_tree_attention = tree_attention, packed_tree_attention
+    module.move_rows = move_rows
     module.num_splits = lambda *_: 1
     module.launch_options = lambda height, *_: {"BLOCK_M": min(16, height)}  # rows of tiny models fill several
     return module

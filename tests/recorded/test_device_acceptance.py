@@ -209,3 +209,23 @@ def test_generations_are_those_of_the_host(
     assert isinstance(made[0], samplers.DeviceSampler)
     assert torch.equal(got, host)
     assert tiny.speculation.last.tokens_per_pass > 1.3
+
+
+def test_rows_of_several_texts_are_chosen_as_each_alone() -> None:
+    """Texts with the same rules are read at once, whatever rows stand in front of their roots."""
+    rng, parts, trees, texts, samplers = np.random.default_rng(7), [], [], [], []
+    warpers = Warpers(0.8, top_p=0.9)
+    for i, first in enumerate((0, 2, 1)):
+        trees.append(random_tree(rng, 3 * i, 300))
+        parts.append(torch.from_numpy(rng.standard_normal((first + 1 + 3 * i, 300)).astype(np.float32) * 4))
+        texts.append(text_of(rng.integers(0, 300, 5 + i).tolist()))
+        samplers.append(DeviceSampler(RandomSampler(warpers, 11, row=i)))
+    firsts = [len(part) - 1 - len(tree) for part, tree in zip(parts, trees, strict=True)]
+    assert all(sampler.alike(text) == warpers for sampler, text in zip(samplers, texts, strict=True))
+    noises = [sampler.noise_at(text) for sampler, text in zip(samplers, texts, strict=True)]
+    together = device_acceptance.read_sampled(parts, firsts, trees, noises, warpers, 4)  # type: ignore[arg-type]
+    for read, part, first, tree, text, sampler in zip(together, parts, firsts, trees, texts, samplers, strict=True):
+        alone = sampler.read(part, first, tree, text, 4)
+        assert alone.chosen is not None and read.chosen is not None
+        assert read.chosen.tolist() == alone.chosen.tolist() and read.top_ids.tolist() == alone.top_ids.tolist()
+    assert DeviceSampler(RandomSampler(Warpers(penalty=1.2), 1)).alike(texts[0]) is None

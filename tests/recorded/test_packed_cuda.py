@@ -16,10 +16,8 @@ from small_decoders import ids
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
-from retrieve_spec.recorded import recorded_pass, recorded_verifier, slab
-from retrieve_spec.recorded.cuda import packed_graphs
-from retrieve_spec.recorded.cuda.packed_graphs import GraphedTexts
-from retrieve_spec.recorded.cuda.pass_pool import PassPool
+from retrieve_spec.recorded import packed_pass, recorded_pass, recorded_verifier, slab
+from retrieve_spec.recorded.cuda.pass_graphs import PassGraphs
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.slab import Slab
 from retrieve_spec.verify.hf import HFVerifier
@@ -49,13 +47,15 @@ class Together:
         wrong = torch.arange(new_tokens) % 5 == 4
         self.answers = [torch.where(wrong, 7, row[30:]).tolist() for row in free]
         self.prompt, self.mask = prompt, mask.to(self.placed.device)
-        self.pool = PassPool(self.placed.recorded)
+        self.graphs = PassGraphs(self.placed.recorded)
 
     def accelerate(self, graphs: bool) -> None:
-        model, recorded, pool = self.placed.model, self.placed.recorded, self.pool if graphs else None
+        model, recorded, captured = self.placed.model, self.placed.recorded, self.graphs if graphs else None
         rs.accelerate(model, nodes=12, recorded_pass="off")
         interface = read_interface(model)
-        model.speculation._make_verifier = lambda: RecordedVerifier(model, HFVerifier(model, interface), recorded, pool)
+        model.speculation._make_verifier = lambda: RecordedVerifier(
+            model, HFVerifier(model, interface), recorded, captured
+        )
 
     def generate(self) -> torch.Tensor:
         return self.placed.generate(self.prompt, attention_mask=self.mask, prediction=self.answers, **self.options)
@@ -73,7 +73,7 @@ def test_rows_of_a_batch_attend_in_one_launch(
     make_room = Slab.make_room
     monkeypatch.setattr(Slab, "make_room", lambda *given: grown.append(not Slab.fits(*given)) or make_room(*given))
     rows = Together(gpu, family, index)
-    assert not packed_graphs.why_not_packed("cuda")
+    assert not packed_pass.why_not_packed("cuda")
     captures = []
     for graphs in (False, True, True):
         rows.accelerate(graphs)
@@ -89,11 +89,10 @@ def test_rows_of_a_batch_attend_in_one_launch(
                 "the prompts' included"
             )
             continue
-        idle = rows.pool._idle_texts
-        assert idle is not None and not idle.problem
-        captures.append(idle.captures)
-    assert 0 < captures[-1] == len(idle._made), "slabs elsewhere are no reason to capture again"
-    assert captures[1] - captures[0] < report.passes - 1, "a second batch replays"
+        assert not report.eager_reason and set(report.ran) <= {"captured", "replayed"}, "prompts and tails included"
+        captures.append(rows.graphs.captures)
+    assert 0 < captures[0] <= 12, "few graphs serve texts that end at different times"
+    assert captures[1] == captures[0], "a second batch, whose slabs are elsewhere, replays"
     rs.restore(rows.placed.model)
 
 
@@ -103,17 +102,17 @@ def test_a_batch_copies_its_inputs_at_once(gpu: PretendCuda, with_triton: None) 
     rows.accelerate(graphs=True)
     rows.generate()
     filled: list[Counter[str]] = []
-    run = GraphedTexts.run
+    run = PassGraphs.run
 
-    def counted(self: Any, laid: Any) -> Any:
+    def counted(self: Any, laid: Any, wanted: Any) -> Any:
         began, waited, captures = Counter(gpu.uploads), Counter(gpu.waits), self.captures
-        out = run(self, laid)
+        out = run(self, laid, wanted)
         if captures == self.captures:
             filled.append(gpu.uploads - began)
             assert gpu.waits == waited
         return out
 
-    with mock.patch.object(GraphedTexts, "run", counted):
+    with mock.patch.object(PassGraphs, "run", counted):
         assert torch.equal(rows.generate(), rows.expected)
     assert len(filled) > 2
     assert all(uploads == {"pinned": 1} for uploads in filled)
@@ -130,14 +129,14 @@ def test_batches_go_on_where_several_texts_cannot_share_a_launch_or_a_capture_fa
         run()
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    rows.pool = PassPool(rows.placed.recorded, refused)
+    rows.graphs = PassGraphs(rows.placed.recorded, refused)
     rows.accelerate(graphs=True)
     for _ in range(2):
         assert torch.equal(rows.generate(), rows.expected)
     assert len(tried) == 1 and "not permitted" in caplog.text
     module = sys.modules["retrieve_spec.kernels.triton_tree_attention"]
     monkeypatch.setattr(module, "packed_tree_attention", refused)
-    packed_graphs.why_not_packed.cache_clear()
+    packed_pass.why_not_packed.cache_clear()
     gpu.launches.clear()
     assert torch.equal(rows.generate(), rows.expected)
     assert gpu.launches["one text"] > 6 and not gpu.launches["several texts"]

@@ -28,6 +28,8 @@ for rows, width in ((1, 32), (7, 48), (3, 200)):
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
     torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), weight * normed.to(dtype), atol=1e-6, rtol=2e-3)
     up = torch.randn(1, rows, width).to(dtype)
+    total, normed = kernels.add_rms_norm(x, up, weight, 1e-5)
+    assert torch.equal(total, x + up) and torch.equal(normed, kernels.rms_norm(x + up, weight, 1e-5))
     assert torch.equal(kernels.gate(x, up), functional.silu(x) * up)
 heads = torch.randn(1, 5, 3, 24).to(dtype).transpose(1, 2)
 cos, sin = (torch.randn(1, 1, 5, 24).to(dtype) for _ in range(2))
@@ -35,11 +37,14 @@ low, high = heads[..., :12], heads[..., 12:]
 got = kernels.rotate(heads, cos, sin)
 assert torch.equal(got, heads * cos + torch.cat([-high, low], -1) * sin)
 assert got.transpose(1, 2).is_contiguous()
+keys = torch.randn(1, 5, 2, 24).to(dtype).transpose(1, 2)
+both = kernels.rotate_both(heads, keys, cos, sin)
+assert torch.equal(both[0], got) and torch.equal(both[1], kernels.rotate(keys, cos, sin))
 
 sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, initializer_range=0.2)
 for model, norms in (
-    (LlamaForCausalLM(LlamaConfig(**sizes)), 5), (Qwen3ForCausalLM(Qwen3Config(**sizes)), 9),  # on heads, too
+    (LlamaForCausalLM(LlamaConfig(**sizes)), 1), (Qwen3ForCausalLM(Qwen3Config(**sizes)), 5),  # on heads, too
 ):
     model = model.to(dtype).eval()
     ids, positions = torch.arange(3, 14)[None], torch.arange(11)[None]
@@ -55,8 +60,9 @@ for model, norms in (
 
         outs.append(recorded.run(ids, positions, attend)[0].float())
         called = [node.target for node in recorded._code.__self__.graph.nodes if node.op == "call_function"]
-        counts = [called.count(kernel) for kernel in (kernels.rms_norm, kernels.rotate, kernels.gate)]
-        assert counts == ([norms, 4, 2] if fused else [0, 0, 0]), counts
+        ours = (kernels.rms_norm, kernels.add_rms_norm, kernels.rotate, kernels.rotate_both, kernels.gate)
+        counts = [called.count(kernel) for kernel in ours]
+        assert counts == ([norms, 4, 0, 2, 2] if fused else [0, 0, 0, 0, 0]), counts
     assert (outs[0] - outs[1]).abs().max() <= 0.01 * outs[0].std(), (outs[0] - outs[1]).abs().max()
 print("same")
 """
@@ -68,14 +74,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from retrieve_spec.kernels import triton_rows as kernels
 
-def compiles(kernel, constants):
-    types = {name: "*bf16" for name in ("x", "weight", "out", "cos", "sin", "gate", "up")} | {"eps": "fp32"}
+def compiles(kernel, constants, **options):
+    names = ("x", "other", "keys", "weight", "total", "out", "keys_out", "cos", "sin", "gate", "up")
+    types = {name: "*bf16" for name in names} | {"eps": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-compiles(kernels._rms_norm, {"D": 4096, "BLOCK_D": 4096})
-compiles(kernels._rotate, {"HALF": 64, "BLOCK_HALF": 64})
+for with_sum in (False, True):
+    compiles(kernels._rms_norm, {"D": 4096, "BLOCK_D": 4096, "SUM": with_sum})
+turned = compiles(kernels._rotate, {"HALF": 64, "BLOCK_HALF": 64}, enable_fp_fusion=False)
+assert "fma" not in turned, "each product is rounded before the sum, as torch does"
 compiles(kernels._gate, {"BLOCK": 1024})
 print("compiled")
 """
