@@ -99,9 +99,9 @@ def make_session(path: Path, seed: int, keys: int) -> list[Key]:
 
 
 class Server:
-    """A server process of its own for each variant, waited for; its workspace too, if it is to be indexed."""
+    """A server process of its own for each variant, waited for until its workspace is indexed."""
 
-    def __init__(self, cache: Path, arguments: list[str], *, indexed: bool = True) -> None:
+    def __init__(self, cache: Path, arguments: list[str]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -112,7 +112,7 @@ class Server:
         while True:
             try:
                 body = self.get("/health")
-                if body["status"] == "ok" and (body.get("workspace", {"indexed": True})["indexed"] or not indexed):
+                if body["status"] == "ok" and body.get("workspace", {"indexed": True})["indexed"]:
                     return
             except OSError:
                 if self.child.poll() is not None:
