@@ -83,19 +83,19 @@ def look_all(batch: list[Sequence]) -> list[Sequence]:
     """Let sequences look at the logits of their pass: once for all that look for the same."""
     if len(batch) == 1:
         return each(batch, Sequence.look)
-    alike: dict[tuple[int, Warpers | None], list[Sequence]] = {}
+    alike: dict[Warpers | None, list[Sequence]] = {}
     for sequence in batch:
         sampler = sequence.sampler
         if sampler.reads_plainly:
-            alike.setdefault((sequence.top_k, None), []).append(sequence)
+            alike.setdefault(None, []).append(sequence)
         elif isinstance(sampler, DeviceSampler) and (rules := sampler.alike(sequence.text)) is not None:
-            alike.setdefault((sequence.top_k, rules), []).append(sequence)
+            alike.setdefault(rules, []).append(sequence)
     read: dict[int, PassLogits] = {}
-    for (top_k, rules), together in alike.items():
+    for rules, together in alike.items():
         if len(together) == 1:
             continue  # it reads alone
         try:
-            found = _read(together, top_k, rules)
+            found = _read(together, rules)
         except Exception as error:
             raise_interruption(error)
             logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
@@ -104,14 +104,20 @@ def look_all(batch: list[Sequence]) -> list[Sequence]:
     return each(batch, Sequence.look, [read.get(id(sequence)) for sequence in batch])
 
 
-def _read(batch: list[Sequence], top_k: int, rules: Warpers | None) -> list[PassLogits]:
+def _read(batch: list[Sequence], rules: Warpers | None) -> list[PassLogits]:
     """What sequences look for in the logits of their pass, chosen by the same `rules`, or plainly."""
-    parts = [sequence.seen.every_logit for sequence in batch]
+    parts, top_k = [sequence.seen.every_logit for sequence in batch], max(sequence.top_k for sequence in batch)
     if rules is None:
-        return read_side_by_side(parts, top_k)
-    noises = [noise for sequence in batch if (noise := sequence.sampler.noise_at(sequence.text)) is not None]
-    seen = [sequence.seen for sequence in batch]
-    return read_sampled(parts, [each.first_row for each in seen], [each.tree for each in seen], noises, rules, top_k)
+        found = read_side_by_side(parts, top_k)
+    else:
+        noises = [noise for sequence in batch if (noise := sequence.sampler.noise_at(sequence.text)) is not None]
+        firsts, trees = zip(*((sequence.seen.first_row, sequence.seen.tree) for sequence in batch), strict=True)
+        found = read_sampled(parts, firsts, trees, noises, rules, top_k)
+    for sequence, read in zip(batch, found, strict=True):
+        if sequence.top_k < top_k:  # a drafter learns from as many as it asks for, whatever others do
+            read.top_ids = np.ascontiguousarray(read.top_ids[:, : sequence.top_k])
+            read.top_logits = np.ascontiguousarray(read.top_logits[:, : sequence.top_k])
+    return found
 
 
 def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> None:

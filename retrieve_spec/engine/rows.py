@@ -11,7 +11,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 from transformers.generation import logits_process as hf
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
 from retrieve_spec.sampling.samplers import processors_of_row
 from retrieve_spec.verify.batch_prompt import BatchPrompt
@@ -111,10 +116,11 @@ _ROW_BY_ROW = (
     hf.SuppressTokensLogitsProcessor, hf.SuppressTokensAtBeginLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor,
     hf.ForcedBOSTokenLogitsProcessor, hf.ExponentialDecayLengthPenalty, hf.InfNanRemoveLogitsProcessor,
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TypicalLogitsWarper,
-    hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization,
+    hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.TopHLogitsWarper, hf.LogitNormalization,
+    hf.PrefixConstrainedLogitsProcessor,
 )  # fmt: skip
 """Processors that say the same of a row alone as in company; others may count rows or calls."""
-_STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+_STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCriteria)
 
 
 def extras_of(prepared: Prepared, cache_name: str) -> list[str]:
@@ -139,10 +145,11 @@ def why_not_together(prepared: Prepared, cache_name: str) -> str:
     others = [p for p in prepared.processors if type(p) not in _ROW_BY_ROW]
     others += [c for c in criteria if type(c) not in _STOPS]
     if others:
-        return f"a {type(others[0]).__name__} may tell the rows of a batch apart"
-    kinds = [type(criterion) for criterion in criteria]
-    if StopStringCriteria in kinds and EosTokenCriteria not in kinds:
-        return "rows of a batch go on behind a stop string where there is no end-of-text token"
+        kind = type(others[0]).__name__
+        return f"a {kind} may tell the rows of a batch apart: generate_many calls it for each request"
+    kinds = {type(criterion) for criterion in criteria}
+    if kinds & {StopStringCriteria, MaxTimeCriteria} and EosTokenCriteria not in kinds:
+        return "rows of a batch go on behind where they stop: there is no end-of-text token"
     padding = padding_in_front(prepared.inputs)
     if padding is None:
         return "a row of a batch has no text"

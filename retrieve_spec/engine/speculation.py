@@ -101,7 +101,8 @@ class Speculation:
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Nothing: a copy of an accelerated model is not accelerated."""
+        """Nothing: a copy of an accelerated model, whose weights may go their own way, is not accelerated."""
+        logger.warning("a deep copy of an accelerated model decodes plainly: call retrieve_spec.accelerate on it")
 
     def __reduce__(self) -> Any:
         """Pickle as nothing: a saved model is not accelerated."""

@@ -116,7 +116,7 @@ def as_inputs(inputs: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
 def _as_rows(value: Any, model: Any) -> torch.Tensor:
     """(rows, L) on the model's device, of a tensor, an array or lists; one row may come without its own axis."""
     try:
-        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value, np.int64))
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError):
         raise ConfigError(
             "rows of one length", "rows of different length, or no numbers", "Let the tokenizer pad, or give one row."

@@ -39,10 +39,10 @@ _SEEDING = threading.RLock()
 @interruptions_as_they_are()
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated model."""
-    if not isinstance(getattr(self, "speculation", None), Speculation):
+    own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
+    if getattr(self, "speculation", None) is None and not any(value is not None for value in own.values()):
         return original(self)(*args, **kwargs)  # a copy of an accelerated model
     speculation = speculation_of(self)
-    own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
     if reason := own_generate(self):  # its arguments are its own, too
         if own["return_logprobs"]:
             raise ConfigError("to return log-probabilities", reason, "Leave out return_logprobs=True.")

@@ -6,12 +6,15 @@ criteria, then hands them to our callable (`custom_generate`), which only takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import GenerationMixin
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from retrieve_spec.engine.rows import Prepared, extras_of, padding_in_front, why_not_together
@@ -19,8 +22,8 @@ from retrieve_spec.errors import PromptError, UnknownTokenError
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.recorded.recorded_verifier import own_forward
 from retrieve_spec.verify.batch_prompt import BatchPrompt
-from retrieve_spec.verify.cache import seq_length
-from retrieve_spec.verify.extras import CACHE_NAMES
+from retrieve_spec.verify.cache import decoder_cache, seq_length
+from retrieve_spec.verify.extras import CACHE_NAMES, TOKEN_TYPES
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.steps import Captured
@@ -53,6 +56,7 @@ _OTHER_SETTINGS: dict[str, tuple[Any, str]] = {
 }
 _TOO_MANY = "batches of more than one row are decoded by generate"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"cache_implementation": ("dynamic", "hybrid"), "guidance_scale": (1, 1.0)}
+_WHOLE = (torch.int32, torch.int64)
 _FIXED = ("static", "sliding_window", "hybrid_chunked")
 """Caches of a fixed size, by the names that calls give them."""
 
@@ -78,7 +82,9 @@ def prepare(
     UnknownTokenError
         It has one that the model does not embed.
     """
-    arguments = {name: value for name, value in arguments.items() if not _says_nothing(name, value)}
+    arguments = dict(arguments)
+    if _is_all_text(model, arguments):
+        del arguments["mm_token_type_ids"]
     if _is_fixed_and_unseen(model, arguments):
         arguments["cache_implementation"] = "dynamic"
     reason = reason_from_arguments(model, arguments, alone)
@@ -101,8 +107,7 @@ def from_captured(
 ) -> Prepared | str:
     """What sequences of a call start from, given what `generate` prepared of it; else why it should decode it."""
     given_ids = _stand_in_for_embeddings(captured)
-    reason = _reason_from_captured(captured, interface, alone)
-    if reason:
+    if reason := _reason_from_captured(model, captured, interface, alone):
         return reason
     prepared = _as_prepared(captured, interface, any(arguments.get(name) is not None for name in CACHE_NAMES))
     if not extras_of(prepared, interface.cache_name):  # else places of images may have tokens that nobody embeds
@@ -114,7 +119,7 @@ def from_captured(
         prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
     if len(prepared.inputs.input_ids) > 1:
         why = why_not_together(prepared, interface.cache_name) or _why_not_read(model, prepared, interface)
-        positions = captured.model_kwargs.get("position_ids")
+        positions = captured.model_kwargs.get(interface.positions_name)
         if not why and prepared.batch is None and positions is not None and _axes_differ(positions):
             return "positions of a batch differ from axis to axis"
         return why or prepared
@@ -141,9 +146,12 @@ def _why_not_read(model: Any, prepared: Prepared, interface: ModelInterface) -> 
     return batch.problem
 
 
-def _says_nothing(name: str, value: Any) -> bool:
-    """Whether an argument says that all tokens are text, as processors of vision models always say."""
-    return name == "mm_token_type_ids" and isinstance(value, torch.Tensor) and not bool(value.any())
+def _is_all_text(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether token types say that all of a prompt is text, as processors of vision models always say."""
+    types, ids = arguments.get("mm_token_type_ids"), prompt_of(arguments)
+    if not isinstance(types, torch.Tensor) or types.shape != getattr(ids, "shape", None) or bool(types.any()):
+        return False
+    return "mm_token_type_ids" in inspect.signature(model.forward).parameters
 
 
 def _is_fixed_and_unseen(model: Any, arguments: dict[str, Any]) -> bool:
@@ -200,6 +208,8 @@ def reason_from_arguments(model: Any, arguments: dict[str, Any], alone: str) -> 
     if alone and (setting(model, arguments, "num_return_sequences") or 1) > 1:
         return f"several sequences are returned: {alone}"
     ids = prompt_of(arguments)
+    if arguments.get("inputs") is not None and arguments.get("input_ids") is not None:
+        return "the prompt is given twice"
     if isinstance(ids, torch.Tensor):
         if ids.ndim != 2:
             return "the prompt is not a batch of token ids"
@@ -236,12 +246,16 @@ def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> ND
     return both
 
 
-def _reason_from_captured(captured: Captured, interface: ModelInterface, alone: str) -> str:
+def _reason_from_captured(model: Any, captured: Captured, interface: ModelInterface, alone: str) -> str:
     """Why a prepared call must be delegated."""
     kwargs = captured.model_kwargs
     if captured.input_ids.ndim != 2 or (captured.input_ids.shape[0] > 1 and alone):
         return alone or _TOO_MANY
-    positions = kwargs.get("position_ids")
+    if why := _why_not_shaped(model, captured, interface):
+        return why
+    if kwargs.get(interface.mask_name) is not None and _slides_in_its_own_way(kwargs.get(interface.cache_name)):
+        return "the window of the model's cache slides over the padding"
+    positions = kwargs.get(interface.positions_name)
     if kwargs.get("use_cache") is False:
         return "the cache is switched off"
     length, past = captured.input_ids.shape[1], _past_length(kwargs)
@@ -253,6 +267,52 @@ def _reason_from_captured(captured: Captured, interface: ModelInterface, alone: 
     if interface.rope_rescans and reached <= interface.rope_switch < captured.generation_config.max_length:
         return f"the model recomputes its cache at {interface.rope_switch} tokens"
     return ""
+
+
+def _why_not_shaped(model: Any, captured: Captured, interface: ModelInterface) -> str:
+    """Why `generate` is to say what it makes of a call: what it was given has no place for each token of the prompt.
+
+    It refuses most of such calls, and answers some by the rules of one model's forward.
+    """
+    ids, kwargs = captured.input_ids, captured.model_kwargs
+    rows, length = ids.shape
+    past = _past_length(kwargs)
+    tokens = length if _holds_past(captured, interface) else length + past
+    mask, positions = kwargs.get(interface.mask_name), kwargs.get(interface.positions_name)
+    if ids.dtype not in _WHOLE:
+        return f"token ids are {ids.dtype}"
+    covered = getattr(captured.generation_config, "_mask_length", tokens) if mask is None else mask.shape[-1]
+    if covered != tokens or (mask is not None and (len(mask) != rows or mask.device != ids.device)):
+        return "the attention mask is not that of the prompt"
+    if any(len(kwargs[name]) != rows for name in TOKEN_TYPES if isinstance(kwargs.get(name), torch.Tensor)):
+        return "token types are not those of the prompt"
+    if past and len(set(_held(kwargs[interface.cache_name]))) > 1:
+        return "layers of the cache hold different texts"
+    if positions is None:
+        return ""
+    axes = type(model)._prepare_position_ids_for_generation is not GenerationMixin._prepare_position_ids_for_generation
+    fits = positions.ndim == 2 or (positions.ndim == 3 and axes)
+    fits = fits and positions.shape[-1] in (tokens, tokens - past) and positions.shape[-2] in (1, rows)
+    if not fits or positions.dtype not in _WHOLE or positions.device != ids.device:
+        return "positions are not those of the prompt"
+    return ""
+
+
+def _held(cache: Any) -> Iterator[int]:
+    """Tokens that each layer of a cache holds, of those that hold any."""
+    for layer in decoder_cache(cache).layers:
+        if getattr(layer, "keys", None) is not None and layer.keys.numel():
+            yield layer.get_seq_length()
+
+
+def _slides_in_its_own_way(cache: Any) -> bool:
+    """Whether a cache has layers of a model's own kind that slide a window over the rows and over their mask.
+
+    There each single step sees other padding than the one before it; a pass over several tokens sees one.
+    """
+    layers = getattr(decoder_cache(cache), "layers", ())
+    slide = [type(layer) for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    return any(kind is not DynamicSlidingWindowLayer for kind in slide)
 
 
 def _check_embedded(model: Any, inputs: VerifierInputs) -> None:

@@ -50,6 +50,8 @@ class KVBuffer:
     prefixes
         (layers, 3) int64: where keys and values, (kv_heads, n, head_dim) float32 each, of the first n rows lie that
         other texts begin with too, and n; 0 where there are none.
+    kind
+        (kv_heads, head_dim, dtype) of keys and values alike in all slabs; None where they differ, or nothing is in.
     is_host_float32
         Whether every slab has its tensors, in float32 on a CPU.
     addresses
@@ -73,6 +75,7 @@ class KVBuffer:
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
         self.prefixes: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
         self.is_host_float32 = False
+        self.kind: tuple[int, int, torch.dtype] | None = None
         self.addresses: NDArray[np.int64] = np.zeros((len(self.slabs), 3), np.int64)
         self._common: list[torch.Tensor] = []  # what these point to
         self._stale = False  # whether those of a slab whose tensors are being replaced are missing
@@ -96,6 +99,8 @@ class KVBuffer:
         for at, each in zip(self.addresses, self.slabs, strict=True):
             at[:] = (*(tensor.data_ptr() for tensor in each.tensors), each.capacity) if each.tensors else 0
         self.is_host_float32 = all(slab.is_host_float32 for slab in self.slabs)
+        kinds = {(t.shape[1], t.shape[3], t.dtype) for slab in self.slabs for t in slab.tensors}
+        self.kind = kinds.pop() if len(kinds) == 1 else None
         self._stale, self._fits = False, 0
 
     def make_room(self, rows: int) -> None:

@@ -106,10 +106,8 @@ def packs(recorded: RecordedPass, laid: Sequence[LaidOut]) -> bool:
     """Whether one launch can serve all texts of a pass; else each layer attends text by text."""
     if PASS.attention not in (AUTO, "triton") or why_not_packed(recorded.device.type):
         return False
-    kept = [tensor for text in laid for slab in text.cache.slabs for tensor in slab.tensors]
-    return len({(*tensor.shape[1:2], tensor.shape[3], tensor.dtype) for tensor in kept}) == 1 and all(
-        tensor.shape[3] <= 256 for tensor in kept
-    )
+    kinds = {text.cache.kind for text in laid}
+    return len(kinds) == 1 and all(kind is not None and kind[1] <= 256 for kind in kinds)
 
 
 @functools.cache

@@ -103,8 +103,15 @@ def processors_of_row(processors: Any, row: int) -> LogitsProcessorList:
         if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
             processor = copy.copy(processor)
             processor.prompt_ignore_length = ignored[row : row + 1]
+        if type(processor) is hf.PrefixConstrainedLogitsProcessor:
+            processor = hf.PrefixConstrainedLogitsProcessor(_of_row(processor._prefix_allowed_tokens_fn, row), 1)
         own.append(processor)
     return own
+
+
+def _of_row(allowed: Callable[[int, torch.Tensor], Any], row: int) -> Callable[[int, torch.Tensor], Any]:
+    """What tells the tokens that are allowed in one row of a batch; alone, it would be asked for row 0."""
+    return lambda _row, input_ids: allowed(row, input_ids)
 
 
 def _guides_the_opening(processor: Any) -> bool:

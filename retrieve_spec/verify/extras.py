@@ -13,6 +13,8 @@ import torch
 
 CACHE_NAMES = ("cache_params", "past_key_values", "cache")
 """What models call their cache: `cache` from transformers 5.24 on, where their code is not older."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""Arguments that say of every token what it is."""
 SET_EACH_PASS = {
     "input_ids", "decoder_input_ids", "inputs_embeds", "position_ids", "decoder_position_ids", "logits_to_keep",
     "use_cache",
@@ -64,8 +66,7 @@ class Extras:
         """The arguments of a pass that ends at `slots` of a prompt of `length` tokens."""
         if slots == length:
             return dict(self.given)
-        types = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-        return {name: value[..., :slots] if name in types and isinstance(value, torch.Tensor) else value
+        return {name: value[..., :slots] if name in TOKEN_TYPES and isinstance(value, torch.Tensor) else value
                 for name, value in self.given.items()}  # fmt: skip
 
     def went_on(self, model: Any, outputs: Any) -> None:

@@ -104,8 +104,9 @@ class PassInputs:
         slots = past + num_tokens
         mask, positions = self._attention_mask, self._position_ids
         extras = self.extras.up_to(stop, self._prompt.shape[1])
-        if positions is not None:
-            extras[self._interface.positions_name] = positions[..., :slots]
+        if positions is not None:  # of all tokens, or of those that the cache does not hold
+            behind = self._uncached - fed - num_tokens
+            extras[self._interface.positions_name] = positions[..., : positions.shape[-1] - behind]
         extras[self._interface.mask_name] = None if mask is None else mask[:, :slots]
         extras[self._interface.cache_name] = cache
         kwargs: dict[str, Any] = self._model.prepare_inputs_for_generation(

@@ -38,6 +38,18 @@ def test_padded_rows_of_vision_models_with_text_alone(name: str) -> None:
         rs.restore(model)
 
 
+@pytest.mark.parametrize("padding", [0, 3, 8])
+def test_a_padded_row_in_layers_of_a_kind_of_their_own(padding: int) -> None:
+    """Their window slides over the mask of the padding, too: each single step moves it on by one token."""
+    model = build("unlimited_ocr", "image")
+    inputs, options = padded(model, padding=padding), GREEDY | {"max_new_tokens": 40}
+    wanted = model.generate(**inputs, **options)
+    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "right", vocab=200), nodes=12)
+    assert torch.equal(model.generate(**inputs, **options), wanted)
+    assert (model.speculation.last.tokens_per_pass > 2) == (not padding)
+    assert ("slides over the padding" in model.speculation.last.reason) == bool(padding)
+
+
 @pytest.mark.parametrize(("name", "mode"), [("git", "delegated"), ("exaone4_5", "tree")])
 def test_a_batch_of_vision_models_with_text_alone_says_what_plain_generate_says(name: str, mode: str) -> None:
     """Tokens of GIT see padding that their prompt does not: its rows cannot go on as if they had none."""

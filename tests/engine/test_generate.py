@@ -107,10 +107,14 @@ def test_a_generate_set_before_is_called_and_put_back(tiny: Any, prompt: torch.T
         del tiny.generate
 
 
-def test_a_copy_of_the_model_generates_with_its_own_weights(tiny: Any, prompt: torch.Tensor) -> None:
+def test_a_copy_of_the_model_generates_with_its_own_weights(tiny: Any, prompt: torch.Tensor, caplog: Any) -> None:
     expected = answer_of(tiny, prompt)
     rs.accelerate(tiny, draft="off")
     other = copy.deepcopy(tiny)
+    assert "a deep copy of an accelerated model decodes plainly: call" in caplog.text
+    for own in ({"draft": "off"}, {"nodes": 0}, {"seed": 3}, {"return_logprobs": True}):
+        with pytest.raises(errors.ConfigError, match=r"an accelerated model, got LlamaForCausalLM\. Call"):
+            answer_of(other, prompt, **own)
     assert torch.equal(answer_of(other, prompt), expected)
     assert tiny.speculation.last is None, "a copy is not accelerated"
     with torch.no_grad():

@@ -11,7 +11,7 @@ from batch_rows import LENGTHS, drawn_trees, left_padded, script, small_model, t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_drafter import ScriptedDrafter
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
@@ -131,11 +131,17 @@ class Marked(LogitsProcessor):
         return scores
 
 
+class Watching(StoppingCriteria):
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"logits_processor": [Marked()]}, "Marked may tell the rows"),
-        ({"max_time": 100.0}, "MaxTimeCriteria may tell the rows"),
+        ({"stopping_criteria": [Watching()]}, "Watching may tell the rows of a batch apart: generate_many"),
+        ({"max_time": 100.0}, "there is no end-of-text token"),
         ({"num_beams": 2}, "beams"),
         (
             {"attention_mask": torch.ones(4, 17, dtype=torch.long).index_fill(0, torch.tensor([3]), 0)},
@@ -151,6 +157,44 @@ def test_what_is_left_to_generate(tiny: Any, change: dict[str, Any], reason: str
     assert torch.equal(getattr(ours, "sequences", ours), getattr(plain, "sequences", plain))
     assert tiny.speculation.last.mode == "delegated"
     assert reason in tiny.speculation.last.reason
+
+
+def allowed(row: int, input_ids: torch.Tensor) -> list[int]:
+    """Tokens that a row may go on with: its number, its length and its last token tell."""
+    first = (7 * row + len(input_ids) + int(input_ids[-1])) % 5
+    return [*range(3 + first, 199, 5), 77]
+
+
+@pytest.mark.parametrize("name", ["right", "half", "branchy"])
+def test_what_is_allowed_is_asked_for_each_row(tiny: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Rows, samples and requests: each under its own number in the call."""
+    options: dict[str, Any] = {"max_new_tokens": 24, "prefix_allowed_tokens_fn": allowed, "max_time": 900.0}
+    options |= {"eos_token_id": 77, "pad_token_id": 0, "do_sample": False}
+    plain = tiny.generate(**left_padded(), **options)
+    script(tiny, monkeypatch, plain, name, recorded_pass="always")
+    assert torch.equal(tiny.generate(**left_padded(), **options), plain)
+    assert tiny.speculation.last.mode == "tree"
+    assert tiny.speculation.last.tokens_per_pass > 1.5
+    one = {"input_ids": left_padded()["input_ids"][1:2], "do_sample": True, "num_return_sequences": 3, "seed": 5}
+    drafted = tiny.generate(**options | one)
+    assert torch.equal(tiny.generate(**options | one, draft="off"), drafted)
+    for row, text in enumerate(drafted):
+        assert all(int(text[i]) in (*allowed(row, text[:i]), 0) for i in range(17, len(text)))
+
+
+def test_own_processors_and_criteria_are_called_for_each_request(tiny: Any) -> None:
+    """Where a batch is left to `generate`, requests are drafted for."""
+
+    def favour(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_add(1, input_ids[0, -1:] % 7, torch.full((len(scores), 1), 2.0))
+
+    own = {"logits_processor": [favour], "stopping_criteria": [lambda ids, _scores: ids[:, -1] % 9 == 4]}
+    prompts = [left_padded()["input_ids"][row, 17 - length :] for row, length in enumerate(LENGTHS)]
+    wanted = [tiny.generate(ids[None], **own, max_new_tokens=20, do_sample=False)[0, len(ids) :] for ids in prompts]
+    rs.accelerate(tiny, recorded_pass="always")
+    done = list(rs.generate_many(tiny, prompts, **own, max_new_tokens=20, do_sample=False))
+    assert [one.token_ids.tolist() for one in done] == [ids.tolist() for ids in wanted]
+    assert all(one.outputs[0].report.mode == "tree" for one in done)
 
 
 def test_a_drafter_that_was_given_serves_one_text(tiny: Any) -> None:

@@ -60,9 +60,13 @@ BUCKETS = """
 import numpy as np, torch
 from transformers import LlamaConfig, LlamaForCausalLM, Gemma3TextConfig, Gemma3ForCausalLM
 from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.recorded import packed_pass
 from retrieve_spec.recorded.cuda.pass_graphs import PassGraphs
 from retrieve_spec.recorded.kv_buffer import KVBuffer
 from retrieve_spec.recorded.pass_buffer import LaidOut
+
+packed_pass.why_not_packed = lambda device: ""  # the interpreter takes tensors on a CPU
+packed_pass.processors = lambda device: 8
 
 def no_graph(run):
     run()

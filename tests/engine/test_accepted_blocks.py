@@ -1,0 +1,288 @@
+"""Blocks of accepted tokens: whatever ends, counts, slides or is taken back inside of one is as in plain decoding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch_rows import CHAINS, small_model
+from scripted_drafter import ScriptedDrafter
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+import retrieve_spec as rs
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.tree import DraftTree
+
+MOST = 12
+"""Tokens of a block that are accepted, at most."""
+BLOCKS = range(MOST + 1)
+VOCAB = 199
+LENGTH = 11
+NAMES = [chr(ord("a") + i - 3) if 3 <= i < 29 else f"<{i:03d}>" for i in range(VOCAB)]
+"""Texts of the tokens, some of which are longer than others."""
+
+
+class BlockDrafter(ScriptedDrafter):
+    """Trees of which just so many tokens are right as `lengths` say in turn; None: no draft.
+
+    A wrong branch as deep stands before the right one, and wrong tokens behind it.
+    """
+
+    beside = True
+    """Whether there is a wrong branch; chains have none."""
+
+    def take(self, answer: Any, lengths: Sequence[int | None]) -> None:
+        """Begin anew with another answer and other lengths."""
+        self.turn_to(answer, "blocks")
+        self.lengths = lengths
+
+    def propose(self, budget: Budget) -> DraftTree:
+        self.budgets.append(budget)
+        length, at = self.lengths[len(self.seen) % len(self.lengths)], len(self.text)
+        if length is None:
+            return DraftTree()
+        right = self.answer[at : at + length]
+        wrong = [(token + 1) % self.vocab for token in self.answer[at + len(right) : at + len(right) + 3]]
+        path = (right + wrong)[: budget.max_depth]
+        others = [[(token + 5) % self.vocab for token in path]] if self.beside else []
+        tree = DraftTree.from_paths([branch for branch in (*others, path) if branch])
+        return tree.first(budget.max_nodes)
+
+
+def prompt_of(length: int = LENGTH) -> torch.Tensor:
+    return torch.tensor([[30 + (i * 37 + 11) % 160 for i in range(length)]])
+
+
+def pair(model_type: str = "llama", recorded_pass: str = "always", **settings: Any) -> tuple[Any, Any, BlockDrafter]:
+    """A model as it is, and one that drafts blocks."""
+    plain = small_model(model_type, **settings)
+    drafter = BlockDrafter([], "blocks", vocab=VOCAB)
+    ours = rs.accelerate(copy.deepcopy(plain), drafter=drafter, nodes=40, recorded_pass=recorded_pass)
+    drafter.beside = ours.speculation.mode == "tree"
+    return plain, ours, drafter
+
+
+def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **options: Any) -> torch.Tensor:
+    return model.generate(ids, **{"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0} | options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Tokens of several letters, a stop string may begin and end inside of them."""
+    model = models.BPE(vocab={name: i for i, name in enumerate(NAMES)}, merges=[], unk_token=NAMES[0])
+    whole = Tokenizer(model)
+    whole.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=whole)
+
+
+def first_stop(text: list[int], stop: str) -> int:
+    """Index of the first new token in which a stop string ends; as many as there are where none does."""
+    said = ""
+    for index, token in enumerate(text):
+        before, said = len(said), said + NAMES[token]
+        if index >= LENGTH and said.find(stop, max(before - len(stop) + 1, 0)) >= 0:
+            return index - LENGTH
+    return len(text) - LENGTH
+
+
+def ends(text: list[int], cut: int, tokenizer: Any) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Calls that end at or near new token `cut`, and how many new tokens they have."""
+    new = text[LENGTH:]
+    eos = {"eos_token_id": new[cut]}
+    at_eos = new.index(new[cut]) + 1
+    before, here = NAMES[text[LENGTH + cut - 1]], NAMES[new[cut]]
+    stop = (before[1:] or before) + (here[:-1] or here)
+    string = {"stop_strings": [stop], "tokenizer": tokenizer}
+    at_stop = first_stop(text, stop) + 1
+
+    def long_enough(input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] > LENGTH + cut])
+
+    criterion = {"stopping_criteria": [long_enough]}
+    yield "cap", {"max_new_tokens": cut + 1}, cut + 1
+    yield "end of text", eos, at_eos
+    yield "string", string, at_stop
+    yield "criterion", criterion, cut + 1
+    yield "end of text before a cap", eos | {"max_new_tokens": cut + 2}, min(at_eos, cut + 2)
+    yield "cap before an end of text", eos | {"max_new_tokens": cut}, min(at_eos, cut)
+    later = {"eos_token_id": new[cut + 1]}
+    yield "string before an end of text", string | later, min(at_stop, new.index(new[cut + 1]) + 1)
+    yield "criterion and end of text at once", criterion | eos, min(at_eos, cut + 1)
+
+
+@pytest.mark.parametrize(("recorded_pass", "blocks"), [("always", BLOCKS), ("off", (0, 1, 7, MOST))])
+def test_a_text_ends_inside_a_block_where_it_ends(tokenizer: Any, recorded_pass: str, blocks: Sequence[int]) -> None:
+    """At every cut of blocks of every length, by one rule or by two in the same block."""
+    plain, ours, drafter = pair(recorded_pass=recorded_pass)
+    ids = prompt_of()
+    text = greedy(plain, ids)[0].tolist()
+    for length in blocks:
+        drafter.take(text, [length])
+        assert greedy(ours, ids)[0].tolist() == text
+        assert {len(verified.path) for verified in drafter.seen[1:-1]} == {length}
+        for cut in range(1, length + 2):
+            for name, options, new in ends(text, cut, tokenizer):
+                drafter.take(text, [length])
+                said = greedy(ours, ids, **options, return_dict_in_generate=True)
+                assert said.sequences[0].tolist() == text[: LENGTH + new], (name, length, cut)
+                assert said.past_key_values.get_seq_length() == LENGTH + new - 1, (name, length, cut)
+                assert drafter.text == text[: LENGTH + new], (name, length, cut)
+    for name, options, _ in ends(text, 5, tokenizer):
+        assert torch.equal(greedy(ours, ids, **options), greedy(plain, ids, **options)), name
+
+
+COUNTED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 17}, {"min_length": LENGTH + 17},
+    {"forced_eos_token_id": 77}, {"exponential_decay_length_penalty": (6, 1.4)}, {"begin_suppress_tokens": [5, 9]},
+    {"repetition_penalty": 1.4, "min_new_tokens": 17, "no_repeat_ngram_size": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", COUNTED, ids=lambda settings: "-".join(settings))
+def test_rules_count_the_tokens_of_a_block(settings: dict[str, Any]) -> None:
+    plain, ours, drafter = pair()
+    ids = prompt_of()
+    settings = settings | {"eos_token_id": int(greedy(plain, ids)[0, LENGTH + 8])}
+    wanted = greedy(plain, ids, **settings)
+    for length in BLOCKS:
+        drafter.take(wanted[0], [length])
+        assert torch.equal(greedy(ours, ids, **settings), wanted), length
+
+
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("mistral", {"sliding_window": 8}),
+    ("gpt_neo", CHAINS),
+]
+
+
+@pytest.mark.parametrize(("model_type", "settings"), WINDOWS, ids=[name for name, _ in WINDOWS])
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+def test_a_refused_branch_across_the_edge_of_a_window(
+    model_type: str, settings: dict[str, Any], recorded_pass: str
+) -> None:
+    """Blocks and wrong branches beside them begin at every place before and behind the edge."""
+    plain, ours, drafter = pair(model_type, recorded_pass, **settings)
+    for size in (1, 3, 6, 7, 8, 9, 13):
+        ids = prompt_of(size)
+        wanted = greedy(plain, ids)
+        for first in (0, 2, 5, 9, MOST):
+            drafter.take(wanted[0], [*BLOCKS[first:], *BLOCKS[:first]])
+            assert torch.equal(greedy(ours, ids), wanted), (size, first)
+
+
+_QWEN: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_MAMBA2: dict[str, Any] = {
+    "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2, "attn_implementation": "eager",
+}  # fmt: skip
+HYBRIDS = [("qwen3_5_text", _QWEN), ("mamba2", _MAMBA2), ("lfm2", {"layer_types": ["conv", "full_attention"]})]
+
+
+@pytest.mark.parametrize(("model_type", "settings"), HYBRIDS, ids=[name for name, _ in HYBRIDS])
+def test_state_is_that_of_the_accepted_part(model_type: str, settings: dict[str, Any]) -> None:
+    """A block in part, then none, then a whole one, in every order and for every length."""
+    plain, ours, drafter = pair(model_type, **settings)
+    ids = prompt_of()
+    wanted = greedy(plain, ids)
+    for length in BLOCKS:
+        for lengths in ([length, None, MOST], [None, length, None, None, length], [MOST, length, None]):
+            drafter.take(wanted[0], lengths)
+            assert torch.equal(greedy(ours, ids), wanted), lengths
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+def test_blocks_end_at_the_last_position(recorded_pass: str) -> None:
+    settings = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "max_position_embeddings": 32}
+    plain, ours, drafter = pair("gpt2", recorded_pass, **settings)
+    ids = prompt_of()
+    wanted = greedy(plain, ids, 32 - LENGTH)
+    for length in BLOCKS:
+        drafter.take([*wanted[0].tolist(), *range(3, 30)], [length])
+        assert torch.equal(greedy(ours, ids, 32 - LENGTH), wanted), length
+
+
+@pytest.mark.parametrize("rules", [{}, {"do_sample": True, "seed": 4, "temperature": 0.8, "top_k": 20}], ids=str)
+def test_log_probabilities_of_accepted_and_replaced_tokens(rules: dict[str, Any]) -> None:
+    _, ours, drafter = pair()
+    ids = prompt_of()
+    options = rules | {"return_dict_in_generate": True, "return_logprobs": True, "repetition_penalty": 1.1}
+    plain = greedy(ours, ids, **options, draft="off")
+    for length in BLOCKS:
+        drafter.take(plain.sequences[0], [length])
+        said = greedy(ours, ids, **options)
+        assert torch.equal(said.sequences, plain.sequences), length
+        for name in ("logprobs", "raw_logprobs"):
+            torch.testing.assert_close(getattr(said, name), getattr(plain, name), atol=2e-5, rtol=1e-4)
+
+
+def offers(model: Any, ids: torch.Tensor, **options: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    """A text, and behind how many of its tokens which token was offered as the likeliest next one."""
+    seen: list[tuple[int, int]] = []
+    text = ids[0].tolist()
+
+    def watch(verified: VerifiedPass) -> None:
+        roots = np.flatnonzero(verified.tree.parent < 0)
+        if len(roots):
+            likeliest = roots[np.argmax(verified.tree.log_p[roots])]
+            seen.append((len(text), int(verified.tree.token_ids[likeliest])))
+        text.extend(verified.emitted.tolist())
+
+    for _ in rs.generate_stream(model, ids, on_pass=watch, max_new_tokens=60, do_sample=False, **options):
+        pass
+    return text, seen
+
+
+def test_a_refused_token_is_not_the_first_that_is_offered_there_again() -> None:
+    """Behind the same text: a session remembers what was said there, whatever was predicted."""
+    plain = small_model("llama")
+    ours = rs.accelerate(copy.deepcopy(plain), session=True, nodes=8)
+    ids = prompt_of()
+    wanted = greedy(plain, ids, 60)[0].tolist()
+    expected = [token if i % 4 else (token + 1) % VOCAB for i, token in enumerate(wanted[LENGTH:])]
+    text, first = offers(ours, ids, prediction=expected)
+    refused = {(at, token) for at, token in first if at < len(wanted) and wanted[at] != token}
+    assert text == wanted
+    assert len(refused) > 3
+    for _ in range(2):
+        text, again = offers(ours, ids)
+        assert text == wanted
+        assert again
+        assert not refused & set(again)
+
+
+def test_a_memory_full_of_other_texts_costs_nothing() -> None:
+    """A million tokens that others wrote: as many tokens are accepted, in as many passes."""
+    plain = small_model("llama", vocab_size=4000, max_position_embeddings=1024)
+    noise = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 4000, (1, 40), generator=noise).repeat(1, 2) for _ in range(6)]
+    wanted = [greedy(plain, ids, 80) for ids in prompts]
+    found = []
+    for many in (0, 20):
+        ours = rs.accelerate(copy.deepcopy(plain), session=True, nodes=16)
+        words = 1.0 / np.arange(3, 4000)
+        drawn = np.random.default_rng(3).choice(np.arange(3, 4000), (many, 49_000), p=words / words.sum())
+        for text in drawn.astype(np.int32):
+            ours.speculation.session().remember(text)
+        passes = nodes = accepted = 0
+        for ids, text in zip(prompts, wanted, strict=True):
+            for given in (ids, text[:, :100]):
+                greedy(ours, given, 60)
+                last = ours.speculation.last
+                passes, nodes = passes + last.passes, nodes + last.nodes
+                accepted += last.new_tokens - last.passes
+            assert torch.equal(greedy(ours, ids, 80), text)
+        found.append((passes, nodes, accepted))
+        assert len(ours.speculation.session()) >= 49_000 * many
+    (passes, nodes, accepted), filled = found
+    assert accepted > 200
+    assert filled[2] >= 0.97 * accepted
+    assert filled[0] <= 1.03 * passes
+    assert filled[1] <= 1.03 * nodes

@@ -1,0 +1,271 @@
+"""Inputs of `generate`: what plain `generate` refuses is refused, and what it answers has the same ids."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from batch_rows import KINDS, small_model
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
+
+import retrieve_spec as rs
+
+NEW = 6
+HELD = 4
+"""Tokens of a cache that is given."""
+Variation = tuple[str, dict[str, Any]]
+
+
+def ids_of(length: int, rows: int) -> torch.Tensor:
+    return torch.tensor([[3 + (i * 37 + 11 * row) % 190 for i in range(length)] for row in range(1, rows + 1)])
+
+
+def ones(length: int, rows: int) -> torch.Tensor:
+    return torch.ones(rows, length, dtype=torch.long)
+
+
+def padded(length: int, rows: int) -> torch.Tensor:
+    mask = ones(length, rows)
+    mask[0, :2] = 0
+    return mask
+
+
+def places(length: int, rows: int) -> torch.Tensor:
+    return torch.arange(length)[None].expand(rows, length).contiguous()
+
+
+def masks_and_positions(length: int, rows: int) -> Iterator[Variation]:
+    """Of other lengths and row counts, alone and beside one another, with padding and holes."""
+    for more in (-5, -1, 1, 4, 40):
+        yield f"mask {more:+}", {"attention_mask": ones(length + more, rows)}
+        yield f"padding {more:+}", {"attention_mask": padded(length + more, rows)}
+        yield f"positions {more:+}", {"position_ids": places(length + more, rows)}
+        yield f"padding, positions {more:+}", {
+            "attention_mask": padded(length, rows), "position_ids": places(length + more, rows),
+        }  # fmt: skip
+        yield f"mask and positions {more:+}", {
+            "attention_mask": ones(length + more, rows), "position_ids": places(length + more, rows),
+        }  # fmt: skip
+    for other in {1, 2, 4} - {rows}:
+        yield f"mask of {other} rows", {"attention_mask": ones(length, other)}
+        yield f"padding of {other} rows", {"attention_mask": padded(length, other)}
+        yield f"positions of {other} rows", {"position_ids": places(length, other)}
+    hole, end = ones(length, rows), ones(length, rows)
+    hole[0, length // 2], end[:, -2:] = 0, 0
+    kinds = {"hole": hole, "padding behind": end, "nothing": 0 * hole, "of one": ones(1, rows), "none": ones(0, rows)}
+    for name, mask in kinds.items():
+        yield f"mask: {name}", {"attention_mask": mask}
+    given = places(length, rows)
+    others = {"of one": given[:, :1], "less": given - 3, "more": given + 3, "steps": 2 * given, "same": 0 * given + 4,
+              "back": given.flip(1), "far": given + 5000}  # fmt: skip
+    for name, positions in others.items():
+        yield f"positions: {name}", {"position_ids": positions}
+
+
+def kinds_of_tensors(length: int, rows: int) -> Iterator[Variation]:
+    """Of other types, shapes and devices; what is no tensor."""
+    ids, mask, given = ids_of(length, rows), padded(length, rows), places(length, rows)
+    for name, tensor in {"input_ids": ids, "attention_mask": mask, "position_ids": given}.items():
+        for dtype in (torch.int32, torch.float32, torch.bool, torch.int8, torch.uint8, torch.complex64):
+            yield f"{name} {dtype}", {name: tensor.to(dtype)}
+        yield f"{name} of one axis", {name: tensor[0]}
+        if name != "input_ids":  # of which GPT-2 makes more and more
+            yield f"{name} of three axes", {name: tensor[None]}
+        if name != "position_ids":  # plain generate answers by what is in memory there
+            yield f"{name} elsewhere", {name: tensor.to("meta")}
+        yield f"{name} as a list", {name: tensor.tolist()}
+        yield f"{name} as an array", {name: tensor.numpy()}
+    yield "mask of halves", {"attention_mask": 0.5 * mask}
+    yield "mask of twos", {"attention_mask": 2 * mask}
+    yield "positions in between", {"position_ids": given + 0.5}
+    yield "mask of four axes", {"attention_mask": torch.ones(rows, 1, length, length, dtype=torch.bool)}
+
+
+def what_is_beside(model: Any, length: int, rows: int) -> Iterator[Variation]:
+    """Token types, embeddings in place of ids, ids twice, names that the model does not know."""
+    ids = ids_of(length, rows)
+    yield "ids twice", {"inputs": ids}
+    yield "an unknown name", {"nonsense": ids}
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        for more in (-1, 0, 1):
+            yield f"{name} {more:+}", {name: torch.zeros(rows, length + more, dtype=torch.long)}
+        yield f"{name} of one", {name: 0 * ids[:, :1]}
+        yield f"{name} of more rows", {name: torch.zeros(rows + 1, length, dtype=torch.long)}
+        yield f"{name} as numbers", {name: 0.0 * ids}
+    embeds = model.get_input_embeddings()(ids).detach()
+    for more in (-1, 0, 1):
+        yield f"embeddings, ids {more:+}", {"inputs_embeds": embeds, "input_ids": ids_of(length + more, rows)}
+        alone = {"inputs_embeds": embeds, "input_ids": None}
+        yield f"embeddings, mask {more:+}", {**alone, "attention_mask": ones(length + more, rows)}
+        yield f"embeddings, padding {more:+}", {**alone, "attention_mask": padded(length + more, rows)}
+        yield f"embeddings, positions {more:+}", {**alone, "position_ids": places(length + more, rows)}
+    yield "embeddings, more ids", {"inputs_embeds": embeds, "input_ids": ids_of(length, rows + 1)}
+    wrong = {"of two axes": embeds[0], "of four axes": embeds[None], "too narrow": embeds[..., :-1],
+             "none": embeds[:, :0], "double": embeds.double(), "whole": embeds.long(),
+             "elsewhere": embeds.to("meta")}  # fmt: skip
+    for name, given in wrong.items():
+        yield f"embeddings {name}", {"inputs_embeds": given, "input_ids": None}
+
+
+def caches(model: Any, length: int, rows: int) -> Iterator[Variation]:
+    """Caches that do not fit, with the whole text or the new tokens, and masks and positions that do not fit them."""
+
+    def holding(tokens: int, many: int = rows, cut: Callable[[Any], None] | None = None) -> Callable[[], DynamicCache]:
+        def made() -> DynamicCache:
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(ids_of(tokens, many), past_key_values=cache)
+            if cut is not None:
+                cut(cache)
+            return cache
+
+        return made
+
+    def cut_to(index: Any, layers: slice) -> Callable[[Any], None]:
+        def cut(cache: Any) -> None:
+            for layer in cache.layers[layers]:
+                layer.keys, layer.values = layer.keys[index], layer.values[index]
+
+        return cut
+
+    def drop_a_layer(cache: Any) -> None:
+        del cache.layers[1:]
+
+    new = {"input_ids": ids_of(length, rows)[:, HELD:]}
+    fits = holding(HELD)
+    wrong = {
+        "that fits": fits, "of more rows": holding(HELD, rows + 1),
+        "of fewer layers": holding(HELD, rows, drop_a_layer),
+        "with a shorter first layer": holding(HELD, rows, cut_to((..., slice(1, None), slice(None)), slice(1))),
+        "with a shorter last layer": holding(HELD, rows, cut_to((..., slice(1, None), slice(None)), slice(1, None))),
+        "too narrow": holding(HELD, rows, cut_to((..., slice(2, None)), slice(None))),
+        "of fewer heads": holding(HELD, rows, cut_to((slice(None), slice(1)), slice(None))),
+        "of all": holding(length), "of more": holding(length + 3), "as a string": lambda: "no",
+    }  # fmt: skip
+    for name, cache in wrong.items():
+        yield f"cache {name}", {"past_key_values": cache}
+        yield f"cache {name}, new tokens", {**new, "past_key_values": cache, "attention_mask": ones(length, rows)}
+    for more in (-1, 1, HELD):
+        yield f"cache, mask {more:+}", {"past_key_values": fits, "attention_mask": ones(length + more, rows)}
+        yield f"cache, new tokens, mask {more:+}", {
+            **new, "past_key_values": fits, "attention_mask": ones(length + more, rows),
+        }  # fmt: skip
+    yield "cache, new tokens without a mask", {**new, "past_key_values": fits}
+    for first in (0, 1, HELD, HELD + 1):
+        positions = {"past_key_values": fits, "position_ids": places(length, rows)[:, first:]}
+        yield f"cache, positions from {first}", positions
+        yield f"cache, new tokens, positions from {first}", {
+            **positions, **new, "attention_mask": ones(length, rows),
+        }  # fmt: skip
+
+
+def answer(model: Any, arguments: dict[str, Any], **options: Any) -> torch.Tensor | Exception:
+    given = {name: value() if callable(value) else value for name, value in arguments.items() if value is not None}
+    try:
+        return model.generate(**given, max_new_tokens=NEW, **options)
+    except Exception as error:
+        return error
+
+
+def difference(plain: Any, ours: Any, variations: Iterator[Variation], **options: Any) -> list[str]:
+    """What an accelerated model makes otherwise of calls than the same model as it was."""
+    found = []
+    for name, arguments in variations:
+        wanted, got = (answer(model, arguments, **options) for model in (plain, ours))
+        if isinstance(wanted, Exception) or isinstance(got, Exception):
+            if not (isinstance(wanted, Exception) and isinstance(got, Exception)):
+                found.append(f"{name}: {wanted!r:.80} and {got!r:.80}")
+        elif wanted.shape != got.shape or not (options["do_sample"] or torch.equal(wanted, got)):
+            found.append(f"{name}: {wanted[:, -NEW:].tolist()} and {got[:, -NEW:].tolist()}")
+    return found
+
+
+def pair(kind: int, recorded_pass: Any) -> tuple[Any, Any]:
+    name, settings = KINDS[kind]
+    plain = small_model(name, **settings)
+    return plain, rs.accelerate(copy.deepcopy(plain), recorded_pass=recorded_pass, nodes=8)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("length", [10, 40], ids=["short", "long"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("kind", "recorded_pass"), [(0, "always"), (0, "off"), (1, "always"), (2, "off")])
+def test_what_plain_generate_refuses_is_refused(kind: int, recorded_pass: Any, rows: int, length: int) -> None:
+    plain, ours = pair(kind, recorded_pass)
+
+    def variations() -> Iterator[Variation]:
+        ids = {"input_ids": ids_of(length, rows)}
+        yield "nothing else", ids
+        for several in (masks_and_positions(length, rows), kinds_of_tensors(length, rows),
+                        what_is_beside(plain, length, rows), caches(plain, length, rows)):  # fmt: skip
+            for name, given in several:
+                yield name, ids | given
+
+    assert difference(plain, ours, variations(), do_sample=False) == []
+    if kind == 0 and length == 10:
+        assert difference(plain, ours, variations(), do_sample=True) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_plain_generate_refuses_of_an_encoder_and_a_decoder_is_refused() -> None:
+    config = AutoConfig.for_model(
+        "bart", vocab_size=199, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=128,
+        forced_eos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = AutoModelForSeq2SeqLM.from_config(config).eval()
+    ours = rs.accelerate(copy.deepcopy(plain), nodes=8)
+    length = 10
+
+    def variations() -> Iterator[Variation]:
+        ids = {"input_ids": ids_of(length, 1)}
+        yield "nothing else", ids
+        for name, given in (*masks_and_positions(length, 1), *kinds_of_tensors(length, 1)):
+            yield f"encoder, {name}", ids | given
+            decoder = {f"decoder_{key}": value for key, value in given.items()}
+            yield f"decoder, {name}", ids | {"decoder_input_ids": ids_of(length, 1)} | decoder
+
+    assert difference(plain, ours, variations(), do_sample=False) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_streams_and_requests_refuse_what_generate_refuses() -> None:
+    plain, ours = pair(0, "always")
+    ids, options = ids_of(40, 1), {"max_new_tokens": NEW, "do_sample": False}
+    for name, given in masks_and_positions(40, 1):
+        wanted = answer(plain, {"input_ids": ids, **given}, do_sample=False)
+        try:
+            streamed = [t for piece in rs.generate_stream(ours, {"input_ids": ids, **given}, **options)
+                        for t in piece.token_ids.tolist()]  # fmt: skip
+        except Exception as error:
+            streamed = error
+        (done,) = rs.generate_many(ours, [{"input_ids": ids, **given}], **options)
+        if isinstance(wanted, Exception):
+            assert isinstance(streamed, Exception), name
+            assert done.error is not None, name
+        else:
+            assert streamed == done.token_ids.tolist() == wanted[0, 40:].tolist(), name
+    with pytest.raises(RuntimeError, match="Expected tensor for argument"):
+        list(rs.generate_stream(ours, [5.0, 6.5], **options))
+
+
+@pytest.mark.parametrize("recorded_pass", ["off", "always"])
+def test_positions_of_new_tokens_are_read_in_pieces(recorded_pass: Any) -> None:
+    """Behind a cache they may come for the new tokens alone."""
+    plain = small_model("llama")
+    ours = rs.accelerate(copy.deepcopy(plain), recorded_pass=recorded_pass, nodes=8, prefill_chunk=3)
+    ids = ids_of(20, 1)
+
+    def call(model: Any) -> torch.Tensor:
+        cache = DynamicCache(config=plain.config)
+        with torch.no_grad():
+            plain(ids[:, :HELD], past_key_values=cache)
+        given = {"attention_mask": ones(20, 1), "position_ids": places(20, 1)[:, HELD:] + 2}
+        return model.generate(ids[:, HELD:], past_key_values=cache, max_new_tokens=NEW, do_sample=False, **given)
+
+    assert torch.equal(call(ours), call(plain))
+    assert ours.speculation.last.mode == "tree"
