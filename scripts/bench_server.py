@@ -1,9 +1,9 @@
-"""Benchmark of the server where many ask at once, some of them nonsense, and where the workspace is large.
+"""Benchmark of the server where many ask at once, some of them nonsense.
 
-    python scripts/bench_server.py --clients 200 --seconds 60 --files 50000
+    python scripts/bench_server.py --clients 200 --seconds 60
 
 Clients are answered, or not, with the text that drafting off gives; memory is looked at after a third of the time and
-at its end. Of the workspace's files one in a thousand is asked for by a line of it.
+at its end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ MALFORMED = [
     *(LARGE, b"{", b"[]", b"[" * 50_000, b"\xff" * 50, b'{"input_prefix": 1, "input_suffix": ""}'),
     b'{"input_prefix": "", "input_suffix": "", "input_extra": [' + b"{}," * 9000 + b"{}]}",
 ]
-FOLDER = 1000
-LINE = "total_{0} = width_{0} * height_{0} + {0}"
 
 
 def connect(server: Server) -> http.client.HTTPConnection:
@@ -123,57 +120,20 @@ def crowd(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         server.stop()
 
 
-def resident(server: Server, what: str = "VmRSS") -> float:
+def resident(server: Server) -> float:
     """MiB of memory that the server holds."""
-    return int(Path(f"/proc/{server.child.pid}/status").read_text("ascii").split(f"{what}:")[1].split()[0]) / 1024
-
-
-def place(server: Server, number: int) -> str:
-    """File in which the server finds a line, "" for none."""
-    body = {"input_prefix": "", "input_suffix": "", "prompt": LINE.format(number), "n_predict": 0, "provenance": True}
-    (found,) = post(connect(server), json.dumps(body).encode())[1]["provenance"]
-    return str(found["places"][0]["file"]) if found["places"] else ""
-
-
-def large(count: int, folder: Path) -> dict[str, Any]:
-    """Open a workspace of many files; seconds are those since the server was started."""
-    root = folder / "workspace"
-    for number in range(count):
-        path = root / f"part{number // FOLDER}" / f"file{number}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        about = f'    """Area number {number}, of a field as wide and as high as it is said to be, in feet."""\n'
-        path.write_text(f"def area_{number}(width_{number}, height_{number}):\n{about}    {LINE.format(number)}\n")
-    Server(folder, []).stop()  # kernels
-    begun = time.monotonic()
-    server = Server(folder, ["--workspace", str(root)], indexed=False)
-
-    def until(condition: Callable[[], bool]) -> float:
-        while not condition():
-            time.sleep(0.05)
-        return time.monotonic() - begun
-
-    try:
-        body = json.dumps({"input_prefix": "def area(w, h):\n", "input_suffix": "\n", "n_predict": 16}).encode()
-        report: dict[str, Any] = {"files": count, "ready_s": time.monotonic() - begun}
-        report["first_completion_s"] = until(lambda: bool(post(connect(server), body)[1]["content"]))
-        report["latest_file_s"] = until(lambda: bool(place(server, count - 1)))
-        report["indexed_s"] = until(lambda: server.get("/health")["workspace"]["indexed"])
-        report["every_file_s"] = until(lambda: all(place(server, n) for n in range(0, count, FOLDER)))
-        return report | {"memory_mib": {"end": resident(server), "most": resident(server, "VmHWM")}}
-    finally:
-        server.stop()
+    return int(Path(f"/proc/{server.child.pid}/status").read_text("ascii").split("VmRSS:")[1].split()[0]) / 1024
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """What is asked for."""
+    """Let many ask at once."""
     with tempfile.TemporaryDirectory() as folder:
-        workspace = large(options.files, Path(folder)) if options.files else None
-        return {"workspace": workspace, "crowd": crowd(options, Path(folder)) if options.clients else None}
+        return crowd(options, Path(folder))
 
 
 def main() -> None:
     """Measure and print."""
-    harness.run(measure, __doc__, clients=0, seconds=60.0, files=0)
+    harness.run(measure, __doc__, clients=200, seconds=60.0)
 
 
 if __name__ == "__main__":

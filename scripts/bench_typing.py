@@ -30,9 +30,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 
@@ -47,13 +48,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Key:
-    """One keystroke: how long before the next one, the request an editor sends for it, and what was typed then."""
+class Key(NamedTuple):
+    """One keystroke: seconds before the next one, and the request that an editor sends for it."""
 
     gap_s: float
     body: dict[str, Any]
-    truth: str
 
 
 @dataclass
@@ -92,7 +91,7 @@ def make_session(path: Path, seed: int, keys: int) -> list[Key]:
             "stream": True,
         }
         gap = rng.lognormvariate(-1.7, 0.5) + (rng.random() < 0.05) * rng.uniform(0.5, 1.5)
-        session.append(Key(gap, body, typed[at:] + "".join(below.splitlines(keepends=True)[:8])))
+        session.append(Key(gap, body))
         if rng.random() < 0.25:  # a suggestion was taken: the rest of the word or line appears at once
             stop = typed.find("\n", at) if rng.random() < 0.3 else at + len(typed[at:].split(" ")[0])
             at = max(at, stop if stop >= 0 else len(typed))
@@ -100,9 +99,9 @@ def make_session(path: Path, seed: int, keys: int) -> list[Key]:
 
 
 class Server:
-    """A server process of its own for each variant, waited for; its workspace too, if it is to be indexed."""
+    """A server process of its own for each variant, waited for until its workspace is indexed."""
 
-    def __init__(self, cache: Path, arguments: list[str], *, indexed: bool = True) -> None:
+    def __init__(self, cache: Path, arguments: list[str]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -113,7 +112,7 @@ class Server:
         while True:
             try:
                 body = self.get("/health")
-                if body["status"] == "ok" and (body.get("workspace", {"indexed": True})["indexed"] or not indexed):
+                if body["status"] == "ok" and body.get("workspace", {"indexed": True})["indexed"]:
                     return
             except OSError:
                 if self.child.poll() is not None:
@@ -166,22 +165,23 @@ def type_live(
     server: Server, session: list[Key], fields: dict[str, Any], outcome: Outcome, client: str, every: bool = False
 ) -> None:
     """Type a session with its real gaps, nobody waiting for answers: `every` key asks, or those not explained."""
-    shown, pending = ("\0", ""), list[threading.Thread]()
+    shown = ("\0", "")
 
     def press(body: dict[str, Any]) -> None:
         nonlocal shown
         if text := ask(server, {**body, **fields}, outcome, client):
             shown = (body["input_prefix"] + body["prompt"], text)
 
-    for key in session:
-        if not every and explained(key.body, shown):
-            outcome.ends["explained"] += 1
-        else:
-            pending.append(threading.Thread(target=press, args=(key.body,)))
-            pending[-1].start()
-        time.sleep(key.gap_s)
-    for thread in pending:
-        thread.join()
+    with ThreadPoolExecutor(len(session)) as pool:
+        asked = []
+        for key in session:
+            if not every and explained(key.body, shown):
+                outcome.ends["explained"] += 1
+            else:
+                asked.append(pool.submit(press, key.body))
+            time.sleep(key.gap_s)
+    for answer in asked:
+        answer.result()
 
 
 def type_together(server: Server, sessions: list[list[Key]], talks: list[str], fields: dict[str, Any]) -> list[Outcome]:
@@ -206,15 +206,13 @@ def type_together(server: Server, sessions: list[list[Key]], talks: list[str], f
 
     for number, session in enumerate(sessions):
         ask(server, {**session[0].body, "n_predict": 0}, Outcome(), f"typist {number}")  # as editors read ahead
-    talkers = [threading.Thread(target=talk, args=(number,)) for number in range(len(talks))]
-    typists = [threading.Thread(target=type_one, args=(number,)) for number in range(len(sessions))]
+    with ThreadPoolExecutor(len(talks) + len(sessions)) as pool:
+        talkers = [pool.submit(talk, number) for number in range(len(talks))]
+        typists = [pool.submit(type_one, number) for number in range(len(sessions))]
+        wait(typists)
+        over.set()
     for thread in [*talkers, *typists]:
-        thread.start()
-    for thread in typists:
-        thread.join()
-    over.set()
-    for thread in talkers:
-        thread.join()
+        thread.result()
     return outcomes
 
 

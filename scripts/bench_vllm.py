@@ -60,7 +60,6 @@ def options(method: str, args: argparse.Namespace) -> dict[str, Any]:
         return {"speculative_config": {"method": name, "num_speculative_tokens": tokens, **more}}
     return {
         "speculative_config": {**OURS, "num_speculative_tokens": tokens},
-        "worker_extension_cls": "retrieve_spec.integrations.vllm.WorkerExtension",
         "additional_config": {"retrieve_spec": {"datastores": [args.datastore] if name == "store" else []}},
     }
 
@@ -157,8 +156,6 @@ def engine(method: str, args: argparse.Namespace, orders: Connection) -> None:
         texts.clear()
         texts |= {np.array(prompt, np.int32).tobytes(): text for prompt, text in zip(prompts, wanted, strict=False)}
         orders.send(served(llm, spent, prompts, at_once, sampling))
-    own = llm.collective_rpc("retrieve_spec_statistics")[0] if named(method)[0] in ("ours", "store") else None
-    orders.send(own)
 
 
 def served(llm: Any, spent: list[float], prompts: list[list[int]], at_once: int, sampling: dict[str, Any]) -> Any:
@@ -263,11 +260,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = table(engines, args)
     for connection in engines.values():
         connection.send(None)
-    own = {name: connection.recv() for name, connection in engines.items()}
     for process in processes:  # what they took is theirs only when they have ended
         process.join()
     given = {name: getattr(args, name) for name in ("prompt_tokens", "new_tokens", "threads", "rounds")}
-    return {**given, "rows": rows, "statistics": own}
+    return {**given, "rows": rows}
 
 
 def main() -> None:

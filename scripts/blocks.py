@@ -129,12 +129,6 @@ def slower() -> tuple[list[dict[str, Any]], int]:
     return rows, answers
 
 
-def behind(found: dict[str, Any]) -> list[str]:
-    """Epochs in which a rollout memory made answers slower."""
-    pairs = enumerate(zip(found["siblings"], found["memory"], strict=True), 1)
-    return [str(number) for number, (siblings, memory) in pairs if memory["ratio"] < siblings["ratio"]]
-
-
 def proposer(method: str) -> str:
     """A method inside vLLM."""
     name, _, tokens = method.partition(":")
@@ -158,7 +152,6 @@ ENVIRONMENT.filters |= {
     "without": lambda method: " and ".join(method.split("~")[1:]),
     "count_of": lambda rows, key, *modes: sum(row[key] in modes for row in rows),
     "mean": mean,
-    "behind": behind,
     "method": proposer,
 }
 ENVIRONMENT.globals |= NAMES | {

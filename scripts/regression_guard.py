@@ -155,30 +155,23 @@ def compare(now: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
 
     Every replay stands alone; live answers are compared together, where both sides have them.
     """
-    groups = [[name] for name in baseline if name.startswith("replay")]
-    groups.append([name for name in baseline if name.startswith("live") and name in now])
+    groups = {name: [name] for name in baseline if name.startswith("replay")}
+    groups["live answers"] = [name for name in baseline if name.startswith("live") and name in now]
     failures = []
-    for names in groups:
-        if not names or any(name not in now for name in names):
-            failures.append(f"{', '.join(names) or 'live answers'}: not measured")
-            continue
-        old, new = rate(baseline, names), rate(now, names)
-        if new < old * (1 - ALLOWED_LOSS):
-            what = names[0] if len(names) == 1 else f"live, {len(names)} answers"
+    for what, names in groups.items():
+        if not names or not set(names) <= set(now):
+            failures.append(f"{what}: not measured")
+        elif (new := rate(now, names)) < (old := rate(baseline, names)) * (1 - ALLOWED_LOSS):
             failures.append(f"{what}: {new:.3f} tokens per pass, {old:.3f} before ({new / old - 1:+.1%})")
-    return failures + more_work(now.get(OPERATIONS), baseline.get(OPERATIONS))
+    return failures + more_work(now[OPERATIONS], baseline[OPERATIONS])
 
 
-def more_work(now: dict[str, int] | None, baseline: dict[str, int] | None) -> list[str]:
+def more_work(now: dict[str, int], baseline: dict[str, int]) -> list[str]:
     """Kinds of kernel operations that grew by more than allowed, per token."""
-    if now is None or baseline is None:
-        return [f"{OPERATIONS}: not measured"] if now is not baseline else []
     failures = []
     for kind, before in baseline.items():
-        old, new = before / baseline["tokens"], now.get(kind, 0) / now["tokens"]
-        if kind not in now:
-            failures.append(f"{OPERATIONS}: {kind} are not counted any more")
-        elif new > old * (1 + ALLOWED_WORK):
+        old, new = before / baseline["tokens"], now[kind] / now["tokens"]
+        if new > old * (1 + ALLOWED_WORK):
             failures.append(f"{OPERATIONS}: {new:.1f} {kind} per token, {old:.1f} before ({new / old - 1:+.1%})")
     return failures
 

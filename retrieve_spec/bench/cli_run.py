@@ -122,13 +122,14 @@ def run_bench(command: str, options: dict[str, Any]) -> Path:
     from retrieve_spec.bench.machine import OtherWork, folder_bytes, machine_facts
     from retrieve_spec.bench.methods import Bench, parse_method
     from retrieve_spec.bench.prompts import read_prompts
-    from retrieve_spec.bench.results import ResultsFolder
+    from retrieve_spec.bench.results import ResultsFolder, check_new
     from retrieve_spec.bench.runner import Plan, measure, prompts_digest, warm_up
     from retrieve_spec.datastore.store import open_datastore
     from retrieve_spec.reference_model import load_model
 
     logging.disable_progress_bar()
     it = SimpleNamespace(**options)
+    check_new(it.out)
     chosen = [parse_method(name) for name in it.methods]
     questions = read_prompts(it.prompts, it.limit, it.tasks.split(",") if it.tasks else None)
     plan = Plan(questions, chosen, it.runs, it.state, it.max_new_tokens, it.template, sampled=it.temperature > 0)

@@ -88,16 +88,9 @@ class ResultsFolder:
         Made if it is not there.
     header
         What is going to be measured.
-
-    Raises
-    ------
-    ConfigError
-        The folder holds results.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        if (path / RUN_FILE).exists():
-            raise ConfigError("a new folder", f"results in {path}", "Give another --out.")
         self.path, self.answered = path, 0
         self.header = {"format": FORMAT, **header}
         path.mkdir(parents=True, exist_ok=True)
@@ -113,6 +106,18 @@ class ResultsFolder:
         """Add facts to the header."""
         self.header |= facts
         (self.path / RUN_FILE).write_text(json.dumps(self.header, indent=1) + "\n", encoding="utf-8")
+
+
+def check_new(path: Path) -> None:
+    """Refuse a folder that holds results.
+
+    Raises
+    ------
+    ConfigError
+        It does.
+    """
+    if (path / RUN_FILE).exists():
+        raise ConfigError("a new folder", f"results in {path}", "Give another --out.")
 
 
 def read_header(path: Path) -> dict[str, Any]:

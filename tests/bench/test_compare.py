@@ -101,20 +101,15 @@ def test_half_of_the_groups_is_replayed_and_the_rest_may_be_known(tools, tmp_pat
         for i in range(40)
     ]  # fmt: skip
     tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
-    (tmp_path / "scratch").mkdir()
     path = write_trace(tmp_path / "trace.jsonl", rows)
-    found = workload.read_workload(path, tokenizer, 100, 10**6, tmp_path / "scratch")
+    found = workload.read_workload(path, tokenizer, 100, 10**6)
     replayed = {tokenizer.decode(row.segments[0][0].tolist()) for row in found.rows}
     assert len(replayed) == 10
-    assert not replayed & set(found.texts)
-    assert len(found.texts) == 20
-    assert len(found.rows) in (19, 20)
-    few = workload.read_workload(path, tokenizer, 5, 10**6, tmp_path / "scratch")
-    assert len(few.rows) == 5
-    short = workload.read_workload(path, tokenizer, 100, 3, tmp_path / "scratch")
-    assert len(short.rows) == 1
-    store = workload.build_store(found, tokenizer, tmp_path / "scratch")
-    assert store.manifest.tokens > 0
+    assert not replayed & {tokenizer.decode(answer.tolist()) for answer in found.answers}
+    assert {len(found.rows), len(found.answers)} == {19, 20}
+    assert len(workload.read_workload(path, tokenizer, 5, 10**6).rows) == 5
+    assert len(workload.read_workload(path, tokenizer, 100, 3).rows) == 1
+    assert workload.build_store(found, tokenizer, tmp_path).manifest.tokens > 0
 
 
 def test_ours_can_be_replayed_like_a_peer(tools):

@@ -77,7 +77,7 @@ def measure_file(path: Path, args: argparse.Namespace, tokenizer: str) -> dict[s
     """Everything of one file."""
     with tempfile.TemporaryDirectory() as folder:
         encoder = Tokenizer.from_file(tokenizer)
-        workload = read_workload(path, encoder, args.limit, args.tokens, Path(folder))
+        workload = read_workload(path, encoder, args.limit, args.tokens)
         store = build_store(workload, encoder, Path(folder))
         results = {}
         for name, make in drafters(args.only, workload, store).items():

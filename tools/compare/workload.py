@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,62 +20,43 @@ KNOWN_TOKENS = 400_000  # of other answers at most
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What of a file is replayed.
-
-    Attributes
-    ----------
-    rows
-        Conversations to replay, in the order of the file.
-    tokens
-        Their generated tokens.
-    answers
-        Token ids of answers of other groups, one array each.
-    texts
-        The same answers.
-    """
+    """Conversations to replay, how many generated tokens they have, and token ids of answers of other groups."""
 
     rows: list[TraceRow]
     tokens: int
     answers: list[NDArray[np.int32]]
-    texts: list[str]
 
 
-def read_workload(path: Path, tokenizer: Tokenizer, rows: int, tokens: int, scratch: Path) -> Workload:
+def read_workload(path: Path, tokenizer: Tokenizer, rows: int, tokens: int) -> Workload:
     """Split a file by its leakage groups into halves: one is replayed, the answers of the other may be known.
 
-    Parameters
-    ----------
-    path
-        A trace; `group` of a row says which rows belong together (each row alone where there is none).
-    rows, tokens
-        Rows replayed and generated tokens at most, drawn with a fixed seed; a row that is begun is replayed whole.
-    scratch
-        Folder for the chosen lines.
+    Rows replayed and generated tokens are bounded, drawn with a fixed seed; a row that is begun is replayed whole.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    parsed = [json.loads(line) for line in lines]
-    groups = sorted({_group(row, i) for i, row in enumerate(parsed)})
-    random.Random(0).shuffle(groups)
-    replayed = set(groups[: (len(groups) + 1) // 2])
-    order = list(range(len(lines)))
-    random.Random(1).shuffle(order)
-    mine = [i for i in order if _group(parsed[i], i) in replayed and not (parsed[i].get("meta") or {}).get("loop")]
-    chosen: list[int] = []
-    spent = 0
-    for i in mine[:rows]:
+    groups: dict[str, list[TraceRow]] = defaultdict(list)
+    for row in read_trace(path, tokenizer):
+        groups[row.group].append(row)
+    names = sorted(groups)
+    random.Random(0).shuffle(names)
+    half = (len(names) + 1) // 2
+    candidates = [row for name in names[:half] for row in groups[name]]
+    random.Random(1).shuffle(candidates)
+    chosen: list[TraceRow] = []
+    spent = known = 0
+    for row in candidates[:rows]:
         if spent < tokens:
-            chosen.append(i)
-            spent += sum(len(_ids(tokenizer, text)) for text in _generated(parsed[i]))
-    picked = scratch / path.name
-    picked.write_text("".join(lines[i] + "\n" for i in sorted(chosen)), encoding="utf-8")
-    texts = [text for i in order if _group(parsed[i], i) not in replayed for text in _generated(parsed[i])]
-    answers, known = [], 0
-    for text in texts:
-        if known >= KNOWN_TOKENS:
-            break
-        answers.append(_ids(tokenizer, text))
-        known += len(answers[-1])
-    return Workload(list(read_trace(picked, tokenizer)), spent, answers, texts[: len(answers)])
+            chosen.append(row)
+            spent += sum(map(len, generated(row)))
+    answers: list[NDArray[np.int32]] = []
+    for answer in (answer for name in names[half:] for row in groups[name] for answer in generated(row)):
+        if known < KNOWN_TOKENS:
+            answers.append(answer)
+            known += len(answer)
+    return Workload(chosen, spent, answers)
+
+
+def generated(row: TraceRow) -> list[NDArray[np.int32]]:
+    """What the model wrote of a conversation."""
+    return [ids for ids, is_generated in row.segments if is_generated]
 
 
 def build_store(workload: Workload, tokenizer: Tokenizer, scratch: Path) -> Any:
@@ -86,18 +68,7 @@ def build_store(workload: Workload, tokenizer: Tokenizer, scratch: Path) -> Any:
     if not workload.answers:
         return None
     source = scratch / "answers.jsonl"
-    source.write_text("".join(json.dumps({"output": text}) + "\n" for text in workload.texts), encoding="utf-8")
+    texts = tokenizer.decode_batch([answer.tolist() for answer in workload.answers], skip_special_tokens=False)
+    source.write_text("".join(json.dumps({"output": text}) + "\n" for text in texts), encoding="utf-8")
     build_datastore(scratch / "store", Source(str(source), field="output"), tokenizer, workers=1)
     return open_datastore(scratch / "store", tokenizer=tokenizer)
-
-
-def _group(row: dict[str, Any], number: int) -> str:
-    return str(row.get("group") or f"row {number}")
-
-
-def _generated(row: dict[str, Any]) -> list[str]:
-    return [row["output"], *(generated for _, generated in row.get("more") or [])]
-
-
-def _ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
-    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
