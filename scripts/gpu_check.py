@@ -149,7 +149,9 @@ def family(check: Check, name: str) -> dict[str, Any]:
         mask = (given != 0).long()
         same = torch.equal(model.generate(given, attention_mask=mask, prediction=told, **options), expected)
         last = model.speculation.last
-        found[kind] = {"same": same, "kind": last.pass_kind, "why": last.pass_reason, "ran": last.ran}
+        found[kind] = {
+            "same": same, "kind": last.pass_kind, "why": last.pass_reason, "ran": last.ran, "eager": last.eager_reason,
+        }  # fmt: skip
     return found
 
 
