@@ -149,6 +149,6 @@ def test_a_mistyped_method_is_met_with_the_right_one(methods, said, tmp_path, ca
 
 def test_addresses_that_are_wrong_are_met_with_the_right_form(capsys):
     assert cli.run(["pull", "store", "s3://a/b"]) == 1
-    assert "Run `retrieve-spec pull s3://a/b FOLDER`: the address comes first" in capsys.readouterr().err
+    assert "Give the address first: `retrieve-spec pull s3://a/b FOLDER`." in capsys.readouterr().err
     assert cli.run(["info", "badscheme://x"]) == 1
     assert "Give an address such as s3://, gs://, hf:// or file://" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def masks(change: Callable[[NDArray[np.bool_], Any], None]) -> Callable[..., Non
     return fill
 
 
-true_fill, true_inputs, true_plan = pass_inputs.fill_tree_mask, pass_inputs.fill_inputs, KeptRows._planned
+true_fill, true_inputs, true_keep = pass_inputs.fill_tree_mask, pass_inputs.fill_inputs, KeptRows.commit
 true_visible, true_depths, true_attend = (
     tree_mask.visible_rows, tree_mask.row_depths, recorded_verifier.RecordedVerifier.attend,
 )  # fmt: skip
@@ -96,8 +96,8 @@ def moved(by: int) -> Callable[..., None]:
     return fill
 
 
-def stale(self: Any, path: Any, nodes: int) -> Any:
-    return true_plan(self, np.arange(len(path), dtype=np.int32), nodes)
+def stale(self: Any, path: Any, nodes: int) -> None:
+    true_keep(self, np.arange(len(path), dtype=np.int32), nodes)
 
 
 def wider(mask: Any, parent: Any, depth: Any, roots: int, past: int, offset: int, window: int, *others: Any) -> None:
@@ -107,7 +107,7 @@ def wider(mask: Any, parent: Any, depth: Any, roots: int, past: int, offset: int
 OWN: dict[str, Any] = {
     "a sibling is seen": lambda: mock.patch.object(pass_inputs, "fill_tree_mask", masks(sibling_seen)),
     "a parent is hidden": lambda: mock.patch.object(pass_inputs, "fill_tree_mask", masks(parent_hidden)),
-    "a row is stale": lambda: mock.patch.object(KeptRows, "_planned", stale),
+    "a row is stale": lambda: mock.patch.object(KeptRows, "commit", stale),
     "positions + 1": lambda: mock.patch.object(pass_inputs, "fill_inputs", moved(1)),
     "positions + 3": lambda: mock.patch.object(pass_inputs, "fill_inputs", moved(3)),
     "a window is off by one": lambda: mock.patch.object(pass_inputs, "fill_tree_mask", wider),

@@ -62,7 +62,7 @@ def lent(drafter: Any, may_wait: bool = True) -> LentDrafter:
 
 def seen(token: int) -> SeenPass:
     """A pass over no draft, behind which the target says a token."""
-    shown, emitted = SeenPass(DraftTree(), VerifierOutput(torch.zeros(1, 9), None), 0, 0, 0, False), np.array([token])
+    shown, emitted = SeenPass(DraftTree(), VerifierOutput(torch.zeros(1, 9), None)), np.array([token])
     shown.logits = PassLogits(None, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))  # type: ignore[arg-type]
     shown.walked = Walk(np.empty(0, np.int32), emitted.astype(np.int32), False)
     return shown

@@ -12,7 +12,6 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 import retrieve_spec as rs
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.sampling.acceptance import RandomSampler
 
 LENGTHS = (5, 17, 11)
 DICT: dict[str, Any] = {"return_dict_in_generate": True, "return_logprobs": True}
@@ -193,40 +192,3 @@ def test_what_has_no_place_is_refused(tiny: Any, prompt: torch.Tensor) -> None:
         list(rs.generate_stream(tiny, prompt, max_new_tokens=2, num_beams=2, return_logprobs=True))
     (done,) = rs.generate_many(tiny, [prompt[0]], max_new_tokens=2, num_beams=2, return_logprobs=True)
     assert isinstance(done.error, ConfigError)
-
-
-@pytest.mark.parametrize("keeps_scores", [False, True])
-def test_a_choice_made_twice_is_noted_once(
-    tiny: Any, prompt: torch.Tensor, keeps_scores: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An interruption between a choice and its place in the text lets another generation make it again."""
-    rs.accelerate(tiny, nodes=8, recorded_pass="off")
-    options: dict[str, Any] = {"do_sample": True, "seed": 5, "max_new_tokens": 10, "output_scores": keeps_scores}
-    wanted = tiny.generate(prompt, **options, **DICT)
-    from retrieve_spec.engine import joining as module
-    from retrieve_spec.sampling.logprobs import LogProbSampler
-
-    made: list[LogProbSampler] = []
-    make = module.make_sampler
-
-    def noted(*given: Any, **named: Any) -> Any:
-        made.append(make(*given, **named))
-        return made[-1]
-
-    choose = LogProbSampler.choose
-
-    def twice(self: Any, logits: Any, row: int, text: Any) -> int:
-        choose(self, logits, row, text)
-        return choose(self, logits, row, text)
-
-    monkeypatch.setattr(module, "make_sampler", noted)
-    monkeypatch.setattr(LogProbSampler, "choose", twice)
-    out = tiny.generate(prompt, **options, **DICT)
-    assert torch.equal(out.sequences, wanted.sequences)
-    torch.testing.assert_close(out.logprobs, wanted.logprobs, atol=1e-5, rtol=0.0)  # other drafts, other sums
-    assert out.logprobs.shape == (1, 10)
-    assert made[0].log_probs().shape == (2, 10)
-    if keeps_scores:
-        assert len(out.scores) == 10
-    else:
-        assert isinstance(made[0].chooser, RandomSampler)

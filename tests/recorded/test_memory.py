@@ -129,9 +129,9 @@ def test_buffers_of_a_generation_are_gone_after_it() -> None:
     buffers: list[weakref.ref[Any]] = []
     made = KVBuffer.__init__
 
-    def noted(self: KVBuffer, *arguments: Any) -> None:
+    def noted(self: KVBuffer, *arguments: Any, **named: Any) -> None:
         buffers.append(weakref.ref(self))
-        made(self, *arguments)
+        made(self, *arguments, **named)
 
     KVBuffer.__init__ = noted  # type: ignore[method-assign]
     try:
