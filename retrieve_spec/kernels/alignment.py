@@ -1,15 +1,19 @@
 """Numba kernels of alignments: earlier places of the text that the newest tokens run beside, with edits between them.
 
 A suffix automaton forgets a copied passage at the first token that differs. An alignment goes on: it is a place in the
-text, and the outcomes of its last `OUTCOMES` predictions. It begins where the newest `ANCHOR` tokens were said before,
-and ends when fewer than `FEWEST` of its last `RECENT` predictions came true.
+text, the outcomes of its last `OUTCOMES` predictions, and the edits by which the copy differed. It begins where the
+newest `ANCHOR` tokens were said before, and ends when fewer than `FEWEST` of its last `RECENT` predictions came true.
 
 At a token that differs it *breaks*. Every token from there on that is not the expected one is looked for among the
 `REACH` tokens behind the place of the break: words may have been replaced, put in or left out. Where none is found, the
-passage goes on token by token. The break ends when a prediction comes true, or after `LONGEST` tokens.
+passage goes on token by token. The break ends when a prediction comes true, or after `LONGEST` tokens. An *edit* is
+what the break has shown so far: instead of which token which one came, how many tokens followed that are not
+remembered, and how many tokens of the passage they stand for. Where the old token stands again, the edit is expected.
 
-A cursor holds the place (the number of the next expected token, 0 for no alignment), the outcomes (bits, the newest is
-the lowest, 1 for true) and how many tokens have come since the text differed (`RECENT` at most).
+A cursor holds the place (the number of the next expected token; 32 bits), the outcomes (24; the newest is the lowest
+bit, 1 for true), how many tokens have come since the text differed (4; `RECENT` at most) and how many tokens of an edit
+are still to come (3), all 0 for no alignment; and up to three edits ``old << 32 | new << 8 | more << 5 | passed``,
+newest first, -1 for none.
 
 ``text`` (WINDOW,) int32 is a ring of the newest tokens, ``places`` (SLOTS,) int32 where the tokens with a hash ended
 last (0: nowhere), ``kept`` (KEPT, WIDTH) int64 the cursors that are followed, with the place where each broke (0: it is
@@ -20,6 +24,7 @@ not broken) and how many tokens have come since, and ``meta`` (META,) int64 the 
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner
@@ -29,22 +34,24 @@ from retrieve_spec.kernels.source_table import (
     ALIGNMENT_META,
     ALIGNMENT_PLACES,
     ALIGNMENT_TEXT,
+    CURSOR,
 )
 from retrieve_spec.kernels.views import view_i32, view_i64, view_i64_rows
 
 WINDOW = SLOTS = 1 << 16
 META = 2
 KEPT = 4
-PLACE, OUTCOMES, SAME, BROKE, SINCE = range(5)
-WIDTH = 5
+BROKE, SINCE = CURSOR, CURSOR + 1
+WIDTH = CURSOR + 2
 ANCHOR = 2
-REMEMBERED = 24
-"""Outcomes that are kept."""
+OUTCOMES = 24
 RECENT, FEWEST = 8, 2
 REACH, LONGEST = 24, 16
 FARTHEST = WINDOW - 64
 """How far back a place may be: what is looked for around it must still be in the ring."""
-_ALL, _NEWEST, _RING = (1 << REMEMBERED) - 1, (1 << RECENT) - 1, WINDOW - 1
+_OUTCOMES, _RECENT, _LOW = (1 << OUTCOMES) - 1, (1 << RECENT) - 1, 0xFFFFFFFF
+_MORE, _PASSED, _ID = (1 << 3) - 1, (1 << 5) - 1, (1 << 24) - 1
+"""The most that an edit has room for."""
 _HASH_SHIFT = np.uint64(48)
 
 
@@ -54,37 +61,95 @@ def ones(n: int) -> int:
     n = n - ((n >> 1) & 0x55555555)
     n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
     n = (n + (n >> 4)) & 0x0F0F0F0F
-    return ((n * 0x01010101) & 0xFFFFFFFF) >> 24
+    return ((n * 0x01010101) & _LOW) >> 24
 
 
 @inner
+def run_of(outcomes: int) -> int:
+    """How many of the newest predictions came true without a break."""
+    return ones(outcomes & ~(outcomes + 1))
+
+
+@inner
+def _packed(place: int, outcomes: int, same: int, coming: int) -> int:
+    """First column of a cursor: place, outcomes, tokens since the text differed, tokens of an edit still to come."""
+    told = np.int64(coming) << 60 | np.int64(min(same, RECENT)) << 56
+    return told | np.int64(outcomes & _OUTCOMES) << 32 | np.int64(place)
+
+
+@inner
+def _outcomes(at: int) -> int:
+    return at >> 32 & _OUTCOMES
+
+
+@inner
+def _same(at: int) -> int:
+    return at >> 56 & 15
+
+
+@inner
+def _coming(at: int) -> int:
+    return at >> 60
+
+
+@inner
+def _expected(text: NDArray[np.int32], cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
+    """The next expected token, and the column of the edit it comes from (0: none)."""
+    token = np.int64(text[cursors[c, 0] & (WINDOW - 1)])
+    for j in range(1, CURSOR):
+        if cursors[c, j] >= 0 and cursors[c, j] >> 32 == token:
+            return cursors[c, j] >> 8 & _ID, np.int64(j)
+    return token, np.int64(0)
+
+
+@njit(cache=True, nogil=True)
 def open_level(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
-    """(expected token, how many of the last `RECENT` predictions came true) of a cursor; (0, -1) for no level.
+    """(handle, match length) of a cursor's level; length -1 where it has none.
 
-    There is one where it says more than exact contexts do: the text differed less than `RECENT` tokens ago.
+    It has one where it says more than exact contexts do: the text differed less than `RECENT` tokens ago, or the next
+    token is a replaced one; not inside an edit. The handle is the expected token, and 2^32 more when it is a replaced
+    one; the length how many of the last `RECENT` predictions came true.
     """
-    place = cursors[c, PLACE]
-    if place == 0 or cursors[c, SAME] >= RECENT or place >= view_i64(table[s, ALIGNMENT_META], META)[0]:
-        return np.int64(0), np.int64(-1)
-    token = np.int64(view_i32(table[s, ALIGNMENT_TEXT], WINDOW)[place & _RING])
-    return token, np.int64(ones(cursors[c, OUTCOMES] & _NEWEST)) if token >= 0 else np.int64(-1)
+    none = np.int64(0), np.int64(-1)
+    at = cursors[c, 0]
+    if at == 0 or _coming(at) > 0 or at & _LOW >= view_i64(table[s, ALIGNMENT_META], META)[0]:
+        return none
+    token, column = _expected(view_i32(table[s, ALIGNMENT_TEXT], WINDOW), cursors, c)
+    if token < 0 or (column == 0 and _same(at) >= RECENT):
+        return none
+    return token | (np.int64(1) << 32 if column > 0 else np.int64(0)), np.int64(ones(_outcomes(at) & _RECENT))
 
 
 @inner
-def evidence(cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
-    """What stands for the count, predictions in a row that came true; and for the distinct continuations, how many of
-    the last ones did not."""
-    outcomes = cursors[c, OUTCOMES]
-    differed = RECENT - ones(outcomes & _NEWEST)
-    return ones(outcomes & ~(outcomes + 1)) + 1, np.int64(1 if differed <= 1 else 2 if differed <= 3 else 3)
+def token_of(handle: int) -> int:
+    """The token that a level expects."""
+    return handle & _LOW
 
 
 @inner
-def _came_true(cursors: NDArray[np.int64], c: int, out: NDArray[np.int64], o: int) -> None:
-    """Write the cursor after the expected token."""
-    out[o, PLACE] = cursors[c, PLACE] + 1
-    out[o, OUTCOMES] = (cursors[c, OUTCOMES] << 1 | 1) & _ALL
-    out[o, SAME] = min(cursors[c, SAME] + 1, RECENT)
+def evidence(cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]:
+    """What stands for the count, tokens in a row that came true; and for the distinct continuations, how many of the
+    last ones differed and whether this one is a replaced one."""
+    outcomes = _outcomes(cursors[c, 0])
+    differed = RECENT - ones(outcomes & _RECENT)
+    few, some, many = (4, 6, 9) if handle > _LOW else (1, 2, 3)
+    return run_of(outcomes) + 1, np.int64(few if differed <= 1 else some if differed <= 3 else many)
+
+
+@inner
+def _after(cursors: NDArray[np.int64], c: int, column: int) -> int:
+    """First column of a cursor after the expected token, which came from the edit in this column (0: from the text)."""
+    at = cursors[c, 0]
+    outcomes, place = _outcomes(at) << 1 | 1, at & _LOW
+    if column == 0:
+        return _packed(place + 1, outcomes, _same(at) + 1, np.int64(0))
+    return _packed(place + (cursors[c, column] & _PASSED), outcomes, np.int64(0), cursors[c, column] >> 5 & _MORE)
+
+
+@inner
+def _after_coming(at: int) -> int:
+    """First column of a cursor after a token of an edit that is not remembered."""
+    return at - (np.int64(1) << 60)
 
 
 @inner
@@ -92,67 +157,104 @@ def advance(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, token: int, out: NDArray[np.int64], o: int
 ) -> None:
     """Cursor after one more token of a draft: no alignment any more where the token is another one."""
-    place = cursors[c, PLACE]
-    if place > 0 and view_i32(table[s, ALIGNMENT_TEXT], WINDOW)[place & _RING] == token:
-        _came_true(cursors, c, out, o)
+    out[o, 0] = 0
+    at = cursors[c, 0]
+    if at == 0:
+        return
+    if _coming(at) > 0:
+        out[o, 0] = _after_coming(at)
     else:
-        out[o, PLACE] = 0
+        expected, column = _expected(view_i32(table[s, ALIGNMENT_TEXT], WINDOW), cursors, c)
+        if expected != token:
+            return
+        out[o, 0] = _after(cursors, c, column)
+    for j in range(1, CURSOR):
+        out[o, j] = cursors[c, j]
+
+
+@inner
+def _remember(kept: NDArray[np.int64], k: int, column: int, edit: int) -> None:
+    """Put an edit in front, instead of the one in this column (0: instead of the oldest)."""
+    for j in range(column if column > 0 else CURSOR - 1, 1, -1):
+        kept[k, j] = kept[k, j - 1]
+    kept[k, 1] = edit
 
 
 @inner
 def _look_for(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int, end: int) -> None:
-    """Go on behind a token that was not expected: where it stands behind the break, if it does."""
-    if kept[k, BROKE] == 0 or kept[k, SINCE] > LONGEST:
-        kept[k, BROKE], kept[k, SINCE] = kept[k, PLACE], 1
-    base = kept[k, BROKE]
-    kept[k, PLACE] += 1
+    """Go on behind a token that was not expected: where it stands behind the break, if it does; write the edit so far.
+
+    A token that was found is not part of the edit, unless it is the first that came, or the one at which it broke.
+    """
+    base, place = kept[k, BROKE], (kept[k, 0] & _LOW) + 1
+    more, passed = kept[k, SINCE] - 1, place - base
     for j in range(base, min(base + REACH, end)):
-        if text[j & _RING] == token:
-            kept[k, PLACE] = j + 1
+        if text[j & (WINDOW - 1)] == token:
+            place = j + 1
+            inside = np.int64(more > 0 and j > base)
+            more, passed = more - inside, place - base - inside
             break
-    kept[k, OUTCOMES] = (kept[k, OUTCOMES] << 1) & _ALL
-    kept[k, SAME] = 0
-    if ones(kept[k, OUTCOMES] & _NEWEST) < FEWEST:
-        kept[k, PLACE] = 0
+    kept[k, 0] = _packed(place, _outcomes(kept[k, 0]) << 1, np.int64(0), np.int64(0))
+    if more > _MORE or passed > _PASSED:
+        more, passed = np.int64(0), np.int64(1)
+    if kept[k, 1] >= 0:
+        kept[k, 1] = kept[k, 1] >> 8 << 8 | more << 5 | passed
 
 
 @inner
 def _follow(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int, end: int) -> None:
     """Move an alignment over a token of the text."""
-    place = kept[k, PLACE]
+    at = kept[k, 0]
+    place = at & _LOW
     kept[k, SINCE] += 1
+    if _coming(at) > 0:
+        kept[k, 0] = _after_coming(at)
+        return
     if place >= end or end - place > FARTHEST:
-        kept[k, PLACE] = 0
-    elif text[place & _RING] == token:
-        _came_true(kept, k, kept, k)
+        kept[k, 0] = 0
+        return
+    expected, column = _expected(text, kept, k)
+    if expected == token:
+        kept[k, 0] = _after(kept, k, column)
         kept[k, BROKE] = 0
-    else:
-        _look_for(text, kept, k, token, end)
+        if column > 0:
+            _remember(kept, k, column, kept[k, column])
+            kept[k, BROKE], kept[k, SINCE] = place, 1
+        return
+    if kept[k, BROKE] == 0 or kept[k, SINCE] > LONGEST:
+        old = np.int64(text[place & (WINDOW - 1)])
+        known = old >= 0 and 0 <= token <= _ID
+        _remember(kept, k, column, (old << 24 | token) << 8 if known else np.int64(-1))
+        kept[k, BROKE], kept[k, SINCE] = place, 1
+    _look_for(text, kept, k, token, end)
+    if ones(_outcomes(kept[k, 0]) & _RECENT) < FEWEST:
+        kept[k, 0] = 0
 
 
-@inner
+@njit(cache=True, nogil=True)
 def _slot(text: NDArray[np.int32], end: int) -> int:
     """Where ``places`` knows the `ANCHOR` tokens in front of ``end``."""
     h = np.uint64(0)
     for back in range(1, ANCHOR + 1):
-        h = mix(h, text[(end - back) & _RING])
+        h = mix(h, text[(end - back) & (WINDOW - 1)])
     return np.int64(h >> _HASH_SHIFT)
 
 
 @inner
 def _matched(text: NDArray[np.int32], place: int, end: int) -> int:
-    """How many tokens in front of a place are those in front of the end, `REMEMBERED` at most."""
+    """How many tokens in front of a place are those in front of the end, `OUTCOMES` at most."""
+    if place <= 0 or place >= end or end - place > FARTHEST:
+        return np.int64(0)
     n = np.int64(0)
-    if 0 < place < end and end - place <= FARTHEST:
-        while n < min(REMEMBERED, place) and text[(place - 1 - n) & _RING] == text[(end - 1 - n) & _RING]:
-            n += 1
+    while n < min(OUTCOMES, place) and text[(place - 1 - n) & (WINDOW - 1)] == text[(end - 1 - n) & (WINDOW - 1)]:
+        n += 1
     return n
 
 
 @inner
 def _worth(outcomes: int) -> int:
     """Order of alignments: recent predictions that came true, then all."""
-    return ones(outcomes & _NEWEST) * (REMEMBERED + 1) + ones(outcomes)
+    return ones(outcomes & _RECENT) * (OUTCOMES + 1) + ones(outcomes)
 
 
 @inner
@@ -160,13 +262,15 @@ def _begin(kept: NDArray[np.int64], place: int, matched: int) -> None:
     """Follow an alignment that has matched so many tokens, instead of the worst one, if it is not followed yet."""
     worst, least = np.int64(0), np.int64(1 << 40)
     for k in range(KEPT):
-        if kept[k, PLACE] == place:
+        if kept[k, 0] != 0 and _coming(kept[k, 0]) == 0 and kept[k, 0] & _LOW == place:
             return
-        worth = _worth(kept[k, OUTCOMES]) if kept[k, PLACE] > 0 else np.int64(0)
+        worth = _worth(_outcomes(kept[k, 0]))
         if worth < least:
             worst, least = np.int64(k), worth
-    kept[worst, PLACE], kept[worst, OUTCOMES] = place, (np.int64(1) << matched) - 1
-    kept[worst, SAME], kept[worst, BROKE] = min(matched, RECENT), 0
+    kept[worst, 0] = _packed(place, (np.int64(1) << matched) - 1, matched, np.int64(0))
+    for j in range(1, CURSOR):
+        kept[worst, j] = -1
+    kept[worst, BROKE] = 0
 
 
 @inner
@@ -174,7 +278,7 @@ def _best_first(kept: NDArray[np.int64]) -> int:
     """Put the best alignment in front of those that have outlived a token that differed; returns 1 if there is one."""
     best, most = 0, np.int64(0)
     for k in range(KEPT):
-        outcomes = kept[k, OUTCOMES] if kept[k, PLACE] > 0 else np.int64(0)
+        outcomes = _outcomes(kept[k, 0])
         if outcomes & (outcomes + 1) != 0 and _worth(outcomes) > most:
             best, most = k, _worth(outcomes)
     if best > 0:
@@ -183,7 +287,7 @@ def _best_first(kept: NDArray[np.int64]) -> int:
     return np.int64(most > 0)
 
 
-@inner
+@njit(cache=True, nogil=True)
 def extend(table: NDArray[np.int64], s: int, tokens: NDArray[np.int32], said: int) -> None:
     """Take tokens (n,) into the text of a source: generated ones (1) are followed, others (0) end all alignments."""
     text, places = view_i32(table[s, ALIGNMENT_TEXT], WINDOW), view_i32(table[s, ALIGNMENT_PLACES], SLOTS)
@@ -194,9 +298,9 @@ def extend(table: NDArray[np.int64], s: int, tokens: NDArray[np.int32], said: in
     for i in range(len(tokens)):
         if said == 1:
             for k in range(KEPT):
-                if kept[k, PLACE] > 0:
+                if kept[k, 0] != 0:
                     _follow(text, kept, k, np.int64(tokens[i]), meta[0])
-        text[meta[0] & _RING] = tokens[i]
+        text[meta[0] & (WINDOW - 1)] = tokens[i]
         meta[0] += 1
         if meta[0] < ANCHOR:
             continue
@@ -209,10 +313,10 @@ def extend(table: NDArray[np.int64], s: int, tokens: NDArray[np.int32], said: in
     meta[1] = _best_first(kept)
 
 
-@inner
+@njit(cache=True, nogil=True)
 def best(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int) -> None:
     """Write the cursor of a source's best alignment."""
     kept = view_i64_rows(table[s, ALIGNMENT_KEPT], 1, WIDTH)
     found = view_i64(table[s, ALIGNMENT_META], META)[1]
-    cursors[c, PLACE] = kept[0, PLACE] * found
-    cursors[c, OUTCOMES], cursors[c, SAME] = kept[0, OUTCOMES], kept[0, SAME]
+    for j in range(CURSOR):
+        cursors[c, j] = kept[0, j] * found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import automaton, trie, unigram
+from retrieve_spec.kernels import alignment, automaton, trie, unigram
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, blend, collect_levels, open_scratch, scratch_of
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key
@@ -45,7 +46,7 @@ USE_MEMORY = 512.0
 """Tokens over which the use of a source is averaged."""
 
 
-@inner
+@njit(cache=True, nogil=True)
 def _share_of(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int, total: int, token: int
 ) -> tuple[float, float]:
@@ -60,7 +61,7 @@ def _share_of(
         hit = 1.0 if expected_text(table, s)[handle] == token else 0.0
         return hit, hit
     if table[s, KIND] == ALIGNMENT:
-        return 1.0 if handle == token else 0.0, 0.0
+        return 1.0 if alignment.token_of(handle) == token else 0.0, 0.0
     if table[s, KIND] == NGRAM:
         first, end = ngram_part(table, s, handle)
         for j in range(first, end):
@@ -84,7 +85,7 @@ def _share_of(
     return 0.0, 0.0
 
 
-@part
+@inner
 def learn_weights(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
@@ -145,7 +146,7 @@ def learn_weights(
             break
 
 
-@inner
+@njit(cache=True, nogil=True)
 def learn(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.source_table import (
     DENSE,
     EXACT_LENGTH,
@@ -26,7 +27,7 @@ ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, BLOCK_ROWS = 0, 2, 3, 4, 5, 6,
 in the last, all others int32."""
 
 
-@inner
+@njit(cache=True, nogil=True)
 def depth_first(
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
@@ -88,7 +89,7 @@ def depth_first(
             origins[i - 1] = origins[i] - 1
 
 
-@part
+@inner
 def write_tree(
     table: NDArray[np.int64],
     nodes: NDArray[np.int64],
@@ -117,7 +118,7 @@ def write_tree(
     )
 
 
-@part
+@inner
 def find_origins(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
@@ -148,7 +149,7 @@ def find_origins(
                     out[i] = (table[s, EXACT_SEGMENT] << ORIGIN_BITS) | position
 
 
-@part
+@njit(cache=True, nogil=True)
 def node_tails(
     token_ids: NDArray[np.int32],
     parent: NDArray[np.int32],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.drafting.batch import RequestDiverged
+from retrieve_spec.drafting.many import TakenBack
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations import ServingDrafter
@@ -102,10 +102,10 @@ def test_a_text_that_does_not_go_on_is_said_and_nothing_is_done():
     before = engine.drafter.statistics()["emitted"], [engine.drafter.length(name) for name in ("r0", "r1")]
     changed = written.copy()
     changed[1, 38] += 1
-    with pytest.raises(RequestDiverged) as other:
+    with pytest.raises(TakenBack) as other:
         engine.drafter.step(["r0", "r1"], changed, engine.lengths + 3, [0, 1], [150, 150], 8)
     assert other.value.row == 1
-    with pytest.raises(RequestDiverged):  # shorter than before
+    with pytest.raises(TakenBack):  # shorter than before
         engine.drafter.step(["r0"], written, engine.lengths - 3, [0], [150], 8)
     assert before == (engine.drafter.statistics()["emitted"], [engine.drafter.length(name) for name in ("r0", "r1")])
     engine.step([0, 1])
@@ -128,7 +128,7 @@ def test_no_more_is_drafted_than_the_text_may_have():
     drafter = ServingDrafter()
     drafter.start("a", text[0, :40])
     for longest, drafted in ((60, 16), (50, 8), (43, 1), (42, 0), (41, 0), (0, 0)):
-        drafter._slots = None
+        drafter._seats = None
         assert len(drafter.step(["a"], text, np.array([41], np.int32), [0], [longest], 16)[0]) == drafted
 
 
@@ -198,14 +198,14 @@ def test_requests_given_up_while_they_begin(monkeypatch):
     from retrieve_spec.integrations import requests
 
     drafter = ServingDrafter()
-    start = requests.BatchRow.start
+    start = requests.Row.start
 
     def given_up(row, *prompt):
         start(row, *prompt)
         if len(prompt[0]):
             drafter.abandon()
 
-    monkeypatch.setattr(requests.BatchRow, "start", given_up)
+    monkeypatch.setattr(requests.Row, "start", given_up)
     drafter.start("a", [1, 2, 3])
     assert "a" not in drafter and not drafter._starting
     monkeypatch.undo()

@@ -1,49 +1,80 @@
-"""Which earlier places the newest tokens run beside, by definition: lists of outcomes."""
+"""Which earlier places the newest tokens run beside, by definition: lists of outcomes, dictionaries of edits."""
 
 from __future__ import annotations
 
 WINDOW, KEPT, ANCHOR, OUTCOMES, RECENT, FEWEST = 1 << 16, 4, 2, 24, 8, 2
 REACH, LONGEST, FARTHEST = 24, 16, WINDOW - 64
+MORE, PASSED, ID = 7, 31, (1 << 24) - 1
 
 
 class Alignment:
-    """A place, the outcomes of its predictions (oldest first), tokens since the text differed."""
+    """A place, the outcomes of its predictions (oldest first), its edits {old: (new, more, passed)} (newest last)."""
 
     def __init__(self, place, matched):
-        self.place, self.outcomes = place, [True] * matched
-        self.same = min(matched, RECENT)
+        self.place, self.outcomes, self.edits = place, [True] * matched, {}
+        self.same, self.coming = min(matched, RECENT), 0
         self.broke = self.since = None
 
     def copy(self):
         other = Alignment(self.place, 0)
-        other.outcomes, other.same = self.outcomes.copy(), self.same
+        other.outcomes, other.edits = self.outcomes.copy(), self.edits.copy()
+        other.same, other.coming = self.same, self.coming
         return other
 
-    def pass_expected(self):
+    def edited(self, text):
+        return text[self.place] in self.edits
+
+    def expected(self, text):
+        return self.edits[text[self.place]][0] if self.edited(text) else text[self.place]
+
+    def pass_expected(self, text):
         """Go on behind the expected token."""
         self.outcomes = [*self.outcomes, True][-OUTCOMES:]
-        self.place, self.same = self.place + 1, min(self.same + 1, RECENT)
+        if self.edited(text):
+            _, self.coming, passed = self.edits[text[self.place]]
+            self.place, self.same = self.place + passed, 0
+        else:
+            self.place, self.same = self.place + 1, min(self.same + 1, RECENT)
 
     def follow(self, text, token):
         if self.broke is not None:
             self.since += 1
+        if self.coming:
+            self.coming -= 1
+            return
         if self.place >= len(text):
             self.outcomes = []
-        elif text[self.place] == token:
-            self.broke = self.since = None
-            self.pass_expected()
-        else:
-            self.differ(text, token)
-
-    def differ(self, text, token):
+            return
+        old = text[self.place]
+        if self.expected(text) == token:
+            edited = self.edited(text)
+            self.broke, self.since = (self.place, 1) if edited else (None, None)
+            self.pass_expected(text)
+            if edited:
+                self.edits[old] = self.edits.pop(old)
+            return
         if self.broke is None or self.since > LONGEST:
             self.broke, self.since = self.place, 1
+            self.edits.pop(old, None)
+            self.edits[old if old >= 0 and 0 <= token <= ID else ("unknown", len(text))] = (token, 0, 1)
+            while len(self.edits) > 3:
+                del self.edits[next(iter(self.edits))]
         self.outcomes = [*self.outcomes, False][-OUTCOMES:]
         while self.outcomes and not self.outcomes[0]:  # what is not behind a token that came true is not remembered
             del self.outcomes[0]
         self.same = 0
+        self.look_for(text, token)
+
+    def look_for(self, text, token):
         found = [place for place in range(self.broke, min(self.broke + REACH, len(text))) if text[place] == token]
         self.place = found[0] + 1 if found else self.place + 1
+        more, passed = self.since - 1, self.place - self.broke
+        if found and more and found[0] > self.broke:
+            more, passed = more - 1, passed - 1
+        if more > MORE or passed > PASSED:
+            more, passed = 0, 1
+        newest = next(reversed(self.edits))
+        self.edits[newest] = (self.edits[newest][0], more, passed)
 
     def recent(self):
         return sum(self.outcomes[-RECENT:])
@@ -94,7 +125,7 @@ class NaiveAlignments:
         self.kept[worst] = Alignment(place, matched)
 
     def _at(self, k, place):
-        return self.kept[k] and self.kept[k].place == place
+        return self.kept[k] and not self.kept[k].coming and self.kept[k].place == place
 
     def levels(self, text):
         """What the best alignment says behind a draft."""
@@ -102,11 +133,17 @@ class NaiveAlignments:
             return
         best = self.kept[0].copy()
         for token in text[len(self.text) :]:
-            if best.place >= len(self.text) or self.text[best.place] != token:
+            if best.coming:
+                best.coming -= 1
+                continue
+            if best.place >= len(self.text) or best.expected(self.text) != token:
                 return
-            best.pass_expected()
-        if best.place >= len(self.text) or self.text[best.place] < 0 or best.same == RECENT:
+            best.pass_expected(self.text)
+        if best.coming or best.place >= len(self.text):
+            return
+        token, edited = best.expected(self.text), best.edited(self.text)
+        if token < 0 or (not edited and best.same == RECENT):
             return
         differed = RECENT - best.recent()
-        distinct = 1 + (differed > 1) + (differed > 3)
-        yield best.recent(), best.run() + 1, distinct, [(self.text[best.place], 1.0)], None
+        kinds = (4, 6, 9) if edited else (1, 2, 3)
+        yield best.recent(), best.run() + 1, kinds[(differed > 1) + (differed > 3)], [(token, 1.0)], None

@@ -5,7 +5,6 @@ import itertools
 import naive_alignments
 import numpy as np
 import pytest
-from doors import Doors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_alignments import NaiveAlignments
@@ -15,9 +14,6 @@ from retrieve_spec.kernels import levels
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources.alignments import Alignments
 from retrieve_spec.sources.rows import SourceTable
-
-kernels = Doors(kernels)
-levels = Doors(levels)
 
 HASHES = np.zeros((2, TAIL), np.uint64)
 
@@ -95,19 +91,23 @@ def test_few_tokens_have_slots_of_their_own():
 
 
 def test_constants():
-    names = "WINDOW", "KEPT", "ANCHOR", "RECENT", "FEWEST", "REACH", "LONGEST", "FARTHEST"
+    names = "WINDOW", "KEPT", "ANCHOR", "OUTCOMES", "RECENT", "FEWEST", "REACH", "LONGEST", "FARTHEST"
     assert [getattr(kernels, name) for name in names] == [getattr(naive_alignments, name) for name in names]
-    assert kernels.REMEMBERED == naive_alignments.OUTCOMES
+    names = "MORE", "PASSED", "ID"
+    assert [getattr(kernels, f"_{name}") for name in names] == [getattr(naive_alignments, name) for name in names]
+    assert CURSOR == 4  # the place and three edits
 
 
-def test_a_copy_goes_on_behind_a_word_that_differs():
+def test_a_copy_goes_on_behind_a_word_that_differs_and_knows_it_again():
     pair = Pair()
     pair.say([1, 2, 3, 50, 4, 5, 50, 6, 7, 50, 8], generated=False)
     pair.say([1, 2, 3, 60])
     assert pair.level()[0][3] == [(4, 1.0)]
     pair.say([4, 5])
-    assert pair.level()[0][3] == [(50, 1.0)]
-    assert pair.level([50, 6, 7])[0][3] == [(50, 1.0)]
+    assert pair.level()[0][3] == [(60, 1.0)], "the word is replaced again"
+    assert pair.level([60, 6, 7])[0][3] == [(60, 1.0)]
+    pair.say([50, 6, 7])
+    assert pair.level()[0][3] == [(50, 1.0)], "it is not replaced any more"
 
 
 def test_places_beyond_the_window_are_not_followed():
@@ -138,7 +138,24 @@ def test_a_copy_goes_on_behind_words_that_were_put_in_or_left_out():
         assert pair.level([7])[0][3] == [(8, 1.0)]
 
 
-def test_edits_of_any_length_are_followed():
+def test_an_edit_of_several_tokens_is_expected_again():
+    """Numbered lines that are quoted: behind every line comes another mark, and the number of the next is left out."""
+    pair = Pair()
+    lines = [(30, 40 + line, 31, *range(6 * line + 100, 6 * line + 106)) for line in range(9)]
+    pair.say([token for line in lines for token in line], generated=False)
+    pair.say([100, 101, 102, 103, 104, 105])
+    for line in range(1, 3):
+        pair.say([70, 71, *range(6 * line + 100, 6 * line + 106)])
+        pair.same()
+    assert pair.level()[0][3] == [(70, 1.0)]
+    assert pair.level([70]) == [], "what else is put in is not remembered"
+    for draft in ([70, 71], [70, 9], [70, 71, 118], [70, 71, *range(118, 124)]):
+        pair.same(draft)
+    assert pair.level([70, 71])[0][3] == [(118, 1.0)]
+    assert pair.level([70, 71, *range(118, 124)])[0][3] == [(70, 1.0)]
+
+
+def test_edits_that_are_too_long_are_followed_and_not_remembered():
     for put_in, left_out in ((12, 0), (0, 20), (14, 3), (30, 0), (0, 40)):
         pair = Pair()
         pair.say([1, 2, 3, *range(1000, 1000 + left_out), *range(10, 30)], generated=False)
