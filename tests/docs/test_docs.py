@@ -126,7 +126,6 @@ def test_a_model_of_ones_own_is_loaded_as_the_page_says(monkeypatch):
 RUN = {
     "README.md": ["generate", "build", "generate"],
     "docs/start.md": ["doctor", "build", "generate"],
-    "docs/howto.md": ["build", "pull"],
     "docs/datastores.md": ["build", "generate", "push", "pull", "build", "search"],
     "docs/benchmarks.md": ["bench", "bench"],
 }
