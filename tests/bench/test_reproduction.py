@@ -16,7 +16,7 @@ from retrieve_spec import cli
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
-ELSEWHERE = {"census", "vllm"}
+ELSEWHERE = {"census", "gpu", "vllm"}
 """Measured by tests, or where vLLM is installed."""
 
 
