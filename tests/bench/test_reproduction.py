@@ -17,7 +17,7 @@ from retrieve_spec import cli
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
 ELSEWHERE = {"census", "gpu", "vllm"}
-"""Measured by tests, or where vLLM is installed."""
+"""Measured by tests, on a GPU, or where vLLM is installed."""
 
 
 @pytest.fixture
