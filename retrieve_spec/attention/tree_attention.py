@@ -175,15 +175,11 @@ def attend_triton(
     values: torch.Tensor,
     mask: TreeMask,
     rule: LayerRule,
-    described: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The GPU kernel over all keys: queries (1, heads, rows, d) in, (1, rows, heads, d) out.
-
-    `described` is the pass in device memory (as `TreeMask.on_device` gives it) where keys reach beyond its rows.
-    """
+    """The GPU kernel over all keys: queries (1, heads, rows, d) in, (1, rows, heads, d) out."""
     from retrieve_spec.kernels.triton_tree_attention import num_splits, tree_attention
 
-    words, depths, prefix = described or mask.on_device(keys.shape[2] - mask.rows)
+    words, depths, prefix = mask.on_device(keys.shape[2] - mask.rows)
     _, heads, rows, _ = query.shape
     kv_heads = keys.shape[1]
     query = query if query.stride(-1) == 1 else query.contiguous()

@@ -201,7 +201,7 @@ class RecordedVerifier(OverAnother):
         return attend(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
 
     def _adopt(self) -> KVBuffer:
-        """Move the rows that the prompt left in the caller's cache to slabs; cut short, it goes on where it was."""
+        """Move the rows that the prompt left in the caller's cache to slabs."""
         if self._slabs is None:
             self._cache = self.own.cache
             held = sum(self._kept)

@@ -103,8 +103,9 @@ def _record(
     model: Any, finding: Finding, layer: Layer, fused: bool, layouts: Layouts | None
 ) -> tuple[Recording | None, str]:
     """A recording, with CUDA graphs where they agree with the model; or why there is none."""
-    recorded = RecordedPass(model, len(cache_windows(new_cache(model))), layer, fused, layouts)
-    if why := _why_not_windows(recorded, cache_windows(new_cache(model))):
+    windows = cache_windows(new_cache(model))
+    recorded = RecordedPass(model, len(windows), layer, fused, layouts)
+    if why := _why_not_windows(recorded, windows):
         return None, why
     graphs = PASS.cuda_graphs and recorded.device.type == "cuda"
     why = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from retrieve_spec.config import AUTO, PASS
 from retrieve_spec.kernels.single_rows import attend_single_rows
 from retrieve_spec.recorded.pass_buffer import LaidOut
-from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 
 _LONG = 1024
 """Rows held from which several threads attend faster than one kernel does."""
-Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 class RowAttention:
@@ -31,7 +30,7 @@ class RowAttention:
         By text, its own attention in a layer (`RecordedVerifier.attend`).
     """
 
-    def __init__(self, recorded: RecordedPass, laid: Sequence[LaidOut], parts: Sequence[Part]) -> None:
+    def __init__(self, recorded: RecordedPass, laid: Sequence[LaidOut], parts: Sequence[Attend]) -> None:
         ends = np.cumsum([len(text.ids) for text in laid]).tolist()
         self._spans = spans = [slice(end - len(text.ids), end) for text, end in zip(laid, ends, strict=True)]
         self._recorded, self._parts = recorded, parts

@@ -111,12 +111,12 @@ def rows_change_one_another(model: Any) -> str:
 
     So it is where inputs are quantised with one scale for all rows of a pass: every draft would change the text.
     """
-    tried: dict[tuple[type, type], None] = {}
+    tried: set[tuple[type, type]] = set()
     for module in _quantised(model):
         kind = (type(module), type(getattr(module, "weight", None)))
         if kind in tried:
             continue
-        tried[kind] = None
+        tried.add(kind)
         device = next((tensor.device for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor)),
                       model.device)  # fmt: skip
         generator = torch.Generator().manual_seed(0)
