@@ -18,7 +18,7 @@ _EXPORTS = {
     "open_datastore": "retrieve_spec.datastore.store",
     "restore": "retrieve_spec.acceleration",
     "DraftTree": "retrieve_spec.drafting.tree",
-    "RolloutMemory": "retrieve_spec.sources.rollouts",
+    "RolloutMemory": "retrieve_spec.sources.answers",
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]

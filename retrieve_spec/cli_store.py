@@ -99,12 +99,6 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
     help="What to keep of the text (both, exact, or ngram, small enough to ship), and the kind of the dense index "
     "(auto: by size); once for each.",
 )
-@click.option(
-    "--automaton-tokens",
-    type=WholeRange(min=0),
-    metavar="N",
-    help="Segments of at most N tokens also get a static automaton, which draft 'sam' follows.",
-)
 @click.option("--dense", metavar="MODEL", help="Also index the model's hidden states; folder, hub id or 'reference'.")
 @click.option("--layer", default="last", show_default=True, metavar="last|N", help="Layer of the dense keys.")
 @click.option(
@@ -127,7 +121,6 @@ def build(
     tokenizer: str | None,
     recipe: Path | None,
     indexes: tuple[str, ...],
-    automaton_tokens: int | None,
     dense: str | None,
     layer: str,
     dims: int,
@@ -158,7 +151,6 @@ def build(
         config, sources, name = loaded.config, [replace(s, **wished) for s in loaded.sources], loaded.name
     index: Any = _only(indexes, _TEXT_INDEXES)
     config = replace(config, index=index) if index else config
-    config = config if automaton_tokens is None else replace(config, automaton_tokens=automaton_tokens)
     kind: Any = _only(indexes, _DENSE_INDEXES)
     if dense is not None:
         where: int | str = int(layer) if layer.isdigit() else layer

@@ -317,9 +317,6 @@ class StoreConfig:
         Size of an n-gram table at most, as a share of the segment's tokens and suffix array …
     ngram_floor
         … or this many bytes, where that is more (pruning a small table costs drafts and saves nothing).
-    automaton_tokens
-        Segments of at most this many tokens also get a static suffix automaton (about 26 bytes per token), which
-        answers as the suffix array does, in constant time per token; 0 for none.
     document_bytes
         Longer documents are skipped as huge.
     dense
@@ -332,7 +329,6 @@ class StoreConfig:
     ngram_successors: int = 12
     ngram_share: float = 0.25
     ngram_floor: int = 32 << 20
-    automaton_tokens: int = 0
     document_bytes: int = 64 << 20
     dense: DenseConfig | None = None
 

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +316,8 @@ def existing_manifest(store: Path) -> Manifest | None:
 
 def config_of(manifest: Manifest) -> StoreConfig:
     """Settings of the store's first build; without dense indexes where the store has none any more."""
-    config = StoreConfig(**manifest.config)
+    known = {each.name for each in fields(StoreConfig)}  # earlier versions had others, too
+    config = StoreConfig(**{name: value for name, value in manifest.config.items() if name in known})
     return config if manifest.dense is not None else replace(config, dense=None)
 
 

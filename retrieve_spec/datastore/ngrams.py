@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.kernels import grams, ngram
-from retrieve_spec.kernels.contexts import mark_contexts
+from retrieve_spec.kernels.ngram import mark_contexts
 
 LOAD = 0.7
 """Share of slots in use; searches read about two slots on a hit and six on a miss."""
@@ -161,7 +161,7 @@ def build_ngrams(
 
 @dataclass(frozen=True, slots=True)
 class ContextFilter:
-    """Which of the small n-gram tables of a store may hold a context (`retrieve_spec.kernels.contexts`).
+    """Which of the small n-gram tables of a store may hold a context (`retrieve_spec.kernels.ngram`).
 
     Attributes
     ----------

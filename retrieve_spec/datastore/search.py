@@ -12,8 +12,7 @@ from retrieve_spec.datastore.documents import Document
 from retrieve_spec.datastore.segment import Segment
 from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.errors import StoreCorruptError
-from retrieve_spec.kernels.suffix_array import sa_successors
-from retrieve_spec.kernels.suffix_search import sa_longest
+from retrieve_spec.kernels.suffix_array import sa_longest, sa_successors
 
 MAX_READS = 1024
 

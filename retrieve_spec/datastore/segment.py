@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.automaton import StaticAutomaton, build_automaton
 from retrieve_spec.datastore.dense import INDEX, DenseIndex
 from retrieve_spec.datastore.documents import TABLE, DocumentTable, Origin, Row, table_arrays
 from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_files
@@ -23,7 +22,7 @@ from retrieve_spec.datastore.tombstones import DOCUMENTS, RANKS, forget, hidden_
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.induced_sort import sort_suffixes
 from retrieve_spec.kernels.ngram import SLOT
-from retrieve_spec.kernels.suffix_search import sa_top_table
+from retrieve_spec.kernels.suffix_array import sa_top_table
 
 SUFFIX = ".bin"
 
@@ -62,8 +61,6 @@ class Segment:
         Numbers of the documents that are not listed any more, ascending.
     ngram
         The segment's n-gram table, or None.
-    automaton
-        The segment's static automaton, or None.
     dense
         The segment's dense index, or None.
     hidden
@@ -82,7 +79,6 @@ class Segment:
     documents: DocumentTable
     removed: tuple[int, ...]
     ngram: NgramTable | None
-    automaton: StaticAutomaton | None
     dense: DenseIndex | None = None
     hidden: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
 
@@ -209,9 +205,6 @@ def write_arrays(
     if config.index != "exact":
         ngrams = build_ngrams(tokens, sa, to_global, config, beginnings)
         arrays |= {f"ngram_{f.name}": getattr(ngrams, f.name).ravel() for f in fields(ngrams)}
-    if config.index != "ngram" and len(tokens) <= config.automaton_tokens:
-        automaton = build_automaton(tokens, sa)
-        arrays |= {f"automaton_{f.name}": getattr(automaton, f.name) for f in fields(automaton)}
     return write_files(folder, {name + SUFFIX: array for name, array in sorted(arrays.items())}), origins
 
 
@@ -261,9 +254,6 @@ def open_segment(
     if "ngram_slots" + SUFFIX in entry.files:
         slots, *successors = (load(f"ngram_{f.name}", np.uint32, private=hiding) for f in fields(NgramTable))
         ngrams = NgramTable(slots[: len(slots) // SLOT * SLOT].reshape(-1, SLOT), *successors)
-    automaton = None
-    if "automaton_link" + SUFFIX in entry.files and not hiding:  # its counts are those of the whole text
-        automaton = StaticAutomaton(*(load(f"automaton_{f.name}", np.uint32) for f in fields(StaticAutomaton)))
     starts = load("documents", np.uint32)
     if len(starts) < 2:
         raise StoreCorruptError(f"documents in {folder}", "none")
@@ -285,7 +275,6 @@ def open_segment(
         DocumentTable(entry.name, entry.added_at, entry.origins, starts, table, removed),
         removed,
         ngrams,
-        automaton,
         dense,
         tombstones[RANKS] if tombstones is not None else np.empty(0, np.uint32),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.addresses import explain_remote_errors, is_address
-from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import SEGMENTS, SKIPPED, SegmentEntry, content_name, files_of, read_manifest
@@ -24,7 +22,7 @@ from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.datastore.tombstones import COPIES, DOCUMENTS, RANKS, document_tokens, find_ranks, tombstones_of
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import EXTENT, KEY, START, ngram_hash
-from retrieve_spec.kernels.suffix_search import sa_search, sa_top_table
+from retrieve_spec.kernels.suffix_array import sa_search, sa_top_table
 
 _ATTEMPTS = 5
 QUERIES = 32
@@ -126,11 +124,6 @@ def _check_structure(segment: Segment, vocabulary: int) -> None:
         _check_dense(segment, segment.dense)
     if segment.ngram is not None:
         _check_table(segment, segment.ngram, vocabulary)
-    if segment.automaton is not None:
-        built = build_automaton(np.asarray(segment.tokens), segment.suffix_array)
-        for field in fields(built):
-            same = np.array_equal(getattr(built, field.name), getattr(segment.automaton, field.name))
-            _require(same, segment, f"automaton {field.name} of its text")
 
 
 def _check_suffix_array(segment: Segment, starts: NDArray[np.int64]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError, in_a_line
-from retrieve_spec.kernels import promise
+from retrieve_spec.kernels import acceptance
 from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.unigram import CLASSES, PLACES, RATES
 from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
@@ -80,24 +80,13 @@ class Calibration:
         """Tokens without a context of one text, ranked by what is learned here."""
         return Unigrams(self.rates, self.factors, self.classes, mute)
 
-    def promise(self, noise: bool) -> float:
-        """How many tokens were accepted for each one that drafts made whole promised.
+    def acceptance_ratio(self, noise: bool) -> float:
+        """Tokens accepted for each one expected of whole drafts (`retrieve_spec.kernels.acceptance`)."""
+        return float(acceptance.acceptance_ratio(self.drafts[int(noise)]))
 
-        The probability of a token is calibrated where the text went, that of a path is a product over places where it
-        may never go. The difference is learned here, from drafts as a whole.
-        """
-        return float(promise.promise(self.drafts[int(noise)]))
-
-    def drafted(self, expected: float, accepted: int, noise: bool) -> None:
-        """Learn what became of a draft: tokens it promised (more than 0, `promise` included) and tokens accepted."""
-        promise.drafted(self.drafts[int(noise)], expected, accepted)
-
-    def hoped(self, p: float, right: bool, noise: bool) -> None:
-        """Learn whether the token was `right` that a draft would have begun with; `promise` is in its probability `p`.
-
-        Drafts that do not pay because they are not trusted are not made: trust would never be won back.
-        """
-        promise.hoped(self.drafts[int(noise)], p, int(right))
+    def learn_draft(self, expected: float, accepted: int, noise: bool) -> None:
+        """Learn what became of a draft: tokens expected (more than 0, the ratio included) and tokens accepted."""
+        acceptance.learn_draft(self.drafts[int(noise)], expected, accepted)
 
     def keep(self, at_once: bool = False) -> None:
         """Count a request, and write the tables to `path` (if there is one) after the first and every 16th.
@@ -136,9 +125,9 @@ class Calibration:
         put_array(Path(path), np.concatenate(tables, dtype=np.float32))
 
     def statistics(self) -> dict[str, tuple[float, float]]:
-        """How many candidates of each source were right, and how many its probabilities promised; old ones fade."""
-        hits, promised = self.scale.reshape(2, NUM_SOURCES, -1, 2).sum((0, 2), dtype=np.float64).T.tolist()
-        return {name: (h, p) for name, h, p in zip(SOURCE_NAMES, hits, promised, strict=True) if p > 0}
+        """How many candidates of each source were right, and how many were expected to be; old ones fade."""
+        hits, expected = self.scale.reshape(2, NUM_SOURCES, -1, 2).sum((0, 2), dtype=np.float64).T.tolist()
+        return {name: (h, p) for name, h, p in zip(SOURCE_NAMES, hits, expected, strict=True) if p > 0}
 
     def _load(self, path: Path) -> None:
         """Read the tables; `StoreCorruptError` where the file holds anything else."""

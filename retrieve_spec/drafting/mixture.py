@@ -44,15 +44,20 @@ _MOST_FRESH = 64
 
 
 class _Shown(NamedTuple):
-    """What is to be learned at once: tokens (e,); nodes of the draft that led to them, and how many tokens it promised;
-    these nodes and the target's top tokens (n + 1, k), or nothing."""
+    """What is to be learned at once: tokens (e,); nodes of the draft that led to them, how many tokens of it were
+    accepted and were expected to be; these nodes and the target's top tokens (n + 1, k), or nothing."""
 
     emitted: NDArray[np.int32]
     size: int = 0
+    accepted: int = 0
     expected: float = 0.0
     verified: NDArray[np.int32] = _NO_BLOCK
     top_ids: NDArray[np.int32] = _NO_IDS
     top_logits: NDArray[np.float32] = _NO_LOGITS
+
+    def followed_by(self, more: NDArray[np.int32]) -> _Shown:
+        """The same with more tokens behind."""
+        return self._replace(emitted=np.concatenate([self.emitted, more]))
 
 
 _NOTHING_SHOWN = _Shown(_NO_TOKENS)
@@ -108,7 +113,6 @@ class MixtureDrafter(OpenSources):
         self._sampled = False
         self._key = 0, 0, 0
         self._history: list[NDArray[np.int32]] = []
-        self._length = 0  # tokens of the text, those that wait to be learned included
         self._text: object = None  # what a session calls it
         self._fresh: list[NDArray[np.int32]] = []  # given while nobody drafted, learned without trees
         self._shown: list[_Shown] = []  # before that
@@ -142,7 +146,7 @@ class MixtureDrafter(OpenSources):
         self.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
         if self.recycling is not None and self.session is None:
             self.recycling.reset()
-        self._history, self._length = [], 0
+        self._history = []
         self._text = object()
         self._fresh = []
         self._shown = []
@@ -160,7 +164,7 @@ class MixtureDrafter(OpenSources):
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
         self._catch_up()
-        self._take_hope()
+        self.drop_first()
         if self._queries is not None:
             self._queries.leave()
             self._cursors[self._dense_row] = 0
@@ -176,7 +180,6 @@ class MixtureDrafter(OpenSources):
                 appended = self._follow(ids)
         if appended < len(ids):
             self.context.extend(ids[appended:])
-        self._length += len(ids)
 
     def _follow(self, ids: NDArray[np.int32]) -> int:
         """Follow text that was not generated; for how much of it the text's automaton had room."""
@@ -202,27 +205,32 @@ class MixtureDrafter(OpenSources):
         While looks for drafts take longer than these save, more and more passes go by without one (at most eight in a
         row), so that text with nothing to look up costs next to nothing; drafts that pay end that.
         """
-        self._asked, began = True, perf_counter()
-        limit = min(budget.max_nodes, MAX_NODES)
-        if limit <= 0 or budget.max_depth <= 0:
+        began = perf_counter()
+        if budget.cost is None:
+            return self.look(budget)
+        self._asked = True
+        if min(budget.max_nodes, budget.max_depth) <= 0:
             return _NOTHING
-        if budget.cost is not None and self._rest > 0:
+        if self._rest > 0:
             self._rest -= 1
             return _NOTHING
-        cost = _NO_COST if budget.cost is None else budget.cost
-        if len(cost) > limit + 1:
-            cost = cost[: limit + 1]
+        tree = self.look(budget)
+        self._weigh(budget.cost, perf_counter() - began)
+        return tree
+
+    def look(self, budget: Budget, chain: bool = False) -> DraftTree:
+        """Draft within the budget, whatever that takes; with `chain` one branch."""
+        self._asked = True
+        limit, depth = min(budget.max_nodes, MAX_NODES), min(budget.max_depth, self.config.max_depth)
+        if limit <= 0 or depth <= 0:
+            return _NOTHING
         if self._sampled or budget.noise is not None:
             self._hear(budget.noise)
-        depth = min(budget.max_depth, self.config.max_depth)
+        cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
         if self._shared is None:
-            tree = self._grow(cost, limit, depth)
-        else:
-            with self._shared:
-                tree = self._grow(cost, limit, depth)
-        if len(cost):
-            self._weigh(cost, perf_counter() - began)
-        return tree
+            return self._grow(cost, limit, depth, chain)
+        with self._shared:
+            return self._grow(cost, limit, depth, chain)
 
     def _weigh(self, cost: NDArray[np.float32], spent: float) -> None:
         """Learn what looks for drafts save and take from one that took `spent` seconds; rest if they take more."""
@@ -238,7 +246,7 @@ class MixtureDrafter(OpenSources):
         if self._queries is not None and self._queries.comparison is not None:
             self._queries.comparison.weigh(n, cost, self._pace)
 
-    def _grow(self, cost: NDArray[np.float32], limit: int, depth: int) -> DraftTree:
+    def _grow(self, cost: NDArray[np.float32], limit: int, depth: int, chain: bool) -> DraftTree:
         """Learn what was shown, look up neighbours if that pays, and grow the tree."""
         shown = self._take_shown()
         last = shown.pop() if shown and self._queries is None else _NOTHING_SHOWN
@@ -247,26 +255,34 @@ class MixtureDrafter(OpenSources):
         self._sync()
         if self._queries is not None:
             self._ask(self._queries, cost, limit, depth)
-        room, expected, block = self._kernel(cost, limit, depth, last)
+        room, expected, block = self._kernel(cost, limit, depth, last, chain)
         if last is not _NOTHING_SHOWN and self._took(last, room):
-            _, expected, block = self._kernel(cost, limit, depth)
+            _, expected, block = self._kernel(cost, limit, depth, chain=chain)
         tree = DraftTree.of_block(block)
         self._proposed = len(tree), expected
         return tree
 
     def _kernel(
-        self, cost: NDArray[np.float32], limit: int, depth: int, shown: _Shown = _NOTHING_SHOWN
+        self,
+        cost: NDArray[np.float32],
+        limit: int,
+        depth: int,
+        shown: _Shown = _NOTHING_SHOWN,
+        chain: bool = False,
     ) -> tuple[int, float, NDArray[np.int32]]:
         """What `step.propose` returns."""
         found: tuple[int, float, NDArray[np.int32]] = step.propose(
-            self._request.words, cost, limit, depth, self.config.min_path_probability, self._says_where, *shown
+            self._request.words,
+            cost,
+            limit,
+            depth,
+            self.config.min_path_probability,
+            int(self._says_where),
+            int(chain),
+            0.0,
+            *shown,
         )
         return found
-
-    def _take_hope(self) -> tuple[int, float]:
-        """The token that a draft would have begun with, and how probable that was; it is not judged any more."""
-        p, self._hope[0] = float(self._hope[0]), 0.0
-        return int(self._request.words[request.FIRST]), p
 
     def _ask(self, queries: DenseQueries, cost: NDArray[np.float32], limit: int, depth: int) -> None:
         """Look up neighbours of the last hidden state if none are followed any more and it pays."""
@@ -282,6 +298,15 @@ class MixtureDrafter(OpenSources):
             queries.comparison.without = self._scratch.nodes[:n, :2].copy()
             cursor[:] = found
 
+    @property
+    def first_token(self) -> int:
+        """The token that the last draft began with, or would have if it had paid."""
+        return int(self._request.words[request.FIRST])
+
+    def drop_first(self) -> None:
+        """Judge no draft by the token that it would have begun with: the text goes on with something else."""
+        self._first_p[0] = 0.0
+
     def _hear(self, noise: tuple[int, int, int] | None) -> None:
         """Take over the key of the sampling noise; positions are kept relative to the text so far.
 
@@ -292,7 +317,7 @@ class MixtureDrafter(OpenSources):
             self._noise[0], self._sampled = 0, False
             return
         seed, row, position = noise
-        key = seed, row, position - self._length
+        key = seed, row, position - self.length
         if self._sampled and key == self._key:
             return
         self._catch_up()
@@ -300,31 +325,41 @@ class MixtureDrafter(OpenSources):
         self._noise[:] = 1, (seed + (1 << 63)) % (1 << 64) - (1 << 63), row, position  # the seed's 64 bits, signed
         self._request.words[request.OFFSET] = key[2]
 
+    def _accepted(self, verified: VerifiedPass) -> int:
+        """How many tokens of a draft count as accepted."""
+        return len(verified.emitted) - 1
+
     def observe(self, verified: VerifiedPass) -> None:
         """Take the emitted tokens into the text so far, and learn from the pass; both when the next draft is due."""
         emitted = np.ascontiguousarray(verified.emitted, np.int32)
-        self._length += len(emitted)
         if self._queries is not None:
             self._queries.see(verified.emitted, verified.hidden)
         tree = verified.tree
-        size = len(tree)
+        size, accepted = len(tree), self._accepted(verified)
         proposed, expected = self._proposed
-        if size and size != proposed:  # a verifier of chains takes one branch: the others' promise it cannot have kept
+        if size and size != proposed:  # a verifier of chains takes one branch: the others could not be accepted
             expected = tree.expected_accepted
         asked, self._asked = self._asked, False
         if self._rest > 0 or self._fresh or not asked:
             if size:
-                self.calibration.drafted(expected, len(emitted) - 1, self._sampled)
-                self._take_hope()
+                self.calibration.learn_draft(expected, accepted, self._sampled)
+                self.drop_first()
             self._fresh.append(emitted)
             if (self._rest == 0 and asked) or len(self._fresh) > _MOST_FRESH:
                 self._shown = self._take_shown()
         elif self.recycling is None or verified.top_ids is None or verified.top_logits is None:
-            self._shown.append(_Shown(emitted, size, expected))
+            self._shown.append(_Shown(emitted, size, accepted, expected))
         else:
-            self._shown.append(_Shown(emitted, size, expected, tree.block, verified.top_ids, verified.top_logits))
+            top = verified.top_ids, verified.top_logits
+            self._shown.append(_Shown(emitted, size, accepted, expected, tree.block, *top))
         if len(self._shown) > _MOST_SHOWN:
             self._catch_up()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text, those that wait to be learned included."""
+        waiting = [*self._fresh, *(shown.emitted for shown in self._shown)]
+        return int(self._request.words[request.LENGTH]) + sum(map(len, waiting))
 
     def _take_shown(self) -> list[_Shown]:
         """All that is to be learned, which then no longer waits."""

@@ -110,7 +110,7 @@ class OpenSources:
         self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
         self._tail: NDArray[np.int32] = np.zeros((1, TAIL), np.int32)
         self._recent: NDArray[np.int32] = np.zeros(follow.MATCH, np.int32)
-        self._hope: NDArray[np.float64] = np.zeros(1)
+        self._first_p: NDArray[np.float64] = np.zeros(1)
         self._learned: dict[int, int] = dict.fromkeys((request.STEPS, request.LEARNED, request.RESTS), 0)
         self._open()
 
@@ -156,7 +156,7 @@ class OpenSources:
         if self._scratch.rows != len(table):
             self._scratch = Scratch(len(table))
         self._tail[:] = 0
-        self._hope[:] = 0
+        self._first_p[:] = 0
         weights.begin_request(self._trust)
         self._request = self._describe()
 
@@ -183,8 +183,8 @@ class OpenSources:
                 request.TABLE: self._table.words,
                 request.CELL_COUNTS: self.calibration.cells,
                 request.SCALE: self.calibration.scale,
-                request.PROMISES: self.calibration.drafts,
-                request.HOPE: self._hope,
+                request.DRAFTS: self.calibration.drafts,
+                request.FIRST_P: self._first_p,
             },
             {
                 request.SOURCES: len(self._table),

@@ -9,17 +9,10 @@ from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.published.context import AdaptiveNgram, PromptLookup
-from retrieve_spec.drafting.published.corpus import Rest
-from retrieve_spec.drafting.published.dense import Dresd
-from retrieve_spec.drafting.published.hierarchy import Hierarchy
-from retrieve_spec.drafting.published.logitspec import LogitSpec
-from retrieve_spec.drafting.published.lookahead import Lookahead
-from retrieve_spec.drafting.published.recycling import TokenRecycling
-from retrieve_spec.drafting.published.sam import Sam, SamRecycling
-from retrieve_spec.drafting.published.stand import Stand
-from retrieve_spec.drafting.published.suffix import SuffixDecoding
-from retrieve_spec.drafting.published.trigram import AdaptiveTrigram
+from retrieve_spec.drafting.published.logits import LogitSpec, Lookahead, TokenRecycling
+from retrieve_spec.drafting.published.search import AdaptiveTrigram, Stand
+from retrieve_spec.drafting.published.stores import Dresd, Hierarchy, Rest, Sam, SamRecycling
+from retrieve_spec.drafting.published.text import AdaptiveNgram, PromptLookup, SuffixDecoding
 from retrieve_spec.errors import UnknownPresetError, nearest
 from retrieve_spec.sources.session import SessionMemory
 

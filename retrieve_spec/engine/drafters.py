@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from retrieve_spec.config import AUTO, SpeculationConfig
@@ -17,9 +18,9 @@ from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.engine.sessions import Sessions
 from retrieve_spec.engine.siblings import Siblings
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.sources.answers import RolloutMemory
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.recycling import RecyclingTable
-from retrieve_spec.sources.rollouts import RolloutMemory
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.unigrams import token_classes
 
@@ -31,23 +32,14 @@ _FEW_CONTEXTS = 1 << 13
 session from the system takes longer than drafting for a short text."""
 
 
-@dataclass(eq=False)
-class Claim:
-    """What one sequence was lent.
+@dataclass(slots=True)
+class Loan:
+    """A drafter that is lent: to whose text, and the session and calibration that it has when it is not."""
 
-    Attributes
-    ----------
-    scope
-        Whose text it is.
-    lent
-        Drafters that it has.
-    forgotten
-        Whether that text was to be forgotten meanwhile: nothing more is kept of it.
-    """
-
+    drafter: Drafter
     scope: str
-    lent: list[Drafter] = field(default_factory=list)
-    forgotten: bool = False
+    session: Any
+    calibration: Any
 
 
 class Drafters:
@@ -85,10 +77,8 @@ class Drafters:
         self.given = given
         self._config, self._model_key, self._tokenizer = config, model_key, tokenizer
         self._made: dict[str, list[Drafter]] = {}
-        self._lent: set[int] = set()
-        self._claims: weakref.WeakSet[Claim] = weakref.WeakSet()
-        # What drafters have themselves that draft from siblings, or for a scope, meanwhile.
-        self._own: dict[int, tuple[SessionMemory | None, Any]] = {}
+        self._loans: dict[int, Loan] = {}
+        self._forgotten: Counter[str | None] = Counter()
         self._scopes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.sessions = Sessions(config, tokenizer, vocabulary)
         self.rollouts: RolloutMemory | None = config.rollouts
@@ -115,7 +105,7 @@ class Drafters:
         with self._lock:
             made = self._made.setdefault(name, [])
             for drafter in made:
-                if id(drafter) not in self._lent:
+                if id(drafter) not in self._loans:
                     return drafter
             made.append(self._like(name, made[0]) if made else self._first(name))
             if len(made) > KEPT and isinstance(made[-1], MixtureDrafter) and made[-1].recycling is not None:
@@ -134,12 +124,12 @@ class Drafters:
             drafter = self.of(draft)
             if drafter is None:
                 return "drafting is off"
-            if id(drafter) in self._lent:
+            if id(drafter) in self._loans:
                 return "the given drafter is at work for another sequence"
             if isinstance(drafter, MixtureDrafter):
                 drafter.asker = scope or call or (drafter.asker if drafter is self.given else None)
+            self._loans[id(drafter)] = Loan(drafter, scope, *self._own_of(drafter))
             try:
-                self._lent.add(id(drafter))
                 self._enter(drafter, scope)
                 if siblings is not None and isinstance(drafter, MixtureDrafter):
                     self._share(drafter, siblings)
@@ -155,7 +145,6 @@ class Drafters:
                 _forget_logits(drafter)
             self._scopes[drafter] = scope
         if scope and drafter is not self.given and hasattr(drafter, "session"):
-            self._own[id(drafter)] = drafter.session, getattr(drafter, "calibration", None)
             drafter.session = self._session(drafter, scope)
 
     def _session(self, drafter: Drafter, scope: str) -> SessionMemory | None:
@@ -168,7 +157,6 @@ class Drafters:
             calibration = self._calibration_of_rollouts(calibration)
         if drafter.session is None and drafter.recycling is not None:
             drafter.recycling.reset()  # as it does itself without a session
-        self._own.setdefault(id(drafter), (drafter.session, drafter.calibration))
         drafter.session, drafter.calibration = siblings, calibration
 
     def _calibration_of_rollouts(self, other: Calibration) -> Calibration:
@@ -182,19 +170,17 @@ class Drafters:
     def give_back(self, drafter: Drafter, spoiled: bool = False) -> None:
         """Take a drafter back; one that was interrupted amid its work is not used again."""
         with self._lock:
-            if id(drafter) in self._own:
-                session, own = self._own[id(drafter)]
-                drafter.session = session  # type: ignore[attr-defined]
-                if isinstance(drafter, MixtureDrafter):
-                    lent, drafter.calibration = drafter.calibration, own
-                    if lent is not own:  # which has counted no request, but has the phrases
-                        own.keep()
-                del self._own[id(drafter)]  # behind it: done twice it is the same
-            self._lent.discard(id(drafter))
+            loan = self._loans.pop(id(drafter), None)
+            if loan is not None and hasattr(drafter, "session"):
+                drafter.session = loan.session
+            if loan is not None and isinstance(drafter, MixtureDrafter):
+                lent, drafter.calibration = drafter.calibration, loan.calibration
+                if lent is not loan.calibration:  # which has counted no request, but has the phrases
+                    loan.calibration.keep()
             for made in self._made.values():
                 if spoiled:
                     made[:] = [one for one in made if one is not drafter]
-                free = [one for one in made if id(one) not in self._lent]
+                free = [one for one in made if id(one) not in self._loans]
                 if len(free) > KEPT:  # the last that was made, which may have few contexts
                     made[:] = [one for one in made if one is not free[-1]]
 
@@ -204,12 +190,9 @@ class Drafters:
             self.datastores = list(datastores)
             self._made = {name: [self._like(name, made[0])] for name, made in self._made.items() if made}
 
-    def claim(self, scope: str = "") -> Claim:
-        """What a sequence is going to be lent, to be kept as long as that may keep something of its text."""
-        claim = Claim(scope)
-        with self._lock:
-            self._claims.add(claim)
-        return claim
+    def times_forgotten(self, scope: str = "") -> int:
+        """How often a scope was to be forgotten: what began before the last time keeps nothing of its text."""
+        return self._forgotten[None] + self._forgotten[scope]
 
     def forget(self) -> None:
         """Drop all drafters that were made here, with what they learned; phrases also where they are kept."""
@@ -219,7 +202,7 @@ class Drafters:
             all_of_it.callback(self.sessions.forget)
             for calibration in self._calibrations():
                 all_of_it.callback(calibration.forget)
-            self._forget_claims(None)
+            self._forget_loans(None)
             self._made.clear()
             self._learned.clear()
             self._rollouts_calibration = None
@@ -229,7 +212,7 @@ class Drafters:
         with self._lock, contextlib.ExitStack() as all_of_it:  # each of them, also where a file cannot be written
             for calibration in self._calibrations():
                 all_of_it.callback(calibration.forget)
-            self._forget_claims(scope)
+            self._forget_loans(scope)
             for drafter, last in list(self._scopes.items()):
                 if last == scope:
                     _forget_logits(drafter)
@@ -239,14 +222,12 @@ class Drafters:
                 if not scope:  # those that are at work end with the old session
                     self._made = {name: [self._anew(name, made[0])] for name, made in self._made.items() if made}
 
-    def _forget_claims(self, scope: str | None) -> None:
+    def _forget_loans(self, scope: str | None) -> None:
         """Let nothing more be kept of texts of a scope, or of all, that are under way."""
-        for claim in list(self._claims):
-            if scope in (None, claim.scope):
-                claim.forgotten = True
-                for drafter in claim.lent:
-                    if isinstance(drafter, MixtureDrafter):
-                        drafter.forget_request()
+        self._forgotten[scope] += 1
+        for loan in self._loans.values():
+            if scope in (None, loan.scope) and isinstance(loan.drafter, MixtureDrafter):
+                loan.drafter.forget_request()
 
     def _calibrations(self) -> list[Calibration]:
         """Those that drafters have themselves, and the one that is kept in a file."""
@@ -272,7 +253,7 @@ class Drafters:
         """What is known of the model, kept beside the first writable store or else beside the session's file."""
         calibration = calibration_for(self.datastores, self._model_key)
         if calibration.path is None and self.sessions.file is not None:
-            return kept_calibration(self.sessions.file.beside(self._model_key))
+            return kept_calibration(self.sessions.beside(self._model_key))
         return calibration
 
     def _like(self, name: str, old: Drafter) -> Drafter:
@@ -284,7 +265,10 @@ class Drafters:
 
     def _own_of(self, drafter: Drafter) -> tuple[Any, Any]:
         """Session and calibration that a drafter has when it is not lent."""
-        return self._own.get(id(drafter)) or (getattr(drafter, "session", None), getattr(drafter, "calibration", None))
+        loan = self._loans.get(id(drafter))
+        if loan is not None:
+            return loan.session, loan.calibration
+        return getattr(drafter, "session", None), getattr(drafter, "calibration", None)
 
     def siblings(
         self,

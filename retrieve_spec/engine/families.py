@@ -13,7 +13,7 @@ from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.rows import Row
 from retrieve_spec.engine.shared_prompt import is_text_alone
 from retrieve_spec.engine.siblings import Siblings
-from retrieve_spec.sources.rollouts import RolloutMemory
+from retrieve_spec.sources.answers import RolloutMemory
 
 
 @dataclass(slots=True)

@@ -124,15 +124,15 @@ def loan(
 ) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
     """What lends a sequence its drafter, and what takes it back when it has ended."""
     drafters, stores, ranks = speculation.drafters, speculation.datastores, speculation.ranks
-    claim = drafters.claim(scope)
+    began, lent = drafters.times_forgotten(scope), list[Drafter]()
 
     def lend() -> Drafter | str:
-        if claim.forgotten:  # one that comes late would take in what was said before
+        if drafters.times_forgotten(scope) > began:  # one that comes late would take in what was said before
             return "what was said in its scope was to be forgotten meanwhile"
         drafter = drafters.lend(draft, call, None if family is None else family.siblings, scope)
         if isinstance(drafter, str):
             return drafter
-        claim.lent.append(drafter)
+        lent.append(drafter)
         if on_loan is not None:
             on_loan(drafter)
         shared = drafter if ranks is None else ranks.drafter(drafter)
@@ -140,12 +140,12 @@ def loan(
         return shared
 
     def give_back(sequence: Sequence) -> None:
-        for drafter in claim.lent:
+        for drafter in lent:
             drafters.give_back(drafter, sequence.lent.spoiled)
-        said_all = sequence.stopped and sequence.error is None and not claim.forgotten
-        if claim.lent and family is not None and said_all:
+        said_all = sequence.stopped and sequence.error is None and drafters.times_forgotten(scope) == began
+        if lent and family is not None and said_all:
             family.remember(sequence.text.new_ids)
-        claim.lent.clear()
+        lent.clear()
         sequence.report.provenance = sourced_runs(sequence.report.origins, stores)
 
     return lend, give_back

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
 from retrieve_spec.sources.session import SessionMemory
-from retrieve_spec.sources.session_file import SessionFile
 
 OPEN = 16
 """Scopes whose sessions are in memory at most, the last ones used."""
@@ -38,41 +40,52 @@ class Sessions:
     ConfigError
         The session has a file, and there is no tokenizer.
     StoreCorruptError, StoreVersionError, TokenizerMismatchError
-        As `SessionFile` says.
+        As `AnswerMemory` says.
     """
 
     def __init__(self, config: SpeculationConfig, tokenizer: Any, vocabulary: int) -> None:
         self._config, self._vocabulary = config, vocabulary
-        self._opened: OrderedDict[tuple[str, bool], SessionMemory] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, bool], SessionMemory] = OrderedDict()
+        self._opened: weakref.WeakKeyDictionary[SessionMemory, str] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
-        self.file: SessionFile | None = None
+        self.file: AnswerMemory | None = None
         if not isinstance(config.session, bool):
             if tokenizer is None:
                 raise ConfigError("a tokenizer to keep a session with", "none", "Give one to accelerate.")
-            self.file = SessionFile(config.session, tokenizer_fingerprint(tokenizer), config.session_tokens)
+            self.file = answers_by_scope(config.session, tokenizer_fingerprint(tokenizer), config.session_tokens)
 
     def of(self, scope: str = "", exact: bool = False) -> SessionMemory | None:
         """The session of a scope, opened if need be; None where there are none. `exact`: as published rules count."""
         if not self._config.session:
             return None
         with self._lock:
-            session = self._opened.get((scope, exact))
+            session = self._recent.get((scope, exact))
             if session is None:
-                session = self._opened[scope, exact] = self._open(scope, exact)
-            self._opened.move_to_end((scope, exact))
-            while len(self._opened) > OPEN:
-                self._opened.popitem(last=False)
+                session = self._recent[scope, exact] = self._open(scope, exact)
+            self._recent.move_to_end((scope, exact))
+            while len(self._recent) > OPEN:
+                self._recent.popitem(last=False)
             return session
+
+    def _open(self, scope: str, exact: bool) -> SessionMemory:
+        session = SessionMemory(self._config.session_tokens, exact)
+        if self.file is not None:
+            session.keep_in(self.file, self.file.key(scope), self._vocabulary)
+        self._opened[session] = scope
+        return session
 
     def forget(self, scope: str | None = None) -> None:
         """Forget a scope, or all, and what the file holds of it; what is under way is not remembered."""
         with self._lock:
-            for name in [name for name in self._opened if scope in (None, name[0])]:
-                del self._opened[name]
+            for session, opened in list(self._opened.items()):
+                if scope in (None, opened):
+                    session.keep_nowhere()
+            for name in [name for name in self._recent if scope in (None, name[0])]:
+                del self._recent[name]
             if self.file is not None:
-                self.file.forget() if scope is None else self.file.forget_scope(scope)
+                self.file.forget(b"" if scope is None else self.file.key(scope))
 
-    def _open(self, scope: str, exact: bool) -> SessionMemory:
-        if self.file is not None:
-            return self.file.open(scope, self._vocabulary, exact)
-        return SessionMemory(self._config.session_tokens, exact)
+    def beside(self, model_key: str) -> Path | None:
+        """Where what is learned about a model is kept, beside its answers."""
+        path = None if self.file is None else self.file.path
+        return None if path is None else path.with_name(f"{path.name}.{model_key}.npy")

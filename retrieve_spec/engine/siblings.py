@@ -32,7 +32,7 @@ class Siblings(SessionMemory):
     max_tokens
         Tokens read at most, those read twice counted twice.
     earlier
-        Answers to the prompt from earlier calls (`retrieve_spec.sources.rollouts`), which nothing is added to.
+        Answers to the prompt from earlier calls (`RolloutMemory.automata`), which nothing is added to.
     """
 
     def __init__(
@@ -51,12 +51,7 @@ class Siblings(SessionMemory):
     def __enter__(self) -> Self:
         if self._session is not None:
             self._session.__enter__()
-        try:
-            return super().__enter__()
-        except BaseException:
-            if self._session is not None:
-                self._session.__exit__(None, None, None)
-            raise
+        return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

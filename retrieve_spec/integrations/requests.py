@@ -12,23 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.drafting.many import NOTHING, Row, Seats
+from retrieve_spec.drafting.batch import BatchRow, Slots
+from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError, PromptError, RequestError
 from retrieve_spec.integrations.state import (
     GREEDY,
     SAMPLED,
     load_calibrations,
-    load_session,
+    open_answers,
     open_folder,
-    save_session,
 )
+from retrieve_spec.sources.answers import AnswerMemory
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.token_ids import token_ids_of
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
+NOTHING = DraftTree()
 _SAVE_EVERY = 64
 """Requests between two times that the session is written."""
 _KEPT = 64
@@ -39,15 +41,11 @@ _LARGE = 1 << 16
 
 @dataclass(slots=True)
 class Request:
-    """A request under way: its drafter, and what `ServingDrafter.draft` has last drafted for it.
+    """A request under way: its drafter, and what `ServingDrafter.draft` has last drafted for it."""
 
-    Where nothing was, `hoped` is the token that a draft would have begun with, and how probable that was.
-    """
-
-    row: Row
+    row: BatchRow
     kind: str
     tree: DraftTree = NOTHING
-    hoped: tuple[int, float] | None = None
 
 
 class Requests:
@@ -68,13 +66,15 @@ class Requests:
         self.session = SessionMemory(self.config.session_tokens) if session is None and self.config.session else session
         self._folder = None if state is None else open_folder(state)
         self._calibrations = load_calibrations(self._folder)
+        self._answers: AnswerMemory | None = None
         if self._folder is not None and self.session is not None:
-            load_session(self._folder, self.session)
+            self._answers = open_answers(self._folder, self.session.max_tokens)
+            self.session.keep_in(self._answers, self._answers.key(""))
         self._requests: dict[str, Request] = {}
         self._starting: dict[str, object] = {}
-        self._idle: dict[str, list[Row]] = {GREEDY: [], SAMPLED: []}
-        self._seats: Seats | None = None
-        self._seated: object = None
+        self._idle: dict[str, list[BatchRow]] = {GREEDY: [], SAMPLED: []}
+        self._slots: Slots | None = None
+        self._slots_of: object = None
         self._ended = 0
         self._counts = dict.fromkeys(("requests", "steps", "rows", "drafted", "accepted", "emitted"), 0)
         self._lock = threading.RLock()
@@ -127,13 +127,13 @@ class Requests:
             kind = SAMPLED if sampled else GREEDY
             row = self._idle[kind].pop() if self._idle[kind] else None
         try:
-            row = row or Row(self.config, self.session, self.datastores, self._calibrations[kind])
+            row = row or BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
             row.start(prompt, prediction)  # takes a while where the prompt is long: others go on
             row.asker = asker
             with self._lock:
                 if self._starting.get(request) is mine:  # all requests may have been given up meanwhile
                     self._requests[request] = Request(row, kind)
-                    self._seats = None
+                    self._slots = None
                     self._counts["requests"] += 1
         finally:
             with self._lock:
@@ -179,19 +179,14 @@ class Requests:
             state = self._of(request)
             if not len(emitted):
                 return 0
-            tree = state.tree
+            tree, state.tree = state.tree, NOTHING
             if verified is not None and verified < len(tree):
                 tree = tree.first(verified)
-            state.tree = NOTHING
-            accepted = foreseen(tree, emitted)
-            state.row.hear(emitted, tree, accepted)
-            if state.hoped is not None:
-                token, p = state.hoped
-                state.row.calibration.hoped(p, int(emitted[0]) == token, False)
-                state.hoped = None
-            self._counts["accepted"] += accepted
+            path = path_of(tree, emitted)
+            state.row.observe(VerifiedPass(tree, path, emitted))
+            self._counts["accepted"] += len(path)
             self._counts["emitted"] += len(emitted)
-            return accepted
+            return len(path)
 
     def finish(self, request: str, *, keep: bool = True) -> None:
         """End a request and forget its text.
@@ -212,20 +207,20 @@ class Requests:
         with self._lock:
             state = self._of(request)
             del self._requests[request]
-            self._seats = None
-            state.row.leave(keep)
+            self._slots = None
+            state.row.finish(keep)
             if len(self._idle[state.kind]) < _KEPT and len(state.row.context.edges) <= _LARGE:
                 self._idle[state.kind].append(state.row)
             self._ended += 1
-            if self._ended % _SAVE_EVERY == 1 and self._folder is not None and self.session is not None:
-                save_session(self._folder, self.session)
+            if self._ended % _SAVE_EVERY == 1 and self._answers is not None:
+                self._answers.keep(at_once=True)
 
     def abandon(self) -> None:
         """End all requests at once; nothing is learned from them, and their drafters are not used again."""
         with self._lock:
             self._requests.clear()
             self._starting.clear()
-            self._seats = None
+            self._slots = None
 
     def save(self) -> None:
         """Write what was learned to the state folder, if there is one; every so many requests that is done anyway."""
@@ -234,8 +229,8 @@ class Requests:
                 return
             for calibration in self._calibrations.values():
                 calibration.keep(at_once=True)
-            if self.session is not None:
-                save_session(self._folder, self.session)
+            if self._answers is not None:
+                self._answers.keep(at_once=True)
 
     def _of(self, request: str) -> Request:
         state = self._requests.get(request)
@@ -258,14 +253,16 @@ def each_of(value: int | Many[int], rows: int, name: str) -> list[int]:
     return values
 
 
-def foreseen(tree: DraftTree, emitted: NDArray[np.int32]) -> int:
-    """How many of the emitted tokens (e,) a path of the tree had foreseen."""
-    at, tokens, parents = -1, tree.token_ids.tolist(), tree.parent.tolist()
-    for depth, token in enumerate(emitted.tolist()):
+def path_of(tree: DraftTree, emitted: NDArray[np.int32]) -> NDArray[np.int32]:
+    """(a,) int32 nodes of the path of a tree that tokens (e,) took."""
+    path: list[int] = []
+    tokens, parents = tree.token_ids.tolist(), tree.parent.tolist()
+    for token in emitted.tolist():
+        at = path[-1] if path else -1
         child = at + 1  # children come behind their parent, the most probable one first
         while child < len(tokens) and (parents[child] != at or tokens[child] != token):
             child += 1
         if child == len(tokens):
-            return depth
-        at = child
-    return len(emitted)
+            break
+        path.append(child)
+    return np.array(path, np.int32)

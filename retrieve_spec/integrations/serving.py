@@ -12,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.many import NO_COST, NOTHING, Seats, follow_all, plan_of, propose_all, trees_of
+from retrieve_spec.drafting.batch import NO_COST, Slots, plan_of
+from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations.pace import Pace
-from retrieve_spec.integrations.requests import Request, Requests, each_of
+from retrieve_spec.integrations.requests import NOTHING, Request, Requests, each_of
 from retrieve_spec.integrations.state import SAMPLED
-from retrieve_spec.kernels.many import CONTEXT, DEEPEST, STEPS
+from retrieve_spec.kernels.batch import CONTEXT, DEEPEST, STEPS
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class ServingDrafter(Requests):
             trial.measured(1e-3)
             trial.feed(shape, text[:2])
             trial.draft([shape], 4, shape=shape)
+            if shape == "chain":
+                trial.step([shape], np.tile(text, 2)[None], np.array([15], np.int32), [0], [20], 4)
             trial.finish(shape)
 
     def draft(
@@ -197,30 +200,29 @@ class ServingDrafter(Requests):
             A request is not under way, or named twice.
         ConfigError
             The arrays are of another kind.
-        TakenBack
+        RequestDiverged
             A text does not go on from what its request was given; nothing was done.
         """
         began = perf_counter()
         with self._lock:
-            seats = self._seats
-            if seats is None or self._seated is not requests or self._texts is not texts:
-                seats = self._sit(requests, texts, lengths, places, longest, max_nodes)
+            slots = self._slots
+            if slots is None or self._slots_of is not requests or self._texts is not texts:
+                slots = self._fill_slots(requests, texts, lengths, places, longest, max_nodes)
             plan, pace, rows = self._plan, self._pace, len(requests)
             context, sampled = int(plan[CONTEXT]), self._samples
             if rows and pace.goes_without(rows, sampled):
-                seats.pass_by(plan)
+                slots.skip(plan)
                 pace.stepped(rows, 0, context, sampled)
                 drafts: list[list[int]] = [[] for _ in requests]
             else:
                 seconds = pace.curve(rows, context, sampled) if rows else None
-                drafted = seats.step(plan, lengths, NO_COST if seconds is None else seconds)
-                drafts = seats.drafts(drafted)
+                drafts = slots.step(plan, lengths, NO_COST if seconds is None else seconds)
                 if rows:
-                    pace.stepped(rows, drafted, context, sampled, seconds is not None)
+                    pace.stepped(rows, sum(map(len, drafts)), context, sampled, seconds is not None)
             self._seconds += perf_counter() - began
             return drafts
 
-    def _sit(
+    def _fill_slots(
         self,
         requests: Many[str],
         texts: NDArray[np.int32],
@@ -228,7 +230,7 @@ class ServingDrafter(Requests):
         places: Many[int],
         longest: Many[int],
         max_nodes: int,
-    ) -> Seats:
+    ) -> Slots:
         """Rows for a step over requests that are not those of the last one.
 
         What compiled code will read is looked at here: it looks at nothing itself.
@@ -242,14 +244,11 @@ class ServingDrafter(Requests):
             got = f"{len(places)} and {len(longest)}"
             raise ConfigError(f"places and lengths for {len(requests)} requests", got, "See `step`.")
         rows = self._each(requests)
-        for state in rows:
-            if state.row.unheard:
-                follow_all([state.row])
         begin, stride = texts.__array_interface__["data"][0], texts.strides[0]
-        self._seats = Seats([state.row for state in rows], [begin + stride * i for i in places], places, longest)
-        self._seated, self._texts, self._samples = requests, texts, _samples(rows)
+        self._slots = Slots([state.row for state in rows], [begin + stride * i for i in places], places, longest)
+        self._slots_of, self._texts, self._samples = requests, texts, _samples(rows)
         self._plan[DEEPEST] = min(max_nodes, self.config.max_depth, MAX_NODES)
-        return self._seats
+        return self._slots
 
     def _draft(self, rows: Many[Request], nodes: Many[int], depths: Many[int], chains: bool) -> list[DraftTree]:
         context, sampled = max(state.row.length for state in rows), _samples(rows)
@@ -257,16 +256,15 @@ class ServingDrafter(Requests):
             self._pace.stepped(len(rows), 0, context, sampled)
             return [NOTHING] * len(rows)
         seconds = self._pace.curve(len(rows), context, sampled)
-        drafters = [state.row for state in rows]
-        if chains:
-            trees = propose_all(drafters, nodes, depths, seconds, self.vocabulary)
-        else:
-            found = trees_of(drafters, nodes, depths, seconds if len(rows) == 1 else None)
-            trees = share_out([self._known(tree) for tree in found], seconds, MAX_NODES, np.ones(len(rows)))
-        for state, kept in zip(rows, trees, strict=True):  # drafts not made say something, too
-            token, p = state.row.hoped
-            said = p > 0 and not len(kept) and (self.vocabulary is None or token < self.vocabulary)
-            state.hoped = (token, p) if said else None
+        cost = seconds if len(rows) == 1 else None
+        found = []
+        for state, most, depth in zip(rows, nodes, depths, strict=True):
+            found.append(self._known(state.row.look(Budget(most, depth, cost), chains)))
+        trees = share_out(found, seconds, MAX_NODES, np.ones(len(rows)))
+        for state, tree in zip(rows, trees, strict=True):  # only a draft that does not pay is judged by its first token
+            unknown = self.vocabulary is not None and state.row.first_token >= self.vocabulary
+            if len(tree) or seconds is None or unknown:
+                state.row.drop_first()
         self._pace.stepped(len(rows), sum(map(len, trees)), context, sampled, seconds is not None)
         return trees
 
@@ -301,7 +299,9 @@ class ServingDrafter(Requests):
         """
         with self._lock:
             asked = self._requests if requests is None else dict.fromkeys(requests)
-            follow_all([self._requests[name].row for name in asked if name in self])
+            for name in asked:
+                if name in self:
+                    self._requests[name].row.follow()
 
     def statistics(self) -> dict[str, float]:
         """Counts since the beginning.

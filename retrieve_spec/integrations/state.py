@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from retrieve_spec.drafting.calibration import Calibration, kept_calibration, put_array
-from retrieve_spec.errors import ConfigError, in_a_line
-from retrieve_spec.sources.automaton import BOUNDARY
-from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.drafting.calibration import Calibration, kept_calibration
+from retrieve_spec.errors import ConfigError, RetrieveSpecError, in_a_line
+from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
 
 logger = logging.getLogger(__name__)
 GREEDY, SAMPLED = "greedy", "sampled"
-_SESSION = "session.npy"
+_SESSION = "session.bin"
 
 
 def open_folder(folder: str | os.PathLike[str]) -> Path:
@@ -44,26 +41,13 @@ def load_calibrations(folder: Path | None) -> dict[str, Calibration]:
     return found
 
 
-def save_session(folder: Path, session: SessionMemory) -> None:
-    """Write the texts that a session remembers, put in place at once; what cannot be written is logged."""
-    parts: list[NDArray[np.int32]] = []
-    for text in session.texts:
-        parts += [text, np.array([BOUNDARY], np.int32)]
-    put_array(folder / _SESSION, np.concatenate(parts) if parts else np.empty(0, np.int32), "the session")
-
-
-def load_session(folder: Path, session: SessionMemory) -> None:
-    """Remember the texts of an earlier run; a damaged file is logged and left out."""
+def open_answers(folder: Path, session_tokens: int) -> AnswerMemory:
+    """Answers of earlier runs; a damaged file is logged and deleted, they are remembered anew."""
+    path = folder / _SESSION
     try:
-        with open(folder / _SESSION, "rb") as file:
-            flat = np.lib.format.read_array(file, allow_pickle=False)
-        if flat.dtype != np.int32 or flat.ndim != 1 or (flat < BOUNDARY).any():
-            raise ValueError(f"{flat.dtype} of shape {flat.shape}")
-    except FileNotFoundError:
-        return
-    except Exception as error:  # a damaged head fails as anything that parses Python can
-        logger.warning("the session starts anew: %s: %s", folder / _SESSION, in_a_line(error))
-        return
-    for text in np.split(flat, np.flatnonzero(flat == BOUNDARY) + 1):
-        if len(text) > 1:
-            session.remember(text[:-1])
+        return answers_by_scope(path, "", session_tokens)
+    except RetrieveSpecError as error:
+        logger.warning("the session starts anew: %s", in_a_line(error))
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return answers_by_scope(None if path.exists() else path, "", session_tokens)

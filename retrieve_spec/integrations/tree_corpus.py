@@ -16,7 +16,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.integrations.hosted import Hosted
 from retrieve_spec.integrations.options import DRAFT, KEEP, wished
 from retrieve_spec.integrations.serving import ServingDrafter, Shape
-from retrieve_spec.kernels.many import COMPARED
+from retrieve_spec.kernels.batch import COMPARED
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.many import TakenBack
+from retrieve_spec.drafting.batch import RequestDiverged
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations.hosted import Hosted
 from retrieve_spec.integrations.options import DRAFT, KEEP, Options, check_version, wished
@@ -160,7 +160,7 @@ class Proposer:
             try:
                 drafts = drafter.step(self._asked, texts, lengths, self._places, self._longest_of, self._most)
                 break
-            except TakenBack as other:  # tokens were taken back, or the name is another's
+            except RequestDiverged as other:  # tokens were taken back, or the name is another's
                 self._forget(self._asked[other.row], keep=False)
                 self._meet(names, requests, sampled, texts, lengths)
         # A step with drafts costs what these took, too.

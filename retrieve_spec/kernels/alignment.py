@@ -24,7 +24,6 @@ not broken) and how many tokens have come since, and ``meta`` (META,) int64 the 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner
@@ -102,7 +101,7 @@ def _expected(text: NDArray[np.int32], cursors: NDArray[np.int64], c: int) -> tu
     return token, np.int64(0)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def open_level(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
     """(handle, match length) of a cursor's level; length -1 where it has none.
 
@@ -231,7 +230,7 @@ def _follow(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int
         kept[k, 0] = 0
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _slot(text: NDArray[np.int32], end: int) -> int:
     """Where ``places`` knows the `ANCHOR` tokens in front of ``end``."""
     h = np.uint64(0)
@@ -287,7 +286,7 @@ def _best_first(kept: NDArray[np.int64]) -> int:
     return np.int64(most > 0)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def extend(table: NDArray[np.int64], s: int, tokens: NDArray[np.int32], said: int) -> None:
     """Take tokens (n,) into the text of a source: generated ones (1) are followed, others (0) end all alignments."""
     text, places = view_i32(table[s, ALIGNMENT_TEXT], WINDOW), view_i32(table[s, ALIGNMENT_PLACES], SLOTS)
@@ -313,7 +312,7 @@ def extend(table: NDArray[np.int64], s: int, tokens: NDArray[np.int32], said: in
     meta[1] = _best_first(kept)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def best(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int) -> None:
     """Write the cursor of a source's best alignment."""
     kept = view_i64_rows(table[s, ALIGNMENT_KEPT], 1, WIDTH)

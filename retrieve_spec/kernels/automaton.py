@@ -1,6 +1,4 @@
-"""Numba kernels that read a suffix automaton: steps, successors and counts of a state.
-
-`kernels/automaton_growth.py` appends to it.
+"""Numba kernels of a suffix automaton: steps, successors and counts of a state, and growth by token ids.
 
 State row, (5,) int32: suffix link, length, then three fields whose meaning depends on the third. ``TOKEN >= 0``: the
 only successor, followed by its target state and count (most states). ``TOKEN = -1``: no successor. ``TOKEN <= -2``:
@@ -43,7 +41,7 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inner
 def slot_of(owner: int, token: int, mask: int) -> int:
     """First slot to probe for an edge."""
     h = np.uint64(owner) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
@@ -118,14 +116,14 @@ def successors(states: I32, edges: I32, state: int, limit: int, fewest: float, o
     return n
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inner
 def degree(states: I32, state: int) -> int:
     """How many distinct tokens have followed."""
     first = states[state, TOKEN]
     return 1 if first >= 0 else (0 if first == -1 else -first)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def count_of(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
     """How often ``token`` has followed."""
     first = states[state, TOKEN]
@@ -135,8 +133,244 @@ def count_of(states: I32, edges: I32, slots: I32, state: int, token: int) -> int
     return edges[e, E_COUNT] if e >= 0 else 0
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inner
 def most_recent(states: I32, edges: I32, state: int) -> int:
     """The token that followed last, or -1."""
     first = states[state, TOKEN]
     return first if first >= -1 else edges[states[state, TARGET], E_TOKEN]
+
+
+@inner
+def _insert_slot(edges: I32, slots: I32, e: int) -> None:
+    mask = len(slots) - 1
+    i = slot_of(edges[e, E_OWNER], edges[e, E_TOKEN], mask)
+    while slots[i] >= 0:
+        i = (i + 1) & mask
+    slots[i] = e
+
+
+@njit(cache=True, nogil=True)
+def rehash(edges: I32, slots: I32, num_edges: int) -> None:
+    """Fill an empty table with all edges."""
+    for e in range(num_edges):
+        _insert_slot(edges, slots, e)
+
+
+@inner
+def _list_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, target: int, count: int) -> None:
+    """Put a successor at the front of the state's list."""
+    e = meta[M_EDGES]
+    meta[M_EDGES] += 1
+    head = states[state, TARGET]
+    edges[e, E_OWNER] = state
+    edges[e, E_TOKEN] = token
+    edges[e, E_TARGET] = target
+    edges[e, E_COUNT] = count
+    edges[e, E_NEXT] = head
+    edges[e, E_PREV] = -1
+    if head >= 0:
+        edges[head, E_PREV] = e
+    states[state, TARGET] = e
+    _insert_slot(edges, slots, e)
+
+
+@inner
+def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, target: int) -> None:
+    """Give ``state`` a successor it does not have yet; it becomes the most recent one."""
+    first = states[state, TOKEN]
+    if first == -1:
+        states[state, TOKEN] = token
+        states[state, TARGET] = target
+        states[state, COUNT] = 1
+        return
+    if first >= 0:
+        only = states[state, TARGET]
+        states[state, TARGET] = -1
+        states[state, TOKEN] = -1
+        _list_edge(states, edges, slots, meta, state, first, only, states[state, COUNT])
+    states[state, TOKEN] = min(states[state, TOKEN] - 1, -2)
+    states[state, COUNT] += 1
+    _list_edge(states, edges, slots, meta, state, token, target, 1)
+    if meta[M_COUNTS] == EXCLUDING:
+        _rank(states, edges, state)
+
+
+@inner
+def _rank(states: I32, edges: I32, state: int) -> None:
+    """Move the second of a list, which was the most recent one until now, behind those that came more often."""
+    e = edges[states[state, TARGET], E_NEXT]
+    at = e
+    for _ in range(RANKED):
+        nxt = edges[at, E_NEXT]
+        if nxt < 0 or edges[nxt, E_COUNT] <= edges[e, E_COUNT]:
+            break
+        at = nxt
+    if at == e:
+        return
+    prev, nxt, after = edges[e, E_PREV], edges[e, E_NEXT], edges[at, E_NEXT]
+    edges[prev, E_NEXT] = nxt
+    edges[nxt, E_PREV] = prev
+    edges[at, E_NEXT] = e
+    edges[e, E_PREV] = at
+    edges[e, E_NEXT] = after
+    if after >= 0:
+        edges[after, E_PREV] = e
+
+
+@inner
+def _touch(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, more: int) -> None:
+    """Count an existing successor ``more`` times and make it the most recent one."""
+    states[state, COUNT] += more
+    if states[state, TOKEN] >= 0:
+        return
+    e = find_edge(edges, slots, state, token)
+    edges[e, E_COUNT] += more
+    prev = edges[e, E_PREV]
+    if prev < 0:
+        return
+    nxt = edges[e, E_NEXT]
+    edges[prev, E_NEXT] = nxt
+    if nxt >= 0:
+        edges[nxt, E_PREV] = prev
+    head = states[state, TARGET]
+    edges[head, E_PREV] = e
+    edges[e, E_NEXT] = head
+    edges[e, E_PREV] = -1
+    states[state, TARGET] = e
+    if meta[M_COUNTS] == EXCLUDING:
+        _rank(states, edges, state)
+
+
+@inner
+def _redirect(states: I32, edges: I32, slots: I32, state: int, token: int, target: int) -> None:
+    if states[state, TOKEN] == token:
+        states[state, TARGET] = target
+    else:
+        edges[find_edge(edges, slots, state, token), E_TARGET] = target
+
+
+@inner
+def _new_state(states: I32, meta: I64, length: int, link: int) -> int:
+    s = meta[M_STATES]
+    meta[M_STATES] += 1
+    states[s, LINK] = link
+    states[s, LENGTH] = length
+    states[s, TOKEN] = -1
+    states[s, TARGET] = -1
+    states[s, COUNT] = 0
+    return s
+
+
+@njit(cache=True, nogil=True)
+def reset(states: I32, slots: I32, meta: I64) -> None:
+    """Empty automaton: the root alone. How counts are kept stays as it is."""
+    slots[:] = -1
+    meta[:M_COUNTS] = 0
+    _new_state(states, meta, np.int64(0), np.int32(-1))
+
+
+@inner
+def _clone(states: I32, edges: I32, slots: I32, meta: I64, p: int, token: int, q: int) -> int:
+    """Split the strings of ``q`` that also end at the newest token into a state of their own."""
+    c = _new_state(states, meta, np.int64(states[p, LENGTH] + 1), states[q, LINK])
+    states[c, TOKEN] = states[q, TOKEN]
+    states[c, COUNT] = states[q, COUNT]
+    if states[q, TOKEN] >= -1:
+        states[c, TARGET] = states[q, TARGET]
+    else:
+        e = states[q, TARGET]
+        last = e
+        while e >= 0:
+            last = e
+            e = edges[e, E_NEXT]
+        while last >= 0:  # oldest first, so that the copy ends in the same order
+            _list_edge(states, edges, slots, meta, c, edges[last, E_TOKEN], edges[last, E_TARGET], edges[last, E_COUNT])
+            last = edges[last, E_PREV]
+    states[q, LINK] = c
+    while p >= 0 and step(states, edges, slots, p, token) == q:
+        _redirect(states, edges, slots, p, token, c)
+        p = states[p, LINK]
+    return c
+
+
+@inner
+def _room(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> bool:
+    """Whether appending ``token`` fits; nothing is changed."""
+    if meta[M_STATES] + 2 > len(states):
+        return False
+    need = np.int64(0)
+    p = np.int32(meta[M_LAST])
+    q = np.int32(-1)
+    while p >= 0:
+        q = step(states, edges, slots, p, token)
+        if q >= 0:
+            break
+        need += 2
+        p = states[p, LINK]
+    if q >= 0:
+        need += max(0, -states[q, TOKEN])
+    after = meta[M_EDGES] + need
+    return after <= len(edges) and 4 * after <= 3 * len(slots)
+
+
+@inner
+def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
+    """Extend the text by one token: standard online construction, then counts along the bounded suffix chain."""
+    last = np.int32(meta[M_LAST])
+    upd = np.int32(meta[M_UPD])
+    upd_len = meta[M_UPD_LEN]
+    while upd > 0 and states[states[upd, LINK], LENGTH] >= upd_len:
+        upd = states[upd, LINK]
+    # From the counted suffix upwards, count the successors that exist already.
+    more = np.int64(1)
+    p = upd
+    while p >= 0:
+        if step(states, edges, slots, p, token) >= 0:
+            _touch(states, edges, slots, meta, p, token, more)
+            if meta[M_COUNTS] == EXCLUDING:
+                more = np.int64(0)
+        p = states[p, LINK]
+    q = step(states, edges, slots, last, token)
+    if q >= 0:
+        # Only after a boundary: the text so far has been here before.
+        if states[q, LENGTH] != states[last, LENGTH] + 1:
+            q = _clone(states, edges, slots, meta, last, token, q)
+        meta[M_LAST] = q
+    else:
+        cur = _new_state(states, meta, states[last, LENGTH] + 1, np.int32(0))
+        p = last
+        while p >= 0 and step(states, edges, slots, p, token) < 0:
+            _add_edge(states, edges, slots, meta, p, token, cur)
+            p = states[p, LINK]
+        if p >= 0:
+            q = step(states, edges, slots, p, token)
+            if states[q, LENGTH] != states[p, LENGTH] + 1:
+                q = _clone(states, edges, slots, meta, p, token, q)
+            states[cur, LINK] = q
+        meta[M_LAST] = cur
+    upd = step(states, edges, slots, upd, token)
+    meta[M_UPD] = upd
+    meta[M_UPD_LEN] = min(upd_len + 1, COUNTED)
+    meta[M_TOKENS] += 1
+
+
+@inner
+def boundary(meta: I64) -> None:
+    """Start a new document: no context reaches back over this point."""
+    meta[M_LAST] = 0
+    meta[M_UPD] = 0
+    meta[M_UPD_LEN] = 0
+
+
+@njit(cache=True, nogil=True)
+def extend(states: I32, edges: I32, slots: I32, meta: I64, token_ids: I32) -> int:
+    """Append tokens until done or out of room; returns how many were appended. A negative id is a boundary."""
+    states, edges, slots, meta = borrowed(states), borrowed(edges), borrowed(slots), borrowed(meta)
+    for i in range(len(token_ids)):
+        if token_ids[i] < 0:
+            boundary(meta)
+            continue
+        if not _room(states, edges, slots, meta, token_ids[i]):
+            return i
+        _append(states, edges, slots, meta, token_ids[i])
+    return len(token_ids)

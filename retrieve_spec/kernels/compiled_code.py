@@ -17,6 +17,8 @@ _NO_DOOR: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True
 inner = njit(nogil=True, **_NO_DOOR)
 """Decorator of a kernel that only kernels call: it becomes part of each of them and has no door for Python, which is
 more than half of the work of compiling a small one."""
+part = njit(nogil=True, inline="always")
+"""Decorator of a kernel that one other kernel calls, at one place: it is compiled as part of that kernel, once."""
 WHY_IT_TAKES_LONG = "compiling the kernels, once on this machine: later starts take seconds"
 
 

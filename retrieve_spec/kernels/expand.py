@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling
 from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_scratch
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.scale import CERTAIN, scaled
@@ -32,7 +31,7 @@ def _before(pool_p: NDArray[np.float32], pool_ids: NDArray[np.int32], a: int, b:
     return a < b
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _push(
     heap: NDArray[np.int32], size: int, item: int, pool_p: NDArray[np.float32], pool_ids: NDArray[np.int32]
 ) -> None:
@@ -46,7 +45,7 @@ def _push(
     heap[i] = item
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _pop(heap: NDArray[np.int32], size: int, pool_p: NDArray[np.float32], pool_ids: NDArray[np.int32]) -> None:
     """Remove the first of ``size`` items."""
     item = heap[size - 1]
@@ -96,13 +95,13 @@ def best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rate
     return False
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _rank(p: float) -> int:
     """Bin of a path probability, six per halving."""
     return min(int(-6.0 * np.log2(max(p, 1e-9))), RANKS - 1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
     """A probability below which no further candidate can be among the ``max_nodes`` best."""
     above = 0
@@ -113,7 +112,7 @@ def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
     return 0.0
 
 
-@inner
+@part
 def begin(
     root_cursors: NDArray[np.int64], tail: NDArray[np.int32], cursors: NDArray[np.int64], tails: NDArray[np.int32]
 ) -> None:
@@ -144,7 +143,7 @@ def follow(
         advance_row(table, s, cursors, above * rows + s, token, cursors, at * rows + s)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def expand(
     table: NDArray[np.int64],
     root_cursors: NDArray[np.int64],
@@ -158,7 +157,9 @@ def expand(
     max_nodes: int,
     max_depth: int,
     min_p: float,
-    promise: float,
+    acceptance: float,
+    chain: int,
+    least: float,
     cursors: NDArray[np.int64],
     tails: NDArray[np.int32],
     pool_p: NDArray[np.float32],
@@ -184,8 +185,12 @@ def expand(
         (4,) int64: 1 if tokens are sampled with known noise (else 0), seed, row, position of the next token.
     cost
         (max_nodes + 1,) float32 seconds of a pass over n nodes, or (0,) to fill the budget.
-    promise
-        What all path probabilities are multiplied by: how much of what earlier drafts promised was accepted.
+    acceptance
+        What all path probabilities are multiplied by (`acceptance.acceptance_ratio`).
+    chain
+        1 to follow the most probable token at every node alone, 0 for a tree.
+    least
+        Probability of a path below which no node pays.
     cursors, tails
         ((max_nodes + 1) · s, CURSOR) int64 and (max_nodes + 1, TAIL) int32 scratch; the root's come first.
     pool_p, pool_ids, heap
@@ -217,7 +222,7 @@ def expand(
     gain = 1.0
     best_rate = 1.0 / np.float64(cost[0]) if len(cost) > 0 else 0.0
     depth = 0
-    path_p = promise
+    path_p = acceptance
     while True:  # the root, then every node as it is taken: the n-th stands at place n of cursors and tails
         if depth < max_depth and n < max_nodes:
             valid = min(tail_len + depth, TAIL)
@@ -244,7 +249,9 @@ def expand(
                 ranks[_rank(p)] += 1
                 size += 1
                 pool += 1
-            if pool >= max_nodes:
+            if chain == 1:
+                size = min(size, np.int64(1))
+            elif pool >= max_nodes:
                 cutoff = _cutoff(ranks, max_nodes)
         if size == 0 or n >= max_nodes:
             break
@@ -259,7 +266,7 @@ def expand(
         nodes[n, 2] = depth
         nodes[n, 3] = pool_ids[top, 2]
         node_p[n] = path_p
-        if len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate):
+        if path_p < least or (len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate)):
             break
         n += 1
         gain += path_p

@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import part
 from retrieve_spec.kernels.grams import GRAM, may_hold, newest_gram
 from retrieve_spec.kernels.ngram import home
 from retrieve_spec.kernels.source_table import (
@@ -27,7 +27,7 @@ from retrieve_spec.kernels.source_table import (
     text_u32,
     to_local_of,
 )
-from retrieve_spec.kernels.suffix_search import sa_between
+from retrieve_spec.kernels.suffix_array import sa_between
 from retrieve_spec.kernels.views import prefetch, view_u64
 
 MATCH = 64
@@ -61,7 +61,7 @@ def follow_all(
         _follow(table, first + i, cursors, i, window, fresh, known, gram)
 
 
-@inner
+@part
 def _follow(
     table: NDArray[np.int64],
     s: int,
@@ -94,7 +94,7 @@ def _follow(
     cursors[c, 0], cursors[c, 1], cursors[c, 2] = lo, hi, depth
 
 
-@inner
+@part
 def _search(table: NDArray[np.int64], s: int, recent: NDArray[np.int32], least: int) -> tuple[int, int, int]:
     """(lo, hi, depth) of the longest suffix of at least ``least`` tokens of a text that a segment holds."""
     local = np.empty(len(recent), np.int64)

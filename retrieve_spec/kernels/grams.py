@@ -32,7 +32,7 @@ def gram_bits(h):  # type: ignore[no-untyped-def]
     return bits
 
 
-@njit(cache=True, nogil=True)
+@inner
 def may_hold(words: NDArray[np.uint64], h: np.uint64) -> bool:
     """Whether a sequence may occur in the text of a filter; True where the filter is not known (empty)."""
     if len(words) == 0:
@@ -41,7 +41,7 @@ def may_hold(words: NDArray[np.uint64], h: np.uint64) -> bool:
     return bool(words[home(h, len(words))] & bits == bits)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def newest_gram(window: NDArray[np.int32]) -> np.uint64:
     """Hash of the last `GRAM` tokens of a text that has at least so many."""
     h = np.uint64(0)

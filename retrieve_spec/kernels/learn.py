@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, trie, unigram
 from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, blend, collect_levels, open_scratch, scratch_of
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key
@@ -46,7 +45,7 @@ USE_MEMORY = 512.0
 """Tokens over which the use of a source is averaged."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _share_of(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int, total: int, token: int
 ) -> tuple[float, float]:
@@ -85,7 +84,7 @@ def _share_of(
     return 0.0, 0.0
 
 
-@inner
+@part
 def learn_weights(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
@@ -146,7 +145,7 @@ def learn_weights(
             break
 
 
-@njit(cache=True, nogil=True)
+@inner
 def learn(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],

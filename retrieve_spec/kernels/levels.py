@@ -11,8 +11,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, ngram, phrases, recycling, trie, unigram
-from retrieve_spec.kernels.contexts import longest_marked
-from retrieve_spec.kernels.ngram import ngram_find
+from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.ngram import longest_marked, ngram_find
 from retrieve_spec.kernels.source_table import (
     ALIGNMENT,
     AUTOMATON,
@@ -65,7 +65,7 @@ CLOSED = -2
 """Handle of a level that was not looked up yet."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[int, int]:
     """The state, or the nearest one up its suffix links, that has a successor, and its match length (0: the root)."""
     while state > 0 and states[state, automaton.TOKEN] == -1:
@@ -74,7 +74,7 @@ def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[i
     return (state, length) if states[state, automaton.TOKEN] != -1 else (np.int64(0), np.int64(-1))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _long_enough(table: NDArray[np.int64], s: int, state: int, length: int) -> tuple[int, int]:
     """A state of an automaton and its match length, -1 when that is too short to be read."""
     return state, length if length >= table[s, AUTOMATON_SHORTEST] else np.int64(-1)
@@ -125,7 +125,7 @@ def open_row(
     )
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _recycling_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     sets = recycling_sets(table, s)
     while order > 0:
@@ -136,7 +136,7 @@ def _recycling_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64
     return np.int64(0), np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     """(slot, order) of the longest context of at most ``order`` tokens in an n-gram table."""
     slots = ngram_slots(table, s)
@@ -148,7 +148,7 @@ def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], o
     return np.int64(0), np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def look_up(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     """Open the longest level of an n-gram table, of at most ``order`` tokens."""
     for i in range(order):  # all slots at once: they lie far apart, and one after the other each would be waited for
@@ -156,7 +156,7 @@ def look_up(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order:
     return _ngram_level(table, s, hashes, order)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def next_level(
     table: NDArray[np.int64], s: int, handle: int, length: int, hashes: NDArray[np.uint64]
 ) -> tuple[int, int]:
@@ -175,7 +175,7 @@ def next_level(
     return np.int64(0), np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _spread(top: np.float32) -> int:
     """What stands for the number of distinct continuations where the most probable one has this probability.
 
@@ -188,7 +188,7 @@ def _spread(top: np.float32) -> int:
     return np.int64(5 if top > np.float32(0.3) else 9)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]:
     """(total count, distinct continuations) of a level; for probabilities, how peaked they are stands for distinct."""
     table, cursors = borrowed(table), borrowed(cursors)
@@ -220,7 +220,7 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
     return np.int64(1), np.int64(1)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def read_level(
     table: NDArray[np.int64],
     s: int,
@@ -288,7 +288,7 @@ def read_level(
     return 1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def advance_row(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, token: int, out: NDArray[np.int64], o: int
 ) -> None:

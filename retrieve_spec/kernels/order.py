@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.source_table import (
     DENSE,
     EXACT_LENGTH,
@@ -27,7 +26,7 @@ ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, BLOCK_ROWS = 0, 2, 3, 4, 5, 6,
 in the last, all others int32."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def depth_first(
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
@@ -89,7 +88,7 @@ def depth_first(
             origins[i - 1] = origins[i] - 1
 
 
-@inner
+@part
 def write_tree(
     table: NDArray[np.int64],
     nodes: NDArray[np.int64],
@@ -118,7 +117,7 @@ def write_tree(
     )
 
 
-@inner
+@part
 def find_origins(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
@@ -149,7 +148,7 @@ def find_origins(
                     out[i] = (table[s, EXACT_SEGMENT] << ORIGIN_BITS) | position
 
 
-@njit(cache=True, nogil=True)
+@part
 def node_tails(
     token_ids: NDArray[np.int32],
     parent: NDArray[np.int32],

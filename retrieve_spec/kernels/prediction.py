@@ -6,11 +6,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.compiled_code import inner
+
 LOOKBACK = 32
 """Longest match used to find the place again."""
 
 
-@njit(cache=True, nogil=True)
+@inner
 def anchor(text: NDArray[np.int32], recent: NDArray[np.int32], near: int) -> tuple[int, int]:
     """Where in ``text`` the output stands now.
 

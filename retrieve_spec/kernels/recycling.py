@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.views import (
     borrowed,
     place_among_eight,
@@ -115,7 +115,7 @@ def _put(ids: NDArray[np.int32], p: NDArray[np.float32], n: int, k: int, token: 
     return n + 1 if n < k else k
 
 
-@inner
+@part
 def _average(
     times: int,
     tokens: NDArray[np.int32],
@@ -162,7 +162,7 @@ def _average(
         probs[i] = 0
 
 
-@inner
+@part
 def softmax(logits: NDArray[np.float32], row: int, out: NDArray[np.float32]) -> None:
     """Probabilities among the top tokens of a row alone (the tail is left out; calibration accounts for it)."""
     top = np.float64(logits[row, 0])

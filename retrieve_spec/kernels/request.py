@@ -12,8 +12,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, unigram
-from retrieve_spec.kernels.automaton_growth import extend
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.automaton import extend
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.follow import MATCH, follow_all
 from retrieve_spec.kernels.scale import SCALE_BINS
 from retrieve_spec.kernels.source_table import (
@@ -55,11 +55,15 @@ the first suffix array and how many, the neighbours (-1: none)."""
 PREDICTED, SLOW, POOL, WORDS, ALIGNED = 26, 27, 28, 29, 30
 """1 with an expected text (in front of all other sources), 1 with stores, room for candidates, words of `SCRATCH`, the
 place of the alignments in the table (-1: none)."""
-TABLE, SOURCES, CELL_COUNTS, SCALE, PROMISES, HOPE, FIRST = 31, 32, 33, 34, 35, 36, 37
-"""Addresses of the table and how many sources it has; of a calibration's cells, scale and counts (`kernels/promise.py`;
-greedy, then with known noise); of (1,) float64, how probable the token was that the last draft began with, or would if
-it had paid (0: none); that token."""
-REQUEST = 38
+TABLE, SOURCES, CELL_COUNTS, SCALE, DRAFTS, FIRST_P, FIRST = 31, 32, 33, 34, 35, 36, 37
+"""Addresses of the table and how many sources it has; of a calibration's cells, scale and drafts (as in
+`kernels/acceptance.py`; greedy, then with known noise); of (1,) float64, how probable the token was that the last draft
+began with, or would if it had paid (0: none); that token."""
+SAID, SAID_ROOM, NUM_SAID, LEFT, DRAFTED, STEP = 38, 39, 40, 41, 42, 43
+"""Of a request whose text an engine keeps (`kernels/batch.py`): address of what was generated (int32), tokens that it
+has room for and holds, the last ones of these that the text's automaton had no room for; tokens of the draft that waits
+to be verified, and the step that it was made for."""
+REQUEST = 44
 """Integers per request."""
 HYPOTHESES = 3
 """Places in an expected text that are followed at once: found again, one token replaced, tokens inserted."""
@@ -103,9 +107,9 @@ def trust_of(request: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 @inner
-def promises_of(request: NDArray[np.int64], sampled: int) -> NDArray[np.float64]:
-    """(2,) float64 counts of drafts (`kernels/promise.py`), greedy (0) or with known noise (1)."""
-    return view_f64(request[PROMISES] + 16 * sampled, 2)
+def drafts_of(request: NDArray[np.int64], sampled: int) -> NDArray[np.float64]:
+    """(2,) float64 counts of drafts (`kernels/acceptance.py`), greedy (0) or with known noise (1)."""
+    return view_f64(request[DRAFTS] + 16 * sampled, 2)
 
 
 @inner
@@ -152,7 +156,7 @@ def catch_up(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
                 cursors[i, j] = kept[i, j]
 
 
-@njit(cache=True, nogil=True)
+@part
 def learn_every(request: NDArray[np.int64]) -> int:
     """At one token of how many learning reads stores: they are slow, and in time there is less to be learned."""
     return _LATER_EVERY if request[SLOW] == 1 and request[LEARNED] >= _FIRST_TOKENS else 1
@@ -163,7 +167,7 @@ def _is_slow(table: NDArray[np.int64], s: int) -> bool:
     return table[s, KIND] == NGRAM or table[s, KIND] == EXACT
 
 
-@njit(cache=True, nogil=True)
+@part
 def wake(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
     """Let learning see every source, but stores that rest only now and then: looking into them is what costs."""
     request[STEPS] += 1
@@ -174,7 +178,7 @@ def wake(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
             table[s, RESTING] = 0
 
 
-@njit(cache=True, nogil=True)
+@part
 def choose_sources(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
     """Let sources rest that have explained next to nothing lately; learning still sees them, and wakes them.
 
@@ -196,7 +200,7 @@ def choose_sources(table: NDArray[np.int64], request: NDArray[np.int64]) -> None
             request[RESTS] = 1
 
 
-@njit(cache=True, nogil=True)
+@inner
 def follow_stores(
     table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], roots: NDArray[np.int64]
 ) -> NDArray[np.int32]:
@@ -279,7 +283,7 @@ def read(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[n
     return grow_context(table, request, tokens, np.int64(0))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def push(newest: NDArray[np.int32], token: int) -> None:
     """Put a token in front of the newest ones."""
     for j in range(TAIL - 1, 0, -1):

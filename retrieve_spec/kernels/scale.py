@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.blend import scratch_of
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.source_table import NUMBER
 from retrieve_spec.kernels.views import borrowed
 
@@ -30,7 +29,7 @@ def _bin(p: float) -> tuple[int, float]:
     return i, x - i
 
 
-@njit(cache=True, nogil=True)
+@inner
 def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
     """Probability after the learned correction of a row of ``scale`` (`Calibration.scale`)."""
     scale = borrowed(scale)
@@ -40,7 +39,7 @@ def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
     return min(p * ((1.0 - f) * low + f * high), CERTAIN)
 
 
-@inner
+@part
 def learn_scale(
     scale: NDArray[np.float32],
     first: int,

@@ -11,7 +11,7 @@ AUTOMATON   state, tokens matched
 RECYCLING   none: looked up by the newest tokens
 PHRASES     none: looked up by the newest tokens
 UNIGRAM     classes of the two newest tokens
-ALIGNMENT   place and outcomes, three edits (`kernels/alignment.py`)
+ALIGNMENT   place, outcomes, tokens since the text differed (`kernels/alignment.py`)
 PREDICTION  position of the next expected token, tokens matched (-1: not followed)
 NGRAM       none: looked up by the newest tokens
 EXACT       lo, hi (interval of the suffix array), depth (-1: fallen off)

@@ -11,9 +11,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import prediction, promise, recycling, unigram
+from retrieve_spec.kernels import acceptance, prediction, recycling, unigram
 from retrieve_spec.kernels import request as state
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import part
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
 from retrieve_spec.kernels.order import BLOCK_ROWS, PARENTS, TOKENS, find_origins, node_tails, write_tree
@@ -33,42 +33,7 @@ from retrieve_spec.kernels.source_table import (
 from retrieve_spec.kernels.views import view_f32, view_f64, view_i32, view_i64, view_i64_rows, view_rows
 
 
-@inner
-def _block_sum(values: NDArray[np.float32], first: int, n: int) -> np.float32:
-    """Eight running sums over at most 128 values."""
-    total = np.float32(0)
-    if n < 8:
-        for i in range(first, first + n):
-            total += values[i]
-        return total
-    running = values[first : first + 8].copy()
-    whole = n - n % 8
-    for i in range(8, whole):
-        running[i % 8] += values[first + i]
-    left = (running[0] + running[1]) + (running[2] + running[3])
-    total = left + ((running[4] + running[5]) + (running[6] + running[7]))
-    for i in range(first + whole, first + n):
-        total += values[i]
-    return total
-
-
-@njit(cache=True, nogil=True)
-def pairwise_sum(values: NDArray[np.float32], n: int) -> np.float32:
-    """Sum of the first n ≤ 256 values in float32, in NumPy's order: halves are added while they are above 128."""
-    total = np.float32(0)
-    first = np.int64(0)
-    for end in (n // 2 // 8 * 8, n) if n > 128 else (n, n):
-        size = end - first
-        if size > 128:
-            half = size // 2 // 8 * 8
-            total += _block_sum(values, first, half) + _block_sum(values, first + half, size - half)
-        elif size > 0:
-            total += _block_sum(values, first, size)
-        first = end
-    return total
-
-
-@inner
+@part
 def observe(
     request: NDArray[np.int64],
     min_p: float,
@@ -136,7 +101,7 @@ def observe(
     return appended
 
 
-@inner
+@part
 def _recycle(
     table: NDArray[np.int64],
     request: NDArray[np.int64],
@@ -152,15 +117,15 @@ def _recycle(
             recycling.learn_rows(recycling_sets(table, s), entries, tails, lens, top_ids, top_logits, memory)
 
 
-@inner
-def _judge(request: NDArray[np.int64], emitted: NDArray[np.int32], size: int, expected: float) -> None:
-    """Learn what became of a draft of so many nodes, or of the hope for one, from what came instead."""
-    counts, hope = state.promises_of(request, state.noise_of(request)[0]), view_f64(request[state.HOPE], 1)
+@part
+def _judge(request: NDArray[np.int64], first: int, size: int, accepted: int, expected: float) -> None:
+    """Learn what became of a draft of so many nodes; where none was made, whether it would have begun rightly."""
+    counts, first_p = state.drafts_of(request, state.noise_of(request)[0]), view_f64(request[state.FIRST_P], 1)
     if size > 0:
-        promise.drafted(counts, expected, len(emitted) - 1)
-    elif hope[0] > 0:
-        promise.hoped(counts, hope[0], np.int64(emitted[0] == request[state.FIRST]))
-    hope[0] = 0.0
+        acceptance.learn_draft(counts, expected, accepted)
+    elif first_p[0] > 0:
+        acceptance.learn_first(counts, first_p[0], np.int64(first == request[state.FIRST]))
+    first_p[0] = 0.0
 
 
 @njit(cache=True, nogil=True)
@@ -170,9 +135,12 @@ def propose(
     max_nodes: int,
     max_depth: int,
     min_p: float,
-    origins: bool,
+    origins: int,
+    chain: int,
+    least: float,
     emitted: NDArray[np.int32],
     size: int,
+    accepted: int,
     expected: float,
     verified: NDArray[np.int32],
     top_ids: NDArray[np.int32],
@@ -182,12 +150,12 @@ def propose(
 
     Parameters
     ----------
-    cost, max_nodes, max_depth, min_p
+    cost, max_nodes, max_depth, min_p, chain, least
         As for `expand.expand`; with 0 nodes nothing is drafted.
     origins
-        Say where nodes stand in a store.
-    size, expected
-        Nodes that were verified, and how many tokens these promised.
+        1 to say where nodes stand in a store.
+    size, accepted, expected
+        Nodes that were verified, how many tokens of them were accepted, and how many were expected to be.
     emitted, verified, top_ids, top_logits
         As for `observe`; (0,) tokens where there is nothing to take in.
 
@@ -196,12 +164,12 @@ def propose(
     room, expected, tree
         What `observe` returns: where that is less than all, the caller appends the rest, and nothing was drafted yet.
         The sum of the nodes' path probabilities; the tree as `order.write_tree` writes it. The request's `NODES` and
-        `NODE_P` hold the nodes in best-first order, `FIRST` and `HOPE` what the draft begins with, or would if it paid.
-        One array only: where caches are empty each takes microseconds to make.
+        `NODE_P` hold the nodes in best-first order, `FIRST` and `FIRST_P` what the draft begins with, or would if it
+        paid. One array only: where caches are empty each takes microseconds to make.
     """
     room = np.int64(0)
     if len(emitted) > 0:
-        _judge(request, emitted, size, expected)
+        _judge(request, emitted[0], size, accepted, expected)
         room = observe(request, min_p, emitted, verified, top_ids, top_logits)
     table = state.table_of(request)
     rows = len(table)
@@ -209,28 +177,31 @@ def propose(
     node_p = view_f32(request[state.NODE_P], max_nodes)
     n = np.int64(0)
     found = np.empty(0, np.int64)
-    promised = np.float64(0)
+    expected_accepted = 0.0
     if max_nodes > 0 and room == len(emitted):
-        n = _grow(table, request, cost, max_depth, min_p, nodes, node_p)
-        promised = np.float64(pairwise_sum(node_p, n))
-        request[state.FIRST], view_f64(request[state.HOPE], 1)[0] = nodes[0, 0], np.float64(node_p[0])
-        if origins:
+        n = _grow(table, request, cost, max_depth, min_p, chain, least, nodes, node_p)
+        for i in range(n):
+            expected_accepted += np.float64(node_p[i])
+        request[state.FIRST], view_f64(request[state.FIRST_P], 1)[0] = nodes[0, 0], np.float64(node_p[0])
+        if origins == 1:
             found = np.empty(n, np.int64)
             known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
             cursors = view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR)
             find_origins(table, cursors, request[state.STORED], known, n, found)
     tree = np.empty((BLOCK_ROWS, n), np.int32)
     write_tree(table, nodes, node_p, found, tree)
-    return room, promised, tree
+    return room, expected_accepted, tree
 
 
-@inner
+@part
 def _grow(
     table: NDArray[np.int64],
     request: NDArray[np.int64],
     cost: NDArray[np.float32],
     max_depth: int,
     min_p: float,
+    chain: int,
+    least: float,
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
 ) -> int:
@@ -252,7 +223,9 @@ def _grow(
         max_nodes,
         max_depth,
         min_p,
-        promise.promise(state.promises_of(request, noise[0])),
+        acceptance.acceptance_ratio(state.drafts_of(request, noise[0])),
+        chain,
+        least,
         view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR),
         view_rows(request[state.NODE_TAILS], max_nodes + 1, TAIL),
         view_f32(request[state.POOL_P], pool),

@@ -12,7 +12,7 @@ from numba import njit
 
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.ngram import EXTENT, MAX_ORDER, START, TOTAL, ngram_find, ngram_hash
-from retrieve_spec.kernels.suffix_search import TOP_SHIFT
+from retrieve_spec.kernels.suffix_array import TOP_SHIFT
 
 
 @njit(cache=True, nogil=True)

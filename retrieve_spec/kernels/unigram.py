@@ -18,10 +18,9 @@ as of the list that ``versions`` (PLACES,) int64 says.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.source_table import (
     UNIGRAM_BY_CLASSES,
     UNIGRAM_CELLS,
@@ -66,7 +65,7 @@ def log2(n: int) -> int:
     return b
 
 
-@njit(cache=True, nogil=True)
+@inner
 def cell_of(age: int, count: int, generated: int) -> int:
     """Row of ``rates``: ages 1, 2, 3, 4, 5-7, then octaves; counts 1, 2, 3, then octaves."""
     a = age - 1 if age <= 4 else min(log2(age) + 2, AGES - 1)
@@ -111,7 +110,7 @@ def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[n
     frequent[at] = token
 
 
-@inner
+@part
 def append(
     stats: NDArray[np.int32],
     recent: NDArray[np.int32],
@@ -137,7 +136,7 @@ def append(
         _rise(stats, frequent, meta, token)
 
 
-@inner
+@part
 def rank(
     stats: NDArray[np.int32],
     recent: NDArray[np.int32],
@@ -190,19 +189,19 @@ def _meta(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
     return view_i64(table[s, UNIGRAM_META], META)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _stats(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     return view_rows(table[s, UNIGRAM_STATS], table[s, UNIGRAM_NUM_STATS], STATS)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def place_after(table: NDArray[np.int64], s: int, place: int, token: int) -> int:
     """The place behind one more token."""
     known = 0 <= token < table[s, UNIGRAM_NUM_STATS]
     return place % CLASSES * CLASSES + (np.int64(_stats(table, s)[token, CLASS]) if known else np.int64(0))
 
 
-@njit(cache=True, nogil=True)
+@inner
 def extend(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32], generated: int) -> None:
     """Take tokens (n,) into the text of a source, ``generated`` (1) or not (0), and rank anew."""
     stats = _stats(table, s)
@@ -221,7 +220,7 @@ def extend(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32], gener
     )
 
 
-@njit(cache=True, nogil=True)
+@inner
 def listed(table: NDArray[np.int64], s: int) -> int:
     """How many tokens the list of a source holds."""
     return np.int64(_meta(table, s)[NUM_LISTED])
@@ -239,7 +238,7 @@ def _factors(table: NDArray[np.int64], s: int, row: int) -> NDArray[np.float32]:
     return view_f32(table[s, UNIGRAM_FACTORS] + 8 * CLASSES * row, 2 * CLASSES)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def shares_at(table: NDArray[np.int64], s: int, place: int) -> NDArray[np.float32]:
     """(LISTED,) shares of the listed tokens at a place; computed when it is first asked for."""
     meta, versions = _meta(table, s), view_i64(table[s, UNIGRAM_VERSIONS], PLACES)
@@ -283,7 +282,7 @@ def read(
     return n
 
 
-@njit(cache=True, nogil=True)
+@inner
 def share_of(table: NDArray[np.int64], s: int, place: int, token: int) -> float:
     """Share of a token at a place, 0 when it is not listed."""
     tokens = view_i32(table[s, UNIGRAM_TOKENS], LISTED)
@@ -293,13 +292,13 @@ def share_of(table: NDArray[np.int64], s: int, place: int, token: int) -> float:
     return 0.0
 
 
-@njit(cache=True, nogil=True)
+@inner
 def _fade(of: NDArray[np.float32], at: int) -> float:
     """What is kept of a pair of counts when one more is added."""
     return 1.0 - 1.0 / RATE_MEMORY if of[at + 1] > RATE_MEMORY else 1.0
 
 
-@njit(cache=True, nogil=True)
+@inner
 def learn(table: NDArray[np.int64], s: int, place: int, token: int, reached: float, explained: float) -> None:
     """Learn from a token that came at a place: the list was reached, and explained it, with these probabilities."""
     tokens, cells = view_i32(table[s, UNIGRAM_TOKENS], LISTED), view_i32(table[s, UNIGRAM_CELLS], LISTED)

@@ -72,7 +72,7 @@ def distinct_bucket(n: int) -> int:
     return 4 if n <= 8 else 5
 
 
-@njit(cache=True, nogil=True)
+@inner
 def cell_of(source: int, length: int, total: int, distinct: int) -> int:
     """Row of the calibration table."""
     c = source * LENGTH_BUCKETS + length_bucket(length)
@@ -91,7 +91,7 @@ def recency_weight(cells: NDArray[np.float32], cell: int) -> float:
     return (np.float64(cells[cell, 2]) + 0.15 * PRIOR_WEIGHT) / (np.float64(cells[cell, 3]) + PRIOR_WEIGHT)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     """Weight of a level before anything was learned: n / (n + a·d), with a falling in the match length."""
     if source == _RECYCLING:  # the target's own probabilities
@@ -125,20 +125,20 @@ def begin_request(trust: NDArray[np.float64]) -> None:
     trust[:, :, 1] = REQUEST_VARIANCE
 
 
-@njit(cache=True, nogil=True)
+@inner
 def odds_of(trust: NDArray[np.float64], cell: int) -> float:
     """What the odds of a cell's weight are multiplied by in this request."""
     at = cell // _CELLS_PER_CLASS
     return trust[at // LENGTH_CLASSES, 0, 0] * trust[at // LENGTH_CLASSES, 1 + at % LENGTH_CLASSES, 0]
 
 
-@njit(cache=True, nogil=True)
+@inner
 def multiplied(weight: float, odds: float) -> float:
     """A weight with its odds multiplied."""
     return weight * odds / (1.0 - weight + weight * odds)
 
 
-@njit(cache=True, nogil=True)
+@inner
 def adapt(trust: NDArray[np.float64], cell: int, weight: float, explained: float, reached: float) -> None:
     """Move the two factors of a cell: the level was reached and explained the token with these probabilities."""
     at = cell // _CELLS_PER_CLASS

@@ -232,12 +232,12 @@ def serve(
     import uvicorn
 
     from retrieve_spec.datastore.store import open_datastore
-    from retrieve_spec.sources.answer_file import SESSIONS, unpacked
+    from retrieve_spec.sources.answers import unpacked
 
     for store in stores:
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
     if session is not None:
-        unpacked(session, SESSIONS)
+        unpacked(session)
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
     config = replace(config, origins=normal_origins(config.origins))

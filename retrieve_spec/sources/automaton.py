@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton as kernels
-from retrieve_spec.kernels import automaton_growth as growth
 from retrieve_spec.kernels import source_table
 from retrieve_spec.sources.rows import Row, source_row
 
@@ -48,7 +47,7 @@ class SuffixAutomaton:
         self.slots: NDArray[np.int32] = np.empty(_power_of_two(self._capacity * 4 // 3 + 1), np.int32)
         self.meta: NDArray[np.int64] = np.zeros(kernels.META, np.int64)
         self.meta[kernels.M_COUNTS] = kernels.EXACT if exact else kernels.EXCLUDING
-        growth.reset(self.states, self.slots, self.meta)
+        kernels.reset(self.states, self.slots, self.meta)
 
     def __len__(self) -> int:
         return int(self.meta[kernels.M_TOKENS])
@@ -61,7 +60,7 @@ class SuffixAutomaton:
 
     def reset(self) -> None:
         """Forget everything."""
-        growth.reset(self.states, self.slots, self.meta)
+        kernels.reset(self.states, self.slots, self.meta)
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
         """Append tokens; `BOUNDARY` in their place ends a document.
@@ -71,11 +70,11 @@ class SuffixAutomaton:
         token_ids
             (n,) int32.
         """
-        done = growth.extend(self.states, self.edges, self.slots, self.meta, token_ids)
+        done = kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)
         while done < len(token_ids):
             self._grow()
             token_ids = token_ids[done:]
-            done = growth.extend(self.states, self.edges, self.slots, self.meta, token_ids)
+            done = kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)
 
     def _grow(self) -> None:
         """Half as much room again for the array that is full; the hash table always has room for all edges.
@@ -92,7 +91,7 @@ class SuffixAutomaton:
         size = _power_of_two(len(edges) * 4 // 3 + 1)
         if size > len(self.slots):
             slots = np.full(size, -1, np.int32)
-            growth.rehash(edges, slots, num_edges)
+            kernels.rehash(edges, slots, num_edges)
             self.slots = slots
         self.edges = edges
 
@@ -100,6 +99,11 @@ class SuffixAutomaton:
         """(state, matched length) of the text so far."""
         last = int(self.meta[kernels.M_LAST])
         return last, int(self.states[last, kernels.LENGTH])
+
+    def earlier(self) -> tuple[int, int]:
+        """(state, length) of the longest end of the text that occurred before; length 0 for none."""
+        link = int(self.states[self.meta[kernels.M_LAST], kernels.LINK])
+        return (link, int(self.states[link, kernels.LENGTH])) if link > 0 else (0, 0)
 
     def advance(self, state: int, matched: int, token_id: int) -> tuple[int, int]:
         """Follow one more token; the match shrinks when it falls off."""

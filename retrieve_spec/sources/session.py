@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
+
+if TYPE_CHECKING:
+    from retrieve_spec.sources.answers import AnswerMemory
 
 FOLLOWED = 64
 """How much of a prompt's end is matched against the session."""
@@ -59,6 +62,21 @@ class SessionMemory:
         self._lock = threading.RLock()
         self._busy = 0  # readers and writers of the thread that has the lock, one inside the other
         self._waiting: deque[NDArray[np.int32]] = deque()
+        self._kept: tuple[AnswerMemory, bytes] | None = None
+
+    def keep_in(self, answers: AnswerMemory, key: bytes, vocabulary: int = 1 << 31) -> None:
+        """Begin with the answers that are kept under a key, and keep there what is remembered from now on.
+
+        Answers with tokens of `vocabulary` and beyond are left out. Texts that are only `read` are not kept.
+        """
+        for ids in answers.answers_of(key):
+            if int(ids.max()) < vocabulary:
+                self.read(ids)
+        self._kept = answers, key
+
+    def keep_nowhere(self) -> None:
+        """Keep nothing any more of what is remembered from now on."""
+        self._kept = None
 
     def __enter__(self) -> Self:
         self._lock.acquire()
@@ -67,8 +85,7 @@ class SessionMemory:
             if self._busy == 1:
                 self._take_in()
         except BaseException:  # Ctrl-C among others: nobody leaves what was not entered
-            self._busy -= 1
-            self._lock.release()
+            self.__exit__(None, None, None)
             raise
         return self
 
@@ -99,6 +116,8 @@ class SessionMemory:
     def remember(self, token_ids: NDArray[np.int32]) -> None:
         """Add one generated text, (n,) int32."""
         self.read(token_ids)
+        if (kept := self._kept) is not None:
+            kept[0].add(kept[1], token_ids)
 
     def read(self, token_ids: NDArray[np.int32]) -> None:
         """Add a text (n,) int32, whoever wrote it.

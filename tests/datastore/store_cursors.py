@@ -9,13 +9,20 @@ from numpy.typing import NDArray
 
 from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_hash
-from retrieve_spec.kernels.suffix_array import sa_successors
-from retrieve_spec.kernels.suffix_search import sa_extend
+from retrieve_spec.kernels.suffix_array import sa_longest, sa_narrow, sa_successors
 
 LONGEST = 64
 """Longest match that is looked for when a match falls off."""
 MAX_READS = 64
 """Suffixes read at most per segment to count next tokens."""
+
+
+def sa_extend(tokens, sa, top, bits, lo, hi, depth, recent, n, longest):
+    """Interval of a text's longest end that occurs after one more token, from the one before it."""
+    if depth == 0:
+        return sa_longest(tokens, sa, top, bits, recent, n, min(n, 1))
+    a, b = sa_narrow(tokens, sa, lo, hi, depth, np.int64(recent[n - 1]))
+    return (a, b, depth + 1) if a < b else sa_longest(tokens, sa, top, bits, recent, n, min(depth, longest))
 
 
 @dataclass(frozen=True, slots=True)

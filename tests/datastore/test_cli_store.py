@@ -54,13 +54,6 @@ def test_whole_life(command, store, records, tmp_path):
     assert open_datastore(tmp_path / "m", tokenizer="reference").manifest.documents == 7
 
 
-def test_automaton(command, texts, tmp_path):
-    for name, limit, has in (("small", 50, False), ("large", 5000, True)):
-        arguments = ("build", tmp_path / name, texts, "--tokenizer", "reference", "--automaton-tokens", limit)
-        assert command(*arguments)[0] == 0
-        assert (open_datastore(tmp_path / name).segments[0].automaton is not None) == has
-
-
 def test_progress_goes_nowhere_but_to_a_terminal(command, texts, tmp_path):
     code, out, err = command("build", tmp_path / "t", texts, "--tokenizer", "reference")
     assert (code, err) == (0, "")

@@ -7,7 +7,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from retrieve_spec.config import SpeculationConfig, StoreConfig
+from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
 from retrieve_spec.datastore.search import search_datastore
@@ -27,12 +27,6 @@ ARRAYS = (
     "ngram_slots",
     "ngram_succ_tokens",
     "ngram_succ_counts",
-    "automaton_link",
-    "automaton_counts",
-    "automaton_first",
-    "automaton_clone_lengths",
-    "automaton_edge_tokens",
-    "automaton_edge_targets",
 )
 PRESETS = ("auto", "rest", "sam", "hierarchy", "adaptive-trigram")
 
@@ -40,7 +34,7 @@ PRESETS = ("auto", "rest", "sam", "hierarchy", "adaptive-trigram")
 @pytest.fixture
 def store(tokenizer, texts, tmp_path):
     path = tmp_path / "s"
-    build_datastore(path, str(texts), tokenizer, config=StoreConfig(automaton_tokens=1000))
+    build_datastore(path, str(texts), tokenizer)
     return path
 
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_cursors import sa_extend
 
 from retrieve_spec.datastore.segment import bits_of, suffix_array
 from retrieve_spec.kernels.induced_sort import sort_suffixes
-from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors
-from retrieve_spec.kernels.suffix_search import sa_extend, sa_longest, sa_search, sa_top_table
+from retrieve_spec.kernels.suffix_array import sa_longest, sa_narrow, sa_search, sa_successors, sa_top_table
 
 TEXTS = st.lists(st.integers(0, 6), max_size=200).map(lambda tokens: [*tokens, 0])
 

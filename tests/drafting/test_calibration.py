@@ -156,19 +156,19 @@ def test_a_damaged_file_beside_a_store_is_learned_anew(tmp_path, caplog):
 
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("share", [0.5, 0.9, 1.2])
-def test_drafts_promise_what_came(noise, share):
+def test_what_is_expected_of_drafts_is_what_comes(noise, share):
     calibration = Calibration()
-    assert calibration.promise(noise) == 1.0
+    assert calibration.acceptance_ratio(noise) == 1.0
     rng = np.random.default_rng(0)
-    promised = came = 0.0
+    wanted = came = 0.0
     for i in range(600):
         true = rng.gamma(2, 3)  # what the tree's probabilities add up to
-        expected, accepted = true * calibration.promise(noise), int(rng.poisson(true * share))
-        calibration.drafted(expected, accepted, noise)
+        expected, accepted = true * calibration.acceptance_ratio(noise), int(rng.poisson(true * share))
+        calibration.learn_draft(expected, accepted, noise)
         if i > 200:
-            promised, came = promised + expected, came + accepted
-    assert promised == pytest.approx(came, rel=0.05)
-    assert calibration.promise(not noise) == 1.0, "greedy and sampled drafts are judged apart"
+            wanted, came = wanted + expected, came + accepted
+    assert wanted == pytest.approx(came, rel=0.05)
+    assert calibration.acceptance_ratio(not noise) == 1.0, "greedy and sampled drafts are judged apart"
     for _ in range(300):
-        calibration.drafted(calibration.promise(noise) * 5.0, 0, noise)
-    assert calibration.promise(noise) == pytest.approx(0.3), "it never gives up drafting for good"
+        calibration.learn_draft(calibration.acceptance_ratio(noise) * 5.0, 0, noise)
+    assert calibration.acceptance_ratio(noise) == pytest.approx(0.3), "it never gives up drafting for good"

@@ -13,7 +13,7 @@ from retrieve_spec.config import SpeculationConfig, StoreConfig
 from retrieve_spec.drafting.dense_queries import COMPARE_EVERY, FIRST, PROBE_EVERY, Comparison, QueryGate
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.published.dense import Dresd
+from retrieve_spec.drafting.published.stores import Dresd
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError, MissingSourceError
 from retrieve_spec.kernels.source_table import RESTING

@@ -9,8 +9,7 @@ import pytest
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import store as store_module
 from retrieve_spec.datastore.ngrams import ContextFilter
-from retrieve_spec.kernels.contexts import longest_marked
-from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_find, ngram_hash
+from retrieve_spec.kernels.ngram import MAX_ORDER, longest_marked, ngram_find, ngram_hash
 
 SEGMENTS = 70
 """More than a word of the filter has bits."""

@@ -13,7 +13,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import automaton_growth
+from retrieve_spec.kernels import automaton
 from retrieve_spec.kernels.sampling import gumbel_argmax, noise_key, uniform
 from retrieve_spec.kernels.source_table import TAIL
 from retrieve_spec.sources import SOURCE_NAMES
@@ -304,8 +304,8 @@ def test_fed_text_is_what_the_newest_tokens_are_looked_up_in():
     assert drafter.propose(Budget(8, 1)).token_ids[0] == 50
 
 
-def test_a_chain_is_held_against_what_it_promised_itself(markov_text):
-    """Verifiers of chains take one branch of a tree: what the others promised is nothing they could have kept."""
+def test_a_chain_is_held_against_what_was_expected_of_it(markov_text):
+    """Verifiers of chains take one branch of a tree: the others could not be accepted."""
     drafter = MixtureDrafter()
     drafter.start(markov_text(3, 300))
     tree = drafter.propose(Budget(32, 8))
@@ -336,13 +336,13 @@ def test_drafts_that_are_not_made_win_trust_back(noise):
 
 
 @pytest.mark.parametrize("then", ["start", "feed"])
-def test_what_was_hoped_of_one_text_says_nothing_of_another(then):
+def test_what_was_expected_of_one_text_says_nothing_of_another(then):
     """A pass may never end: the token that a draft would have begun with is not held against what follows instead."""
     drafter = MixtureDrafter()
     text = (np.arange(72) % 9).astype(np.int32)
     drafter.start(text)
     assert not len(drafter.propose(Budget(1, 1, np.array([1.0, 100.0], np.float32))))
-    assert drafter._hope[0] > 0
+    assert drafter._first_p[0] > 0
     before = drafter.calibration.drafts.copy()
     getattr(drafter, then)(text[:5])
     drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([99], np.int32)))
@@ -541,7 +541,7 @@ def test_passes_that_nobody_asked_a_draft_for_are_read_as_text():
 
 
 def test_the_kernel_that_long_texts_need_is_prepared_too(monkeypatch):
-    called, rehash = [], automaton_growth.rehash
-    monkeypatch.setattr(automaton_growth, "rehash", lambda *arrays: called.append(arrays) or rehash(*arrays))
+    called, rehash = [], automaton.rehash
+    monkeypatch.setattr(automaton, "rehash", lambda *arrays: called.append(arrays) or rehash(*arrays))
     MixtureDrafter(SpeculationConfig()).prepare()
     assert called

@@ -209,19 +209,17 @@ def test_phrases_that_cannot_be_deleted_keep_nothing_else_from_being_forgotten(t
 
 def test_of_what_is_under_way_while_its_scope_is_forgotten_no_phrase_is_learned():
     drafters = Drafters(SpeculationConfig(), [], None, "m")
-    claims = {scope: drafters.claim(scope) for scope in ("alice", "bob")}
-    for scope, claim in claims.items():
-        drafter = drafters.lend(scope=scope)
-        claim.lent.append(drafter)
+    lent = {scope: drafters.lend(scope=scope) for scope in ("alice", "bob")}
+    for drafter in lent.values():
         drafter.start(np.arange(5, dtype=np.int32))
         drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array(answer(1, *RARE), np.int32)))
     drafters.forget_scope("alice")
     for scope, requests in (("alice", 0), ("bob", 1)):
-        (drafter,) = claims[scope].lent
+        drafter = lent[scope]
         drafter.finish()
         assert drafter.calibration.phrases.requests == requests
         drafters.give_back(drafter)
-    (drafter,) = claims["alice"].lent
+    drafter = lent["alice"]
     drafter.start(np.arange(5, dtype=np.int32))
     drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array(answer(1, *RARE), np.int32)))
     drafter.finish()

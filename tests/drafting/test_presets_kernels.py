@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import naive_published as naive
 import numpy as np
 import pytest
@@ -7,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.drafting.drafter import Budget
-from retrieve_spec.drafting.published.suffix import SuffixDecoding
-from retrieve_spec.kernels.published_match import earliest_end
+from retrieve_spec.drafting.published.stores import earliest_end
+from retrieve_spec.drafting.published.text import SuffixDecoding
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
@@ -17,7 +19,7 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 @given(texts, st.integers(1, 6))
 def test_earliest_end_is_the_first_match(text, length):
     length = min(length, len(text))
-    assert earliest_end(np.array(text, np.int32), length) == naive.earliest_end(text, length)
+    assert earliest_end(array("i", text), length) == naive.earliest_end(text, length)
 
 
 @settings(deadline=None)

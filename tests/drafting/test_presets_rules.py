@@ -9,16 +9,10 @@ import pytest
 
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.published import base
-from retrieve_spec.drafting.published.context import AdaptiveNgram, PromptLookup
-from retrieve_spec.drafting.published.corpus import Rest
-from retrieve_spec.drafting.published.hierarchy import Hierarchy, frequent_grams
-from retrieve_spec.drafting.published.logitspec import LogitSpec
-from retrieve_spec.drafting.published.lookahead import Lookahead
-from retrieve_spec.drafting.published.recycling import CHILDREN, TEMPLATE, TokenRecycling
-from retrieve_spec.drafting.published.sam import Sam, SamRecycling
-from retrieve_spec.drafting.published.stand import Stand, best_tree
-from retrieve_spec.drafting.published.suffix import SuffixDecoding
-from retrieve_spec.drafting.published.trigram import AdaptiveTrigram
+from retrieve_spec.drafting.published.logits import TEMPLATE, LogitSpec, Lookahead, TokenRecycling
+from retrieve_spec.drafting.published.search import AdaptiveTrigram, Stand, best_tree
+from retrieve_spec.drafting.published.stores import Hierarchy, Rest, Sam, SamRecycling, frequent_grams
+from retrieve_spec.drafting.published.text import AdaptiveNgram, PromptLookup, SuffixDecoding
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory
@@ -211,8 +205,11 @@ def test_adaptive_trigram_learns_what_was_rejected():
 
 
 def test_token_recycling_has_the_published_tree():
-    assert len(TEMPLATE) == sum(CHILDREN.values()) == 80
-    levels = Counter(len(path) + 1 for path, n in CHILDREN.items() for _ in range(n))
+    assert len(TEMPLATE) == 80
+    depths: list[int] = []
+    for parent, _, _ in TEMPLATE:
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+    levels = Counter(depths)
     assert [levels[d] for d in range(1, 7)] == [8, 21, 25, 15, 8, 3]
 
 

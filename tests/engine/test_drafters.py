@@ -11,7 +11,7 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.engine.drafters import KEPT, Drafters
-from retrieve_spec.sources.rollouts import RolloutMemory
+from retrieve_spec.sources.answers import RolloutMemory
 
 
 def lent(drafters: Drafters, count: int) -> list[Any]:

@@ -105,16 +105,9 @@ class Twins:
 
     def feed(self, name, emitted):
         tree = self.trees.pop(name)
-        path = walk(tree, emitted)
-        drafter = self.drafters[name]
-        drafter._rest = 1  # what it was given is followed when all are asked
-        drafter._proposed = -1, 0.0  # its promise is added up from the tree, to the last bit as rows do
-        drafter.observe(VerifiedPass(tree, path, emitted))
-        drafter._rest = 0
+        self.drafters[name].observe(VerifiedPass(tree, walk(tree, emitted), emitted))
 
     def draft(self, names, nodes, depth):
-        for name in names:
-            self.drafters[name]._catch_up()
         for name in names:
             self.trees[name] = self.drafters[name].propose(Budget(nodes, depth))
         return [self.trees[name] for name in names]
@@ -246,8 +239,8 @@ def test_what_was_learned_is_kept_between_runs(tmp_path):
     def new():
         return ServingDrafter(SpeculationConfig(session=True), state=tmp_path / "state")
 
-    first = new()
-    for i, text in enumerate(texts(5, 1) * 2):
+    first, said = new(), texts(5, 2)
+    for i, text in enumerate(said):
         first.start(f"r{i}", text[:30], sampled=i == 1)
         for at in range(30, 120, 3):
             first.draft([f"r{i}"], 8)
@@ -257,13 +250,13 @@ def test_what_was_learned_is_kept_between_runs(tmp_path):
     second = new()
     assert [t.tolist() for t in second.session.texts] == [t.tolist() for t in first.session.texts]
     for drafter in (first, second):
-        drafter.start("again", texts(5, 1)[0][30:40])
+        drafter.start("again", said[0][30:40])
     wanted = first.draft(["again"], 16)[0].token_ids.tolist()
     assert len(wanted) > 4 and second.draft(["again"], 16)[0].token_ids.tolist() == wanted
 
 
 def test_damaged_state_starts_anew(tmp_path, caplog):
-    for name in ("greedy.npy", "sampled.npy", "session.npy"):
+    for name in ("greedy.npy", "sampled.npy", "session.bin"):
         (tmp_path / name).write_bytes(b"\x93NUMPY nothing of the kind")
     drafter = ServingDrafter(SpeculationConfig(session=True), state=tmp_path)
     assert len(caplog.records) == 3

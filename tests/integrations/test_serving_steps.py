@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.drafting.many import TakenBack
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.batch import RequestDiverged
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations import ServingDrafter
 
@@ -33,6 +32,7 @@ class Engine:
     def __init__(self, written, begins, by, **options):
         self.drafter, self.by, self.written = ServingDrafter(**options), by, written
         self.lengths, self.drafts = np.array(begins, np.int32), [[] for _ in begins]
+        self.dropped: set[int] = set()
         for i, begin in enumerate(begins):
             self.drafter.start(f"r{i}", written[i, :begin], sampled=i % 3 == 2)
 
@@ -45,10 +45,12 @@ class Engine:
                 wanted = self.written[i, at : at + len(draft)].tolist()
                 right = next((j for j, (a, b) in enumerate(zip(wanted, draft, strict=True)) if a != b), len(draft))
                 if self.by == "feed":
-                    self.drafter.feed(f"r{i}", self.written[i, at : at + right + 1])
+                    verified = 0 if i in self.dropped else None
+                    self.drafter.feed(f"r{i}", self.written[i, at : at + right + 1], verified=verified)
                 self.lengths[i] += right + 1
-            elif self.drafts[i] and self.by == "feed":
-                self.drafter._requests[f"r{i}"].tree = DraftTree()
+                self.dropped.discard(i)
+            else:
+                self.dropped.add(i)
             self.drafts[i] = []
         names = [f"r{i}" for i in rows]
         if self.by == "feed":
@@ -95,6 +97,44 @@ def test_steps_are_feeding_and_drafting(seed, rows, measures, remembers):
         assert [t.tolist() for t in ours.session.texts] == [t.tolist() for t in theirs.session.texts]
 
 
+def test_a_text_that_outgrows_its_arrays_is_drafted_for_as_by_feeding(tmp_path):
+    """Two texts of one calibration grow their automata in the same step; the second learns behind the first's draft."""
+    written = np.random.default_rng(3).integers(0, 40, (2, 6400)).astype(np.int32)
+    drafts = {}
+    for by in ("step", "feed"):
+        engine = Engine(written, [2000, 2000], by, state=tmp_path / by)
+        drafts[by] = []
+        for length in range(2100, 6300, 100):
+            for i in range(2):
+                if by == "feed":
+                    engine.drafter.feed(f"r{i}", written[i, engine.lengths[i] : length])
+            engine.lengths[:] = length
+            if by == "feed":
+                found = [tree.token_ids.tolist() for tree in engine.drafter.draft(["r0", "r1"], 8)]
+            else:
+                found = engine.drafter.step(["r0", "r1"], written, engine.lengths, [0, 1], [6400, 6400], 8)
+            drafts[by].append(found)
+        engine.drafter.save()
+    assert drafts["step"] == drafts["feed"]
+    kept = [np.load(tmp_path / by / "greedy.npy") for by in ("step", "feed")]
+    np.testing.assert_allclose(*kept, rtol=1e-6)
+
+
+def test_a_draft_that_nobody_verified_is_not_judged(tmp_path):
+    text = np.tile(np.arange(9, dtype=np.int32), 10)
+    kept = []
+    for name, drafts in (("drafted", True), ("not", False)):
+        drafter = ServingDrafter(state=tmp_path / name)
+        drafter.start("a", text[:40])
+        if drafts:
+            assert len(drafter.draft(["a"], 4)[0]) == 4
+        drafter.feed("a", text[40:41], verified=0)
+        drafter.follow()
+        drafter.save()
+        kept.append(np.load(tmp_path / name / "greedy.npy"))
+    np.testing.assert_array_equal(*kept)
+
+
 def test_a_text_that_does_not_go_on_is_said_and_nothing_is_done():
     written = texts(np.random.default_rng(0), 2)
     engine = Engine(written, [40, 40], "step")
@@ -102,10 +142,10 @@ def test_a_text_that_does_not_go_on_is_said_and_nothing_is_done():
     before = engine.drafter.statistics()["emitted"], [engine.drafter.length(name) for name in ("r0", "r1")]
     changed = written.copy()
     changed[1, 38] += 1
-    with pytest.raises(TakenBack) as other:
+    with pytest.raises(RequestDiverged) as other:
         engine.drafter.step(["r0", "r1"], changed, engine.lengths + 3, [0, 1], [150, 150], 8)
     assert other.value.row == 1
-    with pytest.raises(TakenBack):  # shorter than before
+    with pytest.raises(RequestDiverged):  # shorter than before
         engine.drafter.step(["r0"], written, engine.lengths - 3, [0], [150], 8)
     assert before == (engine.drafter.statistics()["emitted"], [engine.drafter.length(name) for name in ("r0", "r1")])
     engine.step([0, 1])
@@ -128,7 +168,7 @@ def test_no_more_is_drafted_than_the_text_may_have():
     drafter = ServingDrafter()
     drafter.start("a", text[0, :40])
     for longest, drafted in ((60, 16), (50, 8), (43, 1), (42, 0), (41, 0), (0, 0)):
-        drafter._seats = None
+        drafter._slots = None
         assert len(drafter.step(["a"], text, np.array([41], np.int32), [0], [longest], 16)[0]) == drafted
 
 
@@ -198,14 +238,14 @@ def test_requests_given_up_while_they_begin(monkeypatch):
     from retrieve_spec.integrations import requests
 
     drafter = ServingDrafter()
-    start = requests.Row.start
+    start = requests.BatchRow.start
 
     def given_up(row, *prompt):
         start(row, *prompt)
         if len(prompt[0]):
             drafter.abandon()
 
-    monkeypatch.setattr(requests.Row, "start", given_up)
+    monkeypatch.setattr(requests.BatchRow, "start", given_up)
     drafter.start("a", [1, 2, 3])
     assert "a" not in drafter and not drafter._starting
     monkeypatch.undo()

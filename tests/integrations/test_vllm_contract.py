@@ -232,8 +232,8 @@ def test_what_fails_again_while_requests_are_dropped_ends_nothing(monkeypatch, c
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("retrieve_spec.kernels.many.step_chains", fail)
-    monkeypatch.setattr("retrieve_spec.drafting.many.Row._catch_up", fail)
+    monkeypatch.setattr("retrieve_spec.kernels.batch.step_chains", fail)
+    monkeypatch.setattr("retrieve_spec.drafting.batch.BatchRow._catch_up", fail)
     with caplog.at_level(logging.CRITICAL):
         while not runner.ended("a"):
             runner.step(["a"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import naive_blend as naive
 import numpy as np
+from doors import Doors
 from naive_alignments import NaiveAlignments
 from naive_automaton import BOUNDARY, NaiveText
 from naive_phrases import NaivePhrases
@@ -27,6 +28,12 @@ from retrieve_spec.sources.rows import SourceTable
 from retrieve_spec.sources.session import loop_start
 from retrieve_spec.sources.stores import StoreRows
 from retrieve_spec.sources.unigrams import Unigrams
+
+alignment = Doors(alignment)
+expand = Doors(expand)
+follow = Doors(follow)
+learn = Doors(learn)
+unigram = Doors(unigram)
 
 NO_NOISE = (0, 0, 0, 0)
 
@@ -60,6 +67,8 @@ class World:
             max_depth,
             min_p,
             1.0,
+            0,
+            0.0,
             cursors,
             np.zeros((MAX_NODES + 1, source_table.TAIL), np.int32),
             np.empty(pool, np.float32),

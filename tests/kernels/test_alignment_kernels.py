@@ -5,6 +5,7 @@ import itertools
 import naive_alignments
 import numpy as np
 import pytest
+from doors import Doors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_alignments import NaiveAlignments
@@ -14,6 +15,9 @@ from retrieve_spec.kernels import levels
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources.alignments import Alignments
 from retrieve_spec.sources.rows import SourceTable
+
+kernels = Doors(kernels)
+levels = Doors(levels)
 
 HASHES = np.zeros((2, TAIL), np.uint64)
 

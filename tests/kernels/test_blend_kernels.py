@@ -4,6 +4,7 @@ import blend_world
 import naive_blend as naive
 import numpy as np
 import pytest
+from doors import Doors
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -12,8 +13,12 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.kernels import expand, sampling, source_table, weights
-from retrieve_spec.kernels.scale import scaled
+from retrieve_spec.kernels import scale as scales
 from retrieve_spec.sources import SOURCE_NAMES
+
+expand = Doors(expand)
+scales = Doors(scales)
+weights = Doors(weights)
 
 
 def number_tokenizer(size):
@@ -261,6 +266,6 @@ def test_a_request_moves_the_odds_of_a_source(number, length, came):
 @given(st.floats(0, 1), st.integers(0, 15), st.integers(0, 3))
 def test_scale(p, number, seed):
     _, scale = blend_world.learned(np.random.default_rng(seed))
-    assert scaled(scale, number, p) == pytest.approx(naive.scaled(scale, number, p), rel=1e-5, abs=1e-9)
+    assert scales.scaled(scale, number, p) == pytest.approx(naive.scaled(scale, number, p), rel=1e-5, abs=1e-9)
     scale = np.zeros_like(scale)
-    assert scaled(scale, number, p) == pytest.approx(min(p, 0.9999)), "nothing learned changes nothing"
+    assert scales.scaled(scale, number, p) == pytest.approx(min(p, 0.9999)), "nothing learned changes nothing"

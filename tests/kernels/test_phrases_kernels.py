@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from doors import Doors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_phrases import NaivePhrases
@@ -15,6 +16,8 @@ from retrieve_spec.kernels.recycling import WAYS
 from retrieve_spec.sources import phrases as source
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.rows import SourceTable
+
+levels = Doors(levels)
 
 KEYS = st.sampled_from([None, "a", "b"])
 TEXTS = st.lists(st.integers(-1, 4), max_size=30)

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import numpy as np
+from doors import Doors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.kernels.prediction import LOOKBACK, anchor, follow
+from retrieve_spec.kernels import prediction
+from retrieve_spec.kernels.prediction import LOOKBACK, follow
+
+prediction = Doors(prediction)
 
 
 def naive_anchor(text, recent, near):
@@ -25,13 +29,13 @@ TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 @given(TOKENS, TOKENS, st.integers(0, 60))
 def test_anchor_is_the_longest_then_nearest_match(text, recent, near):
-    found = anchor(np.array(text, np.int32), np.array(recent, np.int32), near)
+    found = prediction.anchor(np.array(text, np.int32), np.array(recent, np.int32), near)
     assert tuple(map(int, found)) == naive_anchor(text, recent, near)
 
 
 def test_anchor_looks_back_no_further_than_it_says():
     text = np.arange(100, dtype=np.int32)
-    assert tuple(map(int, anchor(text, text[:50], 0))) == (50, LOOKBACK)
+    assert tuple(map(int, prediction.anchor(text, text[:50], 0))) == (50, LOOKBACK)
 
 
 def naive_follow(text, cursors, emitted, recent):

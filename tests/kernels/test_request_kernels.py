@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from doors import Doors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.kernels import request, step
+from retrieve_spec.kernels import request
 from retrieve_spec.kernels.follow import MATCH
 from retrieve_spec.kernels.source_table import (
     AUTOMATON,
@@ -22,6 +23,8 @@ from retrieve_spec.kernels.source_table import (
     UNIGRAM,
 )
 from retrieve_spec.sources.rows import Row
+
+request = Doors(request)
 
 KINDS = [PREDICTION, AUTOMATON, UNIGRAM, AUTOMATON, EXACT, DENSE, RECYCLING, NGRAM, EXACT]
 CONTEXT, NEIGHBOURS = 1, 5
@@ -95,9 +98,3 @@ def test_tokens_are_pushed_in_front(tokens):
     for token in tokens:
         request.push(newest, token)
     assert newest[0].tolist() == [*tokens[::-1], *[-1] * TAIL][:TAIL]
-
-
-@given(st.integers(0, 256), st.integers(0, 10**6))
-def test_probabilities_are_added_as_numpy_adds_them(n, seed):
-    values = np.random.default_rng(seed).random(256).astype(np.float32) ** 3
-    assert step.pairwise_sum(values, n) == values[:n].sum()

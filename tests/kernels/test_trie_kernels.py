@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from doors import Doors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieve_spec.kernels import levels, source_table, trie
-from retrieve_spec.kernels.learn import _share_of
+from retrieve_spec.kernels import learn, levels, source_table, trie
 from retrieve_spec.sources.rows import source_row
+
+learn = Doors(learn)
+levels = Doors(levels)
 
 WIDTH = 5
 spans_of = st.lists(
@@ -88,7 +91,7 @@ def test_nodes_are_what_the_spans_say(found, path):
                     [weights[t] / total for t in sorted(weights)], rel=1e-3, abs=1e-6
                 )
                 for token in range(5):
-                    share, recent = _share_of(table, 0, cursors, 0, handle, count, token)
+                    share, recent = learn._share_of(table, 0, cursors, 0, handle, count, token)
                     assert recent == 0
                     assert share == pytest.approx(weights.get(token, 0.0) / total, rel=1e-3)
         if depth < len(path):

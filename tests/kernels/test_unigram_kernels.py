@@ -3,6 +3,7 @@ from __future__ import annotations
 import naive_unigrams
 import numpy as np
 import pytest
+from doors import Doors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_unigrams import NaiveUnigrams
@@ -10,6 +11,8 @@ from naive_unigrams import NaiveUnigrams
 from retrieve_spec.kernels import unigram as kernels
 from retrieve_spec.sources.rows import SourceTable
 from retrieve_spec.sources.unigrams import Unigrams, token_classes
+
+kernels = Doors(kernels)
 
 
 def place_behind(words, text):

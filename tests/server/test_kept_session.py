@@ -11,7 +11,7 @@ from live import Live
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.run import assemble
-from retrieve_spec.sources.session_file import SessionFile
+from retrieve_spec.sources.answers import answers_by_scope
 
 ALICE, BOB = b"alice", b"bob"
 CHAT = {"messages": [{"role": "user", "content": "def area(width, height):\n"}], "max_tokens": 40, "temperature": 0}
@@ -62,7 +62,7 @@ def test_answers_are_kept_by_key_and_forgotten_on_demand(serve: Any, tmp_path: P
     assert again == said
     ask(server, ALICE, "DELETE", "/v1/workspace")
     assert kept(server, ALICE) == 0
-    assert len(SessionFile(tmp_path / "day.bin", _tokenizer(server), 1000)) == 0
+    assert len(answers_by_scope(tmp_path / "day.bin", _tokenizer(server), 1000)) == 0
     ask(server, ALICE, "POST", "/v1/chat/completions", CHAT)
     server.stop()
     server = serve()
@@ -83,7 +83,7 @@ def test_who_forgets_is_told_where_the_file_cannot_be_written(serve: Any, tmp_pa
     assert kept(server, ALICE) == 0
     in_the_way.rmdir()
     ask(server, ALICE, "DELETE", "/v1/workspace")
-    assert len(SessionFile(tmp_path / "day.bin", _tokenizer(server), 1000)) == 0
+    assert len(answers_by_scope(tmp_path / "day.bin", _tokenizer(server), 1000)) == 0
 
 
 def test_nobody_else_may_read_what_is_kept_beside_the_file(serve: Any, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_file_that_holds_no_session_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "build_service", lambda *_, **__: pytest.fail("loaded a model"))
     path = tmp_path / "notes.txt"
     path.write_text("not answers")
-    with pytest.raises(StoreCorruptError, match=r"a file of sessions in .*notes\.txt"):
+    with pytest.raises(StoreCorruptError, match=r"a file of answers in .*notes\.txt"):
         run.serve("reference", ServeConfig(port=0), session=path)
     assert path.read_text() == "not answers"
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.errors import ConfigError, PromptError, StoreCorruptError, StoreVersionError
-from retrieve_spec.sources import answer_file
-from retrieve_spec.sources.rollouts import RolloutMemory
+from retrieve_spec.sources import answers as answer_file
+from retrieve_spec.sources.answers import RolloutMemory
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def test_a_save_that_fails_is_logged_and_no_memory_is_lost(tmp_path: Path, caplo
     path.write_bytes(b"somebody else's file")
     memory.remember(ids(1), ids(2))
     memory.keep()
-    assert "rollouts are not saved" in caplog.text
+    assert "answers are not saved" in caplog.text
     with pytest.raises(StoreCorruptError):
         memory.save()
     assert path.read_bytes() == b"somebody else's file"
@@ -195,15 +195,15 @@ def test_every_altered_byte_is_noticed(tmp_path: Path) -> None:
 def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
     """Also behind a right checksum."""
     path = tmp_path / "rollouts.bin"
-    whole = answer_file.packed({b"k" * 16: [ids(3, 4).tobytes()]})
+    whole = answer_file.packed({b"k" * 32: {ids(3, 4).tobytes(): None}})
     head = answer_file._HEAD
     import zlib
 
     for body in (whole[head.size :] + b"\0\0\0\0", whole[head.size : -4], whole[head.size : -4] + b"\xff" * 4):
-        path.write_bytes(head.pack(b"rs-rollouts\n", 1, zlib.crc32(body), 1, 1) + body)
+        path.write_bytes(head.pack(b"rs-answers\n\n", 1, zlib.crc32(body), 1, 1) + body)
         with pytest.raises(StoreCorruptError):
             RolloutMemory(path)
-    path.write_bytes(head.pack(b"rs-rollouts\n", 1, zlib.crc32(whole[head.size :]), 2**63, 2**63) + whole[head.size :])
+    path.write_bytes(head.pack(b"rs-answers\n\n", 1, zlib.crc32(whole[head.size :]), 2**63, 2**63) + whole[head.size :])
     with pytest.raises(StoreCorruptError):
         RolloutMemory(path)
 
@@ -222,7 +222,7 @@ def test_bounds_are_checked(options: dict[str, Any]) -> None:
 _WRITER = """
 import sys
 import numpy as np
-from retrieve_spec.sources.rollouts import RolloutMemory
+from retrieve_spec.sources.answers import RolloutMemory
 path, name, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 memory = RolloutMemory(path, answers=100)
 for number in range(rounds):

@@ -16,34 +16,32 @@ import numpy as np
 import pytest
 
 from retrieve_spec.errors import StoreError
-from retrieve_spec.sources.kept_answers import KeptAnswers
-from retrieve_spec.sources.rollouts import RolloutMemory
-from retrieve_spec.sources.session_file import SessionFile
+from retrieve_spec.sources.answers import AnswerMemory, RolloutMemory, answers_by_scope
 
 NOBODY = 65534
 
 
-def rollouts(path: Path) -> KeptAnswers:
+def rollouts(path: Path) -> AnswerMemory:
     return RolloutMemory(path, save_every=1)
 
 
-def sessions(path: Path) -> KeptAnswers:
-    return SessionFile(path, "tokenizer", 1 << 16)
+def sessions(path: Path) -> AnswerMemory:
+    return answers_by_scope(path, "tokenizer", 1 << 16)
 
 
-Maker = Callable[[Path], KeptAnswers]
+Maker = Callable[[Path], AnswerMemory]
 both = pytest.mark.parametrize("make", [rollouts, sessions])
 
 
-def key(memory: KeptAnswers) -> bytes:
-    return memory._key("") if isinstance(memory, SessionFile) else b"k" * 16
+def key(memory: AnswerMemory) -> bytes:
+    return memory.key("")
 
 
-def add(memory: KeptAnswers, *tokens: int) -> None:
+def add(memory: AnswerMemory, *tokens: int) -> None:
     memory.add(key(memory), np.array(tokens, np.int32))
 
 
-def known(memory: KeptAnswers) -> list[list[int]]:
+def known(memory: AnswerMemory) -> list[list[int]]:
     return [ids.tolist() for ids in memory.answers_of(key(memory))]
 
 
@@ -92,12 +90,12 @@ def in_the_way(path: Path) -> Iterator[None]:
         path.rmdir()
 
 
-def refused(memory: KeptAnswers, save: Callable[[], None]) -> None:
+def refused(memory: AnswerMemory, save: Callable[[], None]) -> None:
     """What a save that cannot be done says."""
     with pytest.raises(StoreError) as raised:
         save()
     said = str(raised.value)
-    assert said.startswith(f"could not write {memory._kind.name} to {memory.path}: ")
+    assert said.startswith(f"could not write answers to {memory.path}: ")
     assert "free space" in said
     assert isinstance(raised.value.__cause__, OSError)
 
@@ -161,7 +159,7 @@ def test_what_ended_a_block_is_not_hidden_by_a_save_that_fails(folder: Path, cap
     add(memory, 1, 2)
     with pytest.raises(KeyboardInterrupt), in_the_way(lock), memory:
         raise KeyboardInterrupt
-    assert "rollouts are not saved: StoreError: could not write" in caplog.text
+    assert "answers are not saved: StoreError: could not write" in caplog.text
     with pytest.raises(StoreError), in_the_way(lock), memory:
         add(memory, 3)
     with pytest.raises(KeyboardInterrupt), memory:
@@ -172,12 +170,11 @@ def test_what_ended_a_block_is_not_hidden_by_a_save_that_fails(folder: Path, cap
 _WRITER = """
 import sys
 import numpy as np
-from retrieve_spec.sources.rollouts import RolloutMemory
-from retrieve_spec.sources.session_file import SessionFile
+from retrieve_spec.sources.answers import RolloutMemory, answers_by_scope
 kind, path, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-memory = RolloutMemory(path, answers=1000) if kind == "rollouts" else SessionFile(path, "tokenizer", 1 << 20)
-key = b"k" * 16 if kind == "rollouts" else memory._key("")
-memory.add(b"l" * 16 if kind == "rollouts" else memory._key("large"), np.arange(200_000, dtype=np.int32))
+memory = RolloutMemory(path, answers=1000) if kind == "rollouts" else answers_by_scope(path, "tokenizer", 1 << 20)
+key = memory.key("")
+memory.add(memory.key("large"), np.arange(200_000, dtype=np.int32))
 for number in range(rounds):
     memory.add(key, np.array([name, number], np.int32))
     memory.save()
@@ -213,7 +210,7 @@ def test_processes_that_are_killed_while_they_save_lose_nothing_that_was_saved(m
         writer.stdout.close()
     assert writers[3].wait(120) == 0
     assert said[3] == 24
-    memory = RolloutMemory(path, answers=1000) if make is rollouts else SessionFile(path, "tokenizer", 1 << 20)
+    memory = RolloutMemory(path, answers=1000) if make is rollouts else answers_by_scope(path, "tokenizer", 1 << 20)
     kept = set(map(tuple, known(memory)))
     assert {(name, number) for name in range(4) for number in range(said[name] + 1)} <= kept
     memory.save()  # nothing holds the lock any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -23,41 +24,7 @@ TINY_P = 1e-6
 """Lowest path probability written down."""
 FULL = -2
 """What `TreeBuilder.add` returns when the budget holds no further node."""
-
-
-class Text:
-    """Growing text, (L,) int32, with room to append in place."""
-
-    def __init__(self) -> None:
-        self._ids: NDArray[np.int32] = np.empty(1024, np.int32)
-        self._n = 0
-
-    def __len__(self) -> int:
-        return self._n
-
-    @property
-    def ids(self) -> NDArray[np.int32]:
-        """The text so far, (L,) int32, a view."""
-        return self._ids[: self._n]
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._n = 0
-
-    def append(self, token_ids: NDArray[np.int32]) -> None:
-        """Add tokens at the end."""
-        end = self._n + len(token_ids)
-        if end > len(self._ids):
-            grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
-            grown[: self._n] = self.ids
-            self._ids = grown
-        self._ids[self._n : end] = token_ids
-        self._n = end
-
-    def last(self, n: int) -> list[int]:
-        """Up to n newest tokens, oldest first."""
-        newest: list[int] = self._ids[max(0, self._n - n) : self._n].tolist()
-        return newest
+Gram = tuple[int, ...]
 
 
 class TreeBuilder:
@@ -72,11 +39,9 @@ class TreeBuilder:
     def __init__(self, max_nodes: int, max_depth: int) -> None:
         self.max_nodes, self.max_depth = max_nodes, max_depth
         self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.depths: list[int] = []
-        self.probabilities: list[float] = []
-        self.sources: list[int] = []
-        self._children: dict[tuple[int, int], int] = {}
+        self._nodes: list[tuple[int, int, int]] = []  # parent, depth, source
+        self._p: list[float] = []
+        self._children: dict[int, dict[int, int]] = {}
         self.places: list[int] = []
         """After `tree`: where each node, in the order of adding, stands in the tree."""
 
@@ -96,21 +61,19 @@ class TreeBuilder:
         """
         if parent == FULL:
             return FULL
-        known = self._children.get((parent, token))
-        if known is not None:
-            self.probabilities[known] = max(self.probabilities[known], p)
+        children = self._children.setdefault(parent, {})
+        if token in children:
+            known = children[token]
+            self._p[known] = max(self._p[known], p)
             return known
-        depth = 1 if parent == ROOT else self.depths[parent] + 1
-        n = len(self.tokens)
-        if n >= self.max_nodes or depth > self.max_depth:
+        depth = 1 if parent == ROOT else self._nodes[parent][1] + 1
+        if len(self.tokens) >= self.max_nodes or depth > self.max_depth:
             return FULL
+        children[token] = len(self.tokens)
         self.tokens.append(token)
-        self.parents.append(parent)
-        self.depths.append(depth)
-        self.probabilities.append(p)
-        self.sources.append(source)
-        self._children[parent, token] = n
-        return n
+        self._nodes.append((parent, depth, source))
+        self._p.append(p)
+        return children[token]
 
     def add_run(self, parent: int, tokens: Sequence[int], source: int, p: float = 1.0, step: float = COPY_P) -> int:
         """Add a chain below a node; the path to its i-th token has probability ``p · step^(i + 1)``. Its last node."""
@@ -121,39 +84,28 @@ class TreeBuilder:
 
     def tree(self) -> DraftTree:
         """Depth-first order, the most probable child first; of equals, the one that was added first."""
-        n = len(self.tokens)
-        if n == 0:
+        if not self.tokens:
             return DraftTree()
-        below: list[list[int]] = [[] for _ in range(n + 1)]
-        for node in sorted(range(n), key=self.probabilities.__getitem__):  # least probable first: a stack reverses it
-            below[self.parents[node]].append(node)
         order: list[int] = []
-        stack = _oldest_last(below[ROOT], self.probabilities)
-        while stack:
-            node = stack.pop()
+        waiting = [ROOT]
+        while waiting:
+            node = waiting.pop()
             order.append(node)
-            stack += _oldest_last(below[node], self.probabilities)
-        places = [0] * n
-        for place, node in enumerate(order):
-            places[node] = place
-        self.places = places
-        at = np.array(order, np.int64)
-        parents = np.array([places[p] if p >= 0 else ROOT for p in (self.parents[i] for i in order)], np.int32)
-        p = np.maximum(np.array(self.probabilities, np.float64)[at], TINY_P)
+            below = self._children.get(node, {}).values()
+            waiting += sorted(below, key=lambda child: (self._p[child], -child))
+        del order[0]
+        places = dict(zip([ROOT, *order], range(ROOT, len(order)), strict=True))
+        self.places = [places[node] for node in range(len(order))]
+        parents, depths, sources = zip(*(self._nodes[node] for node in order), strict=True)
+        p = np.array([self._p[node] for node in order])
         return DraftTree(
-            np.array(self.tokens, np.int32)[at],
-            parents,
-            np.array(self.depths, np.int32)[at],
-            np.log(np.minimum(p, 1.0)).astype(np.float32),
-            np.array(self.sources, np.uint8)[at],
-            np.full(n, -1, np.int64),
+            np.array([self.tokens[node] for node in order], np.int32),
+            np.array([places[parent] for parent in parents], np.int32),
+            np.array(depths, np.int32),
+            np.log(np.clip(p, TINY_P, 1.0)).astype(np.float32),
+            np.array(sources, np.uint8),
+            np.full(len(order), -1, np.int64),
         )
-
-
-def _oldest_last(nodes: list[int], probabilities: list[float]) -> list[int]:
-    if len(nodes) < 2:
-        return nodes
-    return sorted(nodes, key=lambda node: (probabilities[node], -node))
 
 
 class PublishedDrafter:
@@ -176,12 +128,12 @@ class PublishedDrafter:
     def __init__(self, session: SessionMemory | None = None) -> None:
         self.session = session
         self._at_rest: SessionMemory | nullcontext[None] = nullcontext()
-        self.text = Text()
+        self.text: array[int] = array("i")
         self._generated: list[NDArray[np.int32]] = []
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last one's text, read the prompt."""
-        self.text.clear()
+        self.text = array("i")
         self._generated = []
         self._at_rest = nullcontext() if self.session is None else self.session
         with self._at_rest:
@@ -191,7 +143,7 @@ class PublishedDrafter:
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
         ids = np.ascontiguousarray(token_ids, np.int32)
-        self.text.append(ids)
+        self.text.frombytes(ids.tobytes())
         with self._at_rest:
             self._read(ids)
 
@@ -202,25 +154,19 @@ class PublishedDrafter:
 
     def propose(self, budget: Budget) -> DraftTree:
         """Draft by the rule, cut to the budget's nodes and depth."""
-        limit = min(budget.max_nodes, self.nodes, MAX_NODES)
-        if limit <= 0 or budget.max_depth <= 0 or len(self.text) == 0:
+        builder = TreeBuilder(min(budget.max_nodes, self.nodes, MAX_NODES), budget.max_depth)
+        if builder.max_nodes <= 0 or builder.max_depth <= 0 or not self.text:
             return DraftTree()
-        builder = TreeBuilder(limit, budget.max_depth)
         with self._at_rest:
             self._draft(builder)
-        tree = builder.tree()
-        self._proposed(builder, tree)
-        return tree
+        return self._proposed(builder)
 
     def observe(self, verified: VerifiedPass) -> None:
         """Let the rule learn from the pass, then append the emitted tokens."""
         self._learn(verified)
-        emitted = np.ascontiguousarray(verified.emitted, np.int32)
         if self.session is not None:
-            self._generated.append(emitted)
-        self.text.append(emitted)
-        with self._at_rest:
-            self._read(emitted)
+            self._generated.append(np.ascontiguousarray(verified.emitted, np.int32))
+        self.feed(verified.emitted)
 
     def finish(self) -> None:
         """End the request: the session, if there is one, remembers what was generated."""
@@ -238,35 +184,43 @@ class PublishedDrafter:
         """Add nodes."""
         raise NotImplementedError
 
-    def _proposed(self, builder: TreeBuilder, tree: DraftTree) -> None:
-        """See where the nodes added stand in the tree."""
+    def _proposed(self, builder: TreeBuilder) -> DraftTree:
+        """The tree of the nodes that were added."""
+        return builder.tree()
 
     def _learn(self, verified: VerifiedPass) -> None:
         """Learn from a pass; `text` does not hold its tokens yet."""
 
 
 class NgramIndex:
-    """First places of the n-grams of a growing text.
+    """Places of the n-grams of a growing text.
 
     Parameters
     ----------
     longest
         Longest n-gram.
+    length
+        How many tokens a place has behind it to be one of the `newest`.
+
+    Attributes
+    ----------
+    first, newest
+        n-gram → where its first occurrence goes on, and its newest one that has so many tokens behind it.
     """
 
-    def __init__(self, longest: int) -> None:
-        self.first: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
+    def __init__(self, longest: int, length: int) -> None:
+        self._longest, self._length = longest, length
+        self.first: dict[Gram, int] = {}
+        self.newest: dict[Gram, int] = {}
 
-    def clear(self) -> None:
-        """Forget everything."""
-        for table in self.first:
-            table.clear()
-
-    def read(self, text: Text, new: int) -> None:
-        """Index the n-grams that end in the newest `new` tokens: n-gram → where its first occurrence goes on."""
-        begin = len(text) - new
-        lead = max(0, begin - len(self.first) + 1)
-        tokens = text.ids[lead:].tolist()
-        for n, table in enumerate(self.first, 1):
-            for end in range(max(begin - lead + 1, n), len(tokens) + 1):
-                table.setdefault(tuple(tokens[end - n : end]), lead + end)
+    def read(self, text: array[int], new: int) -> None:
+        """Index what the newest `new` tokens add: n-grams that go on now, or have `length` tokens behind them now."""
+        end = len(text)
+        begin = end - new
+        lead = max(0, begin - self._length - self._longest)
+        tokens = text[lead:].tolist()
+        for n in range(1, self._longest + 1):
+            for at in range(max(begin, n), end):  # the n-gram before `at` goes on at `at`
+                self.first.setdefault(tuple(tokens[at - lead - n : at - lead]), at)
+            for at in range(max(begin - self._length + 1, n), end - self._length + 1):
+                self.newest[tuple(tokens[at - lead - n : at - lead])] = at
