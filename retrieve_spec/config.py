@@ -63,6 +63,9 @@ class SpeculationConfig:
         beside the calibration) or `"off"` (neither drafted from nor learned).
     rollouts
         A `RolloutMemory`: answers of earlier calls that samples of the same prompt draft from.
+    exact
+        Give every token the same logits bit for bit with drafts and without, in any number format: greedy and sampled
+        text is then that of `draft="off"`. On a CPU; a model for which that cannot be had is decoded without drafts.
     recorded_pass
         Record the model's forward once and verify with the recording and a preallocated cache, where that agrees with
         the model: `"auto"` (models of a million parameters and more), `"always"` or `"off"`.
@@ -80,6 +83,7 @@ class SpeculationConfig:
     dense: Literal["auto", "off"] = AUTO
     phrases: Literal["auto", "off"] = AUTO
     rollouts: Any = None
+    exact: bool = False
     recorded_pass: Literal["auto", "always", "off"] = AUTO
 
     def __post_init__(self) -> None:
@@ -140,7 +144,7 @@ class PassConfig:
     cuda_graphs
         Replay passes on a GPU as captured graphs, one per number of rows in `graph_rows`.
     fused_rows
-        On a GPU, run normalisation, rotary embeddings and gates of 16-bit models in one launch each.
+        Run normalisation, rotary embeddings and gates of 16-bit models (on a CPU of bfloat16) in one call each.
     graph_rows
         Rows of a pass (roots, pieces of prompts and drafted nodes of all texts) are padded to the next of these.
     min_parameters

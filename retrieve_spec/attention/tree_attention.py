@@ -23,6 +23,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -130,6 +131,32 @@ def attend(
     else:
         out = attend_masked(packed, keys, values, mask, rule)
     return out.reshape(batch, heads, rows, values.shape[-1]).transpose(1, 2)
+
+
+def attend_by_rows(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
+) -> torch.Tensor:
+    """Attention of one pass, each row by the fused call that decodes it alone (`attend` names the arguments).
+
+    Sums over keys are added up in an order that depends on where keys lie and how many there are, which shows in 16
+    bits. So each row gets the keys that it sees, one behind the other, as if it were the last token of a text.
+    """
+    _, heads, rows, width = query.shape
+    held = keys.shape[2] - rows
+    out = query.new_empty((1, rows, heads, values.shape[3]))
+    for row in range(rows):
+        seen = mask.seen[row]
+        if seen[: row + 1].all():
+            own_keys, own_values = (x[:, :, : held + row + 1] for x in (keys, values))
+        else:
+            places = torch.from_numpy(np.concatenate([np.arange(held), held + np.flatnonzero(seen)]))
+            own_keys, own_values = (x.index_select(2, places.to(x.device)) for x in (keys, values))
+        if rule.window:
+            own_keys, own_values = (x[:, :, -rule.window :] for x in (own_keys, own_values))
+        packed = query[:, :, row].view(1, keys.shape[1], -1, width)
+        part = functional.scaled_dot_product_attention(packed, own_keys, own_values, scale=rule.scale)
+        out[:, row] = part.view(1, heads, -1)
+    return out
 
 
 def _is_prompt(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule) -> bool:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from retrieve_spec.attention.tree_attention import attend
+from retrieve_spec.attention.tree_attention import attend, attend_by_rows
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.drafter import Layer
@@ -22,7 +22,7 @@ from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.run_pass import run_pass
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.verifier import OverAnother, PassKind, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, OverAnother, PassKind, Verifier, VerifierInputs, VerifierOutput
 
 CHUNK = 256
 """Prompt tokens of one recorded pass at most."""
@@ -64,6 +64,16 @@ class RecordedVerifier(OverAnother):
         self.graphs = graphs
 
     @property
+    def mode(self) -> Mode:
+        """What `forward` accepts now: nothing where passes are to be exact and this generation's are not recorded."""
+        return "plain" if self.recorded.exact and self.not_recorded else self.own.mode
+
+    @property
+    def reason(self) -> str:
+        """Why that is no tree."""
+        return self.not_recorded if self.recorded.exact and self.not_recorded else self.own.reason
+
+    @property
     def pass_kind(self) -> PassKind:
         """What runs the model in this generation."""
         return self.own.pass_kind if self.not_recorded else "recorded"
@@ -92,7 +102,7 @@ class RecordedVerifier(OverAnother):
 
     def _why_not(self, inputs: VerifierInputs) -> str:
         """Why a generation is left to the verifier of the model's own forward."""
-        if why := self.reason if self.mode != "tree" else inputs.why_not_text(self.own.interface.cache_name):
+        if why := self.own.reason if self.own.mode != "tree" else inputs.why_not_text(self.own.interface.cache_name):
             return why
         positions = inputs.model_kwargs.get("position_ids")
         if positions is not None and len(positions[..., -1].unique()) > 1:
@@ -137,12 +147,12 @@ class RecordedVerifier(OverAnother):
     @property
     def _goes_on_as_it_is(self) -> bool:
         """Whether the prompt's rows go behind those of the cache one by one: no padding inside, no windows."""
-        return self._in_a_row and not any(cache_windows(self._cache))
+        return self._in_a_row and not self.recorded.exact and not any(cache_windows(self._cache))
 
     @property
     def packs_prompts(self) -> bool:
         """Whether its prompt can be read in passes with those of others."""
-        if self.not_recorded or not self._in_a_row:
+        if self.not_recorded or not self._in_a_row or self.recorded.exact:
             return False
         if self._slabs is not None or self._kept[0]:
             return True
@@ -198,7 +208,8 @@ class RecordedVerifier(OverAnother):
         """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
         assert self._slabs is not None
         all_keys, all_values = self._slabs.update(keys, values, layer)
-        return attend(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
+        attention = attend_by_rows if self.recorded.exact else attend
+        return attention(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
 
     def _adopt(self) -> KVBuffer:
         """Move the rows that the prompt left in the caller's cache to slabs."""

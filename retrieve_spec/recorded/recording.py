@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from retrieve_spec.attention.tree_attention import why_not_triton
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
@@ -20,8 +23,8 @@ from retrieve_spec.verify.call_kinds import CallKinds
 from retrieve_spec.verify.candidates import PROMPT, same_way
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache
-from retrieve_spec.verify.number_format import is_exact
-from retrieve_spec.verify.probe import REACH, Finding, Trial, check_verifier, float32_copy
+from retrieve_spec.verify.number_format import is_exact, rows_for_one_order
+from retrieve_spec.verify.probe import REACH, Finding, Trial, check_verifier, float32_copy, why_not_exact
 from retrieve_spec.verify.shrink import shrunk
 from retrieve_spec.verify.tensor_parallel import Ranks
 
@@ -82,29 +85,48 @@ def try_recording(
         return None, why
     recording = None
     try:
-        if why := _why_not_structure(model, finding.interface, layer):
+        if why := _why_not_structure(model, finding.interface, layer, config.exact):
             return None, why
-        for fused in (True, False):
-            recording, why = _record(model, finding, layer, fused and _fuses(model), layouts)
-            if recording is not None or not (fused and _fuses(model)):
-                break
-            logger.info("the pass is recorded again without GPU kernels for rows: %s", why)
+        if config.exact:
+            return _record_exactly(model, finding, layer)
+        row_kernels = _row_kernels(model)
+        recording, why = _record(model, finding, layer, row_kernels, layouts)
+        if recording is None and row_kernels is not None:
+            logger.info("the pass is recorded again without kernels for rows: %s", why)
+            recording, why = _record(model, finding, layer, None, layouts)
     except RecordingError as error:
         return None, str(error)
     return recording, why
 
 
-def _fuses(model: Any) -> bool:
-    """Whether GPU kernels stand in for what the model does to rows."""
-    return PASS.fused_rows and model.dtype.itemsize == 2 and not why_not_triton(input_device(model).type)
+def _row_kernels(model: Any) -> Any:
+    """Module of the kernels that stand for what a 16-bit model does to rows; None where there is none."""
+    device = input_device(model).type
+    if not PASS.fused_rows or model.dtype.itemsize != 2:
+        return None
+    if device == "cpu" and model.dtype == torch.bfloat16:
+        return importlib.import_module("retrieve_spec.kernels.bfloat16_rows")
+    return None if why_not_triton(device) else importlib.import_module("retrieve_spec.kernels.triton_rows")
+
+
+def _record_exactly(model: Any, finding: Finding, layer: Layer) -> tuple[Recording | None, str]:
+    """A recording whose passes give a row the same logits bit for bit with drafts and without; or why there is none."""
+    with torch.inference_mode():
+        rows = rows_for_one_order(model)
+    if not rows:
+        return None, "linear layers add up a row in another order when there are more of them"
+    recorded = RecordedPass(model, len(cache_windows(new_cache(model))), layer, _row_kernels(model), exact=rows)
+    recording = Recording(model, finding.interface, recorded)
+    why = check_verifier(model, recording(), "tree", finding.texts) or why_not_exact(model, recording, finding.texts)
+    return (None, why) if why else (recording, "")
 
 
 def _record(
-    model: Any, finding: Finding, layer: Layer, fused: bool, layouts: Layouts | None
+    model: Any, finding: Finding, layer: Layer, row_kernels: Any, layouts: Layouts | None
 ) -> tuple[Recording | None, str]:
     """A recording, with CUDA graphs where they agree with the model; or why there is none."""
     windows = cache_windows(new_cache(model))
-    recorded = RecordedPass(model, len(windows), layer, fused, layouts)
+    recorded = RecordedPass(model, len(windows), layer, row_kernels, layouts)
     if why := _why_not_windows(recorded, windows):
         return None, why
     graphs = PASS.cuda_graphs and recorded.device.type == "cuda"
@@ -118,7 +140,7 @@ def _record(
     return None, why
 
 
-def _why_not_structure(model: Any, interface: ModelInterface, layer: Layer) -> str:
+def _why_not_structure(model: Any, interface: ModelInterface, layer: Layer, exact: bool) -> str:
     """What is wrong with recorded passes of float32 copies of a model, past its windows too; empty when nothing is."""
     copies = [] if is_exact(model) else [float32_copy(model)]
     if any(cache_windows(new_cache(model))):
@@ -128,7 +150,7 @@ def _why_not_structure(model: Any, interface: ModelInterface, layer: Layer) -> s
             continue
         windows = cache_windows(new_cache(copied))
         way = same_way(copied, interface)
-        recording = Recording(copied, way, RecordedPass(copied, len(windows), layer))
+        recording = Recording(copied, way, RecordedPass(copied, len(windows), layer, exact=int(exact)))
         longest = max(windows)
         for trial in [Trial(PROMPT, 0)] + [Trial(longest + 3, 0, 2)] * (0 < longest <= REACH):
             if why := check_verifier(copied, recording(), trial=trial):
@@ -151,6 +173,8 @@ def why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) ->
         return why
     if model.config.is_encoder_decoder:
         return "the model has an encoder"
+    if config.exact and input_device(model).type != "cpu":
+        return "exact passes are for a CPU"
     if finding.interface.places:
         return "the model derives positions itself"
     if Ranks.of(model) is not None:

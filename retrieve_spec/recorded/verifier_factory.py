@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,8 @@ class VerifierFactory:
         found = known.finding
         if found.mode == "plain":
             return StepVerifier(self._model, found.reason)
+        if autocast and self._config.exact:
+            return StepVerifier(self._model, "autocast is on")
         known.follow()
         if known.recording is None or autocast:
             packed = None if autocast else known.packed
@@ -188,6 +190,8 @@ class VerifierFactory:
         if not why:
             self._disturb_texts(names)
             recording, why = try_recording(self._model, finding, self._config, self._layer, self.layouts)
+        if self._config.exact and recording is None and finding.mode != "plain":
+            finding = replace(finding, mode="plain", reason=f"no pass is exact here: {why}")
         known = _Known(ModelState(self._model, names), finding, recording, why)
         if recording is None and finding.mode != "plain":
             known.packed = self._pack(finding)
