@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
-from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.recorded.shared_pass import forward_together
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_together
 from retrieve_spec.sampling.acceptance import Warpers
 from retrieve_spec.sampling.device_acceptance import DeviceSampler, read_sampled
 from retrieve_spec.sampling.pass_logits import PassLogits, read_side_by_side

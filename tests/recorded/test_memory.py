@@ -40,11 +40,11 @@ def check(buffer: KVBuffer, rows: int = ROWS) -> None:
 @pytest.fixture
 def allocations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of slabs that live after each allocation of one."""
-    from retrieve_spec.recorded import slab
+    from retrieve_spec.recorded import kv_buffer
 
     made: list[weakref.ref[Any]] = []
     live: list[int] = []
-    empty = slab._empty
+    empty = kv_buffer._empty
 
     def counted(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = empty(like, shape)
@@ -52,7 +52,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         live.append(sum(t.nbytes for ref in made if (t := ref()) is not None))
         return tensor
 
-    monkeypatch.setattr(slab, "_empty", counted)
+    monkeypatch.setattr(kv_buffer, "_empty", counted)
     return live
 
 
