@@ -23,8 +23,7 @@ from torch.nn.modules import module as torch_wide
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from retrieve_spec.attention.online_softmax import LayerRule
-from retrieve_spec.attention.tree_attention import rule_from_call
+from retrieve_spec.attention.tree_attention import LayerRule, rule_from_call
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line

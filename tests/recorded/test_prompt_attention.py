@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from retrieve_spec.attention import prompt_attention, tree_attention
-from retrieve_spec.attention.online_softmax import LayerRule
 from retrieve_spec.attention.prompt_attention import attend_prompt, products_pay
-from retrieve_spec.attention.tree_attention import attend
+from retrieve_spec.attention.tree_attention import LayerRule, attend
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.weight_layout import pack

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
 
-from retrieve_spec.attention import online_softmax, tree_attention, tree_mask
-from retrieve_spec.attention.online_softmax import LayerRule
-from retrieve_spec.attention.tree_attention import attend, choose_backend, has_triton
+from retrieve_spec.attention import tree_attention, tree_mask
+from retrieve_spec.attention.tree_attention import LayerRule, attend, choose_backend, has_triton
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.tree import DraftTree
@@ -79,7 +78,7 @@ def test_blocks_of_a_long_prefix_are_naive_attention(
 ) -> None:
     """Many blocks, the last one short; scores so large that only the running maximum keeps them finite."""
     monkeypatch.setattr(tree_mask, "PASS", PassConfig(mask_bytes=0))
-    monkeypatch.setattr(online_softmax, "PASS", PassConfig(score_bytes=0))
+    monkeypatch.setattr(tree_attention, "PASS", PassConfig(score_bytes=0))
     sizes: list[int] = []
     matmul = torch.matmul
     monkeypatch.setattr(torch, "matmul", lambda a, b: (sizes.append(b.shape[3]), matmul(a, b))[1])

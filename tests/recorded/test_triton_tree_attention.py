@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 SCRIPT = """
 import itertools
 import numpy as np, torch
-from retrieve_spec.attention.online_softmax import LayerRule
+from retrieve_spec.attention.tree_attention import LayerRule
 from retrieve_spec.attention.tree_attention import attend_split, attend_triton
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.drafting.tree import DraftTree
