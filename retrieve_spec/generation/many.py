@@ -16,9 +16,8 @@ from tqdm import tqdm
 
 from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.engine.rows import DelegatedCall
+from retrieve_spec.engine.rows import DelegatedCall, SharedPrompts
 from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.engine.shared_prompt import SharedPrompts
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
 from retrieve_spec.generation.outputs import check_decoder, noted

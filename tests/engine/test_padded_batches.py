@@ -18,7 +18,7 @@ import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine import batches, joining
+from retrieve_spec.engine import engine, joining
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import row_cost, share_evenly
 from retrieve_spec.engine.cost import Costs
@@ -326,7 +326,7 @@ def test_rows_wait_by_the_bytes_of_the_longest(tiny: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(engine_module, "PASS", PassConfig(batch_bytes=per_token * (3 + 60 + 4 + 5 + 4 * 256)))
     assert torch.equal(tiny.generate(**inputs, **options), plain)
     assert tiny.speculation.last.passes > 9, "four rows of the longest do not fit, though all rows do"
-    assert batches.kept_bytes([]) == 0
+    assert engine.kept_bytes([]) == 0
 
 
 def test_what_shared_passes_cannot_serve(tiny: Any) -> None:

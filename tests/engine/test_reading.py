@@ -11,7 +11,7 @@ from interrupting import ctrl_c, python_handles_it
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
-from retrieve_spec.engine import batches, engine, reading
+from retrieve_spec.engine import engine
 from retrieve_spec.engine.sequence import Sequence
 
 LENGTHS = (40, 3, 90, 1, 17, 66)
@@ -21,13 +21,13 @@ LENGTHS = (40, 3, 90, 1, 17, 66)
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """By pass over prompts, the tokens read of each."""
     seen: list[list[int]] = []
-    together = batches.read_together
+    together = engine.read_together
 
     def noting(batch: list[Sequence], pieces: list[Any]) -> None:
         seen.append([len(piece) for piece in pieces])
         together(batch, pieces)
 
-    monkeypatch.setattr(reading, "read_together", noting)
+    monkeypatch.setattr(engine, "read_together", noting)
     return seen
 
 
@@ -47,7 +47,7 @@ def test_prompts_are_read_together(
     script(model, monkeypatch, plain, "branchy", recorded_pass=recorded_pass)
     for rows, most in ((64, 12), (512, 2)):
         passes.clear()
-        monkeypatch.setattr(reading, "PASS", PassConfig(max_rows=rows))
+        monkeypatch.setattr(engine, "PASS", PassConfig(max_rows=rows))
         assert torch.equal(model.generate(**inputs, **options), plain)
         assert (model.speculation.last.rows, model.speculation.last.mode) == (len(LENGTHS), "tree")
         assert sum(map(sum, passes)) == sum(LENGTHS)
@@ -68,14 +68,14 @@ def test_running_sequences_wait_for_a_bounded_piece(
     alone = [tiny.generate(torch.tensor([p]), max_new_tokens=9 + 2 * i)[0, len(p) :] for i, p in enumerate(prompts)]
     passes.clear()
     by_step: dict[int, int] = {}
-    together = reading.read_together
+    together = engine.read_together
 
     def noting(batch: list[Sequence], pieces: list[Any]) -> None:
         step = tiny.speculation.engine.steps
         by_step[step] = by_step.get(step, 0) + sum(map(len, pieces))
         together(batch, pieces)
 
-    monkeypatch.setattr(reading, "read_together", noting)
+    monkeypatch.setattr(engine, "read_together", noting)
     requests = [{"inputs": p, "max_new_tokens": 9 + 2 * i} for i, p in enumerate(prompts)]
     said = rs.generate_many(tiny, requests, rows=3)
     assert [one.token_ids.tolist() for one in said] == [row.tolist() for row in alone]
@@ -88,7 +88,7 @@ def test_running_sequences_wait_for_a_bounded_piece(
 def test_a_pass_over_prompts_that_fails_is_taken_alone(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, options = left_padded((5, 17, 9)), {"max_new_tokens": 6, "do_sample": False}
     plain = tiny.generate(**inputs, **options)
-    together, calls = batches.forward_together, []
+    together, calls = engine.forward_together, []
 
     def failing(*given: Any) -> Any:
         calls.append(given)
@@ -96,7 +96,7 @@ def test_a_pass_over_prompts_that_fails_is_taken_alone(tiny: Any, monkeypatch: p
             raise torch.OutOfMemoryError("too much at once")
         return together(*given)
 
-    monkeypatch.setattr(batches, "forward_together", failing)
+    monkeypatch.setattr(engine, "forward_together", failing)
     rs.accelerate(tiny, recorded_pass="always")
     assert torch.equal(tiny.generate(**inputs, **options), plain)
     assert len(calls) > 2
@@ -111,7 +111,7 @@ def test_an_interrupted_reading_leaves_the_others_going(
     prompts = [[3 + (i * 37 + 11 * row) % 190 for i in range(length)] for row, length in enumerate((12, 30))]
     rs.accelerate(tiny, recorded_pass=recorded_pass, draft="off")
     alone = [tiny.generate(torch.tensor([p]), max_new_tokens=9)[0, len(p) :].tolist() for p in prompts]
-    speculation, together = tiny.speculation, batches._together
+    speculation, together = tiny.speculation, engine._together
     prepared = rs.generate_many(tiny, prompts * 2, max_new_tokens=9)
     calls = 0
 
@@ -138,7 +138,7 @@ def test_an_interrupted_reading_leaves_the_others_going(
     for sequence in others:
         speculation.engine.join(sequence)
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "_together", interrupted)
+        patch.setattr(engine, "_together", interrupted)
         patch.setattr(Sequence, "accept", accepting)
         with python_handles_it(), pytest.raises(KeyboardInterrupt):
             speculation.engine.advance(others[:1])

@@ -19,7 +19,7 @@ from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine import batches, joining
+from retrieve_spec.engine import engine, joining
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import Backoff, Progress, gain, pruned, room, row_cost, share_out, worth
 from retrieve_spec.engine.cost import CostModel, Costs
@@ -210,7 +210,7 @@ def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: py
     inputs, options = left_padded(), {"max_new_tokens": 20, "do_sample": False}
     plain = tiny.generate(**inputs, **options)
     drafters = script(tiny, monkeypatch, plain, "half", recorded_pass="always")
-    together, calls = batches.forward_together, []
+    together, calls = engine.forward_together, []
 
     def failing(*given: Any) -> Any:
         calls.append(given)
@@ -218,7 +218,7 @@ def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: py
             ctrl_c()
         return together(*given)
 
-    monkeypatch.setattr(batches, "forward_together", failing)
+    monkeypatch.setattr(engine, "forward_together", failing)
     with python_handles_it(), pytest.raises(KeyboardInterrupt):
         tiny.generate(**inputs, **options)
     assert [d.finished for d in drafters] == [1] * 4
@@ -260,7 +260,7 @@ def test_a_pass_that_cannot_be_shared_is_taken_alone(tiny: Any, monkeypatch: pyt
     def failing(*given: Any) -> Any:
         raise torch.OutOfMemoryError("too much at once")
 
-    monkeypatch.setattr(batches, "forward_together", failing)
+    monkeypatch.setattr(engine, "forward_together", failing)
     rs.accelerate(tiny, recorded_pass="always")
     assert torch.equal(tiny.generate(**inputs, **options), plain)
 
