@@ -32,7 +32,7 @@ from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_t
 from retrieve_spec.sampling.acceptance import Warpers
 from retrieve_spec.sampling.device_acceptance import DeviceSampler, read_sampled
 from retrieve_spec.sampling.pass_logits import PassLogits, read_side_by_side
-from retrieve_spec.verify.padded_batch import PaddedRow
+from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.verifier import Ran, VerifierOutput
 
 logger = logging.getLogger(__name__)
@@ -268,7 +268,8 @@ def _has_room(live: list[Sequence], another: Sequence, rows: int) -> bool:
     """Whether one more sequence may begin beside those of a call that are under way; one always may."""
     if not live:
         return True
-    return len(live) < rows and kept_bytes([*live, another]) <= PASS.batch_bytes
+    kept = sum(s.limits.bytes_per_token * (s.text.length + PASS.cache_block) for s in (*live, another))
+    return len(live) < rows and kept <= PASS.batch_bytes
 
 
 def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
@@ -288,18 +289,19 @@ def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
 def _shared_passes(sequence: Sequence) -> object:
     """The recorded pass, or the padded batch, that a sequence can share with others, or None."""
     verifier = sequence.verifier
-    if not isinstance(verifier, (PaddedRow, RecordedVerifier)) or (sequence.is_reading and not verifier.packs_prompts):
+    if isinstance(verifier, HFVerifier):
+        shares = verifier.batch is not None and not sequence.is_reading and verifier.batch.takes(verifier)
+        return verifier.batch if shares else None
+    if not isinstance(verifier, RecordedVerifier) or verifier.not_recorded:
         return None
-    if isinstance(verifier, PaddedRow):
-        return None if verifier.alone else verifier.batch
-    if verifier.not_recorded:
+    if sequence.is_reading and not verifier.packs_prompts:
         return None
     return verifier.recorded if sequence.wants_hidden in (None, verifier.recorded.layer) else None
 
 
 def pads(batch: Many[Sequence]) -> bool:
     """Whether a pass over a batch takes as many rows for each sequence as for the one that needs most."""
-    return len(batch) > 1 and isinstance(batch[0].verifier, PaddedRow)
+    return len(batch) > 1 and isinstance(batch[0].verifier, HFVerifier)
 
 
 def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
@@ -379,8 +381,9 @@ def _together(
         return None
     try:
         if pads(batch):
-            rows = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, PaddedRow)]
-            return rows[0].batch.forward(rows, roots, trees, batch[0].wants_hidden, keeps)
+            texts = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, HFVerifier)]
+            padded: list[VerifierOutput] = texts[0].batch.forward(texts, roots, trees, batch[0].wants_hidden)
+            return padded
         verifiers = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, RecordedVerifier)]
         return forward_together(verifiers, roots, trees, batch[0].wants_hidden, keeps)
     except Exception:
@@ -398,20 +401,6 @@ def each(sequences: Many[Sequence], act: Callable[..., object], *given: Many[Any
         except BaseException as error:
             sequence.fail(error)
     return going
-
-
-def kept_bytes(sequences: Many[Sequence]) -> int:
-    """Memory that keys and values of sequences may take, for what they have said and may say at once.
-
-    Those that share passes of the model's own forward take as much as the longest of them each.
-    """
-    each_of = [sequence.limits.bytes_per_token * (sequence.text.length + PASS.cache_block) for sequence in sequences]
-    padded = [size for size, sequence in zip(each_of, sequences, strict=True) if _is_padded(sequence)]
-    return sum(each_of) - sum(padded) + len(padded) * max(padded, default=0)
-
-
-def _is_padded(sequence: Sequence) -> bool:
-    return isinstance(sequence.verifier, PaddedRow)
 
 
 def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | None = None) -> None:
@@ -458,11 +447,11 @@ def _pieces(batch: list[Sequence], most: int) -> list[NDArray[np.int32]]:
         return [batch[0].piece(most)]
     room = min(most or PASS.max_rows, PASS.max_rows)
     pieces: list[NDArray[np.int32]] = []
-    used = widest = 0
+    used = 0
     for sequence in batch:
-        free = room // (len(pieces) + 1) if pads(batch) else room - used
-        if pieces and (widest > free if pads(batch) else free < min(_FEW, len(sequence.unread))):
+        free = room - used
+        if pieces and free < min(_FEW, len(sequence.unread)):
             break
         pieces.append(sequence.piece(max(min(free, room // 2), 1)))
-        used, widest = used + len(pieces[-1]), max(widest, len(pieces[-1]))
+        used += len(pieces[-1])
     return pieces

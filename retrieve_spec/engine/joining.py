@@ -24,7 +24,6 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler, whole_seed
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sources.rollouts import RolloutMemory
-from retrieve_spec.verify.batch_prompt import RowPrompt
 from retrieve_spec.verify.interface import ModelInterface
 
 
@@ -117,16 +116,14 @@ def sequences_of(
         seed, criteria = ranks.seed(seed), ranks.criteria(criteria)
     if together is None and len(rows) > 1:
         together = SharedPrompts(cache_name)
-    batch = prepared.batch  # its prompts are not their tokens alone
-    recorded = batch is None or not batch.by_axis
-    verifiers = speculation.verifiers(len(rows), together is not None, recorded)  # looks at the model, then interface
+    verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then interface
     wants_dict = bool(prepared.config.return_dict_in_generate)
     call = uuid4().hex if len(rows) > 1 else None
     # One that others watch, or that must see every pass, comes at once.
     may_wait = like is not None and like is not speculation.drafters.given and like.wants_hidden is None
     may_wait &= most is None and ranks is None and on_pass is None and on_loan is None
     shared: list[Family | None] = [None] * len(rows)
-    if siblings != "off" and batch is None and most != 0 and draft != OFF:
+    if siblings != "off" and most != 0 and draft != OFF:
         shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary, scope or "")
     made = []
     for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
@@ -161,7 +158,7 @@ def sequences_of(
             ids=row.ids,
             on_end=give_back,
             waits_for_reader=prepared.callers_cache,
-            prompt=RowPrompt(batch, row.index) if batch is not None else together.of(row.inputs) if together else None,
+            prompt=together.of(row.inputs) if together else None,
             call=call,
         )
         made.append(sequence)

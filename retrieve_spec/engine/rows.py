@@ -19,7 +19,6 @@ from transformers.generation.stopping_criteria import (
 )
 
 from retrieve_spec.sampling.samplers import processors_of_row
-from retrieve_spec.verify.batch_prompt import BatchPrompt
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 from retrieve_spec.verify.verifier import VerifierInputs, VerifierOutput
@@ -49,8 +48,6 @@ class Prepared:
         (n,) int32 what a drafter reads in place of the prompt, where that is not the prompt alone.
     ids
         (rows, L) long, the text as processors and criteria see it, where a prompt of embeddings is no part of it.
-    batch
-        What reads the prompts of a batch that is given more than text.
     """
 
     inputs: VerifierInputs
@@ -60,7 +57,6 @@ class Prepared:
     callers_cache: bool = False
     context_ids: NDArray[np.int32] | None = None
     ids: torch.Tensor | None = None
-    batch: BatchPrompt | None = None
 
 
 @dataclass(slots=True)
@@ -99,8 +95,6 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     mask = whole.model_kwargs.get("attention_mask")
     for index, padding in enumerate(padding_in_front(whole) or []):
         kwargs = {**whole.model_kwargs, cache_name: new_cache()}
-        if prepared.batch is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name in OF_TEXT | {cache_name}}
         if mask is not None:  # what is behind the padding may have holes
             rest = mask[index : index + 1, padding:]
             kwargs["attention_mask"] = None if bool(rest.all()) else rest
@@ -144,8 +138,7 @@ def check_batch(prepared: Prepared, cache_name: str) -> None:
         They cannot.
     """
     kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
-    extras = extras_of(prepared, cache_name)
-    if "encoder_outputs" in extras:  # a row is no text with something beside it
+    if extras := extras_of(prepared, cache_name):
         raise DelegatedCall(f"a batch is given {', '.join(extras)}")
     if prepared.callers_cache:
         raise DelegatedCall("a batch goes on from a cache that was given")
@@ -161,12 +154,8 @@ def check_batch(prepared: Prepared, cache_name: str) -> None:
     kinds = {type(criterion) for criterion in criteria}
     if kinds & {StopStringCriteria, MaxTimeCriteria} and EosTokenCriteria not in kinds:
         raise DelegatedCall("rows of a batch go on behind where they stop: there is no end-of-text token")
-    padding = padding_in_front(prepared.inputs)
-    if padding is None:
+    if padding_in_front(prepared.inputs) is None:
         raise DelegatedCall("a row of a batch has no text")
-    mask = kwargs.get("attention_mask")
-    if extras and mask is not None and int(mask.bool().sum()) != sum(mask.shape[1] - many for many in padding):
-        raise DelegatedCall(f"a batch with padding inside is given {', '.join(extras)}")
 
 
 def padding_in_front(inputs: VerifierInputs) -> list[int] | None:

@@ -29,7 +29,6 @@ from retrieve_spec.sampling.acceptance import Sampler, Walk, walk
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sampling.text import RowText
-from retrieve_spec.verify.batch_prompt import RowPrompt
 from retrieve_spec.verify.verifier import Ran, Verifier, VerifierInputs, VerifierOutput
 
 RUN_AHEAD = 2
@@ -214,7 +213,7 @@ class Sequence:
         ids: torch.Tensor | None = None,
         on_end: Callable[[Sequence], None] | None = None,
         waits_for_reader: bool = False,
-        prompt: SharedPrompt | RowPrompt | None = None,
+        prompt: SharedPrompt | None = None,
         call: str | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)

@@ -163,12 +163,11 @@ def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
     if logprobs:
         kind = DecoderOnlyOutput if encoded is None else EncoderDecoderOutput
     one = len(sequences) == 1
-    unwritten = 0 if prepared.ids is None else ids.shape[1] - prepared.ids.shape[1]
     return kind(
         sequences=output,
         scores=_by_step([sequence.sampler.scores for sequence in sequences]),
         logits=_by_step([sequence.sampler.raw for sequence in sequences]),
-        past_key_values=sequences[0].cache if one else _one_cache(sequences, output.shape[1] - 1, unwritten),
+        past_key_values=sequences[0].cache if one else _one_cache(sequences, output.shape[1] - 1),
         **logprobs,
     )
 
@@ -192,12 +191,11 @@ def _by_step(rows: Many[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] 
     return tuple(torch.cat([row[step] if step < len(row) else none for row in kept]) for step in range(longest))
 
 
-def _one_cache(sequences: Many[Sequence], length: int, unwritten: int) -> DynamicCache | None:
-    """The caches of rows in one, behind their padding: `length` columns behind those of places without a token."""
+def _one_cache(sequences: Many[Sequence], length: int) -> DynamicCache | None:
+    """The caches of rows in one of `length` columns, behind their padding."""
     if any(sequence.cache is None for sequence in sequences):
         return None
-    length += unwritten
-    ends = [sequence.text.length - 1 + unwritten for sequence in sequences]
+    ends = [sequence.text.length - 1 for sequence in sequences]
     whole = DynamicCache()
     whole.layers = [copy.copy(layer) for layer in sequences[0].cache.layers]
     for index, layer in enumerate(whole.layers):

@@ -19,14 +19,11 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.engine.rows import DelegatedCall, Prepared, check_batch, extras_of, padding_in_front
+from retrieve_spec.engine.rows import DelegatedCall, Prepared, check_batch, extras_of
 from retrieve_spec.errors import ConfigError, PromptError, UnknownTokenError, nearest
 from retrieve_spec.model_layers import embedded_tokens
-from retrieve_spec.recorded.recorded_verifier import own_forward
-from retrieve_spec.verify.batch_prompt import BatchPrompt
 from retrieve_spec.verify.cache import decoder_cache, seq_length
 from retrieve_spec.verify.extras import CACHE_NAMES, TOKEN_TYPES
-from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device
 from retrieve_spec.verify.steps import Captured, capture
 from retrieve_spec.verify.tensor_parallel import why_in_step
@@ -239,30 +236,9 @@ def from_captured(
     if len(prepared.inputs.input_ids) > 1:
         check_batch(prepared, interface.cache_name)
         positions = captured.model_kwargs.get(interface.positions_name)
-        if extras_of(prepared, interface.cache_name):
-            prepared.batch = _read_batch(model, prepared, interface)
-        elif positions is not None and _axes_differ(positions):
+        if positions is not None and _axes_differ(positions):
             raise DelegatedCall("positions of a batch differ from axis to axis")
     return prepared
-
-
-def _read_batch(model: Any, prepared: Prepared, interface: ModelInterface) -> BatchPrompt:
-    """Let a model read the prompts of a batch that is given more than text."""
-    speculation = model.speculation
-    own = own_forward(speculation.verifiers()[0])
-    if not isinstance(own, HFVerifier):
-        raise DelegatedCall(own.reason)
-    batch = BatchPrompt(model, prepared.inputs, padding_in_front(prepared.inputs) or [], interface.cache_name)
-    with speculation.engine.alone():
-        if why := batch.examine(own):
-            raise DelegatedCall(why)
-        drafter = speculation.drafter()
-        batch.read(None if drafter is None else drafter.wants_hidden)
-        if not batch.problem and batch.by_axis and (why := speculation.compatibility.batching_blocker(own)):
-            raise DelegatedCall(f"positions of a batch differ from axis to axis, and {why}")
-    if batch.problem:
-        raise DelegatedCall(batch.problem)
-    return batch
 
 
 def _is_all_text(model: Any, arguments: dict[str, Any]) -> bool:

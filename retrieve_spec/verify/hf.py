@@ -59,6 +59,10 @@ class HFVerifier:
         Tokens that were committed.
     inputs
         What the model is given in each pass of the generation.
+    batch
+        The `PaddedBatch` that it may share passes through, or None.
+    is_plain_text
+        Whether the generation is a text over a `DynamicCache`, with positions that are one on all axes.
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class HFVerifier:
         self._was_recording: list[bool] = []
         self._asked = self._records = False  # layers to record their past, and some do
         self._steps: StepVerifier | None = None  # takes the text on where its kind of call allows no drafts
+        self._shared: tuple[Any, int] | None = None  # the state of a pass that texts shared, and which text this is
+        self.batch: Any = None
         self.pass_reason = ""
 
     @property
@@ -122,6 +128,9 @@ class HFVerifier:
         if self.kinds is not None and (known := self.kinds.known.get(self._kind)) is not None:
             self._mode_here = weaker(self._mode_here, known)
         self.mode, self.reason = self._mode_here
+        axes = self.inputs.axes
+        self.is_plain_text = not inputs.why_not_text(self.interface.cache_name)
+        self.is_plain_text &= axes is None or bool((axes == axes.flatten()[0]).all())
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._asked = self._records = any(self._was_recording)
         self._pending = (0, 0, self.past, 0)  # root tokens and nodes of the last pass, and what was fed before it
@@ -226,28 +235,30 @@ class HFVerifier:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
         roots, nodes, past, fed = self._pending
         if self._rows is not None and self._steps is None:
-            if self._state is not None:
-                self._state.commit(self._rows, path)
-            if self._kept is not None and (nodes or self._records):
+            state, text = self._shared or (self._state, 0)
+            if state is not None:
+                state.commit(self._rows, path, text)
+            if self._kept is not None and (nodes or self._records or self._shared):
                 self._kept.commit(path, nodes)
+        self._shared = None
         self.past, self._fed = past + roots + len(path), fed + roots + len(path)
         if self.interface.scale_step and self._model_mode[0] == "tree":
             room = -self.past % self.interface.scale_step
             here = self._mode_here[0]
             self.mode = "chain" if room <= MAX_NODES + 1 and here == "tree" else here
 
-    def lend(self) -> tuple[Any, int]:
-        """The cache between two passes, and how many tokens it has seen; `resume` when it has seen more."""
+    def begin_shared(self) -> Any:
+        """The cache, up to the text, for a pass that several texts share."""
         if self._state is not None:
             self._state.settle(self._rows)
-        self._pending = (0, 0, self.past, self._fed)
-        return self.cache, self.past
+        if self._kept is not None:
+            self._kept.begin()
+        return self._rows
 
-    def resume(self, past: int) -> None:
-        """Go on behind `past` tokens, whose rows the cache holds by now."""
-        self._fed, self.past = self._fed + past - self.past, past
-        self._pending = (0, 0, past, self._fed)
-        self._kept = KeptRows(self.cache)
+    def end_shared(self, roots: int, nodes: int, state: Any, text: int) -> None:
+        """Take over a pass over so many root tokens and nodes whose rows are in the cache; `state` has those of every
+        text, of which this is the one of that number."""
+        self._pending, self._shared = (roots, nodes, self.past, self._fed), (state, text)
 
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another of the same tensors, which nothing writes to; None where it is not rows."""

@@ -37,7 +37,7 @@ class RowState:
         self._running = Running()
         self._mixers = [RowMixer(mixer, self._running) for mixer in recurrence.mixers]
         self._tree: RowTree | None = None  # of the last pass, until it is committed
-        self._sizes: list[tuple[int, int]] = []  # by text, root tokens and nodes
+        self._roots: Sequence[int] = ()  # by text
         self._kept: dict[int, list[ScratchLayer]] = {}  # by text and mixer, what a commit writes
         self._behind: list[StateBehind | None] = []  # by mixer, of a lone text
 
@@ -86,7 +86,7 @@ class RowState:
         if given is caches[0] and not len(trees[0]):
             return self._in_place(device, None, given, caches)
         self._tree = RowTree.of(roots, trees, device)
-        self._sizes = [(count, len(tree)) for count, tree in zip(roots, trees, strict=True)]
+        self._roots = roots
         return self._in_place(device, self._tree, given, caches)
 
     def commit(self, cache: Any, path: NDArray[np.int32], text: int = 0) -> None:
@@ -94,9 +94,8 @@ class RowState:
         tree = self._tree
         if tree is None:
             return
-        roots, nodes = self._sizes[text]
-        first = tree.width - roots - nodes
-        rows = torch.from_numpy(first + np.concatenate([np.arange(roots), path.astype(np.int64) + roots]))
+        roots = self._roots[text]
+        rows = torch.from_numpy(np.concatenate([np.arange(roots), path.astype(np.int64) + roots]))
         rows = rows.to(tree.above.device)
         with torch.no_grad():
             if tree.texts == 1:

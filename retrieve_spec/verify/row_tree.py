@@ -20,7 +20,7 @@ class RowTree:
     Attributes
     ----------
     texts, width
-        The pass takes (texts, width) rows; what a text has fewer of stands at the left and is nobody's.
+        The pass takes (texts, width) rows; what a text has fewer of stands at the right and is nobody's.
     parent
         (texts, width) row of the same text in front of it, -1 for the state in front of the pass.
     above
@@ -44,10 +44,9 @@ class RowTree:
         parent, seen = np.full((texts, width), -1), np.zeros((texts, width, width), np.bool_)
         seen[:, np.arange(width), np.arange(width)] = True
         for text, (count, tree, size) in enumerate(zip(roots, trees, sizes, strict=True)):
-            start = width - size
-            parent[text, start + 1 : start + count] = np.arange(start, start + count - 1)
-            parent[text, start + count :] = np.where(tree.parent < 0, count - 1, tree.parent + count) + start
-            seen[text, start:, start:] = visible_rows(count, tree)
+            parent[text, 1:count] = np.arange(count - 1)
+            parent[text, count:size] = np.where(tree.parent < 0, count - 1, tree.parent + count)
+            seen[text, :size, :size] = visible_rows(count, tree)
         return cls._seeing(parent, seen, device)
 
     @classmethod

@@ -31,12 +31,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("recorded_pass", ["always", "off"])
 @pytest.mark.parametrize(("model_type", "extra"), KINDS)
 def test_prompts_are_read_together(
     model_type: str,
     extra: dict[str, Any],
-    recorded_pass: str,
     passes: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -44,7 +42,7 @@ def test_prompts_are_read_together(
     model = small_model(model_type, **extra)
     inputs, options = left_padded(LENGTHS), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
-    script(model, monkeypatch, plain, "branchy", recorded_pass=recorded_pass)
+    script(model, monkeypatch, plain, "branchy", recorded_pass="always")
     for rows, most in ((64, 12), (512, 2)):
         passes.clear()
         monkeypatch.setattr(engine, "PASS", PassConfig(max_rows=rows))
@@ -53,7 +51,7 @@ def test_prompts_are_read_together(
         assert sum(map(sum, passes)) == sum(LENGTHS)
         shared = [p for p in passes if len(p) > 1]
         assert len(passes) - len(shared) <= 1, "the last one"
-        assert max(len(p) * max(p) if recorded_pass == "off" else sum(p) for p in shared) <= rows
+        assert max(map(sum, shared)) <= rows
         assert len(shared) <= most
 
 

@@ -59,16 +59,16 @@ def in_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowTree, "_seeing", classmethod(doubled))
 
 
-def test_parents_are_those_of_the_trees_at_the_right_of_a_pass() -> None:
+def test_parents_are_those_of_the_trees_at_the_left_of_a_pass() -> None:
     tree, trees = row_tree(5, roots=2)
     assert tree.width == 5 + 6
     for text, draft in enumerate(trees):
         roots = 2 + text
-        first = tree.width - roots - len(draft)
-        assert tree.parent[text, : first + 1].tolist() == [-1] * (first + 1)
-        assert path_to(tree, text, first + roots - 1) == list(range(first, first + roots))
+        size = roots + len(draft)
+        assert tree.parent[text, size:].tolist() == [-1] * (tree.width - size)
+        assert path_to(tree, text, roots - 1) == list(range(roots))
         for node, parent in enumerate(draft.parent):
-            assert tree.parent[text, first + roots + node] == first + roots + (parent if parent >= 0 else -1)
+            assert tree.parent[text, roots + node] == roots + (parent if parent >= 0 else -1)
         for row in range(tree.width):
             assert np.flatnonzero(tree.above[text, row]).tolist() == sorted(path_to(tree, text, row))
 
