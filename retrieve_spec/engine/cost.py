@@ -44,11 +44,6 @@ _MEMORY = 0.5 ** (1.0 / 512)
 """How much of what was measured is still believed a pass later."""
 
 
-_PATH_RATE, _MOST_SHARE = 0.1, 4.0
-"""How fast what a path costs is learned, and what it costs at most, in plain passes."""
-_LEFT_OVER_RATE = 0.1
-
-
 class CostModel:
     """Seconds per pass by number of nodes and context length, learned from passes as they happen.
 
@@ -226,17 +221,9 @@ class Costs:
     ----------
     alone
         Cost of passes over one sequence.
-    path_share
-        What one more path of a tree costs beyond its nodes, as a share of a plain pass: models with recurrent state
-        carry a state along each. None where paths cost nothing of their own.
-    left_over
-        Seconds that a drafted pass over one sequence leaves to the one behind it if that drafts nothing, running mean:
-        where states stay behind the text, it is no plain pass.
     """
 
     def __init__(self) -> None:
-        self.path_share: float | None = None
-        self.left_over = 0.0
         self._models = {1: CostModel()}  # by sequences
 
     @property
@@ -262,66 +249,28 @@ class Costs:
 
     def seconds(self, sequences: int, context: int) -> NDArray[np.float32]:
         """(MAX_NODES + 1,) seconds of a step over so many sequences with 0 … MAX_NODES nodes."""
-        seconds = self.of(sequences).seconds(context, MAX_NODES)
-        if sequences == 1 and self.left_over:
-            seconds = seconds + np.float32(self.left_over)
-            seconds[0] -= np.float32(self.left_over)
-        return seconds
+        return self.of(sequences).seconds(context, MAX_NODES)
 
     def expected(self, sequences: int, nodes: int, context: int) -> float:
         """Seconds of a step over so many sequences and drafted nodes."""
         return float(self.of(sequences).seconds(context, MAX_NODES)[min(nodes, MAX_NODES)])
 
-    def learn(
-        self, trees: Many[DraftTree], nodes: int, context: int, seconds: Many[float], drafted_before: bool
-    ) -> None:
+    def learn(self, sequences: int, nodes: int, context: int, seconds: Many[float]) -> None:
         """Learn from a pass.
 
         Parameters
         ----------
-        trees
-            What its sequences drafted.
+        sequences
+            How many it served.
         nodes
             Rows of it beyond a last token of each, padding included.
         context
             Tokens in front, of all sequences.
         seconds
             Of drafting, the model's forward, commits and learning.
-        drafted_before
-            Whether the pass before it verified a draft.
         """
         drafted, forward, committed, learned = seconds
-        if self.path_share is not None:  # what a commit takes is the price of the draft
-            forward, committed = forward + committed, 0.0
-        if len(trees) > 1 or self.is_plain(nodes, drafted_before, context, forward):
-            forward = self.without_paths(trees, nodes, context, forward)
-            self.of(len(trees)).observe(nodes, context, forward, drafted + committed + learned)
-
-    @property
-    def path_seconds(self) -> float:
-        """Seconds that one more path of a tree costs beyond its nodes."""
-        return self.path_share * float(self.alone.seconds(1, 0)[0]) if self.path_share else 0.0
-
-    def without_paths(self, trees: Many[DraftTree], nodes: int, context: int, seconds: float) -> float:
-        """Seconds of a pass over `trees`, which took `seconds`, had each been a chain; learns what paths cost."""
-        if self.path_share is None or not (more := sum(max(tree.paths - 1, 0) for tree in trees)):
-            return seconds
-        if len(trees) == 1:
-            curve = self.alone.seconds(context, MAX_NODES) - self.alone.overhead
-            share = (seconds - float(curve[min(nodes, MAX_NODES)])) / (more * float(curve[0]))
-            self.path_share += _PATH_RATE * (min(max(share, 0.0), _MOST_SHARE) - self.path_share)
-        return seconds - min(more * self.path_seconds, seconds / 2)
-
-    def is_plain(self, nodes: int, drafted_before: bool, context: int, seconds: float) -> bool:
-        """Whether a pass over one sequence is what such a pass costs; learns what the one before it has left over."""
-        if self.path_share is None:
-            return True
-        if nodes:
-            self.left_over -= _LEFT_OVER_RATE * self.left_over
-        elif drafted_before and self.alone.measured:
-            usual = float(self.alone.seconds(context, 0)[0]) - self.alone.overhead
-            self.left_over += _LEFT_OVER_RATE * min(max(seconds - usual, 0.0), usual)
-        return bool(nodes) or not drafted_before
+        self.of(sequences).observe(nodes, context, forward, drafted + committed + learned)
 
 
 def _alike(sequences: int) -> int:
@@ -334,8 +283,6 @@ _CONTEXT = 128
 _WIDTHS = (0, 4, 16, 64)
 _REPEATS = 3
 _SECONDS = 0.6
-_PATHS = 4
-"""Nodes of a tree that has a path for each, timed beside as long a chain where paths cost something of their own."""
 _ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
 
 
@@ -358,7 +305,6 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
         verifier.forward(_ROOT)  # the first pass of a kind pays for set-up
         verifier.commit(_NOTHING)
         began = perf_counter()
-        chains: dict[int, float] = {}
         for width in _WIDTHS:
             if width > positions - context - 8:
                 break
@@ -370,28 +316,21 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
                 verifier.commit(_NOTHING)
                 began += perf_counter() - started
             for _ in range(_REPEATS):
-                times.append(_timed(verifier, tree, speculation.interface.recurrent))
+                times.append(_timed(verifier, tree))
                 if perf_counter() - began > seconds:
                     break
             speculation.cost.observe(width, context, min(times))
-            chains[width] = min(times)
             if perf_counter() - began > seconds:
                 break
-        if speculation.interface.recurrent and verifier.mode == "tree" and _PATHS in chains:
-            tokens = [(i * 17 + 3) % vocab for i in range(_PATHS)]
-            chain, tree = DraftTree.from_paths([tokens]), DraftTree.from_paths([[token] for token in tokens])
-            pairs = [(_timed(verifier, chain, True), _timed(verifier, tree, True)) for _ in range(_REPEATS)]
-            one, several = (min(times) for times in zip(*pairs, strict=True))
-            speculation.engine.costs.path_share = max(several - one, 0.0) / (_PATHS - 1) / chains[0]
         speculation.cost.seconds(context, 0)  # takes them in: no call waits for the kernel that does
         verifier.finish()
 
 
-def _timed(verifier: Verifier, tree: DraftTree, with_commit: bool) -> float:
+def _timed(verifier: Verifier, tree: DraftTree) -> float:
     """Seconds of a pass over a draft, nothing of which is accepted."""
     started = perf_counter()
     output = verifier.forward(_ROOT, tree)
     float(output.logits[0, 0])  # waits for the device
     seconds = perf_counter() - started
     verifier.commit(_NOTHING)
-    return perf_counter() - started if with_commit else seconds
+    return seconds

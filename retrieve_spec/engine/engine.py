@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import FEW_ROOTS, PASS
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.budget import Backoff, fewer_paths, gain, room, row_cost, share_evenly, share_out, worth
+from retrieve_spec.engine.budget import Backoff, gain, room, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import Costs
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, autocast_key
 from retrieve_spec.engine.step_lock import StepLock
@@ -123,8 +123,6 @@ class Engine:
         each(asked, lambda sequence: sequence.draft(most, cost))
         batch = [sequence for sequence in batch if not sequence.is_over]
         trees = [sequence.tree for sequence in batch]
-        if cost is not None and self.costs.path_share:
-            trees = [fewer_paths(tree, cost, self.costs.path_seconds) for tree in trees]
         worths = worth([sequence.progress for sequence in batch], seconds)
         trees = (share_evenly if padded else share_out)(trees, seconds, most, worths)
         for sequence, tree in zip(batch, trees, strict=True):
@@ -145,7 +143,6 @@ class Engine:
 
         It had so many `more` rows than a last token of each and the drafts.
         """
-        drafted_before = batch[0].log.drafted
         share = tuple(each_of / len(batch) for each_of in seconds)
         for sequence in batch:
             sequence.steps.append(self.steps)
@@ -164,7 +161,7 @@ class Engine:
                 self.costs.doubt()
             if is_trial:
                 return  # it says nothing of passes to come
-        self.costs.learn(trees, nodes, context, seconds, drafted_before)
+        self.costs.learn(len(batch), nodes, context, seconds)
 
     def run(
         self, sequences: Iterable[Sequence], rows: int = 0

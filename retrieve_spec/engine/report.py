@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,14 +90,6 @@ class GenerationReport:
         """Mean tokens emitted per forward pass, the bonus token included."""
         return self.new_tokens / self.passes if self.passes else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values."""
-        from dataclasses import asdict
-
-        figures = {**asdict(self), "tokens_per_pass": self.tokens_per_pass}
-        del figures["began"]  # by a clock of this process
-        return figures
-
 
 def together(parts: Sequence[GenerationReport], passes: int) -> GenerationReport:
     """Reports of sequences that shared `passes` passes as one."""
@@ -132,22 +124,15 @@ class PassLog:
         Tokens of the text that were not generated.
     provenance
         Note where accepted drafts came from.
-
-    Attributes
-    ----------
-    drafted
-        Whether the last pass was one over a draft.
     """
 
     def __init__(self, report: GenerationReport, prompt_length: int, provenance: bool) -> None:
         self._report, self._prompt_length, self._provenance = report, prompt_length, provenance
         self._accepted = np.zeros(256, np.int64)  # by source
         self._passes: list[tuple[DraftTree, Walk, Seconds, int]] = []
-        self.drafted = False
 
     def note(self, tree: DraftTree, walked: Walk, seconds: Seconds, length: int) -> None:
         """Remember a pass, after which the text has `length` tokens."""
-        self.drafted = len(tree) > 0
         self._passes.append((tree, walked, seconds, length))
 
     def summary(self) -> GenerationReport:

@@ -24,9 +24,8 @@ _MASK_FORMS: dict[str, MaskForm] = {"sdpa": "bool", "eager": "float", "flex_atte
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _OTHER_TYPES = ("linear_attention", "conv", "moe", "mlp", "dummy")
 DERIVES = "the model derives positions itself"
-Way = Literal["rows", "scan", "steps"]
-"""How mixers verify drafts: a scan of ours over the rows, their own over all paths, or a step of their one-token path
-per depth."""
+Way = Literal["rows", "steps"]
+"""How mixers verify drafts: a scan of ours over the rows, or a step of their one-token path per depth."""
 
 
 @dataclass(frozen=True, slots=True)

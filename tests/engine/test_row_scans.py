@@ -16,10 +16,9 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.mixers import find_mixers
-from retrieve_spec.verify.row_mixer import RowMixer, StateBehind, replaceable
-from retrieve_spec.verify.row_scans import SsdRows, convolve, scan_delta, scan_ssd, unit
-from retrieve_spec.verify.row_state import RowState
-from retrieve_spec.verify.row_tree import RowTree
+from retrieve_spec.verify.recurrent import RowState
+from retrieve_spec.verify.row_mixer import LaggingState, RowMixer, replaceable
+from retrieve_spec.verify.row_scans import RowTree, SsdRows, convolve, scan_delta, scan_ssd, unit
 
 TREES = ([[1, 2, 3], [1, 4], [5, 6]], [[7]], [], [[1, 2, 3, 4, 5, 6]], [[1], [2], [3]])
 CPU = torch.device("cpu")
@@ -175,7 +174,7 @@ def test_a_state_is_brought_up_once() -> None:
     state = torch.ones(1, 2, 3, 4)
     rows = SsdRows(torch.ones(1, 2, 2, 3), torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 2))
     layer = SimpleNamespace(recurrent_states={0: state})
-    behind = StateBehind(state, rows, torch.tensor([0, 1]), None)
+    behind = LaggingState(state, rows, torch.tensor([0, 1]), None)
     for _ in range(3):
         behind.settle(layer)
         assert torch.equal(layer.recurrent_states[0], torch.full_like(state, 3.0))
