@@ -20,8 +20,7 @@ from transformers.generation.stopping_criteria import (
 
 from retrieve_spec.sampling.samplers import processors_of_row
 from retrieve_spec.verify.cache import same_rows
-from retrieve_spec.verify.extras import OF_TEXT, says_nothing
-from retrieve_spec.verify.verifier import VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import OF_TEXT, VerifierInputs, VerifierOutput, says_nothing
 
 
 class DelegatedCall(Exception):

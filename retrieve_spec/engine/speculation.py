@@ -28,8 +28,8 @@ from retrieve_spec.sources.session_store import load_session, save_session
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
-from retrieve_spec.verify.plain import keeping_texts
 from retrieve_spec.verify.probe import Finding
+from retrieve_spec.verify.steps import keeping_texts
 from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import PassKind, Verifier
 

@@ -23,11 +23,11 @@ from retrieve_spec.engine.rows import DelegatedCall, Prepared, check_batch, extr
 from retrieve_spec.errors import ConfigError, PromptError, UnknownTokenError, nearest
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.verify.cache import decoder_cache, seq_length
-from retrieve_spec.verify.extras import CACHE_NAMES, TOKEN_TYPES
 from retrieve_spec.verify.interface import ModelInterface, input_device
+from retrieve_spec.verify.pass_inputs import TOKEN_TYPES
 from retrieve_spec.verify.steps import Captured, capture
 from retrieve_spec.verify.tensor_parallel import why_in_step
-from retrieve_spec.verify.verifier import VerifierInputs
+from retrieve_spec.verify.verifier import CACHE_NAMES, VerifierInputs
 
 _ROWS = "a prompt of token ids, a tensor of shape (rows, tokens)"
 _ELSEWHERE = frozenset(["datastores", "drafter", "config", *(field.name for field in fields(SpeculationConfig))])

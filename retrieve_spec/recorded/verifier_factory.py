@@ -28,9 +28,9 @@ from retrieve_spec.verify.candidates import PROMPT, same_way
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache, read_interface
 from retrieve_spec.verify.number_format import is_exact
-from retrieve_spec.verify.plain import StepVerifier, held_by, keeping_texts
 from retrieve_spec.verify.probe import REACH, Finding, Trial, check_verifier, float32_copy
 from retrieve_spec.verify.shrink import shrunk
+from retrieve_spec.verify.steps import StepVerifier, held_by, keeping_texts
 from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import PassKind, Verifier
 

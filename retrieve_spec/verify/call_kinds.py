@@ -19,9 +19,8 @@ import torch
 from retrieve_spec.verify.comparison import by_passes, by_single_steps, drafts_for
 from retrieve_spec.verify.number_format import Rounding
 from retrieve_spec.verify.pass_inputs import PassInputs
-from retrieve_spec.verify.plain import keeping_texts
 from retrieve_spec.verify.shrink import lengths_of
-from retrieve_spec.verify.steps import SingleSteps
+from retrieve_spec.verify.steps import SingleSteps, keeping_texts
 from retrieve_spec.verify.verifier import Mode, Verifier
 
 logger = logging.getLogger(__name__)

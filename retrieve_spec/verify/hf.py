@@ -15,6 +15,7 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.cache import (
+    KeptRows,
     apart,
     cache_mode,
     decoder_cache,
@@ -25,12 +26,10 @@ from retrieve_spec.verify.cache import (
 )
 from retrieve_spec.verify.call_kinds import CallKind, CallKinds
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, weaker
-from retrieve_spec.verify.kept_rows import KeptRows
 from retrieve_spec.verify.pass_inputs import NO_TREE, PassInputs
-from retrieve_spec.verify.plain import StepVerifier
 from retrieve_spec.verify.positions import DerivedPositions
 from retrieve_spec.verify.recurrent import state_of
-from retrieve_spec.verify.steps import SingleSteps
+from retrieve_spec.verify.steps import SingleSteps, StepVerifier
 from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 _PADDED = "padding in front of a text changes what several tokens see"

@@ -13,10 +13,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.model_layers import decoder_blocks
-from retrieve_spec.verify.extras import CACHE_NAMES
 from retrieve_spec.verify.mixers import Mixer
 from retrieve_spec.verify.positions import Place
-from retrieve_spec.verify.verifier import Mode
+from retrieve_spec.verify.verifier import CACHE_NAMES, Mode
 
 MaskForm = Literal["bool", "float", "block", "none"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
@@ -13,11 +14,16 @@ from transformers import DynamicCache
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 
 Mode = Literal["tree", "chain", "plain"]
 """What a verifier can check in one pass: any tree, one chain of tokens, or nothing but the next token. It may be less
 for some passes of a generation than for others."""
+
+
+CACHE_NAMES = ("cache_params", "past_key_values", "cache")
+"""What models call their cache: `cache` from transformers 5.24 on, where their code is not older."""
+OF_TEXT = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache"})
+"""Arguments of a call with text alone, its ids and cache not among them."""
 
 
 class Ran(Enum):
@@ -30,6 +36,11 @@ class Ran(Enum):
 
 PassKind = Literal["recorded", "model's own", "plain"]
 """What runs the model: its recorded pass, its own forward over drafts, or its own forward token by token."""
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether an argument is not there, or is what texts without pictures are given: no parts at all."""
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 @dataclass(slots=True)

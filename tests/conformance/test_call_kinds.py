@@ -13,7 +13,7 @@ from census_models import picture_prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
-from retrieve_spec.verify.plain import keeping_texts
+from retrieve_spec.verify.steps import keeping_texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

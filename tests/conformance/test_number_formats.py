@@ -21,9 +21,9 @@ from retrieve_spec.recorded.kv_buffer import KVBuffer, Slab
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.verifier_factory import try_recording
 from retrieve_spec.verify import pass_inputs
+from retrieve_spec.verify.cache import KeptRows
 from retrieve_spec.verify.first_layers import first_layers
 from retrieve_spec.verify.interface import read_interface
-from retrieve_spec.verify.kept_rows import KeptRows
 from retrieve_spec.verify.number_format import is_exact
 from retrieve_spec.verify.probe import probe
 
