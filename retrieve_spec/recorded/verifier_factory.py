@@ -23,9 +23,8 @@ from retrieve_spec.recorded.pass_graphs import PassGraphs
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, why_not_recordable, why_single_steps
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.weight_layout import Layouts
-from retrieve_spec.verify.call_kinds import CallKinds
 from retrieve_spec.verify.candidates import PROMPT, same_way
-from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.hf import CallKinds, HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache, read_interface
 from retrieve_spec.verify.number_format import is_exact
 from retrieve_spec.verify.probe import REACH, Finding, Trial, check_verifier, float32_copy

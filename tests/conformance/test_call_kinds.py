@@ -69,7 +69,7 @@ def test_a_model_that_is_wrong_behind_pictures_alone(when: str, mode: str) -> No
 
 
 def test_without_it_the_text_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieve_spec.verify.call_kinds import CallKinds
+    from retrieve_spec.verify.hf import CallKinds
 
     monkeypatch.setattr(CallKinds, "examine", lambda *args: ("tree", ""))
     model = wrong_behind_pictures("got_ocr2", "siblings")
