@@ -223,17 +223,13 @@ class Costs:
         Cost of passes over one sequence.
     """
 
-    def __init__(self) -> None:
-        self._models = {1: CostModel()}  # by sequences
+    def __init__(self, alone: CostModel | None = None) -> None:
+        self._models = {1: alone or CostModel()}  # by sequences
 
     @property
     def alone(self) -> CostModel:
         """Cost of passes over one sequence."""
         return self._models[1]
-
-    @alone.setter
-    def alone(self, cost: CostModel) -> None:
-        self._models[1] = cost
 
     def of(self, sequences: int) -> CostModel:
         """Cost of passes over so many sequences."""

@@ -144,10 +144,6 @@ class Speculation:
         """Measured seconds of passes over one sequence."""
         return self.engine.costs.alone
 
-    @cost.setter
-    def cost(self, cost: CostModel) -> None:
-        self.engine.costs.alone = cost
-
     @property
     def datastores(self) -> list[Any]:
         """Open stores that are drafted from."""

@@ -23,7 +23,7 @@ from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.run_pass import run_pass
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.verifier import OverAnother, PassKind, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, PassKind, Verifier, VerifierInputs, VerifierOutput
 
 CHUNK = 256
 """Prompt tokens of one recorded pass at most."""
@@ -34,7 +34,7 @@ _ROOT, _ITSELF = row_depths(1, None), visible_rows(1, None)
 """Depths and sight of a pass over the root alone."""
 
 
-class RecordedVerifier(OverAnother):
+class RecordedVerifier:
     """A `Verifier` whose passes cost what the arithmetic costs.
 
     The prompt is read by an `HFVerifier`. At the first pass behind it the cache's rows move to slabs, every further
@@ -54,13 +54,28 @@ class RecordedVerifier(OverAnother):
         self.not_recorded = ""
         """Why this generation does not use the recorded pass; empty when it does."""
         self.recorded, self._state = recorded, state
-        self.own: HFVerifier = own
+        self.own = own
         self._mask = TreeMask(recorded.groups, model.dtype, recorded.device)
         self._slabs: KVBuffer | None = None
         self._past = self._unread = self._pending = 0  # tokens held, and to read of the prompt; rows of the last pass
         self._cache: Any = None
         self._returns_cache = False
         self.graphs = graphs
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether the prompt must come in one piece, as one with pictures must."""
+        return self.own.whole_prompts
+
+    @property
+    def mode(self) -> Mode:
+        """What `forward` accepts now."""
+        return self.own.mode
+
+    @property
+    def reason(self) -> str:
+        """Why that is no tree."""
+        return self.own.reason
 
     @property
     def pass_kind(self) -> PassKind:

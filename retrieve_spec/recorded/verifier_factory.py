@@ -1,7 +1,7 @@
 """Verifier factory: the fastest verifier that stands for a model as it is now, found anew when the model has changed.
 
 What was found holds for one state of the model (`ModelState`). A few states are remembered, so that switching an
-adapter back and forth records each once; recording again is paid for by generations in between.
+adapter back and forth records each once.
 """
 
 from __future__ import annotations
@@ -177,25 +177,21 @@ def why_unasked(model: Any, config: SpeculationConfig) -> str:
     return ""
 
 
-STATES = 8
-"""States of a model that are remembered; also, recordings that may follow one another at once."""
-PER_RECORDING = 8
-"""Generations that pay for one more recording."""
+STATES = 16
+"""States of a model that are remembered."""
 
 
 @dataclass(slots=True)
 class _Known:
     """What was found out about a model in one state.
 
-    `packed` are the layers that passes of its own forward multiply faster with; `due`: it is to be recorded once that
-    is paid for.
+    `packed` are the layers that passes of its own forward multiply faster with.
     """
 
     state: ModelState
     finding: Finding
     recording: Recording | None = None
     why: str = ""
-    due: bool = False
     packed: PackedLayers | None = None
 
     def follow(self, closely: bool = False) -> None:
@@ -242,7 +238,6 @@ class VerifierFactory:
         self.layouts = Layouts(PASS.layout_bytes, sum(weight.nbytes for weight in model.parameters()))
         self._is_frozen = False
         self._known: list[_Known] = []
-        self._credit = STATES + 1.0
         self._examine()
 
     @property
@@ -268,7 +263,6 @@ class VerifierFactory:
 
     def __call__(self) -> Verifier:
         """A verifier for a generation that begins now."""
-        self._credit = min(self._credit + 1 / PER_RECORDING, STATES)
         autocast = torch.is_autocast_enabled(input_device(self._model).type)
         if self._is_frozen and not autocast and (recording := self.recording) is not None:
             return recording(None, self._known[0].finding.kinds)
@@ -291,15 +285,14 @@ class VerifierFactory:
         self._is_frozen = True
 
     def invalidate(self) -> None:
-        """Forget what was found and recorded: the next generation looks at the model anew, whatever that costs."""
+        """Forget what was found and recorded: the next generation looks at the model anew."""
         self._is_frozen = False
         self._known.clear()
-        self._credit = float(STATES)
 
     def _current(self) -> _Known:
         """What is known of the model's state, found out now if need be."""
         known = next((known for known in self._known if known.state.holds()), None)
-        if known is None or (known.due and self._credit >= 1):
+        if known is None:
             return self._examine()
         if known is not self._known[0]:
             known.follow(closely=True)  # adapters are merged into weights without being counted
@@ -320,16 +313,12 @@ class VerifierFactory:
         self.finding = known.finding
         for other in self._known:
             other.release()
-        others = [other for other in self._known if known.state.keeps(other.state) and not other.due]
+        others = [other for other in self._known if known.state.keeps(other.state)]
         self._known = [known, *others[: STATES - 1]]
         return known
 
     def _find_out(self) -> _Known:
         """Probe the model, and record it if it may be."""
-        if self._credit < 1:
-            why = "the model changes too often to be probed each time"
-            return _Known(ModelState(self._model), Finding("plain", why, read_interface(self._model)), due=True)
-        self._credit -= 1
         finding, changing = self._probe()
         names = {name.rpartition(".")[2] for name in changing}
         recording = None

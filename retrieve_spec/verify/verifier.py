@@ -179,34 +179,3 @@ class Verifier(Protocol):
 
     def finish(self) -> Any:
         """End the generation and hand back the cache as plain `generate` would have left it (None without one)."""
-
-
-class OverAnother:
-    """What a verifier says as the one does, `own`, that runs the model for it until it does so itself."""
-
-    own: Verifier
-
-    @property
-    def whole_prompts(self) -> bool:
-        """Whether the prompt must come in one piece, as one with pictures must."""
-        return self.own.whole_prompts
-
-    @property
-    def mode(self) -> Mode:
-        """What `forward` accepts now."""
-        return self.own.mode
-
-    @property
-    def reason(self) -> str:
-        """Why that is no tree."""
-        return self.own.reason
-
-    @property
-    def pass_kind(self) -> PassKind:
-        """What runs the model in this generation."""
-        return self.own.pass_kind
-
-    @property
-    def pass_reason(self) -> str:
-        """Why nothing faster does."""
-        return self.own.pass_reason

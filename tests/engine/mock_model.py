@@ -100,9 +100,7 @@ def sequence(
 
 def passes(made: Sequence, cost: CostModel | None = None) -> Iterator[list[int]]:
     """What every pass of a sequence makes visible."""
-    costs = Costs()
-    costs.alone = cost or CostModel()
-    for _, visible in Engine(costs).run([made]):
+    for _, visible in Engine(Costs(cost)).run([made]):
         if visible is not None:
             yield visible.tolist()
     if made.error is not None:
