@@ -12,7 +12,6 @@ import torch
 from batch_rows import drawn_trees, left_padded, script, small_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from interrupting import ctrl_c, python_handles_it
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.mixture import MixtureDrafter
@@ -236,25 +235,6 @@ def failing_layer(model: Any) -> Iterator[None]:
         patch.setattr(model.model.layers[1].mlp, "forward", fail)
         with pytest.raises(torch.OutOfMemoryError):
             yield
-
-
-def test_an_interrupted_batch_leaves_the_model_usable(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, options = left_padded(), {"max_new_tokens": 20, "do_sample": False}
-    plain = hybrid.generate(**inputs, **options)
-    script(hybrid, monkeypatch, plain, "half", recorded_pass="off")
-    whole, calls = PaddedBatch.forward, 0
-
-    def failing(self: Any, *given: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            ctrl_c()
-        return whole(self, *given)
-
-    monkeypatch.setattr(PaddedBatch, "forward", failing)
-    with python_handles_it(), pytest.raises(KeyboardInterrupt):
-        hybrid.generate(**inputs, **options)
-    assert torch.equal(hybrid.generate(**inputs, **options), plain)
 
 
 def test_a_pass_that_cannot_be_shared_is_taken_alone(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:

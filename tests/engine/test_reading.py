@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from batch_rows import KINDS, left_padded, script, small_model
-from interrupting import ctrl_c, python_handles_it
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
@@ -98,53 +97,3 @@ def test_a_pass_over_prompts_that_fails_is_taken_alone(tiny: Any, monkeypatch: p
     rs.accelerate(tiny, recorded_pass="always")
     assert torch.equal(tiny.generate(**inputs, **options), plain)
     assert len(calls) > 2
-
-
-@pytest.mark.parametrize("recorded_pass", ["always", "off"])
-@pytest.mark.parametrize("at", ["before", "after", "accept"])
-def test_an_interrupted_reading_leaves_the_others_going(
-    tiny: Any, recorded_pass: str, at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C in the pass over prompts, before it, behind it, or when one has been taken over: streams go on."""
-    prompts = [[3 + (i * 37 + 11 * row) % 190 for i in range(length)] for row, length in enumerate((12, 30))]
-    rs.accelerate(tiny, recorded_pass=recorded_pass, draft="off")
-    alone = [tiny.generate(torch.tensor([p]), max_new_tokens=9)[0, len(p) :].tolist() for p in prompts]
-    speculation, together = tiny.speculation, engine._together
-    prepared = rs.generate_many(tiny, prompts * 2, max_new_tokens=9)
-    calls = 0
-
-    def interrupted(*given: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1 and at == "before":
-            ctrl_c()
-        out = together(*given, **named)
-        if calls == 1 and at == "after":
-            ctrl_c()
-        return out
-
-    accept, taken = Sequence.accept, 0
-
-    def accepting(self: Sequence) -> None:
-        nonlocal taken
-        taken += 1
-        if taken == 2 and at == "accept":
-            ctrl_c()
-        accept(self)
-
-    others = list(prepared._sequences())
-    for sequence in others:
-        speculation.engine.join(sequence)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_together", interrupted)
-        patch.setattr(Sequence, "accept", accepting)
-        with python_handles_it(), pytest.raises(KeyboardInterrupt):
-            speculation.engine.advance(others[:1])
-    speculation.engine.leave(others[0])
-    for sequence in others[1:]:
-        while not sequence.ended:
-            speculation.engine.advance([sequence])
-            while sequence.reader.has_pieces:
-                sequence.reader.take()
-        assert sequence.error is None
-    assert [s.text.new_ids.tolist() for s in others[1:]] == [alone[1], alone[0], alone[1]]
