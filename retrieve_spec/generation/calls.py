@@ -103,24 +103,10 @@ def decode_inside(
         decoded.append(True)
         return decode(found)
 
-    drawn = _noise(model)
-    try:
-        output = own(*args, **kwargs, custom_generate=inside)
-    except DelegatedCall:
-        for device, state in drawn.items():  # the class begins again
-            torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
-        raise
+    output = own(*args, **kwargs, custom_generate=inside)
     if not decoded:
         raise DelegatedCall(own_generate(model))
     return output
-
-
-def _noise(model: Any) -> dict[str, torch.Tensor]:
-    """States of the generators that a call may draw from, by device."""
-    states = {"cpu": torch.get_rng_state()}
-    if model.device.type == "cuda":
-        states[str(model.device)] = torch.cuda.get_rng_state(model.device)
-    return states
 
 
 def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -180,11 +180,6 @@ class KVBuffer:
         self._common: list[torch.Tensor] = []  # what these point to
         self._fits = 0  # rows of text for which nothing has to be moved or replaced
 
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Rows each slab has room for; tensors stay where they are while this does."""
-        return tuple(slab.capacity for slab in self.slabs)
-
     def refresh(self) -> None:
         """Find the layers' parts of the slabs anew."""
         for i, slab in enumerate(self.slab_of):

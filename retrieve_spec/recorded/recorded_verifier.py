@@ -23,7 +23,7 @@ from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.run_pass import run_pass
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.verifier import Mode, PassKind, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 CHUNK = 256
 """Prompt tokens of one recorded pass at most."""
@@ -241,11 +241,6 @@ class RecordedVerifier:
         self._cache = None
         cache = self.own.finish()
         return cache if self._returns_cache else None
-
-
-def own_forward(verifier: Verifier) -> Verifier:
-    """A verifier's passes through the model's own forward: the verifier itself, or what a recorded one begins with."""
-    return verifier.own if isinstance(verifier, RecordedVerifier) else verifier
 
 
 def forward_together(

@@ -202,9 +202,9 @@ class HFVerifier:
         self.interface = interface
         self.mode: Mode = mode
         self.reason = reason
-        self._ignores_state = interface.recurrence is not None and interface.recurrence.way == "steps"
+        ignores_state = interface.recurrence is not None and interface.recurrence.way == "steps"
         counts = any(place.kind == "past" for place in interface.places)  # padding tokens inside may be left out
-        self._reads_whole = self._ignores_state or counts or not interface.takes_pieces
+        self._reads_whole = ignores_state or counts or not interface.takes_pieces
         self.whole_prompts = self._reads_whole
         self._device = input_device(model)
         self._model_mode: tuple[Mode, str] = (mode, reason)
@@ -256,7 +256,7 @@ class HFVerifier:
         self.is_plain_text &= axes is None or bool((axes == axes.flatten()[0]).all())
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._asked = self._records = any(self._was_recording)
-        self._pending = (0, 0, self.past, 0)  # root tokens and nodes of the last pass, and what was fed before it
+        self._pending = (0, 0)  # root tokens and nodes of the last pass
         for hooked in (self._state, self._derived):
             if hooked is not None:
                 hooked.attach()
@@ -298,7 +298,7 @@ class HFVerifier:
             self._take_cache(cache)
         if reading and self._fed + len(root_ids) == self._uncached:
             self._behind_prompt(len(root_ids), outputs)
-        self._pending = (len(root_ids), nodes, self.past, self._fed)
+        self._pending = (len(root_ids), nodes)
         rows = keep + nodes
         logits = outputs.logits[0]
         states = hidden[-1][0, -rows:] if hidden else None
@@ -356,7 +356,7 @@ class HFVerifier:
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
-        roots, nodes, past, fed = self._pending
+        roots, nodes = self._pending
         if self._rows is not None and self._steps is None:
             state, text = self._shared or (self._state, 0)
             if state is not None:
@@ -364,7 +364,7 @@ class HFVerifier:
             if self._kept is not None and (nodes or self._records or self._shared):
                 self._kept.commit(path, nodes)
         self._shared = None
-        self.past, self._fed = past + roots + len(path), fed + roots + len(path)
+        self.past, self._fed = self.past + roots + len(path), self._fed + roots + len(path)
         if self.interface.scale_step and self._model_mode[0] == "tree":
             room = -self.past % self.interface.scale_step
             here = self._mode_here[0]
@@ -381,7 +381,7 @@ class HFVerifier:
     def end_shared(self, roots: int, nodes: int, state: Any, text: int) -> None:
         """Take over a pass over so many root tokens and nodes whose rows are in the cache; `state` has those of every
         text, of which this is the one of that number."""
-        self._pending, self._shared = (roots, nodes, self.past, self._fed), (state, text)
+        self._pending, self._shared = (roots, nodes), (state, text)
 
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another of the same tensors, which nothing writes to; None where it is not rows."""
