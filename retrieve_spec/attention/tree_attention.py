@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -29,7 +28,7 @@ import torch
 from torch.nn import functional
 
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
-from retrieve_spec.config import AUTO, PASS
+from retrieve_spec.config import PASS
 from retrieve_spec.errors import in_a_line
 
 ROWS = 64
@@ -192,42 +191,16 @@ def attend_blocks(packed: torch.Tensor, blocks: Iterable[Block], rule: LayerRule
     return (out / total).to(packed.dtype)
 
 
-logger = logging.getLogger(__name__)
-
 Backend = Literal["masked", "split", "triton"]
 
 
 def choose_backend(mask: TreeMask, rule: LayerRule, width: int, value_width: int) -> Backend:
-    """Pick a layer's backend, `config.PASS.attention` if that can serve it; every backend computes the same."""
-    if PASS.attention != AUTO:
-        why = why_not_backend(PASS.attention, mask.device.type, rule, width == value_width <= 256)
-        if not why:
-            return PASS.attention
-        _say_once(f"attention {PASS.attention!r} is not used: {why}")
+    """Pick a layer's backend; every backend computes the same."""
     if mask.device.type == "cuda" and width == value_width <= 256 and not why_not_triton("cuda"):
         return "triton"
     if rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window):
         return "split"
     return "masked"
-
-
-def why_not_backend(backend: Backend, device: str, rule: LayerRule, plain_heads: bool) -> str:
-    """Why a backend cannot serve a layer on a kind of device; empty when it can.
-
-    `plain_heads`: keys and values of one width, 256 at most.
-    """
-    if backend == "triton":
-        return why_not_triton(device) or (
-            "" if plain_heads else "keys and values differ in width, or are wider than 256"
-        )
-    if backend == "masked" and (rule.softcap or rule.sinks is not None):
-        return "the layer caps its scores or has sinks"
-    return ""
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    logger.info(message)
 
 
 @functools.cache
@@ -294,7 +267,7 @@ def attend(
 
 def _is_prompt(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule) -> bool:
     """Whether rows are a piece of a text that sees all before it, and `attend_prompt` is the faster one."""
-    if rule.window or query.dtype != torch.float32 or PASS.attention != AUTO or not mask.is_text:
+    if rule.window or query.dtype != torch.float32 or not mask.is_text:
         return False
     kv_heads = keys.shape[1]
     sizes = kv_heads, query.shape[1] // kv_heads, query.shape[3], values.shape[3]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.attention.tree_attention import processors, why_not_triton
 from retrieve_spec.attention.tree_mask import visibility_bits
-from retrieve_spec.config import AUTO, PASS
+from retrieve_spec.config import PASS
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded.kv_buffer import KVBuffer
 from retrieve_spec.recorded.recorded_pass import RecordedPass
@@ -283,7 +283,7 @@ def shape_of(recorded: RecordedPass, laid: Sequence[LaidOut], rows: int, texts: 
 
 def packs(recorded: RecordedPass, laid: Sequence[LaidOut]) -> bool:
     """Whether one launch can serve all texts of a pass; else each layer attends text by text."""
-    if PASS.attention not in (AUTO, "triton") or why_not_packed(recorded.device.type):
+    if why_not_packed(recorded.device.type):
         return False
     kinds = {text.cache.kind for text in laid}
     return len(kinds) == 1 and all(kind is not None and kind[1] <= 256 for kind in kinds)

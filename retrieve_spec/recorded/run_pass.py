@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import AUTO, PASS
 from retrieve_spec.kernels.single_rows import attend_single_rows
 from retrieve_spec.recorded.packed_pass import LaidOut, PackedPass, packs, shape_of
 from retrieve_spec.recorded.pass_graphs import PassGraphs
@@ -88,7 +87,7 @@ class RowAttention:
 def _is_served(text: LaidOut) -> bool:
     """Whether a text attends with others: it has one row, and keys and values that the kernel reads."""
     several = text.held > _LONG and torch.get_num_threads() > 1
-    return len(text.ids) == 1 and PASS.attention == AUTO and text.cache.is_host_float32 and not several
+    return len(text.ids) == 1 and text.cache.is_host_float32 and not several
 
 
 def run_pass(

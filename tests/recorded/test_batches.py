@@ -10,7 +10,6 @@ import torch
 from batch_rows import LENGTHS, drawn_trees, left_padded, script, small_model, tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupting import ctrl_c, python_handles_it
 from scripted_drafter import ScriptedDrafter
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -204,26 +203,6 @@ def test_a_drafter_that_was_given_serves_one_text(tiny: Any) -> None:
     rs.accelerate(tiny, recorded_pass="always", drafter=ScriptedDrafter(plain[0]))
     assert torch.equal(tiny.generate(**inputs, **options), plain)
     assert "the drafter that was given serves one text" in tiny.speculation.last.reason
-
-
-def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, options = left_padded(), {"max_new_tokens": 20, "do_sample": False}
-    plain = tiny.generate(**inputs, **options)
-    drafters = script(tiny, monkeypatch, plain, "half", recorded_pass="always")
-    together, calls = engine.forward_together, []
-
-    def failing(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 4:  # the first reads the prompts
-            ctrl_c()
-        return together(*given)
-
-    monkeypatch.setattr(engine, "forward_together", failing)
-    with python_handles_it(), pytest.raises(KeyboardInterrupt):
-        tiny.generate(**inputs, **options)
-    assert [d.finished for d in drafters] == [1] * 4
-    assert tiny.speculation.last.passes == 4
-    assert torch.equal(tiny.generate(**inputs, **options), plain)
 
 
 def test_samples_of_one_prompt(tiny: Any) -> None:
