@@ -204,7 +204,7 @@ def why_not_shared(model: Any, interface: ModelInterface) -> str:
         return "what it computes depends on how long its longest text is"
     try:
         with evaluating(model), torch.no_grad():
-            deviation = _deviation(model, interface, longest + 3 if longest else 9)
+            deviation = _deviation(model, interface, longest + 3)
             if not deviation <= _DEVIATION.get(model.dtype, _DEVIATION_HALF):
                 return f"a pass that texts share gives other logits than lone ones (off by {deviation:.2g})"
             if _reads_padding(model):
