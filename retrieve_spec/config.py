@@ -127,8 +127,6 @@ class PassConfig:
         Copies of weights on a CPU in a layout that products with few rows read faster, all together; 0 keeps none.
     max_rows
         Root tokens and draft nodes of one recorded pass at most.
-    attention
-        How a pass attends: `"auto"`, or `"masked"`, `"split"` or `"triton"` where that can be used.
     score_bytes
         Attention scores that exist at a time where the prefix is attended to in blocks.
     batch_rows
@@ -155,7 +153,6 @@ class PassConfig:
     mask_bytes: int = 64 << 20
     layout_bytes: int = 1 << 30
     max_rows: int = 512
-    attention: Literal["auto", "masked", "split", "triton"] = AUTO
     score_bytes: int = 8 << 20
     batch_rows: int = 64
     batch_bytes: int = 4 << 30

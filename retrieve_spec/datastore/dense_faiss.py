@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.files import FileEntry
-from retrieve_spec.forks import survive_forks
+from retrieve_spec.openmp import survive_forks
 
 FLAT_BELOW = 50_000
 """Keys from which on `"auto"` approximates."""

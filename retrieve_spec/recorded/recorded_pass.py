@@ -20,18 +20,43 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules import module as torch_wide
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from retrieve_spec.attention.online_softmax import LayerRule
-from retrieve_spec.attention.tree_attention import rule_from_call
+from retrieve_spec.attention.tree_attention import LayerRule, rule_from_call
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded import graph_passes
-from retrieve_spec.recorded.recordable import why_not_recordable
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
+
+
+def why_not_recordable(model: Any) -> str:
+    """Why a recording would not stand for the model's forward; empty when it would."""
+    if model.training:
+        return "the model is in training mode"
+    if not model._supports_attention_backend:
+        return "its layers do not use transformers' attention interface"
+    if torch_wide._global_forward_hooks or torch_wide._global_forward_pre_hooks:
+        return "torch has forward hooks for all modules"
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            # transformers' own hooks stay behind after output_hidden_states=True and do nothing unless it is asked for
+            if not getattr(hook, "__module__", "").startswith("transformers."):
+                return f"{type(module).__name__} has forward hooks"
+    return ""
+
+
+def why_single_steps(model: Any) -> str:
+    """Why a model has to be run token by token, as `generate` does: hooks of `peft` that belong to one call."""
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if getattr(getattr(hook, "func", hook), "__module__", "").startswith("peft."):  # they count rows of passes
+                return "adapters are chosen for this call alone"
+    return ""
+
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 RECORDER = "retrieve_spec_recorder"

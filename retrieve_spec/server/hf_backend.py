@@ -11,8 +11,8 @@ import torch
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.engine.engine import Engine
+from retrieve_spec.engine.rows import CopiesRows
 from retrieve_spec.engine.sequence import Sequence as Decoded
-from retrieve_spec.engine.shared_prompt import CopiesRows
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import using
 from retrieve_spec.generation.streams import generate_stream, open_sequence

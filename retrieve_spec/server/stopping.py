@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Literal
 
-from retrieve_spec.engine.streaming import TextDecoder
+from retrieve_spec.generation.streams import TextDecoder
 from retrieve_spec.server.text import TextCodec
 
 StopType = Literal["none", "eos", "limit", "word"]

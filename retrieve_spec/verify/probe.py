@@ -26,11 +26,10 @@ import torch
 
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.verify.cache import cache_mode
-from retrieve_spec.verify.call_kinds import CallKinds
 from retrieve_spec.verify.candidates import PROMPT, candidates, layout_of, unplaced
 from retrieve_spec.verify.comparison import Draft, PlainText, by_passes, drafts_for, row_texts
 from retrieve_spec.verify.first_layers import first_layers
-from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.hf import CallKinds, HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, new_cache, read_interface, weaker
 from retrieve_spec.verify.number_format import Rounding, is_exact, rows_change_one_another
 from retrieve_spec.verify.shrink import CHOICES, lengths_of, shrunk
