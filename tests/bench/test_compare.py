@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from retrieve_spec.bench.replay import Replay
-from retrieve_spec.bench.traces import TraceRow
+from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.reference_model import reference_path

@@ -29,8 +29,7 @@ from sources import ARCTIC, VLLM, Skipped
 from tokenizers import Tokenizer
 from workload import Workload, build_store, read_workload
 
-from retrieve_spec.bench.replay import Replay
-from retrieve_spec.bench.traces import TraceRow
+from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.errors import MissingSourceError
 

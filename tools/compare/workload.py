@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.bench.traces import TraceRow, read_trace
+from retrieve_spec.bench.replay import TraceRow, read_trace
 
 KNOWN_TOKENS = 400_000  # of other answers at most
 
