@@ -29,7 +29,7 @@ from made_up_model import plain
 
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations import options, sglang
-from retrieve_spec.integrations.tree_corpus import mask_of
+from retrieve_spec.integrations.sglang import mask_of
 
 for needed in ("sglang", "msgspec", "orjson", "zmq"):
     if importlib.util.find_spec(needed) is None:
@@ -226,9 +226,9 @@ def test_texts_behind_the_released_worker(wheel, monkeypatch, overlap):
         scheduler.add(f"r{i}", **wanted[f"r{i}"])
     assert scheduler.serve() == {name: plain(w["prompt"], w["max_new_tokens"]) for name, w in wanted.items()}
     assert scheduler.accepted > scheduler.steps / 2
-    assert worker.ngram_corpus.trees.statistics()["failures"] == 0
+    assert worker.ngram_corpus.statistics()["failures"] == 0
     worker.clear_cache_pool()
-    assert not len(worker.ngram_corpus.trees.drafter)
+    assert not len(worker.ngram_corpus.drafter)
 
 
 def test_what_is_overridden_is_what_the_worker_calls(wheel):
@@ -298,7 +298,7 @@ import triton
 import triton.language as tl
 sys.path.insert(0, {tests!r})
 import sglang_engine as engine
-from retrieve_spec.integrations.tree_corpus import mask_of
+from retrieve_spec.integrations.sglang import mask_of
 
 {kernels}
 
