@@ -189,14 +189,6 @@ def test_a_step_is_measured_from_draft_to_draft(monkeypatch):
     assert len(steps) == 2
 
 
-def test_greedy_and_sampled_texts_are_apart():
-    llama = Llama(DraftModel())
-    list(zip(range(3), llama.generate([1, 2], temp=0.0), strict=False))
-    assert [text.sampled for text in llama.draft_model._texts.values()] == [False]
-    list(zip(range(3), llama.generate([1, 2], temp=0.7), strict=False))
-    assert [text.sampled for text in llama.draft_model._texts.values()] == [True]
-
-
 def test_what_cannot_be_verified_goes_without_drafts(caplog):
     prompt = list(range(9)) * 3
     llama = Llama(DraftModel(), recurrent=True)
@@ -207,13 +199,6 @@ def test_what_cannot_be_verified_goes_without_drafts(caplog):
     assert llama.steps == 30
     with pytest.raises(ConfigError, match="Pass logits_all=True"):
         Llama(DraftModel(), scores=32).write(prompt, 30)
-
-
-def test_other_callers():
-    draft = DraftModel(num_pred_tokens=4)
-    assert draft(np.array([1, 2, 3, 4] * 4, np.intc)).tolist() == [1, 2, 3, 4]
-    assert draft(np.array([1, 2, 3, 4] * 5, np.int64), top_k=3).dtype == np.intc
-    assert draft.statistics()["requests"] == 1
 
 
 def test_an_expected_answer_is_drafted_once():
@@ -233,15 +218,6 @@ def test_a_llama_that_is_gone_leaves_no_text():
     assert len(draft.drafter.session.texts) == 4
     draft.close()
     assert draft.statistics()["under_way"] == 0
-
-
-def test_state_is_kept(tmp_path):
-    for _ in range(2):
-        draft = DraftModel(session=True, state=tmp_path / "state")
-        known = len(draft.drafter.session)
-        Llama(draft).write([1], 60)
-        draft.close()
-    assert known > 30
 
 
 def test_a_failure_leaves_the_text_and_ends_drafting(caplog, monkeypatch):

@@ -81,19 +81,6 @@ def test_trees_are_filled_up_with_a_path(make):
         assert (child[0] == -1).sum() == max(tree.paths, 1)
 
 
-def test_masks_are_those_of_the_parents():
-    rng = np.random.default_rng(0)
-    parent = np.stack([[-1, *(int(rng.integers(0, i)) for i in range(1, WIDTH))] for _ in range(5)]).astype(np.int32)
-    mask = mask_of(parent)
-    for b in range(5):
-        for i in range(WIDTH):
-            path, at = set(), i
-            while at >= 0:
-                path.add(at)
-                at = int(parent[b, at])
-            assert set(np.flatnonzero(mask[b, i])) == path
-
-
 def test_sampled_tokens_have_the_models_distribution(make):
     """Of SGLang's walk with coins, by chi-square; tokens that come twice below one node would come too often."""
     rng = np.random.default_rng(1)
@@ -193,21 +180,6 @@ def test_a_failure_leaves_the_answer_and_ends_drafting(make, monkeypatch, caplog
     with caplog.at_level(logging.CRITICAL):
         assert scheduler.serve() == {"a": plain(list(range(9)) * 3)}
     assert worker.ngram_corpus.statistics()["failures"] == 3
-
-
-def test_state_is_kept(make, tmp_path):
-    for _ in range(2):
-        worker = make({"session": True, "state": str(tmp_path / "state")})
-        known = len(worker.ngram_corpus.drafter.session)
-        scheduler = Scheduler(worker)
-        scheduler.add("a", prompt=[1])
-        scheduler.serve()
-        scheduler.add("b", prompt=[2])
-        scheduler.step()
-        worker.ngram_corpus.drafter.save()
-    assert known > 30
-    worker.ngram_corpus.reset()
-    assert not len(worker.ngram_corpus.drafter)
 
 
 def test_the_first_rank_drafts_for_all(make, monkeypatch):
