@@ -25,9 +25,8 @@ def tools():
         import compare
         import peers
         import sources
-        import workload
 
-        yield compare, peers, sources, workload
+        yield compare, peers, sources
     finally:
         sys.path.remove(str(TOOLS))
 
@@ -65,7 +64,7 @@ def test_trees_of_peers_are_valid(tools):
 
 
 def test_a_missing_peer_is_skipped_with_its_reason(tools):
-    compare, peers, sources, _ = tools
+    compare, peers, sources = tools
 
     def missing():
         raise sources.Skipped("it is not there")
@@ -94,7 +93,7 @@ def write_trace(path, rows):
 
 
 def test_half_of_the_groups_is_replayed_and_the_rest_may_be_known(tools, tmp_path):
-    *_, workload = tools
+    workload, *_ = tools
     rows = [
         {"prompt": "a = 1\n", "output": f"value_{i // 2} = {i // 2}\n", "group": f"g{i // 2}", "meta": {"loop": i == 3}}
         for i in range(40)
@@ -121,7 +120,7 @@ def test_ours_can_be_replayed_like_a_peer(tools):
 
 @pytest.mark.parametrize("tool", ["pip", "cmake"])
 def test_a_tool_that_fails_is_a_reason_and_no_crash(tools, monkeypatch, tmp_path, tool):
-    _, _, sources, _ = tools
+    *_, sources = tools
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
     if tool == "cmake":
         monkeypatch.setattr(sources.shutil, "which", lambda name: None)

@@ -225,7 +225,7 @@ def test_mistakes_are_named(monkeypatch):
         Runner({"datastore": "x"})
     with pytest.raises(ConfigError, match="phrases 'auto' or 'off'"):
         Runner({"phrases": "on"})
-    monkeypatch.setattr(vllm._LazyTokenizer, "get", lambda self: None)
+    monkeypatch.setattr(vllm, "_tokenizer_of", lambda config: None)
     with pytest.raises(StoreNotFoundError):
         Runner({"datastores": "/nowhere"})
     with pytest.raises(ConfigError, match="made by vLLM's model runner"):
