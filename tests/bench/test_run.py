@@ -11,7 +11,7 @@ import torch
 
 from retrieve_spec import cli
 from retrieve_spec.bench import runner
-from retrieve_spec.bench.methods import Bench, parse_method
+from retrieve_spec.bench.methods import Bench, Method, parse_method
 from retrieve_spec.bench.report import markdown, read_results, summarise, write_report
 from retrieve_spec.bench.runner import Plan
 from retrieve_spec.bench.workloads import Prompt
@@ -122,23 +122,17 @@ def test_sampled_answers_of_ours_are_identical_and_those_of_transformers_are_not
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "nodes", "ours"),
+    ("name", "kind", "nodes", "ours", "without"),
     [
-        ("plain", "plain", None, False),
-        ("auto:16", "auto", 16, True),
-        ("prompt-lookup", "prompt-lookup", None, False),
-        ("prompt-lookup:5", "prompt-lookup", 5, False),
-        ("ours/prompt-lookup:5", "prompt-lookup", 5, True),
+        ("plain", "plain", None, False, ()),
+        ("auto:16", "auto", 16, True, ()),
+        ("prompt-lookup:5", "prompt-lookup", 5, False, ()),
+        ("ours/prompt-lookup", "prompt-lookup", None, True, ()),
+        ("auto~recycling~ngram:16", "auto", 16, True, ("recycling", "ngram")),
     ],
 )
-def test_names_of_methods(name, kind, nodes, ours):
-    method = parse_method(name)
-    assert (method.kind, method.nodes, method.ours) == (kind, nodes, ours)
-
-
-def test_a_method_can_do_without_sources():
-    method = parse_method("auto~recycling~ngram:16")
-    assert (method.kind, method.without, method.nodes, method.ours) == ("auto", ("recycling", "ngram"), 16, True)
+def test_names_of_methods(name, kind, nodes, ours, without):
+    assert parse_method(name) == Method(name, kind, nodes, ours, without)
 
 
 @pytest.mark.parametrize("name", ["plain:3", "off:1", "auto:", "auto:x", "ours/off:2"])

@@ -80,25 +80,6 @@ def test_texts_are_those_without_drafts():
     assert llama.draft_model.statistics()["under_way"] == 1, "texts that ended are forgotten"
 
 
-@pytest.mark.parametrize("context", [97, 98, 99, 100])
-def test_drafts_that_fit_batch_and_context(context):
-    llama = Llama(DraftModel(num_pred_tokens=64), n_ctx=context, n_batch=4)
-    llama.draft_model.drafter.measured = lambda seconds: None  # then every draft is as long as it may be
-    asked = []
-    draft = llama.draft_model
-
-    class Watched:
-        def __call__(self, ids):
-            found = draft(ids)
-            asked.append((len(ids), len(found)))
-            return found
-
-    llama.draft_model = Watched()
-    assert llama.write([1], context - 1) == plain([1], context - 1)
-    assert max(most for _, most in asked) == 3
-    assert all(length + most <= context for length, most in asked)
-
-
 class Naive:
     """The plain way: a drafter of one request is told what happens to texts, which it keeps as lists."""
 
