@@ -44,7 +44,7 @@ def test_a_word_like_no_command_is_met_with_no_guess(capsys):
     ],
 )
 def test_numbers_and_text_that_nothing_can_use_are_refused_before_a_model_loads(option, value, capsys, monkeypatch):
-    monkeypatch.setattr("retrieve_spec.cli_generate._load", lambda *_: pytest.fail("loaded a model"))
+    monkeypatch.setattr("retrieve_spec.reference_model.load_model", lambda *_: pytest.fail("loaded a model"))
     assert cli.run(["generate", "--prompt", "x", option, value]) == 2
     assert f"'{option}'" in capsys.readouterr().err
 
