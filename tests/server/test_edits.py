@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -183,7 +182,6 @@ def test_a_name_that_was_replaced_is_mostly_drafted_as_replaced_when_it_comes_ag
     reference, reference_live, monkeypatch
 ):
     """The model is made to say the answer, since this one follows no instructions; drafts and passes are real."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     from trace_driven import TraceDriven
 
     class Told(TraceDriven):
