@@ -19,10 +19,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
+    Stopwatch,
     WorkFolder,
     begin_or_resume,
     check_folder,
@@ -45,10 +45,9 @@ from retrieve_spec.datastore.manifest import (
     read_manifest,
     tokenizer_name,
 )
-from retrieve_spec.datastore.progress import Stopwatch
-from retrieve_spec.datastore.shards import Cut, file_shards
-from retrieve_spec.datastore.sources import Source, check_sources, list_files
-from retrieve_spec.datastore.stages import Done, Stages, run_rank
+from retrieve_spec.datastore.remote import folder_of
+from retrieve_spec.datastore.sources import Source, check_sources, file_shards, list_files
+from retrieve_spec.datastore.stages import Cut, Done, Stages, run_rank
 from retrieve_spec.datastore.store import open_as_written
 from retrieve_spec.errors import BuildError
 

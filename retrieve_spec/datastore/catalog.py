@@ -14,9 +14,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.datastore.documents import Document
 from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import CATALOG, SKIPPED, SegmentEntry
+from retrieve_spec.datastore.segment import Document
 from retrieve_spec.datastore.sources import readable
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import BuildError, StoreError

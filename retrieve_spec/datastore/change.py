@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -482,3 +483,47 @@ def _foreign(store: Path) -> Iterator[Path]:
         for path in sorted(inside.iterdir()) if inside.is_dir() else ():
             if not ours.fullmatch(path.name):
                 yield path
+
+
+Advance = Callable[[float], object]
+"""Told of units of work that are done."""
+
+
+@contextmanager
+def progress_bar(name: str, total: int | None, unit: str, shown: bool) -> Iterator[Advance]:
+    """Show a bar with amount and time left, where standard error is a terminal."""
+    from rich.console import Console  # takes longer to import than a reader of stores should wait
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn(f"{{task.completed:,.0f}} {unit}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+        yield partial(progress.advance, progress.add_task(name, total=total))
+
+
+class Stopwatch:
+    """Wall time by stage, with a progress bar per stage when asked for.
+
+    Parameters
+    ----------
+    bars
+        Show bars on standard error.
+    """
+
+    def __init__(self, bars: bool) -> None:
+        self.bars = bars
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
+        """Time a stage and show how far it is."""
+        started = time.perf_counter()
+        with progress_bar(name, total, unit, self.bars) as advance:
+            yield advance
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - started, 3)

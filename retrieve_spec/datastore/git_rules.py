@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
-from retrieve_spec.datastore.addresses import open_regular
+from retrieve_spec.datastore.files import open_regular
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 
 NEVER = frozenset(

@@ -20,11 +20,12 @@ import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.addresses import IrregularFileError, is_address, open_file
-from retrieve_spec.datastore.documents import text_hash
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, decoded, is_utf16, refused
+from retrieve_spec.datastore.files import IrregularFileError
 from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
+from retrieve_spec.datastore.remote import is_address, open_file
+from retrieve_spec.datastore.segment import text_hash
 from retrieve_spec.datastore.sources import STDIN, Source, SourceFile
 from retrieve_spec.errors import BuildError
 

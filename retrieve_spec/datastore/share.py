@@ -17,16 +17,23 @@ from typing import Any
 from filelock import FileLock
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.addresses import explain_remote_errors, folder_of, public_name
 from retrieve_spec.datastore.build import first_manifest
-from retrieve_spec.datastore.change import ChangeReport, WorkFolder, check_folder, utc_now, writer
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, check_folder, progress_bar, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
+from retrieve_spec.datastore.edit import link_file, unite
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.manifest import Manifest, existing_manifest, explain_write_errors, files_of, write_manifest
-from retrieve_spec.datastore.progress import progress_bar
-from retrieve_spec.datastore.remote import Remote, changed, fetch_files, missing_files, read_remote
+from retrieve_spec.datastore.remote import (
+    Remote,
+    changed,
+    explain_remote_errors,
+    fetch_files,
+    folder_of,
+    missing_files,
+    public_name,
+    read_remote,
+)
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
-from retrieve_spec.datastore.union import link_file, unite
 from retrieve_spec.errors import BuildError, StoreLockedError
 
 CARD = "README.md"

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import dial
-from retrieve_spec.datastore.provenance import sourced_runs
+from retrieve_spec.datastore.store import sourced_runs
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.families import Family, families

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from retrieve_spec.datastore.provenance import SourcedRun
+from retrieve_spec.datastore.store import SourcedRun
 from retrieve_spec.verify.verifier import PassKind
 
 

@@ -246,8 +246,7 @@ def test_ctrl_c_while_streaming_ends_with_130_and_no_traceback():
 def test_provenance_names_the_document_of_the_right_store(tmp_path):
     from retrieve_spec.cli_generate import Run, _provenance
     from retrieve_spec.datastore.build import build_datastore
-    from retrieve_spec.datastore.provenance import ORIGIN_BITS, sourced_runs
-    from retrieve_spec.datastore.store import open_datastore
+    from retrieve_spec.datastore.store import ORIGIN_BITS, open_datastore, sourced_runs
     from retrieve_spec.engine.report import GenerationReport
 
     _, tokenizer = load_model(device="cpu")

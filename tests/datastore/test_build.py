@@ -12,7 +12,7 @@ from byte_tokenizers import byte_tokenizer
 from filelock import FileLock
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import shards
+from retrieve_spec.datastore import stages
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.manifest import read_manifest
@@ -91,7 +91,7 @@ def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
 
 @pytest.mark.parametrize(("piece", "segments"), [(50, 4), (100, 2), (200, 1)])
 def test_many_tokens_are_shared_out_without_need(tokenizer, tmp_path, monkeypatch, piece, segments):
-    monkeypatch.setattr(shards, "_PIECE", piece)
+    monkeypatch.setattr(stages, "_PIECE", piece)
     for number in range(25):
         (tmp_path / f"{number:02}.txt").write_text(f"{number:09}")  # with its separator ten entries
     build_datastore(tmp_path / "s", str(tmp_path), tokenizer)

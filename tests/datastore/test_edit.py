@@ -153,12 +153,12 @@ def test_a_condition_that_is_no_sql(where, store):
 
 
 def test_interrupted_merge_names_its_command(store, tmp_path, monkeypatch):
-    from retrieve_spec.datastore import union
+    from retrieve_spec.datastore import edit
 
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(union, "link_files", stop)
+    monkeypatch.setattr(edit, "link_files", stop)
     with pytest.raises(KeyboardInterrupt):
         merge_datastores(tmp_path / "out", [store])
     monkeypatch.undo()

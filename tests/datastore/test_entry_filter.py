@@ -12,8 +12,7 @@ from random import Random
 import pytest
 
 from retrieve_spec.datastore import git_rules
-from retrieve_spec.datastore.content_rules import secret_name, secret_text
-from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
+from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason, secret_name, secret_text
 
 
 def write(root, files):
