@@ -268,11 +268,11 @@ class EntryFilter:
         real: dict[str, bool] = {}
         for root, top in zip(self.roots, self._tops, strict=True):
             start = len(top)
-            for name, left, status in look_through(root, everything="ignored" in self._admit):
+            for name, left in look_through(root, everything="ignored" in self._admit):
                 if self._is_own(name):
                     continue
                 if left is None:
-                    yield name, self._outside(name, real) or self._look(name, status, name[start:] in named)
+                    yield name, self._outside(name, real) or self._look(name, name[start:] in named)
                 elif left is not Left.STORE:
                     yield name, _LEFT[left]
 
@@ -355,10 +355,10 @@ class EntryFilter:
         generated = "generated" not in self._admit and generated_name(name.rpartition(os.sep)[2])
         return Reason.GENERATED if generated else None
 
-    def _look(self, name: str, status: os.stat_result | None = None, is_named: bool = False) -> os.stat_result | Reason:
+    def _look(self, name: str, is_named: bool = False) -> os.stat_result | Reason:
         """What kind, size and, unless it is known to be good, name of a file below the folders say."""
         try:
-            status = status or os.lstat(name)
+            status = os.lstat(name)
         except FileNotFoundError:
             return Reason.GONE
         except OSError:

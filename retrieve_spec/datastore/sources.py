@@ -15,7 +15,7 @@ from typing import Any
 
 from retrieve_spec.datastore.change import STDIN_COPY, WorkFolder
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, generated_name, is_utf16, secret_name
-from retrieve_spec.datastore.git_rules import passed_over
+from retrieve_spec.datastore.git_rules import NEVER
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 from retrieve_spec.datastore.remote import explain_remote_errors, is_address, open_file, public_name, reach
 from retrieve_spec.errors import BuildError
@@ -246,7 +246,7 @@ def _stores_among(names: Iterable[str]) -> tuple[str, ...]:
 def _named(source: Source, relative: str) -> Reason | None:
     """Why a file of an address may not enter by its name."""
     folder, _, name = relative.rpartition("/")
-    if "ignored" not in source.admit and folder and passed_over(folder, tracked=True):
+    if "ignored" not in source.admit and not NEVER.isdisjoint(folder.split("/")):
         return Reason.TOOLS
     if "secrets" not in source.admit and secret_name(relative):
         return Reason.SECRET_NAME
