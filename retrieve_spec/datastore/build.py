@@ -24,14 +24,12 @@ from retrieve_spec.datastore.change import (
     Inputs,
     Stopwatch,
     WorkFolder,
-    begin_or_resume,
+    change_store,
     check_folder,
     check_not_begun,
-    finished,
     nothing_to_index,
     publish,
     report_of,
-    writer,
 )
 from retrieve_spec.datastore.entry_filter import admitted_parts
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
@@ -41,7 +39,6 @@ from retrieve_spec.datastore.manifest import (
     Manifest,
     SegmentEntry,
     config_of,
-    existing_manifest,
     read_manifest,
     tokenizer_name,
 )
@@ -118,21 +115,20 @@ def build_datastore(
     if not 0 <= rank < count:
         raise BuildError(f"a part from 0 to {count - 1} of {count}", f"{rank}", "Number the parts from 0.")
 
-    def make_plan() -> tuple[dict[str, Any], Inputs]:
+    def make_plan(work: WorkFolder, _: None) -> tuple[dict[str, Any], Inputs]:
         check_not_begun(store, work)
         settings = checked(config or StoreConfig(), tokenizer)
         plan, inputs = plan_of(work, wished, settings, max_tokens)
         plan |= {"recipe": recipe, "part": part, "tokenizer": write_tokenizer(store, tokenizer)}
         return plan, islice(inputs, rank, None, count)
 
-    if not resume:
-        check_folder(store)
-    with writer(store) as work:
-        plan = begin_or_resume(work, existing_manifest(store), "build", resume, make_plan)
-        if plan is None:
-            return finished(work, "build")
+    def apply(work: WorkFolder, _: None, plan: dict[str, Any]) -> ChangeReport:
         manifest = replace(first_manifest(store, plan["tokenizer"]), config=plan["config"])
         return grow(work, manifest, plan, workers=workers, progress=progress)
+
+    if not resume:
+        check_folder(store)
+    return change_store(store, "build", make_plan, apply, resume=resume)
 
 
 def add_documents(
@@ -153,17 +149,15 @@ def add_documents(
     store = folder_of(path, "add")
     read_manifest(store)
 
-    def make_plan() -> tuple[dict[str, Any], Inputs]:
+    def make_plan(work: WorkFolder, manifest: Manifest) -> tuple[dict[str, Any], Inputs]:
         settings = checked(config or config_of(manifest), store / manifest.tokenizer_name)
         plan, inputs = plan_of(work, as_sources(sources, licence), settings, max_tokens)
         return plan | {"tokenizer": manifest.tokenizer_name}, inputs
 
-    with writer(store) as work:
-        manifest = read_manifest(store)
-        plan = begin_or_resume(work, manifest, "add", resume, make_plan)
-        if plan is None:
-            return finished(work, "add")
+    def apply(work: WorkFolder, manifest: Manifest, plan: dict[str, Any]) -> ChangeReport:
         return grow(work, manifest, plan, workers=workers, progress=progress, known=live_hashes(store))
+
+    return change_store(store, "add", make_plan, apply, resume=resume)
 
 
 def as_sources(sources: Source | str | list[Source | str] | None, licence: str) -> tuple[Source, ...]:

@@ -174,45 +174,49 @@ def writer(store: Path) -> Iterator[WorkFolder]:
 Inputs = Iterable[dict[str, Any]]
 
 
-def begin_or_resume(
-    work: WorkFolder,
-    manifest: Manifest | None,
+def change_store(
+    store: Path,
     verb: str,
-    resume: bool,
-    make_plan: Callable[[], tuple[dict[str, Any], Inputs]],
-) -> dict[str, Any] | None:
-    """Record the plan of a new change, or find that of the interrupted one.
+    make_plan: Callable[[WorkFolder, Any], tuple[dict[str, Any], Inputs]],
+    apply: Callable[[WorkFolder, Any, dict[str, Any]], ChangeReport],
+    *,
+    resume: bool = False,
+) -> ChangeReport:
+    """Change a store as its only writer: plan the change, or find the plan of the interrupted one, and carry it out.
 
     Parameters
     ----------
-    work, manifest
-        The change, and the manifest it starts from; None where there is no store yet.
-    verb
-        Of the change.
+    store, verb
+        Folder of the store, and the change.
+    make_plan
+        Makes the plan of a new change, and a line for every shard of its input, from the work folder and the manifest
+        that the change starts from (None where there is no store yet).
+    apply
+        Carries out a plan, from the same and the plan.
     resume
         Whether to go on with an interrupted one.
-    make_plan
-        Makes the plan of a new one, and a line for every shard of its input.
-
-    Returns
-    -------
-    dict or None
-        The plan; None where the change had taken effect when it was killed, and only tidying up was left.
 
     Raises
     ------
     BuildError
         When there is none to resume, it is of another verb, or was begun by another version or under other rules of
-        what enters.
+        what enters; when the folder cannot be written.
+    StoreLockedError
+        When another process is writing to the store.
     """
-    if not resume:
-        plan, inputs = make_plan()
-        return begin_change(work, manifest, {"verb": verb, **plan}, inputs)
-    plan = resumed_plan(work, verb)
-    if plan["generation"] != (manifest.generation if manifest else 0):
-        return None
-    check_same_rules(plan, verb, f"the folder {work.store}")
-    return plan
+    with writer(store) as work:
+        manifest = existing_manifest(store)
+        if not resume:
+            plan, inputs = make_plan(work, manifest)
+            return apply(work, manifest, begin_change(work, manifest, {"verb": verb, **plan}, inputs))
+        plan = resumed_plan(work, verb)
+        if plan["generation"] == (manifest.generation if manifest else 0):
+            check_same_rules(plan, verb, f"the folder {store}")
+            return apply(work, manifest, plan)
+        work.end()  # the change had taken effect when it was killed, and only tidying up was left
+        manifest = read_manifest(store)
+        event = manifest.history[-1]
+        return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))
 
 
 def begin_change(
@@ -311,18 +315,6 @@ def event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
         "skipped": report.skipped_by_reason,
         **({"vectors": report.dense} if report.dense else {}),
     }
-
-
-def finished(work: WorkFolder, verb: str) -> ChangeReport:
-    """Tidy up after a change that had taken effect before it was killed, and report it."""
-    work.end()
-    return last_report(read_manifest(work.store), verb)
-
-
-def last_report(manifest: Manifest, verb: str) -> ChangeReport:
-    """Report of the change that made a store what it is."""
-    event = manifest.history[-1]
-    return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))
 
 
 class WorkFolder:

@@ -197,18 +197,15 @@ class DenseIndex:
             raise ConfigError(
                 "finite hidden states to search for", "NaN or infinity", "Run the model in bfloat16 or float32."
             )
-        return self.search_keys(self.transform(hidden), k)
-
-    def search_keys(self, keys: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Find the positions of the most similar keys, as `search` does for hidden states."""
-        wanted = k
+        keys, wanted = self.transform(hidden), k
         while True:
             similarity, numbers = nearest(self._faiss, keys, wanted)
             valid = (numbers >= 0) & (numbers < self.count)
             positions = np.where(valid, self.positions[np.where(valid, numbers, 0)], -1).astype(np.int64)
             valid &= (positions < int(self._starts[-1])) & np.isfinite(similarity)
             if len(self._removed):
-                valid &= ~self._is_removed(positions)
+                documents = np.searchsorted(self._starts, positions, side="right") - 1
+                valid &= ~np.isin(documents, self._removed)
             if wanted >= self.count or not len(self._removed) or (valid.sum(1) >= k).all():
                 break
             wanted = min(2 * wanted, self.count)
@@ -218,10 +215,6 @@ class DenseIndex:
             similarity = np.take_along_axis(similarity, order, 1)
             positions = np.take_along_axis(positions, order, 1)
         return similarity.astype(np.float32, copy=False), positions
-
-    def _is_removed(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        documents = np.searchsorted(self._starts, positions, side="right") - 1
-        return np.isin(documents, self._removed)
 
 
 def continuation(segment: Segment, position: int, most: int) -> NDArray[np.int32]:

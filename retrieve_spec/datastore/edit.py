@@ -17,17 +17,16 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import checked, first_manifest, grow, write_tokenizer
-from retrieve_spec.datastore.catalog import write_catalog
+from retrieve_spec.datastore.catalog import list_documents
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
     Stopwatch,
     WorkFolder,
     begin_change,
-    begin_or_resume,
+    change_store,
     check_folder,
     check_not_begun,
-    finished,
     nothing_to_index,
     publish,
     report_of,
@@ -42,7 +41,6 @@ from retrieve_spec.datastore.manifest import (
     SegmentEntry,
     config_of,
     content_name,
-    existing_manifest,
     read_manifest,
 )
 from retrieve_spec.datastore.remote import folder_of, local_folder
@@ -102,7 +100,13 @@ def remove_documents(
             raise BuildError("documents that match", f"none for {', '.join(documents) or where}", remedy)
         arguments = {"verb": "remove", "documents": list(documents), "where": where}
         plan = begin_change(work, opened.manifest, {k: v for k, v in arguments.items() if v})
-        return remove_chosen(work, opened, plan, chosen, progress)
+        watch = Stopwatch(progress)
+        with watch.stage("removing", None, "doc"):
+            kept, made = without(work, opened, chosen)
+        count = sum(len(numbers) for numbers in chosen.values())
+        tokens = opened.manifest.tokens - sum(entry.tokens for entry in (*kept, *made))
+        report = ChangeReport("remove", count, tokens, len(kept) + len(made), (), watch.seconds)
+        return publish(work, opened.manifest, kept, made, plan, report)
 
 
 def compact_datastore(
@@ -137,7 +141,7 @@ def compact_datastore(
     store = folder_of(path, "compact")
     read_manifest(store)
 
-    def make_plan() -> tuple[dict[str, Any], Inputs]:
+    def make_plan(_: WorkFolder, manifest: Manifest) -> tuple[dict[str, Any], Inputs]:
         _check_texts([store])
         plan = {
             "config": asdict(checked(config_of(manifest), store / manifest.tokenizer_name)),
@@ -146,12 +150,10 @@ def compact_datastore(
         }
         return plan, segment_shards(store, manifest)
 
-    with writer(store) as work:
-        manifest = read_manifest(store)
-        plan = begin_or_resume(work, manifest, "compact", resume, make_plan)
-        if plan is None:
-            return finished(work, "compact")
+    def apply(work: WorkFolder, manifest: Manifest, plan: dict[str, Any]) -> ChangeReport:
         return grow(work, manifest, plan, workers=workers, progress=progress, kept=())
+
+    return change_store(store, "compact", make_plan, apply, resume=resume)
 
 
 def _check_texts(stores: Iterable[Path]) -> None:
@@ -190,21 +192,20 @@ def merge_datastores(
         When there is a store at `out` already or no store is given.
     """
     target = folder_of(out, "merge into")
-    if not resume:
-        check_folder(target)
-    with writer(target) as work:
 
-        def make_plan() -> tuple[dict[str, Any], Inputs]:
-            check_not_begun(target, work)
-            return _plan_merge(work, [local_folder(store) for store in stores], [str(store) for store in stores])
+    def make_plan(work: WorkFolder, _: None) -> tuple[dict[str, Any], Inputs]:
+        check_not_begun(target, work)
+        return _plan_merge(work, [local_folder(store) for store in stores], [str(store) for store in stores])
 
-        plan = begin_or_resume(work, existing_manifest(target), "merge", resume, make_plan)
-        if plan is None:
-            return finished(work, "merge")
+    def apply(work: WorkFolder, _: None, plan: dict[str, Any]) -> ChangeReport:
         manifest = replace(first_manifest(target, plan["tokenizer"]), config=plan["config"])
         if plan["indexed_anew"]:
             return grow(work, manifest, plan, workers=None, progress=progress)
         return unite(work, manifest, plan, [Path(place) for place in plan["places"]], progress)
+
+    if not resume:
+        check_folder(target)
+    return change_store(target, "merge", make_plan, apply, resume=resume)
 
 
 def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple[dict[str, Any], Inputs]:
@@ -287,7 +288,7 @@ def retokenize_datastore(
     store = folder_of(path, "retokenize")
     read_manifest(store)
 
-    def make_plan() -> tuple[dict[str, Any], Inputs]:
+    def make_plan(_: WorkFolder, manifest: Manifest) -> tuple[dict[str, Any], Inputs]:
         _check_texts([store])
         config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
         plan = {
@@ -299,21 +300,20 @@ def retokenize_datastore(
         }
         return plan, conversion_shards(store, manifest)
 
-    with writer(store) as work:
-        manifest = read_manifest(store)
-        plan = begin_or_resume(work, manifest, "retokenize", resume, make_plan)
-        if plan is None:
-            return finished(work, "retokenize")
+    def apply(work: WorkFolder, manifest: Manifest, plan: dict[str, Any]) -> ChangeReport:
         new = first_manifest(store, plan["tokenizer"])
         base = replace(manifest, fingerprint=new.fingerprint, tokenizer=new.tokenizer, vocabulary=new.vocabulary)
         return grow(work, base, plan, workers=workers, progress=progress, kept=())
+
+    return change_store(store, "retokenize", make_plan, apply, resume=resume)
 
 
 Chosen = dict[str, set[int]]
 
 
 def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chosen:
-    """Numbers of the documents to remove, by segment.
+    """Numbers of the documents to remove, by segment: those that have one of the paths, if any is given, and for which
+    the condition holds, if there is one.
 
     Raises
     ------
@@ -323,47 +323,19 @@ def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chos
     if not paths and not where:
         raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
     patterns = [glob(path) for path in paths]
-    if where:
-        return _matching(store, where, paths)
     chosen: Chosen = {}
-    for segment in store.segments:
-        for number, path, *_ in segment.documents.texts():
-            if path in paths or any(pattern.fullmatch(path) for pattern in patterns):
-                chosen.setdefault(segment.name, set()).add(number)
-    return chosen
-
-
-def _matching(store: Datastore, where: str, paths: Sequence[str]) -> Chosen:
-    """Documents for which an SQL condition holds, in the catalogue, and that have one of the paths, if any is given."""
-    catalogue = write_catalog(store.path)
-    with closing(sqlite3.connect(f"{catalogue.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+    with closing(sqlite3.connect(":memory:")) as database:
+        list_documents(database, store.documents())
         try:
-            rows = connection.execute(
-                f"select segment, number, path from documents where removed = 0 and ({where})"
-            ).fetchall()
+            rows = database.execute(f"select segment, number, path from documents where {where or '1'}").fetchall()
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # by version of Python; text that is none
             raise BuildError(
                 "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
             ) from error
-    patterns = [glob(path) for path in paths]
-    chosen: Chosen = {}
-    for segment, number, name in rows:
-        if not paths or name in paths or any(pattern.fullmatch(name) for pattern in patterns):
+    for segment, number, path in rows:
+        if not paths or path in paths or any(pattern.fullmatch(path) for pattern in patterns):
             chosen.setdefault(segment, set()).add(number)
     return chosen
-
-
-def remove_chosen(
-    work: WorkFolder, store: Datastore, plan: dict[str, Any], chosen: Chosen, progress: bool
-) -> ChangeReport:
-    """Publish a store without some documents."""
-    watch = Stopwatch(progress)
-    with watch.stage("removing", None, "doc"):
-        kept, made = without(work, store, chosen)
-    count = sum(len(numbers) for numbers in chosen.values())
-    left = sum(entry.tokens for entry in (*kept, *made))
-    report = ChangeReport(plan["verb"], count, store.manifest.tokens - left, len(kept) + len(made), (), watch.seconds)
-    return publish(work, store.manifest, kept, made, plan, report)
 
 
 def without(

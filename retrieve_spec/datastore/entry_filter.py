@@ -23,7 +23,7 @@ import fnmatch
 import os
 import re
 import stat
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -258,21 +258,17 @@ class EntryFilter:
             path = Path(name)
             yield path, said if isinstance(said, Reason) else Candidate(path, said.st_size, said.st_mtime_ns)
 
-    def entries(self, named: Container[str] = ()) -> Iterator[tuple[str, os.stat_result | Reason]]:
-        """`list` with paths as text, of folders with a slash at the end.
-
-        Names in `named`, which are paths relative to their folder, are known to be good.
-        """
+    def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
+        """`list` with paths as text, of folders with a slash at the end."""
         if self.rule is not None:
             self.rule.look_again()
         real: dict[str, bool] = {}
-        for root, top in zip(self.roots, self._tops, strict=True):
-            start = len(top)
+        for root in self.roots:
             for name, left in look_through(root, everything="ignored" in self._admit):
                 if self._is_own(name):
                     continue
                 if left is None:
-                    yield name, self._outside(name, real) or self._look(name, name[start:] in named)
+                    yield name, self._outside(name, real) or self._look(name)
                 elif left is not Left.STORE:
                     yield name, _LEFT[left]
 
@@ -355,8 +351,8 @@ class EntryFilter:
         generated = "generated" not in self._admit and generated_name(name.rpartition(os.sep)[2])
         return Reason.GENERATED if generated else None
 
-    def _look(self, name: str, is_named: bool = False) -> os.stat_result | Reason:
-        """What kind, size and, unless it is known to be good, name of a file below the folders say."""
+    def _look(self, name: str) -> os.stat_result | Reason:
+        """What kind, name and size of a file below the folders say."""
         try:
             status = os.lstat(name)
         except FileNotFoundError:
@@ -365,7 +361,7 @@ class EntryFilter:
             return Reason.UNREADABLE
         if stat.S_ISLNK(status.st_mode):
             return Reason.LINK
-        if not is_named and (said := self._name(name)):
+        if said := self._name(name):
             return said
         if not stat.S_ISREG(status.st_mode):
             return Reason.NOT_A_FILE

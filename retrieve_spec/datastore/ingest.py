@@ -293,21 +293,6 @@ class Gate:
         return content, size, str(skip)
 
 
-def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer) -> Tokenised:
-    content, size, skip = gate.read(text)
-    licence, source = text.file.licence, gate.source.path
-    if gate.rule is not None and not skip:
-        is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)
-        # (rows are not under the licence of a collection)
-        path = Path(text.file.location).resolve() if is_file else None
-        licence = gate.rule.licence(path, own_licence(content))
-        skip = refused(gate.rule, licence) or ""
-    if skip:
-        return Tokenised(text.path, licence, source, "", np.empty(0, np.uint32), size, skip)
-    ids = encode(tokenizer, content)
-    return Tokenised(text.path, licence, source, text_hash(content), ids, size, "" if len(ids) else Reason.EMPTY)
-
-
 def tokenise(
     files: Iterable[SourceFile], sources: tuple[Source, ...], tokenizer: Tokenizer, limit: int
 ) -> Iterator[Tokenised]:
@@ -326,4 +311,15 @@ def tokenise(
         return Gate(sources[number], limit)
 
     for text in texts_of(files, sources, limit):
-        yield _tokenise(text, gate(text.file.source), tokenizer)
+        rules = gate(text.file.source)
+        content, size, skip = rules.read(text)
+        licence, source = text.file.licence, rules.source.path
+        if rules.rule is not None and not skip:
+            is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)
+            # (rows are not under the licence of a collection)
+            path = Path(text.file.location).resolve() if is_file else None
+            licence = rules.rule.licence(path, own_licence(content))
+            skip = refused(rules.rule, licence) or ""
+        ids = encode(tokenizer, "" if skip else content)
+        digest = "" if skip else text_hash(content)
+        yield Tokenised(text.path, licence, source, digest, ids, size, skip or ("" if len(ids) else Reason.EMPTY))

@@ -249,11 +249,6 @@ MOST_TOKENS = 1 << 17
 DOCUMENTS, RANKS, COPIES = "documents", "ranks", "copies"
 
 
-def no_tombstones() -> dict[str, NDArray[np.uint32]]:
-    """Arrays of the tombstones of a segment that has none, by kind."""
-    return {kind: np.empty(0, np.uint32) for kind in (DOCUMENTS, RANKS, COPIES)}
-
-
 def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint32]]:
     """Arrays of a segment's tombstones by kind; kinds that it has none of are empty.
 
@@ -262,7 +257,7 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
     StoreCorruptError
         When a file is missing or has another size.
     """
-    found = no_tombstones()
+    found = {kind: np.empty(0, np.uint32) for kind in (DOCUMENTS, RANKS, COPIES)}
     for name, file in entry.tombstones.items():
         kind = name.removesuffix(".bin").rpartition("-")[2]
         if kind not in found:

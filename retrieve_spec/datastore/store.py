@@ -224,13 +224,12 @@ def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
 
 def _open(folder: Path, manifest: Manifest, as_written: bool) -> Datastore:
     tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"))
-    segments = tuple(_open_segment(folder, entry, manifest, as_written) for entry in manifest.segments)
-    return Datastore(folder, manifest, segments, tokenizer)
-
-
-def _open_segment(folder: Path, entry: SegmentEntry, manifest: Manifest, as_written: bool) -> Segment:
-    place, tombstones = folder / SEGMENTS / entry.name, tombstones_of(folder, entry) if entry.tombstones else None
-    return open_segment(place, entry, manifest.vocabulary, manifest.dense, tombstones, as_written=as_written)
+    segments = []
+    for entry in manifest.segments:
+        tombstones = tombstones_of(folder, entry) if entry.tombstones else None
+        place, ids, dense = folder / SEGMENTS / entry.name, manifest.vocabulary, manifest.dense
+        segments.append(open_segment(place, entry, ids, dense, tombstones, as_written=as_written))
+    return Datastore(folder, manifest, tuple(segments), tokenizer)
 
 
 def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None:

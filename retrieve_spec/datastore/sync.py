@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -34,6 +33,13 @@ from retrieve_spec.datastore.stages import part_hash, segment_shards, small_size
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
 from retrieve_spec.errors import BuildError, StoreLockedError
 
+LOOK_MS = 3000
+"""How often folders are looked through where the system tells of no changes."""
+_LIMITS = {
+    "OS file watch limit reached": ("fs.inotify.max_user_watches", 1 << 20),
+    "Too many open files": ("fs.inotify.max_user_instances", 1 << 10),
+}
+log = logging.getLogger("retrieve_spec")
 STATE = "sync.json"
 FOLLOWED_BYTES = 1 << 20
 """Largest file that enters from a folder that is followed."""
@@ -77,7 +83,7 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
     now = FolderState(admit=source.admit)
     start = len(os.path.join(entries.roots[0], ""))
     same = before.files if before.admit == source.admit else {}
-    for place, found in entries.entries({name for name, said in same.items() if any(text[1] for text in said[3])}):
+    for place, found in entries.entries():
         name = place[start:]
         if isinstance(found, Reason):
             now.files[name] = (0, 0, 0, [["", "", str(found), None]])
@@ -382,63 +388,13 @@ def watch_folders(
 ) -> None:
     """Synchronise a store, and again whenever something in the folders changes, until interrupted.
 
-    While another process is writing to the store it waits.
+    While another process is writing to the store it waits. Where the limit of the system on watches is used up, which
+    is logged once with the command that raises it, the folders are looked through every few seconds instead.
 
     Raises
     ------
     BuildError
         When watchfiles is not installed; otherwise as `sync_datastore`.
-    """
-    inside = folder_of(path, "sync").resolve()
-    due = True  # at first only once the folders are watched: what changes meanwhile is not missed
-    for changes in watch_changes(*map(_root, folders)):
-        due |= any(not place.is_relative_to(inside) for place in changes)
-        if due:
-            with suppress(StoreLockedError):
-                report = sync_datastore(path, folders, **options)
-                due = False
-                tell(report)
-
-
-LOOK_MS = 3000
-"""How often folders are looked through where the system tells of no changes."""
-_LIMITS = {
-    "OS file watch limit reached": ("fs.inotify.max_user_watches", 1 << 20),
-    "Too many open files": ("fs.inotify.max_user_instances", 1 << 10),
-}
-log = logging.getLogger("retrieve_spec")
-
-
-def watch_changes(
-    *folders: Path, stop: threading.Event | None = None, group_ms: int = 1600, tick_ms: int = 500
-) -> Iterator[set[Path]]:
-    """Tell what changes below some folders.
-
-    Where the limit of the system on watches is used up, which is logged once with the command that raises it, the
-    folders are looked through every few seconds instead.
-
-    Parameters
-    ----------
-    folders
-        Where to look.
-    stop
-        Ends it when set.
-    group_ms
-        Changes that follow each other within so many milliseconds are told together.
-    tick_ms
-        An empty set is told after so many milliseconds without a change.
-
-    Yields
-    ------
-    set of Path
-        What was made, changed or deleted.
-
-    Raises
-    ------
-    BuildError
-        When watchfiles is not installed.
-    OSError, RuntimeError
-        As `watchfiles.watch`: the latter where a name changed that is not Unicode.
     """
     try:
         from watchfiles import watch
@@ -446,29 +402,28 @@ def watch_changes(
         raise BuildError(
             "to watch folders", "watchfiles is not installed", "Run: pip install 'retrieve-spec[serve]'"
         ) from error
-
-    def changes(*, polling: bool) -> Iterator[set[Path]]:
-        for found in watch(
-            *folders,
-            stop_event=stop,
-            debounce=group_ms,
-            rust_timeout=tick_ms,
-            yield_on_timeout=True,
-            force_polling=polling or None,
-            poll_delay_ms=LOOK_MS,
-        ):
-            yield {Path(place) for _, place in found}
-
-    try:
-        yield from changes(polling=False)
-    except (OSError, RuntimeError) as error:
-        limit = next((limit for sign, limit in _LIMITS.items() if sign in str(error)), None)
-        if limit is None:
-            raise
-        log.warning(
-            "the limit %s is used up, so folders are looked through every %d s; to raise it: sudo sysctl %s=%d",
-            limit[0],
-            LOOK_MS // 1000,
-            *limit,
-        )
-        yield from changes(polling=True)
+    inside, roots = folder_of(path, "sync").resolve(), [_root(folder) for folder in folders]
+    due, polling = True, False  # at first only once the folders are watched: what changes meanwhile is not missed
+    while True:
+        try:
+            for changes in watch(
+                *roots, rust_timeout=500, yield_on_timeout=True, force_polling=polling or None, poll_delay_ms=LOOK_MS
+            ):
+                due |= any(not Path(place).is_relative_to(inside) for _, place in changes)
+                if due:
+                    with suppress(StoreLockedError):
+                        report = sync_datastore(path, folders, **options)
+                        due = False
+                        tell(report)
+            return
+        except (OSError, RuntimeError) as error:
+            limit = next((limit for sign, limit in _LIMITS.items() if sign in str(error)), None)
+            if limit is None or polling:
+                raise
+            log.warning(
+                "the limit %s is used up, so folders are looked through every %d s; to raise it: sudo sysctl %s=%d",
+                limit[0],
+                LOOK_MS // 1000,
+                *limit,
+            )
+            polling = True
