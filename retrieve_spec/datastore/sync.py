@@ -146,6 +146,7 @@ def sync_datastore(
     licences: Sequence[str] = (),
     admit: Sequence[str] = (),
     config: StoreConfig | None = None,
+    forget: bool = False,
     workers: int | None = None,
     progress: bool = False,
 ) -> ChangeReport:
@@ -169,6 +170,8 @@ def sync_datastore(
         Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`).
     config
         Settings of a new store.
+    forget
+        Write segments anew from which documents were taken out, so that no file of the store holds their text any more.
     workers, progress
         As for `build_datastore`.
 
@@ -204,6 +207,8 @@ def sync_datastore(
         report = _synchronised(work, roots, sources, workers, progress)
         while (group := _small(manifest := read_manifest(store))) is not None:
             _merge(work, manifest, group, progress)
+        if forget and (marked := [entry for entry in manifest.segments if entry.tombstones]):
+            _merge(work, manifest, marked, progress)
     if built is None:
         return report
     documents, tokens = built.documents + report.documents, built.tokens + report.tokens

@@ -331,6 +331,22 @@ def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
     verify_datastore(store)
 
 
+def test_what_is_to_be_forgotten_stands_in_no_file(folder, tokenizer, tmp_path):
+    store = tmp_path / "s"
+    sync_datastore(store, [folder], tokenizer)
+    gone = (folder / "a.txt").read_text()
+    (folder / "a.txt").write_text("now another text")
+    sync_datastore(store, [folder])
+    held = [len(part.documents) for part in open_datastore(store).segments]
+    assert sum(held) == len(contents(store)) + 1  # the old text is hidden
+    sync_datastore(store, [folder], forget=True)
+    segments = open_datastore(store).segments
+    assert (
+        sum(len(part.documents) for part in segments) == len(contents(store)) and gone not in contents(store).values()
+    )
+    verify_datastore(store)
+
+
 def test_command(folder, tmp_path, capfd):
     assert run(["sync", str(tmp_path / "s"), str(folder), "--tokenizer", "reference", "-q"]) == 0
     (folder / "a.txt").unlink()
