@@ -44,7 +44,7 @@ from retrieve_spec.datastore.manifest import (
 )
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source, check_sources, file_shards, list_files
-from retrieve_spec.datastore.stages import Cut, Done, Stages, run_rank
+from retrieve_spec.datastore.stages import Cut, Done, Stages
 from retrieve_spec.datastore.store import open_as_written
 from retrieve_spec.errors import BuildError
 
@@ -337,7 +337,7 @@ class Workers:
             When a worker died, as from a lack of memory.
         """
         if self._executor is None and (min(self._count, len(ranks)) < 2 or size < SPAWN_WORK):
-            yield from (run_rank(self._stages, stage, rank) for rank in ranks)
+            yield from (getattr(self._stages, stage)(rank) for rank in ranks)
             return
         if self._executor is None:
             context = multiprocessing.get_context("spawn")  # a fork would inherit locks of threads that it lacks
@@ -356,7 +356,8 @@ class Workers:
 
 
 def _run_rank(store: Path, stage: str, rank: int) -> Done:
-    return run_rank(Stages(WorkFolder(store)), stage, rank)
+    done: Done = getattr(Stages(WorkFolder(store)), stage)(rank)
+    return done
 
 
 def _follow_parent() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property, lru_cache
@@ -177,8 +176,6 @@ _PIECE, _PIECES = 1 << 24, 8
 """Entries that each of several segments has at least, and segments that a text is divided into without need."""
 _SMALL_SHARE = 16
 """A segment is small if so many of it would make the largest one."""
-_FURTHER = 8
-"""How many times the shards that were read are read at once at most, where only so many tokens are wanted."""
 _KEY = 16
 """Bytes of a content hash that tell texts apart: among 10^12 of them two are alike with a chance of 10^-15."""
 
@@ -229,17 +226,6 @@ class Choice:
             lengths.append(row.tokens)
         self._chosen.append((rank, np.array(numbers, np.uint32), np.array(lengths, np.uint32)))
         self._skipped += shard.skipped
-
-    def expected(self, taken: int, least: int) -> int:
-        """How many more shards are worth reading at once, after some: without a limit of tokens all of them, else
-        nine tenths of those that will be needed if they hold what others did, but at least so many.
-
-        No more than eight times those that were read: these may hold next to nothing, as duplicates do.
-        """
-        if self.most is None:
-            return sys.maxsize
-        needed = 0.9 * (self.most - self._total) * taken / max(self._total, 1)
-        return max(least, int(min(needed, _FURTHER * taken)))
 
     def cut(self, limit: int) -> Cut:
         """Divide what was chosen into segments of about one size, each of at most `limit` entries with separators.
@@ -384,8 +370,9 @@ class Stages:
             return Cut.from_json(json.loads(path.read_bytes()))
         chosen = Choice(known, self.plan.get("max_tokens"))
         first = 0
+        step = self.shards if chosen.most is None else 4 * self._workers
         while first < self.shards and not chosen.full:
-            ranks = range(first, min(first + chosen.expected(first, 4 * self._workers), self.shards))
+            ranks = range(first, min(first + step, self.shards))
             run([rank for rank in ranks if self.needs_tokens(rank)])
             for rank in ranks:
                 chosen.take(rank, self.shard(rank))
@@ -437,11 +424,6 @@ class Stages:
 def _kept_tokenizer(path: Path, modified_ns: int) -> Tokenizer:
     """A store's tokenizer, kept for the next change: a large one takes longer to load than a small change to make."""
     return load_tokenizer(path)
-
-
-def run_rank(stages: Stages, stage: str, rank: int) -> Done:
-    """Run one rank of the stage `"tokens"` or `"segment"`."""
-    return {"tokens": stages.tokens, "segment": stages.segment}[stage](rank)
 
 
 def _record_of(work: WorkFolder, rank: int) -> Path:

@@ -232,7 +232,8 @@ def _synchronised(
     opened = open_as_written(work.store)
     manifest = opened.manifest
     states = read_state(work.store)
-    wanted = _Wanted(len(roots))
+    wanted: Wanted = {}
+    first: dict[str, tuple[int, str]] = {}  # number of the folder, and file, in which a text was found first, by hash
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
     for number, root in enumerate(roots):
@@ -245,11 +246,12 @@ def _synchronised(
                 path = None if behind else root / name  # records are not under the licence of their collection
                 reason = str(refused(rule, rule.licence(path, own)) or "")
             if digest and not reason:
-                wanted.add(number, name, behind, digest)
+                first.setdefault(digest, (number, name))
+                wanted.setdefault((place, readable(name) + behind), set()).add(digest)
             else:
                 skipped.append((readable(name) + behind, place, reason))
     gone, held = _compare(opened, [str(root) for root in roots], wanted)
-    fresh = sorted({place for digest, place in wanted.first.items() if digest not in held})
+    fresh = sorted({place for digest, place in first.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
     if gone or fresh:
         files = [_file(roots, sources, *place) for place in fresh]
@@ -261,45 +263,20 @@ def _synchronised(
     return report
 
 
-class _Wanted:
-    """Texts that folders say.
-
-    Attributes
-    ----------
-    first
-        Number of the folder and file in which a text was found first, by hash.
-    """
-
-    def __init__(self, folders: int) -> None:
-        self.first: dict[str, tuple[int, str]] = {}
-        self._named: list[dict[str, str]] = [{} for _ in range(folders)]
-        self._alike: dict[tuple[int, str], list[str]] = {}
-
-    def add(self, number: int, name: str, behind: str, digest: str) -> None:
-        """Add the text of a folder that lies in a file, under a name behind that of the file."""
-        self.first.setdefault(digest, (number, name))
-        path = readable(name) + behind
-        if self._named[number].setdefault(path, digest) != digest:
-            self._alike.setdefault((number, path), []).append(digest)
-
-    def are(self, number: int, path: str) -> Sequence[str]:
-        """Hashes of the texts of a folder that have a name: two files may have one readable name."""
-        first = self._named[number].get(path)
-        return () if first is None else (first, *self._alike.get((number, path), ()))
+Wanted = dict[tuple[str, str], set[str]]
+"""Hashes of the texts that folders say, by folder and name: two files may have one readable name."""
 
 
-def _compare(store: Datastore, roots: Sequence[str], wanted: _Wanted) -> tuple[Chosen, set[str]]:
+def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Chosen, set[str]]:
     """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
     gone: Chosen = {}
     held = set()
-    numbers = {root: number for number, root in enumerate(roots)}
     divided: dict[str, list[tuple[str, int, str]]] = {}
     for segment in store.segments:
         for number, path, source, digest in segment.documents.texts():
-            root = numbers.get(source)
-            if root is None or digest in wanted.are(root, path):
+            if source not in roots or digest in wanted.get((source, path), ()):
                 held.add(digest)
-            elif text := _divided(wanted, root, path, digest):
+            elif text := _divided(wanted, source, path, digest):
                 divided.setdefault(text, []).append((segment.name, number, digest))
             else:
                 gone.setdefault(segment.name, set()).add(number)
@@ -312,10 +289,10 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: _Wanted) -> tuple[C
     return gone, held
 
 
-def _divided(wanted: _Wanted, root: int, path: str, digest: str) -> str:
+def _divided(wanted: Wanted, folder: str, path: str, digest: str) -> str:
     """Hash of the long text of a folder that a document is a part of, "" for none: a file may be called so too."""
     part = _PART.fullmatch(path)
-    texts = () if part is None else wanted.are(root, part[1])
+    texts = () if part is None else wanted.get((folder, part[1]), ())
     return next((text for text in texts if part and part_hash(text, int(part[2])) == digest), "")
 
 

@@ -65,7 +65,7 @@ def test_ranks_in_any_order_and_repeated_write_the_same_bytes(tokenizer, many, t
     build_datastore(tmp_path / "a", str(many), tokenizer, config=SMALL, workers=1)
 
     def backwards(self, stage, ranks, size):
-        return [stages.run_rank(Stages(WorkFolder(tmp_path / "b")), stage, rank) for rank in [*ranks[::-1], *ranks[:2]]]
+        return [getattr(Stages(WorkFolder(tmp_path / "b")), stage)(rank) for rank in [*ranks[::-1], *ranks[:2]]]
 
     monkeypatch.setattr(build.Workers, "run", backwards)
     build_datastore(tmp_path / "b", str(many), tokenizer, config=SMALL, workers=1)
@@ -99,21 +99,6 @@ def test_a_limit_of_tokens_reads_no_more_than_it_needs(tokenizer, many, tmp_path
     report = build_datastore(tmp_path / "b", str(many), tokenizer, workers=1, max_tokens=200)
     assert (report.documents, report.tokens) == (whole.documents, whole.tokens)
     assert ranks == list(range(4))
-
-
-def test_shards_that_hold_little_do_not_make_a_limit_of_tokens_read_all(tokenizer, tmp_path, monkeypatch):
-    """The first few hold one token between them, and what follows as much as is wanted."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(400):
-        (folder / f"{number:03}.txt").write_text("x" if number < 4 else f"{number:03} " * 20)
-    monkeypatch.setattr(sources, "SHARD_FILES", 1)
-    ranks = []
-    tokens = Stages.tokens
-    monkeypatch.setattr(Stages, "tokens", lambda self, rank: ranks.append(rank) or tokens(self, rank))
-    report = build_datastore(tmp_path / "s", str(folder), tokenizer, workers=1, max_tokens=400)
-    assert report.tokens == 1 + 4 * 80
-    assert ranks == list(range(4 + 8 * 4))
 
 
 def die(store, stage, rank):
