@@ -128,10 +128,10 @@ def push_datastore(
 def _seen(folder: Path) -> dict[str, Any]:
     """Version and content of the remotes that a store was pushed to or pulled from, by address."""
     try:
-        found = json.loads((folder / REMOTES).read_bytes()).items()
-    except (OSError, ValueError, AttributeError):
+        found: dict[str, Any] = json.loads((folder / REMOTES).read_bytes())
+    except FileNotFoundError:
         return {}
-    return {url: seen for url, seen in found if isinstance(seen, dict)}
+    return found
 
 
 def _remember(folder: Path, url: str, version: int, content: str) -> None:

@@ -26,7 +26,7 @@ from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.datastore.verify import verify_datastore
-from retrieve_spec.errors import BuildError, ConfigError
+from retrieve_spec.errors import BuildError
 
 
 def test_a_build_on_a_full_disk_leaves_no_folder(texts, tokenizer, tmp_path):
@@ -100,14 +100,6 @@ def test_a_store_is_no_text(texts, tokenizer, tmp_path):
             change()
     assert not (tmp_path / "t").exists()
     assert add_documents(texts / "s", str(texts)).documents == 0  # inside of its source it stays out
-
-
-@pytest.mark.parametrize("value", ["yesterday", "1e30", "nan"])
-def test_a_recorded_time_that_is_none(value, texts, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", value)
-    with pytest.raises(ConfigError, match="SOURCE_DATE_EPOCH"):
-        build_datastore(tmp_path / "s", str(texts), tokenizer)
-    assert not (tmp_path / "s").exists()
 
 
 def test_files_of_other_times(tokenizer, tmp_path):

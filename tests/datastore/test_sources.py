@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -99,22 +98,6 @@ def test_bomb_is_huge_before_it_is_unpacked(tokenizer, tmp_path):
     path = tmp_path / "bomb.txt.gz"
     path.write_bytes(gzip.compress(b"a" * 50_000_000))
     assert outcome(read(tokenizer, path)) == {"bomb.txt.gz": Reason.LARGE}
-
-
-def test_checkout_gives_what_git_does_not_ignore(tokenizer, texts):
-    git = ["git", "-C", str(texts), "-c", "user.name=t", "-c", "user.email=t@t"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    (texts / ".gitignore").write_text("b.txt\n")
-    subprocess.run([*git, "add", "."], check=True)
-    (texts / "untracked.txt").write_text("new")
-    assert outcome(read(tokenizer, texts)) == {
-        ".gitignore": "",
-        "a.txt": "",
-        "b.txt": Reason.IGNORED,
-        "c.py": "",
-        "sub/d.txt": "",
-        "untracked.txt": "",
-    }
 
 
 def test_records(tokenizer, records, tmp_path):

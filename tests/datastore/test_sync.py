@@ -211,17 +211,6 @@ def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, wri
     assert contents(store) == before | {"new.txt": "a new text"}
 
 
-@pytest.mark.parametrize("part", [0, 0.3, 0.9])
-def test_a_memory_of_folders_that_is_cut_counts_for_nothing(folder, tokenizer, tmp_path, part):
-    (folder / "r.jsonl").write_text('{"text": "a record"}\n')
-    sync_datastore(tmp_path / "s", [folder], tokenizer)
-    content = (tmp_path / "s" / "sync.json").read_bytes()
-    assert sync.read_state(tmp_path / "s")
-    (tmp_path / "s" / "sync.json").write_bytes(content[: int(part * len(content))])
-    assert sync.read_state(tmp_path / "s") == {}
-    assert sync_datastore(tmp_path / "s", [folder]).documents == 0
-
-
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_characters="\0/"), min_size=1) | st.sampled_from(["\udcff", "ü\udc80", "😀"]),
