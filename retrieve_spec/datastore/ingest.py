@@ -54,22 +54,17 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
     for file in files:
         read = 0
         try:
-            for text in _texts_in(file, sources[file.source].field, limit):
+            if file.skip or file.kind == "text":
+                yield Text(file, file.path, skip=file.skip)
+                continue
+            records = _json_lines(file, limit) if file.kind == "jsonl" else _parquet(file, sources[file.source].field)
+            for text in records:
                 yield text
                 read += 1
         except BuildError:  # a remote that cannot be reached any more, among others
             raise
         except _READ_ERRORS as error:
             yield Text(file, file.path, skip=Reason.DAMAGED if read else _reason(error))
-
-
-def _texts_in(file: SourceFile, field: str, limit: int) -> Iterator[Text]:
-    if file.skip or file.kind == "text":
-        yield Text(file, file.path, skip=file.skip)
-    elif file.kind == "jsonl":
-        yield from _json_lines(file, limit)
-    else:
-        yield from _parquet(file, field)
 
 
 class _Zstandard(io.RawIOBase):
@@ -211,17 +206,14 @@ def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
         if not isinstance(value, str):
             return "", len(content), f"no field {field!r}"
         content = value
-    return _decode(content, limit)
-
-
-def _decode(content: bytes | str, limit: int) -> tuple[str, int, str]:
     size = len(content)
     if size > limit:
         return "", size, Reason.LARGE
     if isinstance(content, bytes):
-        content = decoded(content)
-        if isinstance(content, Reason):
-            return "", size, content
+        found = decoded(content)
+        if isinstance(found, Reason):
+            return "", size, found
+        content = found
     try:
         content.encode()
     except UnicodeEncodeError:  # lone surrogates from JSON escapes

@@ -202,10 +202,9 @@ def search_dense(
     for number, index in store.dense:
         similarity, positions = index.search(hidden, limit)
         found += [(-float(s), number, int(p)) for s, p in zip(similarity[0], positions[0], strict=True) if p >= 0]
-    return tuple(_neighbour(store, -s, number, p, span) for s, number, p in sorted(found)[:limit])
-
-
-def _neighbour(store: Datastore, similarity: float, number: int, position: int, span: int) -> Neighbour:
-    ids = continuation(store.segments[number], position, span)
-    text = store.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-    return Neighbour(similarity, number, position, store.document_at(number, position), text)
+    neighbours = []
+    for negated, number, position in sorted(found)[:limit]:
+        following = continuation(store.segments[number], position, span)
+        shown = store.tokenizer.decode(following.tolist(), skip_special_tokens=False)
+        neighbours.append(Neighbour(-negated, number, position, store.document_at(number, position), shown))
+    return tuple(neighbours)
