@@ -236,7 +236,8 @@ class GitListing(IgnoreFiles):
         top = str(root)
         self._listed, self._tracked = {top}, {top}
         for line in listing.split("\0")[:-1]:
-            path = os.path.join(top, line[2:].rstrip("/"))  # a slash ends the names of checkouts inside of this one
+            name = line[2:].rstrip("/")  # a slash ends the names of checkouts inside of this one
+            path = os.path.join(top, name.replace("/", os.sep))
             for known in (self._listed,) if line[0] == "?" else (self._listed, self._tracked):
                 place = path
                 while place not in known:
