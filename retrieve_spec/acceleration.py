@@ -22,8 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
-from retrieve_spec.datastore.readahead import read_ahead
-from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore, read_ahead
 from retrieve_spec.drafting.drafter import Drafter, Layer
 from retrieve_spec.engine.cost import measure_passes
 from retrieve_spec.engine.drafters import OFF

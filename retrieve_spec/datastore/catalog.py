@@ -1,7 +1,6 @@
 """The catalogue: an SQLite database of a store's documents that a person can open, made from the segments.
 
-It is a view and never the truth: nothing that drafts reads it, and it can be deleted at any time. `write_catalog` makes
-it, or brings one up to date by the segments that have changed since.
+It is a view and never the truth: nothing that drafts reads it, and it can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -9,38 +8,37 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.datastore.documents import Document
 from retrieve_spec.datastore.files import FileEntry, check_content
-from retrieve_spec.datastore.manifest import CATALOG, SKIPPED, SegmentEntry
+from retrieve_spec.datastore.manifest import CATALOG, SKIPPED
+from retrieve_spec.datastore.segment import Document
 from retrieve_spec.datastore.sources import readable
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import BuildError, StoreError
 
-_COLUMNS = {
-    "id": int,
-    "segment": str,
-    "number": int,
-    "path": str,
-    "licence": str,
-    "source": str,
-    "sha256": str,
-    "start": int,
-    "tokens": int,
-    "added_at": str,
-    "removed": int,
-}
-_WRITTEN = tuple(name for name in _COLUMNS if name != "id")
-_TABLES = {"documents", "skipped", "store", "segments"}
-_NOT_NULL = {"segment", "number", "path", "start", "tokens", "removed"}
+_COLUMNS = ("segment", "number", "path", "licence", "source", "sha256", "start", "tokens", "added_at", "removed")
+_DOCUMENTS = """
+create table documents (
+    id integer primary key, segment text not null, number integer not null, path text not null, licence text,
+    source text, sha256 text, start integer not null, tokens integer not null, added_at text, removed integer not null
+);
+"""
+_OTHERS = """
+create unique index documents_number on documents (segment, number);
+create index documents_sha256 on documents (sha256);
+create virtual table documents_fts using fts5 (path, content = "documents", content_rowid = "id");
+insert into documents_fts (documents_fts) values ('rebuild');
+create table skipped (generation integer, path text, source text, reason text);
+create table store (generation integer, content text);
+"""
 
 
 def write_catalog(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Make the catalogue of a datastore, or bring it up to date.
+    """Make the catalogue of a datastore, in place of an older one.
 
     Parameters
     ----------
@@ -67,20 +65,38 @@ def write_catalog(path: str | os.PathLike[str], out: str | os.PathLike[str] | No
     target = Path(out) if out is not None else store.path / CATALOG
     if out is not None and target.exists() and not _is_catalog(target):
         raise BuildError(f"a catalogue or nothing at {target}", "another file", "Give a place where no file is yet.")
+    written = target.with_name(target.name + ".tmp")
     try:
-        try:
-            _update(store, target)
-        except sqlite3.DatabaseError:  # of another format, or damaged: it is a view
-            _discard(target)
-            _update(store, target)
+        written.unlink(missing_ok=True)
+        with closing(sqlite3.connect(written)) as database, database:
+            database.execute("pragma journal_mode = off")  # what is interrupted is made anew
+            list_documents(database, (document for segment in store.segments for document in segment.documents))
+            database.executescript(_OTHERS)
+            database.executemany("insert into skipped values (?, ?, ?, ?)", _skipped(store))
+            database.execute("insert into store values (?, ?)", (store.manifest.generation, store.manifest.content))
+        for suffix in ("-journal", "-wal", "-shm"):
+            target.with_name(target.name + suffix).unlink(missing_ok=True)
+        os.replace(written, target)
     except StoreError:  # of the store itself
         raise
     except (sqlite3.DatabaseError, OSError) as error:
         with suppress(OSError):
-            _discard(target)
+            written.unlink(missing_ok=True)
         remedy = "Check permissions and free space, or give another place with --out."
         raise BuildError(f"to write {target}", str(error), remedy) from error
     return target
+
+
+def list_documents(database: sqlite3.Connection, documents: Iterable[Document]) -> None:
+    """Make the table `documents` in a database."""
+    database.executescript(_DOCUMENTS)
+    marks = ", ".join("?" * len(_COLUMNS))
+    rows = ([_cell(getattr(document, name)) for name in _COLUMNS] for document in documents)
+    database.executemany(f"insert into documents ({', '.join(_COLUMNS)}) values ({marks})", rows)
+
+
+def _cell(value: Any) -> Any:
+    return readable(value) if isinstance(value, str) else int(value)
 
 
 def _is_catalog(target: Path) -> bool:
@@ -92,63 +108,7 @@ def _is_catalog(target: Path) -> bool:
             tables = {name for (name,) in database.execute("select name from sqlite_master where type = 'table'")}
     except sqlite3.DatabaseError:  # no database, or a folder
         return False
-    return tables >= _TABLES
-
-
-def _discard(target: Path) -> None:
-    """Delete a database and what SQLite keeps beside it."""
-    for name in (target.name, f"{target.name}-journal", f"{target.name}-wal", f"{target.name}-shm"):
-        target.with_name(name).unlink(missing_ok=True)
-
-
-def _update(store: Datastore, target: Path) -> None:
-    from sqlite_utils import Database  # takes longer to import than a change of a store to make
-
-    with closing(Database(sqlite3.connect(target))) as database:
-        states = database.table("segments")
-        if not states.exists():
-            _create(database)
-        with database.conn:  # one transaction: a kill leaves the old view
-            known = dict(database.conn.execute("select name, state from segments").fetchall())
-            wanted = {entry.name: _state(entry) for entry in store.manifest.segments}
-            for name in (name for name, state in known.items() if wanted.get(name) != state):
-                database.conn.execute("delete from documents where segment = ?", (name,))
-                database.conn.execute("delete from segments where name = ?", (name,))
-            for segment in store.segments:
-                if known.get(segment.name) != wanted[segment.name]:
-                    rows = map(_row, segment.documents)
-                    marks = ",".join("?" * len(_WRITTEN))
-                    database.conn.executemany(f"insert into documents ({', '.join(_WRITTEN)}) values ({marks})", rows)
-                    database.conn.execute("insert into segments values (?, ?)", (segment.name, wanted[segment.name]))
-            database.conn.execute("delete from skipped")
-            database.conn.executemany("insert into skipped values (?, ?, ?, ?)", _skipped(store))
-            database.conn.execute("delete from store")
-            manifest = store.manifest
-            database.conn.execute("insert into store values (?, ?)", (manifest.generation, manifest.content))
-
-
-def _create(database: Any) -> None:
-    documents = database.table("documents")
-    documents.create(_COLUMNS, pk="id", not_null=_NOT_NULL)
-    documents.create_index(["segment", "number"], unique=True)
-    documents.create_index(["sha256"])
-    documents.enable_fts(["path"], create_triggers=True)
-    database.table("skipped").create({"generation": int, "path": str, "source": str, "reason": str})
-    database.table("store").create({"generation": int, "content": str})
-    database.table("segments").create({"name": str, "state": str}, pk="name")
-
-
-def _state(entry: SegmentEntry) -> str:
-    """What of a segment its rows depend on and its name does not say."""
-    return f"{entry.added_at} {sorted(entry.tombstones)} {entry.origins}"
-
-
-def _row(document: Document) -> tuple[Any, ...]:
-    return tuple(_cell(getattr(document, name)) for name in _WRITTEN)
-
-
-def _cell(value: Any) -> Any:
-    return readable(value) if isinstance(value, str) else int(value)
+    return tables >= {"documents", "skipped", "store"}
 
 
 def _skipped(store: Datastore) -> Iterator[tuple[int, str, str, str]]:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import SpeculationConfig, dial
-from retrieve_spec.datastore.provenance import sourced_runs
+from retrieve_spec.datastore.store import sourced_runs
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.drafters import OFF, DrafterLease, Drafters
 from retrieve_spec.engine.memories import Siblings

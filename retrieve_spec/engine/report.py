@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.provenance import SourcedRun
+from retrieve_spec.datastore.store import SourcedRun
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.sampling.acceptance import Walk
 from retrieve_spec.sources import SOURCE_NAMES

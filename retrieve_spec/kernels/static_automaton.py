@@ -149,7 +149,7 @@ def automaton_extend(  # type: ignore[no-untyped-def]
     Parameters
     ----------
     tokens, counts, link, clone_lengths, first, edge_tokens, edge_targets
-        The automaton (`retrieve_spec.datastore.automaton.StaticAutomaton`).
+        The automaton (`retrieve_spec.datastore.indexes.StaticAutomaton`).
     state, depth
         Match of the text without the token; ``(0, 0)`` for none.
     token

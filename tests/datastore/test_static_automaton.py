@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.automaton import build_automaton
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents
+from retrieve_spec.datastore.indexes import build_automaton
 from retrieve_spec.datastore.segment import suffix_array
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.automaton import check_automaton
+from retrieve_spec.datastore.indexes import check_automaton
 from retrieve_spec.drafting.published.corpus import FIRST, Corpus, Places
 from retrieve_spec.kernels.static_automaton import automaton_extend, automaton_follow, automaton_successors
 
 if TYPE_CHECKING:
-    from retrieve_spec.datastore.automaton import StaticAutomaton
+    from retrieve_spec.datastore.indexes import StaticAutomaton
     from retrieve_spec.datastore.store import Datastore
 
 

@@ -17,7 +17,7 @@ from retrieve_spec.kernels.ngram import ngram_hash
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
-    from retrieve_spec.datastore.ngrams import NgramTable
+    from retrieve_spec.datastore.indexes import NgramTable
     from retrieve_spec.datastore.store import Datastore
 
 Pair = tuple[int, int]
