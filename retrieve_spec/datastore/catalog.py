@@ -20,21 +20,20 @@ from retrieve_spec.datastore.sources import readable
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import BuildError, StoreError
 
-_COLUMNS = ("segment", "number", "path", "licence", "source", "sha256", "start", "tokens", "added_at", "removed")
-_DOCUMENTS = """
-create table documents (
-    id integer primary key, segment text not null, number integer not null, path text not null, licence text,
-    source text, sha256 text, start integer not null, tokens integer not null, added_at text, removed integer not null
-);
-"""
-_OTHERS = """
-create unique index documents_number on documents (segment, number);
-create index documents_sha256 on documents (sha256);
-create virtual table documents_fts using fts5 (path, content = "documents", content_rowid = "id");
-insert into documents_fts (documents_fts) values ('rebuild');
-create table skipped (generation integer, path text, source text, reason text);
-create table store (generation integer, content text);
-"""
+_COLUMNS = {
+    "id": int,
+    "segment": str,
+    "number": int,
+    "path": str,
+    "licence": str,
+    "source": str,
+    "sha256": str,
+    "start": int,
+    "tokens": int,
+    "added_at": str,
+    "removed": int,
+}
+_NOT_NULL = {"segment", "number", "path", "start", "tokens", "removed"}
 
 
 def write_catalog(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
@@ -68,12 +67,15 @@ def write_catalog(path: str | os.PathLike[str], out: str | os.PathLike[str] | No
     written = target.with_name(target.name + ".tmp")
     try:
         written.unlink(missing_ok=True)
-        with closing(sqlite3.connect(written)) as database, database:
-            database.execute("pragma journal_mode = off")  # what is interrupted is made anew
-            list_documents(database, (document for segment in store.segments for document in segment.documents))
-            database.executescript(_OTHERS)
-            database.executemany("insert into skipped values (?, ?, ?, ?)", _skipped(store))
-            database.execute("insert into store values (?, ?)", (store.manifest.generation, store.manifest.content))
+        with closing(sqlite3.connect(written)) as connection:
+            documents = list_documents(connection, (d for segment in store.segments for d in segment.documents))
+            documents.create_index(["segment", "number"], unique=True)
+            documents.create_index(["sha256"])
+            documents.enable_fts(["path"])
+            skipped = documents.db.table("skipped")
+            skipped.create({"generation": int, "path": str, "source": str, "reason": str}).insert_all(_skipped(store))
+            manifest = store.manifest
+            documents.db.table("store").insert({"generation": manifest.generation, "content": manifest.content})
         for suffix in ("-journal", "-wal", "-shm"):
             target.with_name(target.name + suffix).unlink(missing_ok=True)
         os.replace(written, target)
@@ -87,12 +89,13 @@ def write_catalog(path: str | os.PathLike[str], out: str | os.PathLike[str] | No
     return target
 
 
-def list_documents(database: sqlite3.Connection, documents: Iterable[Document]) -> None:
-    """Make the table `documents` in a database."""
-    database.executescript(_DOCUMENTS)
-    marks = ", ".join("?" * len(_COLUMNS))
-    rows = ([_cell(getattr(document, name)) for name in _COLUMNS] for document in documents)
-    database.executemany(f"insert into documents ({', '.join(_COLUMNS)}) values ({marks})", rows)
+def list_documents(connection: sqlite3.Connection, documents: Iterable[Document]) -> Any:
+    """Make the table `documents` in a database, as sqlite-utils has tables."""
+    from sqlite_utils import Database  # takes longer to import than a change of a store to make
+
+    table = Database(connection).table("documents")
+    table.create(_COLUMNS, pk="id", not_null=_NOT_NULL)
+    return table.insert_all({n: _cell(getattr(d, n)) for n in _COLUMNS if n != "id"} for d in documents)
 
 
 def _cell(value: Any) -> Any:
@@ -111,11 +114,12 @@ def _is_catalog(target: Path) -> bool:
     return tables >= {"documents", "skipped", "store"}
 
 
-def _skipped(store: Datastore) -> Iterator[tuple[int, str, str, str]]:
-    """(generation, path, source, reason) of what the changes of the history left out."""
+def _skipped(store: Datastore) -> Iterator[dict[str, Any]]:
+    """Rows of what the changes of the history left out."""
     for event in store.manifest.history:
         if "listed" in event:
             path = store.path / SKIPPED / event["listed"]["name"]
             check_content(path, FileEntry(event["listed"]["bytes"], event["listed"]["sha256"]))
             for row in json.loads(path.read_bytes()):
-                yield (event["generation"], *map(readable, row))
+                values = (event["generation"], *map(readable, row))
+                yield dict(zip(("generation", "path", "source", "reason"), values, strict=True))
