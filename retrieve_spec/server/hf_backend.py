@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from retrieve_spec.config import MAX_NODES
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.shared_prompt import CopiesRows
@@ -27,8 +26,8 @@ _PIECE = 20
 _WARM_TOKENS = 4
 _MOST_SIDE_BY_SIDE = 16
 """Completions at a cursor that share passes."""
-_NODES = 16
-"""Nodes that such a text drafts in a pass, taken for how long passes take."""
+_RATE = 1 / 16
+"""How fast it is learned how many nodes a text drafts in a pass."""
 _NOBODY = "\0"
 """A scope that is no user's."""
 
@@ -134,6 +133,7 @@ class HuggingFaceBackend:
         self._infill: Any = None
         self._grammars: Grammars | None = None
         self._beginnings: Beginnings | None = None
+        self._nodes = 0.0  # that a text drafts in a pass, running mean
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
         if ctx_size:
@@ -261,12 +261,12 @@ class HuggingFaceBackend:
         while another answer is under way finds a place.
         """
         costs, texts = self._engine.costs, 2
-        alone = float(costs.seconds(1, _MEASURED)[_NODES])
+        alone = costs.expected(1, round(self._nodes), _MEASURED)
         while texts < _MOST_SIDE_BY_SIDE:
-            together = float(costs.seconds(texts + 1, _MEASURED)[min((texts + 1) * _NODES, MAX_NODES)])
-            if together > alone * (texts + 2) / 2:
+            more = texts + 1
+            if costs.expected(more, round(more * self._nodes), more * _MEASURED) > alone * (more + 1) / 2:
                 break
-            texts += 1
+            texts = more
         return texts
 
     @property
@@ -282,6 +282,8 @@ class HuggingFaceBackend:
         """One pass over texts that are not over."""
         if shared := [text.sequence for text in texts if isinstance(text, SharedText)]:
             self._engine.advance(shared)
+            nodes = sum(len(sequence.seen.tree) for sequence in shared) / len(shared)
+            self._nodes += _RATE * (nodes - self._nodes)
         for text in texts:
             if isinstance(text, LoneText):
                 text.step()
