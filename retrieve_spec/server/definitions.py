@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from threading import Lock
 
-from retrieve_spec.server.fim import Chunk, FimParts
+from retrieve_spec.server.prompts import Chunk, FimParts
 from retrieve_spec.server.workspace import Workspace
 
 _PYTHON = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^()]*)\)|([^\n(]+))", re.MULTILINE)

@@ -23,11 +23,11 @@ from pygls.protocol import LanguageServerProtocol
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.fim import Chunk
+from retrieve_spec.server.completions import opened
 from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.prompts import Chunk
 from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.service import Caller, Service
-from retrieve_spec.server.stream import opened
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")

@@ -10,26 +10,32 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
-from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.definitions import Definitions
-from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, find_format, missing_tokens, unknown_format
-from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.healing import Beginnings
-from retrieve_spec.server.jobs import Completion, Task
+from retrieve_spec.server.jobs import Completion, DraftHints, Task
 from retrieve_spec.server.memory import Memory
-from retrieve_spec.server.prompts import Prompts
+from retrieve_spec.server.prompts import (
+    Chunk,
+    FimAssembler,
+    FimParts,
+    Prompts,
+    find_format,
+    missing_tokens,
+    unknown_format,
+)
 from retrieve_spec.server.queueing import RequestQueue
-from retrieve_spec.server.samplers import DEFAULT_CHAIN, Sampling
+from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, Sampling
 from retrieve_spec.server.schemas import Common, InfillRequest
-from retrieve_spec.server.stopping import StopRules
-from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.text import StopRules, TextCodec
 from retrieve_spec.server.workspace import Workspace
+
+if TYPE_CHECKING:
+    from retrieve_spec.server.backend import Backend
 
 log = logging.getLogger("retrieve_spec.server")
 

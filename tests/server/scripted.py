@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from retrieve_spec.server.backend import DraftHints, PassFigures
-from retrieve_spec.server.samplers import Sampling
+from retrieve_spec.server.jobs import DraftHints, PassFigures
+from retrieve_spec.server.sampling import Sampling
 
 
 class ScriptedBackend:

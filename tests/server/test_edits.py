@@ -12,7 +12,7 @@ import torch
 from scripted import ScriptedBackend
 from test_exact import plain_text
 
-from retrieve_spec.server.edits import Edit
+from retrieve_spec.server.completions import Edit
 from retrieve_spec.server.schemas import EditRequest
 from retrieve_spec.server.service import Caller
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrieve_spec.server.fim import stable_tail
+from retrieve_spec.server.prompts import stable_tail
 from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.service import Caller
 

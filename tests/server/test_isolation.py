@@ -12,8 +12,8 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.completions import CompletionHandlers
-from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.run import assemble
+from retrieve_spec.server.sampling import Beginnings
 
 SOURCE = "".join(
     f"def area_{i}(width, height):\n    total = width * height + {i}\n    return total\n\n\n" for i in range(12)

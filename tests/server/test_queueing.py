@@ -9,12 +9,11 @@ from scripted import Collector, ScriptedBackend, ScriptedText
 from waiting import wait_for
 
 import retrieve_spec.server.queueing as module
-from retrieve_spec.server.backend import DraftHints
-from retrieve_spec.server.jobs import Delta, Task, same_document
+from retrieve_spec.server.decode import SlotPool, common_prefix
+from retrieve_spec.server.jobs import Delta, DraftHints, Task, same_document
 from retrieve_spec.server.queueing import QueueClosedError, QueueFullError, RequestQueue
-from retrieve_spec.server.samplers import Sampling
-from retrieve_spec.server.slots import SlotPool, common_prefix
-from retrieve_spec.server.stopping import StopRules
+from retrieve_spec.server.sampling import Sampling
+from retrieve_spec.server.text import StopRules
 
 RULES = StopRules(max_tokens=8, end_ids=frozenset({0}))
 

@@ -123,7 +123,7 @@ raise SystemExit(repr(result.exception) if result.exception else 0)
 def test_a_program_gives_the_memory_of_caches_back():
     code = """
 import ctypes
-from retrieve_spec.server.loading import begin_loading
+from retrieve_spec.cli_serve import begin_loading
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
