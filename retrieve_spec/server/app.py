@@ -27,7 +27,6 @@ from retrieve_spec.server import schemas
 from retrieve_spec.server.completions import CompletionHandlers, scope_of
 from retrieve_spec.server.guard import Guard, Refusal
 from retrieve_spec.server.metrics import Metrics
-from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.service import Service
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
@@ -66,9 +65,7 @@ def _errors(*codes: int) -> dict[int | str, Any]:
     return {code: {"model": ErrorBody, "description": _ERRORS[code]} for code in codes}
 
 
-def create_app(
-    service: Service, metrics: Metrics, *, keys: Sequence[bytes] = (), provenance: Provenance | None = None
-) -> FastAPI:
+def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
     """The ASGI application of a service."""
 
     @contextlib.asynccontextmanager
@@ -87,14 +84,14 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        middleware=_middleware(service, metrics, keys),
+        middleware=_middleware(service, keys),
         exception_handlers={Refusal: _refused, HTTPException: _plain, 500: _plain},
         responses=_errors(401, 403),
     )
     app.router.route_class = ReadingRoute
     app.state.reader = BodyReader(service.config)
-    _add_completions(app, CompletionHandlers(service, provenance or Provenance()))
-    _add_information(app, InformationHandlers(service, metrics))
+    _add_completions(app, CompletionHandlers(service))
+    _add_information(app, InformationHandlers(service))
     return app
 
 
@@ -132,11 +129,11 @@ def _add_information(app: FastAPI, h: InformationHandlers) -> None:
     app.delete("/v1/workspace", responses=_errors(500))(h.forget)
 
 
-def _middleware(service: Service, metrics: Metrics, keys: Sequence[bytes]) -> list[Middleware]:
+def _middleware(service: Service, keys: Sequence[bytes]) -> list[Middleware]:
     config = service.config
     middleware = [
         Middleware(Guard, keys=keys, origins=config.origins, host=config.host),
-        Middleware(Counted, metrics=metrics),
+        Middleware(Counted, metrics=service.metrics),
     ]
     if config.origins:
         pages = Middleware(
@@ -210,8 +207,8 @@ _MOST_CHARS = 2 << 20
 class InformationHandlers:
     """Handlers about one server."""
 
-    def __init__(self, service: Service, metrics: Metrics) -> None:
-        self.service, self.metrics = service, metrics
+    def __init__(self, service: Service) -> None:
+        self.service = service
 
     async def tokenize(self, body: schemas.TokenizeRequest) -> Response:
         """Text as token ids."""
@@ -300,7 +297,7 @@ class InformationHandlers:
 
     async def expose(self) -> Response:
         """Prometheus metrics."""
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self, request: Request) -> Response:
         """What runs here, how to connect an editor, and figures so far, for a browser."""
@@ -309,7 +306,7 @@ class InformationHandlers:
         rows = {"Model": service.name, "Fill-in-the-middle": self._family() or "no", "Context": service.backend.n_ctx}
         if service.workspace is not None:
             rows["Files of the workspace"] = len(service.workspace.texts)
-        rows |= {name: f"{value:.4g}" for name, value in self.metrics.figures().items()}
+        rows |= {name: f"{value:.4g}" for name, value in service.metrics.figures().items()}
         table = "".join(f"<tr><th>{escape(name)}<td>{escape(str(value))}" for name, value in rows.items())
         connect = "\n".join(f"retrieve-spec editor {name} --url {escape(url)}" for name in EDITORS)
         return HTMLResponse(_PAGE.format(table=table, connect=connect))
@@ -324,70 +321,15 @@ _INLINE = 64 << 10
 """Bytes of a body that is parsed where other requests wait; larger ones are parsed in a thread."""
 
 
-class BodyBudget:
-    """Bytes of bodies that are being read, over all connections.
-
-    The first `_SMALL` of every body are not counted, so that ordinary requests always come through.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._left = most
-
-    def take(self, size: int) -> bool:
-        """Whether there is room for so many bytes more; they are taken then."""
-        if size > self._left:
-            return False
-        self._left -= size
-        return True
-
-    def give_back(self, size: int) -> None:
-        """The bytes are not being read any more."""
-        self._left += size
-
-
-async def read_body(request: Request, limit: int, budget: BodyBudget, seconds: float) -> bytes:
-    """The body of a request.
-
-    Raises
-    ------
-    Refusal
-        The body is larger than the limit (413). A little more is read and dropped, since a client that is still
-        sending when the connection closes never sees the answer. It takes too long (408), too many others are being
-        read (503), or the client goes away.
-    """
-    parts: list[bytes] = []
-    size = held = 0
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    parts.clear()
-                elif size > _SMALL:
-                    if not budget.take(len(part)):
-                        raise Refusal(503, "too many large requests are being read", "overloaded")
-                    held += len(part)
-                if size > limit + _DRAINED:
-                    break
-                if size <= limit:
-                    parts.append(part)
-    except TimeoutError:
-        raise Refusal(408, f"the body did not come within {seconds:g} seconds", "timeout") from None
-    except ClientDisconnect:
-        raise Refusal(499, "the client closed the connection", "cancelled") from None
-    finally:
-        budget.give_back(held)
-    if size > limit:
-        raise Refusal(413, f"the body has more than {limit} bytes")
-    return b"".join(parts)
-
-
 class BodyReader:
-    """Reads the requests of one server, each and all together within its bounds."""
+    """Reads the requests of one server, each and all together within its bounds.
+
+    The first `_SMALL` bytes of every body are not counted among all, so that ordinary requests always come through.
+    """
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
-        self._budget = BodyBudget(config.bodies_bytes)
+        self._left = config.bodies_bytes
 
     async def read(self, request: Request, schema: type[BaseModel]) -> BaseModel:
         """The body of a request as a schema.
@@ -395,10 +337,10 @@ class BodyReader:
         Raises
         ------
         Refusal
-            400: no JSON, or as `check`; 413: too large; 408: too slow; 503: too much is being read.
+            400: no JSON, or as `check`; 413: too large; 408: too slow; 503: too much is being read; 499: the client has
+            gone.
         """
-        config = self._config
-        data = await read_body(request, config.max_body_bytes, self._budget, config.body_s)
+        data = await self._body(request)
 
         def parsed() -> BaseModel:
             try:
@@ -408,6 +350,40 @@ class BodyReader:
             return self.check(schema, fields)
 
         return parsed() if len(data) < _INLINE else await asyncio.to_thread(parsed)
+
+    async def _body(self, request: Request) -> bytes:
+        """A body in bounds of bytes and time.
+
+        Of one that is too large a little more is read and dropped, since a client that is still sending when the
+        connection closes never sees the answer.
+        """
+        limit, seconds = self._config.max_body_bytes, self._config.body_s
+        parts: list[bytes] = []
+        size = held = 0
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        parts.clear()
+                        if size > limit + _DRAINED:
+                            break
+                        continue
+                    if size > _SMALL:
+                        if len(part) > self._left:
+                            raise Refusal(503, "too many large requests are being read", "overloaded")
+                        self._left -= len(part)
+                        held += len(part)
+                    parts.append(part)
+        except TimeoutError:
+            raise Refusal(408, f"the body did not come within {seconds:g} seconds", "timeout") from None
+        except ClientDisconnect:
+            raise Refusal(499, "the client closed the connection", "cancelled") from None
+        finally:
+            self._left += held
+        if size > limit:
+            raise Refusal(413, f"the body has more than {limit} bytes")
+        return b"".join(parts)
 
     def check(self, schema: type[BaseModel], fields: Any) -> BaseModel:
         """Fields as a schema.

@@ -18,7 +18,6 @@ from retrieve_spec.server import schemas, wire
 from retrieve_spec.server.guard import Refusal, given_key
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.prompts import FimParts
-from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.queueing import QueueClosedError, QueueFullError
 from retrieve_spec.server.schemas import EditRequest, Prediction
 from retrieve_spec.server.service import Caller, Prepared, Service
@@ -32,8 +31,8 @@ _CLIENT_CLOSED = 499
 class CompletionHandlers:
     """Handlers of the dialects."""
 
-    def __init__(self, service: Service, provenance: Provenance) -> None:
-        self.service, self.provenance = service, provenance
+    def __init__(self, service: Service) -> None:
+        self.service = service
 
     async def infill(self, body: schemas.InfillRequest, request: Request) -> Response:
         """Text between a prefix and a suffix (llama.cpp's dialect)."""
@@ -121,7 +120,7 @@ class CompletionHandlers:
             return EventStream(self._events(stream, body, answer))
         (done,) = await self._collect(request, stream)
         prepared.remember(done)
-        return JSONResponse(answer.whole(done, self.provenance.of(body, done, prepared.left)))
+        return JSONResponse(answer.whole(done, self.service.provenance.of(body, done, prepared.left)))
 
     async def _openai(
         self,
@@ -148,7 +147,7 @@ class CompletionHandlers:
             item.remember(done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-        extra = self.provenance.of(body, finished[0], stream.prepared[0].left)
+        extra = self.service.provenance.of(body, finished[0], stream.prepared[0].left)
         return JSONResponse(wire.project(answer.whole(finished, extra), body.response_fields))
 
     async def _events(
@@ -171,7 +170,7 @@ class CompletionHandlers:
                     else:
                         finished[index] = event
                         item.remember(event)
-                        shown += answer.end(event, self.provenance.of(body, event, item.left), index)
+                        shown += answer.end(event, self.service.provenance.of(body, event, item.left), index)
                 if shown:
                     yield b"".join(map(wire.event, shown))
             for last in answer.close([finished[index] for index in sorted(finished)]):

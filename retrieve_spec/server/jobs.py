@@ -185,7 +185,7 @@ class Completion:
 
 
 Sink = Callable[[Delta | Completion], None]
-"""Called from the queue's thread: any number of deltas, then one completion."""
+"""Called from the queue's thread: any number of deltas, then one completion. It does not wait, and does not fail."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

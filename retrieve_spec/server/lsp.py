@@ -420,10 +420,10 @@ def serve_stdio(
     def make(roots: Sequence[Path]) -> Completer:
         from retrieve_spec.server.run import build_service
 
-        served = build_service(
+        service = build_service(
             model_name, config, workspaces=roots, stores=stores, session=session, dtype=dtype, device=device
         )
         on_loaded()
-        return LocalCompleter(served.service)
+        return LocalCompleter(service)
 
     create_server(make, workspaces).start_io()

@@ -81,7 +81,7 @@ class RequestQueue:
         max_begun: int = 4,
         share: int | None = None,
         prefill_chunk: int = 512,
-        on_done: Callable[[Task, Completion], None] | None = None,
+        on_done: Callable[[Task, Completion], None] = lambda task, done: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend = backend
@@ -121,11 +121,6 @@ class RequestQueue:
     def begun(self) -> int:
         """Tasks under way."""
         return sum(job.begun is not None for job in list(self._jobs))
-
-    @property
-    def busy(self) -> bool:
-        """Whether a task is being worked on."""
-        return self.begun > 0
 
     def run_when_idle(self, chore: Callable[[], T]) -> Future[T]:
         """Have the model's thread do something between two passes (attach a store, say)."""
@@ -261,7 +256,7 @@ class RequestQueue:
                     self._jobs.remove(job)
             job.waiters.remove(waiter)
         if gone:
-            self._count(job.task, Completion("cancelled", prompt_tokens=len(job.task.prompt_ids)))
+            self._on_done(job.task, Completion("cancelled", prompt_tokens=len(job.task.prompt_ids)))
 
     def _work(self) -> None:
         try:
@@ -417,37 +412,18 @@ class RequestQueue:
             self._jobs.remove(job)
             waiters, job.waiters = job.waiters, []
             job.cancel.set()
-        self._count(job.task, done)
+        self._on_done(job.task, done)
         for waiter in waiters:
-            self._say(waiter, done)
+            waiter.sink(done)
 
     def _tell(self, waiter: Waiter, done: Completion) -> None:
-        self._count(waiter.task, done)
-        self._say(waiter, done)
-
-    @staticmethod
-    def _say(waiter: Waiter, event: Delta | Completion) -> Exception | None:
-        """Tell somebody something; what they fail with, which is no affair of the others who wait for the thread."""
-        try:
-            waiter.sink(event)
-        except Exception as error:
-            log.exception("a client could not be told")
-            return error
-        return None
-
-    def _count(self, task: Task, done: Completion) -> None:
-        try:
-            if self._on_done is not None:
-                self._on_done(task, done)
-        except Exception:
-            log.exception("a completion could not be counted")
+        self._on_done(waiter.task, done)
+        waiter.sink(done)
 
     def publish(self, job: Job, delta: Delta) -> None:
-        """Hand a delta to everyone who waits for a job; who cannot take it would miss it, and hears no more."""
+        """Hand a delta to everyone who waits for a job."""
         with self._changed:
             job.text += delta.text
             job.token_ids.extend(delta.token_ids)
-            for waiter in list(job.waiters):
-                if (error := self._say(waiter, delta)) is not None:
-                    self._leave(job, waiter)
-                    self._say(waiter, Completion("failed", error=f"{type(error).__name__}: {error}"))
+            for waiter in job.waiters:
+                waiter.sink(delta)

@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,6 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
-from retrieve_spec.server.jobs import Completion, Task
-from retrieve_spec.server.metrics import Metrics
-from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.sampling import make_infill_processor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
@@ -44,15 +41,6 @@ _KEEP_ALIVE_S = 75
 """Longer than editors idle between keystrokes, so that a request never meets a connection that is being closed."""
 
 
-@dataclass(slots=True)
-class Served:
-    """A service ready to start, and what belongs to it."""
-
-    service: Service
-    metrics: Metrics
-    provenance: Provenance
-
-
 def build_service(
     model_name: str,
     config: ServeConfig,
@@ -64,7 +52,7 @@ def build_service(
     dtype: str = "auto",
     device: str = "auto",
     progress: Progress | None = None,
-) -> Served:
+) -> Service:
     """Load a model (as `retrieve_spec.reference_model.load_model` does), and put everything around it.
 
     Parameters
@@ -83,11 +71,11 @@ def build_service(
     model, tokenizer = load_model(model_name, dtype=dtype, device=device)
     name = display_name(model_name)
     tell("making the model's passes ready; the first start on a machine compiles the kernels")
-    served = assemble(
+    service = assemble(
         model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores, session=session
     )
     model.speculation.assume_frozen()  # nobody else has it
-    return served
+    return service
 
 
 def assemble(
@@ -101,7 +89,7 @@ def assemble(
     stores: Sequence[Path | str] = (),
     session: Path | None = None,
     clock: Callable[[], float] = monotonic,
-) -> Served:
+) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
     from retrieve_spec.acceleration import accelerate
     from retrieve_spec.datastore.store import open_datastore
@@ -116,15 +104,10 @@ def assemble(
     backend = Backend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
     workspace = Workspace(workspaces, config) if workspaces else None
-    provenance = Provenance(given, workspace)
-    metrics: Metrics | None = None
-
-    def on_done(task: Task, done: Completion) -> None:
-        if metrics is not None:
-            metrics.completion(task, done)
-
     kept = drafters if session else None
-    service = Service(backend, tokenizer, name, config, workspace, on_done, shared=shared, drafters=kept, clock=clock)
+    service = Service(
+        backend, tokenizer, name, config, workspace, shared=shared, stores=given, drafters=kept, clock=clock
+    )
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     infill = make_infill_processor(service.codec, service.end_ids, end_of_text)
     backend.guide(infill, service.grammars, service.beginnings)
@@ -133,7 +116,6 @@ def assemble(
         backend.warm_up(service.end_ids)  # else the first requests wait for kernels
     except Exception:
         log.exception("requests of some kind will fail")
-    metrics = Metrics(lambda: service.queue.queue_length, lambda: service.queue.begun)
     if workspace is not None:
 
         def prepared(store: Datastore | None) -> list[Datastore]:
@@ -153,7 +135,7 @@ def assemble(
         except Exception as error:  # tokenizers raise what they like; without a store there is enough to draft from
             log.warning("a store of the workspace may not be written either: %s", in_a_line(error))
         workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
-    return Served(service, metrics, provenance)
+    return service
 
 
 def _fit(backend: Backend, config: ServeConfig) -> ServeConfig:
@@ -248,7 +230,7 @@ def serve(
     listener = listen(config.host, config.port)  # a taken address is said now
 
     def make(progress: Progress) -> FastAPI:
-        served = build_service(
+        service = build_service(
             model_name,
             config,
             shared=bool(keys),
@@ -259,15 +241,10 @@ def serve(
             device=device,
             progress=progress,
         )
-        fim = served.service.fim
-        log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
+        fim = service.fim
+        log.info("%s, fill-in-the-middle: %s", service.name, fim.fmt.family if fim else service.no_fim())
         on_loaded()
-        return create_app(
-            served.service,
-            served.metrics,
-            keys=keys,
-            provenance=served.provenance,
-        )
+        return create_app(service, keys=keys)
 
     starting = Starting(make, lambda: setattr(server, "should_exit", True))
     server = uvicorn.Server(server_settings(starting))

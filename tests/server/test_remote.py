@@ -50,7 +50,7 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, codec):
 
     async def give_up():
         asked = asyncio.ensure_future(one.complete(CURSOR))
-        while not server.service.queue.busy:
+        while not server.service.queue.begun:
             await asyncio.sleep(0.002)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):

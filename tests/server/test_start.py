@@ -155,7 +155,7 @@ from retrieve_spec.server.run import build_service
 from retrieve_spec.server.schemas import ChatRequest, InfillRequest
 from retrieve_spec.server.service import Caller
 
-service, late, done = build_service("reference", ServeConfig()).service, [], []
+service, late, done = build_service("reference", ServeConfig()), [], []
 load = caching.Cache.load_overload
 caching.Cache.load_overload = lambda cache, *args: (late.append(cache._name), load(cache, *args))[1]
 text = "".join(f"def area_{i}(width, height):\\n    return width * height + {i}\\n\\n\\n" for i in range(30))

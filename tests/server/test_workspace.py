@@ -574,7 +574,7 @@ def test_a_tokenizer_that_refuses_a_text_costs_the_store_and_not_the_server(tiny
     backend = Tokenizer(models.Unigram(letters, unk_id=None))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    assert assemble(tiny, tokenizer, "tiny", ServeConfig(), workspaces=[folder]).service.workspace is not None
+    assert assemble(tiny, tokenizer, "tiny", ServeConfig(), workspaces=[folder]).workspace is not None
     assert "unk_id" in caplog.text
 
 
