@@ -255,20 +255,18 @@ class Backend:
         self._engine.join(sequence)
         return SharedText(sequence, self.model.speculation)
 
-    def side_by_side(self) -> int:
-        """Texts that are done sooner on average beside one another than one behind the other, two at least.
+    def side_by_side(self, texts: int) -> int:
+        """How many of some texts share passes so that they are done soonest on average, two at least.
 
-        Of n texts behind one another the middle one is done after (n + 1) / 2 times what one takes. A key that comes
-        while another answer is under way finds a place.
+        Where n of t do, each group of n is done after the one before it, and the middle one after (t / n + 1) / 2 times
+        what one takes. A key that comes while another answer is under way finds a place.
         """
-        costs, texts = self._engine.costs, 2
-        alone = costs.expected(1, round(self._nodes), _MEASURED)
-        while texts < _MOST_SIDE_BY_SIDE:
-            more = texts + 1
-            if costs.expected(more, round(more * self._nodes), more * _MEASURED) > alone * (more + 1) / 2:
-                break
-            texts = more
-        return texts
+
+        def middle(count: int) -> float:
+            seconds = self._engine.costs.expected(count, round(count * self._nodes), count * _MEASURED)
+            return (texts / count + 1) * seconds
+
+        return min(range(2, min(max(texts, 2), _MOST_SIDE_BY_SIDE) + 1), key=middle)
 
     @property
     def _cache_name(self) -> str:

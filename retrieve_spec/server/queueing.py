@@ -298,8 +298,12 @@ class RequestQueue:
     def _begin(self, jobs: list[Job]) -> list[Job]:
         """Begin the tasks whose turn it is and that there is room for; all that are under way."""
         under_way = [job for job in jobs if job.begun]
-        for job in sorted((job for job in jobs if not job.begun), key=self._order):
-            if not self._may_begin(job, under_way):
+        waiting = sorted((job for job in jobs if not job.begun), key=self._order)
+        if not waiting:
+            return under_way
+        typing = self.backend.side_by_side(sum(job.task.rank == 0 for job in jobs))
+        for job in waiting:
+            if not self._may_begin(job, under_way, self._max_begun if job.task.rank else typing):
                 continue
             job.waited = self._clock() - job.submitted
             if job.task.stale_s is not None and job.waited > job.task.stale_s:
@@ -329,17 +333,18 @@ class RequestQueue:
         pauses = self._clock() - job.submitted > _PAUSE_S
         return (0, 0, job.submitted) if pauses else (0, 1, -job.submitted)
 
-    def _may_begin(self, job: Job, under_way: list[Job]) -> bool:
-        """Whether a task may begin beside those under way: there is room, and it cannot copy what one is reading."""
+    def _may_begin(self, job: Job, under_way: list[Job], most: int) -> bool:
+        """Whether a task may begin beside those under way, at most so many of its rank.
+
+        There is room, and it cannot copy what one of them is reading.
+        """
         task = job.task
         if any(other.task.rank < task.rank for other in under_way):
             return False
         like = sum(other.task.rank == task.rank for other in under_way)
         if not like:
             return True
-        if like >= (self.backend.side_by_side() if task.rank == 0 else self._max_begun):
-            return False
-        if self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
+        if like >= most or self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
             return False
         return not any(
             other.task.scope == task.scope

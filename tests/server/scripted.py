@@ -47,7 +47,7 @@ class ScriptedBackend:
             self.gate.acquire()
         self.passes += 1
 
-    def side_by_side(self) -> int:
+    def side_by_side(self, texts: int) -> int:
         return 2
 
     def decode(
