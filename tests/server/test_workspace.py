@@ -369,7 +369,7 @@ def test_a_change_that_cannot_be_read_does_not_hide_others(folder, monkeypatch):
         workspace._update = failing
         (folder / "new.py").write_text("def fresh_name(item):\n    return item\n")
         wait_for(lambda: workspace.find("def fresh_na", 1))
-        assert not workspace.trouble
+        wait_for(lambda: not workspace.trouble)
     finally:
         workspace.close()
 
