@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.errors import ServeError, in_a_line
-from retrieve_spec.server.decode import COPY_FROM, Decode, SlotPool, common_prefix
+from retrieve_spec.server.decode import COPY_FROM, Decode, SlotPool
 from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Waiter
 from retrieve_spec.server.text import TextCodec
 
@@ -346,11 +346,11 @@ class RequestQueue:
             return True
         if like >= most or self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
             return False
-        return not any(
+        alike = max(COPY_FROM, len(task.prompt_ids) // 2)
+        return not (task.reuse and alike <= len(task.prompt_ids)) or not any(
             other.task.scope == task.scope
             and other.begun.unread > 0
-            and task.reuse
-            and common_prefix(other.task.prompt_ids, task.prompt_ids) >= max(COPY_FROM, len(task.prompt_ids) // 2)
+            and other.task.prompt_ids[:alike] == task.prompt_ids[:alike]
             for other in under_way
         )
 
