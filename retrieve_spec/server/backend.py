@@ -22,10 +22,6 @@ _MEASURED = 256
 _PIECE = 20
 """Tokens of a prompt that are read beside others' while it is tried out what requests need."""
 _WARM_TOKENS = 4
-_MOST_SIDE_BY_SIDE = 16
-"""Completions at a cursor that share passes."""
-_RATE = 1 / 16
-"""How fast it is learned how many nodes a text drafts in a pass."""
 _NOBODY = "\0"
 """A scope that is no user's."""
 
@@ -134,7 +130,6 @@ class Backend:
         self._infill: Any = None
         self._grammars: Grammars | None = None
         self._beginnings: Beginnings | None = None
-        self._nodes = 0.0  # that a text drafts in a pass, running mean
         config = model.config.get_text_config()
         self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
         if ctx_size:
@@ -255,19 +250,6 @@ class Backend:
         self._engine.join(sequence)
         return SharedText(sequence, self.model.speculation)
 
-    def side_by_side(self, texts: int) -> int:
-        """How many of some texts share passes so that they are done soonest on average, two at least.
-
-        Where n of t do, each group of n is done after the one before it, and the middle one after (t / n + 1) / 2 times
-        what one takes. A key that comes while another answer is under way finds a place.
-        """
-
-        def middle(count: int) -> float:
-            seconds = self._engine.costs.expected(count, round(count * self._nodes), count * _MEASURED)
-            return (texts / count + 1) * seconds
-
-        return min(range(2, min(max(texts, 2), _MOST_SIDE_BY_SIDE) + 1), key=middle)
-
     @property
     def _cache_name(self) -> str:
         return str(self.model.speculation.interface.cache_name)
@@ -281,8 +263,6 @@ class Backend:
         """One pass over texts that are not over."""
         if shared := [text.sequence for text in texts if isinstance(text, SharedText)]:
             self._engine.advance(shared)
-            nodes = sum(len(sequence.seen.tree) for sequence in shared) / len(shared)
-            self._nodes += _RATE * (nodes - self._nodes)
         for text in texts:
             if isinstance(text, LoneText):
                 text.step()

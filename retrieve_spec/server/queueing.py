@@ -60,6 +60,8 @@ class RequestQueue:
         Tasks that may wait.
     max_begun
         Tasks that may be under way beside one another, besides completions at a cursor.
+    max_typing
+        Completions at a cursor that may be: where many share a pass each costs less of it, and all are done later.
     share
         Tasks of one scope that may wait.
     prefill_chunk
@@ -79,6 +81,7 @@ class RequestQueue:
         cache_bytes: int = 2 << 30,
         max_queue: int = 32,
         max_begun: int = 4,
+        max_typing: int = 12,
         share: int | None = None,
         prefill_chunk: int = 512,
         on_done: Callable[[Task, Completion], None] = lambda task, done: None,
@@ -87,7 +90,8 @@ class RequestQueue:
         self.backend = backend
         self.codec = codec
         self._pool = SlotPool(backend, slots, cache_bytes)
-        self._max_queue, self._max_begun, self._most_bytes = max_queue, max_begun, cache_bytes
+        self._max_queue, self._max_begun, self._max_typing = max_queue, max_begun, max_typing
+        self._most_bytes = cache_bytes
         self._share = max_queue if share is None else share
         self._chunk = prefill_chunk
         self._typed_at = -_TYPES_ON_S
@@ -298,12 +302,8 @@ class RequestQueue:
     def _begin(self, jobs: list[Job]) -> list[Job]:
         """Begin the tasks whose turn it is and that there is room for; all that are under way."""
         under_way = [job for job in jobs if job.begun]
-        waiting = sorted((job for job in jobs if not job.begun), key=self._order)
-        if not waiting:
-            return under_way
-        typing = self.backend.side_by_side(sum(job.task.rank == 0 for job in jobs))
-        for job in waiting:
-            if not self._may_begin(job, under_way, self._max_begun if job.task.rank else typing):
+        for job in sorted((job for job in jobs if not job.begun), key=self._order):
+            if not self._may_begin(job, under_way):
                 continue
             job.waited = self._clock() - job.submitted
             if job.task.stale_s is not None and job.waited > job.task.stale_s:
@@ -333,18 +333,17 @@ class RequestQueue:
         pauses = self._clock() - job.submitted > _PAUSE_S
         return (0, 0, job.submitted) if pauses else (0, 1, -job.submitted)
 
-    def _may_begin(self, job: Job, under_way: list[Job], most: int) -> bool:
-        """Whether a task may begin beside those under way, at most so many of its rank.
-
-        There is room, and it cannot copy what one of them is reading.
-        """
+    def _may_begin(self, job: Job, under_way: list[Job]) -> bool:
+        """Whether a task may begin beside those under way: there is room, and it cannot copy what one is reading."""
         task = job.task
         if any(other.task.rank < task.rank for other in under_way):
             return False
         like = sum(other.task.rank == task.rank for other in under_way)
         if not like:
             return True
-        if like >= most or self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
+        if like >= (self._max_begun if task.rank else self._max_typing):
+            return False
+        if self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
             return False
         alike = max(COPY_FROM, len(task.prompt_ids) // 2)
         return not (task.reuse and alike <= len(task.prompt_ids)) or not any(

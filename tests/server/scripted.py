@@ -47,9 +47,6 @@ class ScriptedBackend:
             self.gate.acquire()
         self.passes += 1
 
-    def side_by_side(self, texts: int) -> int:
-        return 2
-
     def decode(
         self,
         cache: list[int],
