@@ -59,9 +59,7 @@ class RequestQueue:
     max_queue
         Tasks that may wait.
     max_begun
-        Tasks that may be under way beside one another, besides completions at a cursor.
-    max_typing
-        Completions at a cursor that may be: where many share a pass each costs less of it, and all are done later.
+        Completions at a cursor that may be under way beside one another, and other tasks that may be.
     share
         Tasks of one scope that may wait.
     prefill_chunk
@@ -81,7 +79,6 @@ class RequestQueue:
         cache_bytes: int = 2 << 30,
         max_queue: int = 32,
         max_begun: int = 4,
-        max_typing: int = 12,
         share: int | None = None,
         prefill_chunk: int = 512,
         on_done: Callable[[Task, Completion], None] = lambda task, done: None,
@@ -90,8 +87,7 @@ class RequestQueue:
         self.backend = backend
         self.codec = codec
         self._pool = SlotPool(backend, slots, cache_bytes)
-        self._max_queue, self._max_begun, self._max_typing = max_queue, max_begun, max_typing
-        self._most_bytes = cache_bytes
+        self._max_queue, self._max_begun, self._most_bytes = max_queue, max_begun, cache_bytes
         self._share = max_queue if share is None else share
         self._chunk = prefill_chunk
         self._typed_at = -_TYPES_ON_S
@@ -341,9 +337,10 @@ class RequestQueue:
         like = sum(other.task.rank == task.rank for other in under_way)
         if not like:
             return True
-        if like >= (self._max_begun if task.rank else self._max_typing):
-            return False
-        if self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
+        if (
+            like >= self._max_begun
+            or self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes
+        ):
             return False
         alike = max(COPY_FROM, len(task.prompt_ids) // 2)
         return not (task.reuse and alike <= len(task.prompt_ids)) or not any(

@@ -29,7 +29,7 @@ def backend():
 
 @pytest.fixture
 def engine(backend, codec):
-    engine = RequestQueue(backend, codec, slots=2, max_queue=3, max_typing=2, prefill_chunk=16)
+    engine = RequestQueue(backend, codec, slots=2, max_queue=3, prefill_chunk=16)
     engine.start()
     yield engine
     if backend.gate is not None:
