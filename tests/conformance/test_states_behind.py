@@ -12,9 +12,9 @@ from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.server.backend import DraftHints
-from retrieve_spec.server.hf_backend import HuggingFaceBackend
-from retrieve_spec.server.samplers import Sampling
+from retrieve_spec.server.backend import Backend
+from retrieve_spec.server.jobs import DraftHints
+from retrieve_spec.server.sampling import Sampling
 from retrieve_spec.verify.recurrent import are_flushed, flushed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -66,7 +66,7 @@ def test_streams_and_the_server_hand_over_a_cache_by_the_name_that_the_model_has
     rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "half", vocab=VOCAB), nodes=16)
     stream = rs.generate_stream(model, more, past_key_values=first.past_key_values, **options)
     assert [token for piece in stream for token in piece.token_ids.tolist()] == wanted[0, more.shape[1] :].tolist()
-    backend = HuggingFaceBackend(model, range(VOCAB))
+    backend = Backend(model, range(VOCAB))
     cache, ids = backend.new_cache(), more[0].tolist()
     with torch.no_grad():
         model(input_ids=more[:, :20], cache_params=cache, use_cache=True)
