@@ -7,6 +7,10 @@ Every variant answers the same requests, in turn. Then some sessions are typed w
 answers, to count the requests that newer keystrokes replaced.
 
     python scripts/bench_typing.py --package uvicorn --sessions 4
+
+With ``--together`` all sessions are typed at once while others talk.
+
+    python scripts/bench_typing.py --together --sessions 8 --chats 2
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,12 +161,82 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome, client: str = "b
     return text
 
 
-def type_live(server: Server, session: list[Key], fields: dict[str, Any], outcome: Outcome, client: str) -> None:
-    """Type a session with its real gaps, nobody waiting for answers."""
+def type_live(
+    server: Server, session: list[Key], fields: dict[str, Any], outcome: Outcome, client: str, every: bool = False
+) -> None:
+    """Type a session with its real gaps, nobody waiting for answers: `every` key asks, or those not explained."""
+    shown = ("\0", "")
+
+    def press(body: dict[str, Any]) -> None:
+        nonlocal shown
+        if text := ask(server, {**body, **fields}, outcome, client):
+            shown = (body["input_prefix"] + body["prompt"], text)
+
     with ThreadPoolExecutor(len(session)) as pool:
+        asked = []
         for key in session:
-            pool.submit(ask, server, {**key.body, **fields}, outcome, client)
+            if not every and explained(key.body, shown):
+                outcome.ends["explained"] += 1
+            else:
+                asked.append(pool.submit(press, key.body))
             time.sleep(key.gap_s)
+    for answer in asked:
+        answer.result()
+
+
+def type_together(server: Server, sessions: list[list[Key]], talks: list[str], fields: dict[str, Any]) -> list[Outcome]:
+    """Let all type with their real gaps while others talk; what each typist saw."""
+    outcomes = [Outcome() for _ in sessions]
+    over = threading.Event()
+
+    def type_one(number: int) -> None:
+        time.sleep(0.03 * number)
+        type_live(server, sessions[number], fields, outcomes[number], f"typist {number}")
+
+    def talk(number: int) -> None:
+        message = {"role": "user", "content": f"# {number}\n{talks[number]}"}
+        body = json.dumps({"messages": [message], "max_tokens": 400, "stream": True})
+        while not over.is_set():
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            for _ in connection.getresponse():
+                if over.is_set():
+                    break
+            connection.close()
+
+    for number, session in enumerate(sessions):
+        ask(server, {**session[0].body, "n_predict": 0}, Outcome(), f"typist {number}")  # as editors read ahead
+    with ThreadPoolExecutor(len(talks) + len(sessions)) as pool:
+        talkers = [pool.submit(talk, number) for number in range(len(talks))]
+        typists = [pool.submit(type_one, number) for number in range(len(sessions))]
+        wait(typists)
+        over.set()
+    for thread in [*talkers, *typists]:
+        thread.result()
+    return outcomes
+
+
+def typed_at_once(chats: int, folder: Path, workspace: Path, sessions: list[list[Key]]) -> dict[str, Any]:
+    """What those who type at once see, with drafting and without."""
+    talks = [sessions[0][0].body["input_prefix"][-6000:]] * chats
+    report: dict[str, Any] = {}
+    for name in ("drafting", "drafting off"):
+        server = Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)])
+        try:
+            time.sleep(5)  # the stores are attached
+            type_together(server, [sessions[0][:2]], talks[:1], VARIANTS[name])  # kernels
+            outcomes = type_together(server, sessions, talks, VARIANTS[name])
+        finally:
+            server.stop()
+        whole = Outcome(
+            [ms for each in outcomes for ms in each.latency_ms],
+            {mark: [n for each in outcomes for n in each.visible[mark]] for mark in MARKS_MS},
+            [ms for each in outcomes for ms in each.overhead_ms],
+        )
+        ends = sum((each.ends for each in outcomes), Counter[str]())
+        visible = [statistics.mean(each.visible[250] or [0]) for each in outcomes]
+        report[name] = {**summary(whole), "ends": dict(ends), "visible_at_250_ms_by_client": visible}
+    return report
 
 
 def explained(body: dict[str, Any], shown: tuple[str, str]) -> bool:
@@ -212,6 +287,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         sessions = [make_session(path, SEED + i, options.keys) for i, path in enumerate(chosen)]
         for path in chosen:
             path.unlink()  # what is typed is not in the workspace
+        if options.together:
+            return typed_at_once(options.chats, folder, workspace, sessions)
         setup = {"package": options.package, "files": [path.name for path in chosen], "model": "reference"}
         return {**typed_in_turn(folder, workspace, sessions), "setup": setup}
 
@@ -239,7 +316,7 @@ def typed_in_turn(folder: Path, workspace: Path, sessions: list[list[Key]]) -> d
                     shown = (key.body["input_prefix"] + key.body["prompt"], max(texts, key=len))
         for session in sessions[:REAL_GAPS]:
             for name, server in servers.items():
-                type_live(server, session, VARIANTS[name], typed[name], name)
+                type_live(server, session, VARIANTS[name], typed[name], name, every=True)
     finally:
         for server in servers.values():
             server.stop()
@@ -269,7 +346,7 @@ def visible_ratio(results: dict[str, Outcome], left_out: list[bool]) -> dict[str
 
 def main() -> None:
     """Measure and print."""
-    harness.run(measure, __doc__, package="uvicorn", sessions=4, keys=20)
+    harness.run(measure, __doc__, package="uvicorn", sessions=4, keys=20, together=False, chats=2)
 
 
 if __name__ == "__main__":
