@@ -22,20 +22,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
-from retrieve_spec.datastore.readahead import read_ahead
-from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore, read_ahead
 from retrieve_spec.drafting.drafter import Drafter, Layer
-from retrieve_spec.engine.cost_probe import measure_passes
+from retrieve_spec.engine.cost import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import PassThreads, some_of_a_pass, using
 from retrieve_spec.errors import ConfigError, TokenizerMismatchError, UnsupportedModelError
-from retrieve_spec.forks import survive_forks
-from retrieve_spec.generation.calls import BEFORE, generate, why_delegated
+from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
 from retrieve_spec.generation.many import generate_many
-from retrieve_spec.generation.own_generate import why_not_inside
 from retrieve_spec.generation.streams import generate_stream
 from retrieve_spec.model_layers import base_model, embedded_tokens, evaluating
+from retrieve_spec.openmp import survive_forks
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
@@ -67,7 +65,7 @@ def accelerate(
     drawn from torch's generator), `scope` (whose text this is: sessions draft from answers of the same scope alone),
     `siblings` ("share": samples of one prompt draft from what the others write, or
     "off") and `return_logprobs` (with `return_dict_in_generate=True` the output has the fields `logprobs` and
-    `raw_logprobs`, see `retrieve_spec.generation.logprobs.DecoderOnlyOutput`). What cannot be sped up is left to the
+    `raw_logprobs`, see `retrieve_spec.generation.outputs.DecoderOnlyOutput`). What cannot be sped up is left to the
     original `generate`; `model.speculation.last` says what happened and why.
 
     Parameters

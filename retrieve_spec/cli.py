@@ -43,9 +43,9 @@ COMMANDS = {
     "forget": ("retrieve_spec.cli_serve", "Delete what is kept about workspaces."),
 }
 BENCH_COMMANDS = {
-    "run": ("retrieve_spec.bench.cli_run", "Compare methods on prompts, interleaved, and write a report."),
-    "report": ("retrieve_spec.bench.cli_run", "Write the report of a results folder anew."),
-    "replay": ("retrieve_spec.bench.cli_replay", "Replay recorded answers and count tokens per pass."),
+    "run": ("retrieve_spec.bench.cli", "Compare methods on prompts, interleaved, and write a report."),
+    "report": ("retrieve_spec.bench.cli", "Write the report of a results folder anew."),
+    "replay": ("retrieve_spec.bench.cli", "Replay recorded answers and count tokens per pass."),
 }
 
 

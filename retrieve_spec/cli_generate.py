@@ -35,25 +35,6 @@ def parse_nodes(ctx: click.Context, param: click.Parameter, value: str) -> int |
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What to generate, as keyword arguments of `model.generate`.
-
-    Attributes
-    ----------
-    inputs
-        `input_ids` and `attention_mask`, (1, L) each.
-    options
-        Everything else.
-    seed
-        For `torch.manual_seed` before every run.
-    """
-
-    inputs: dict[str, Any]
-    options: dict[str, Any]
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """One finished generation: the new token ids and the wall time, prefill included."""
 
@@ -122,21 +103,26 @@ def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, co
 
     import retrieve_spec as rs
     from retrieve_spec.datastore.store import open_datastore
+    from retrieve_spec.reference_model import load_model
 
     with compiling_shown():
-        lm, tokenizer = _load(model, options)
+        with loading_bars():
+            lm, tokenizer = load_model(model, dtype=options["dtype"], device=options["device"])
         request = _request(lm, tokenizer, text, options)
         datastores = [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]
         rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
     if compare:
-        _run(lm, tokenizer, request, max_new_tokens=WARM_UP_TOKENS)
-    run = _run(lm, tokenizer, request, echo=not as_json)
+        _run(lm, tokenizer, request, options["seed"], max_new_tokens=WARM_UP_TOKENS)
+    run = _run(lm, tokenizer, request, options["seed"], echo=not as_json)
     report = lm.speculation.last
     result = summary(run, report, tokenizer)
     if options["provenance"]:
-        result["provenance"] = _provenance(report, run, tokenizer)
+        result["provenance"] = [
+            {**asdict(found), "text": tokenizer.decode(run.token_ids[found.position : found.position + found.tokens])}
+            for found in report.provenance
+        ]
     if compare:
-        result |= _compare(lm, tokenizer, request, run)
+        result |= _compare(lm, tokenizer, request, options["seed"], run)
     if as_json:
         click.echo(json.dumps(result))
     else:
@@ -194,32 +180,28 @@ def _check(config: SpeculationConfig, stores: Sequence[str]) -> None:
         build_drafter(config.with_options(session=False), datastores=datastores)
 
 
-def _load(model: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from retrieve_spec.reference_model import load_model
-
-    with loading_bars():
-        return load_model(model, dtype=options["dtype"], device=options["device"])
-
-
-def _request(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]) -> Request:
+def _request(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of `generate`."""
     encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-    inputs = {name: tensor.to(model.device) for name, tensor in encoded.items()}
-    if inputs["input_ids"].shape[1] == 0:
+    if encoded["input_ids"].shape[1] == 0:
         raise PromptError("a prompt of at least one token", "none", "Give some text to continue.")
     sampled = options["temperature"] > 0
-    choice: dict[str, float | None] = {
-        "temperature": options["temperature"],
-        "top_p": options["top_p"],
-        "top_k": options["top_k"],
-    }
-    if not sampled:
-        choice = dict.fromkeys(choice)  # a checkpoint's own sampling defaults would only warn
-    generation = {"max_new_tokens": options["max_new_tokens"], "do_sample": sampled, **choice}
-    return Request(inputs, generation, options["seed"])
+    # Of greedy text a checkpoint's own sampling defaults would only warn.
+    choice = {name: options[name] if sampled else None for name in ("temperature", "top_p", "top_k")}
+    inputs = {name: tensor.to(model.device) for name, tensor in encoded.items()}
+    return {**inputs, "max_new_tokens": options["max_new_tokens"], "do_sample": sampled, **choice}
 
 
 def _run(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: Request, *, echo: bool = False, **changes: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    request: dict[str, Any],
+    seed: int,
+    *,
+    echo: bool = False,
+    **changes: Any,
 ) -> Run:
     """Generate once; every run streams through the same decoder, so that times compare."""
     import torch
@@ -230,15 +212,16 @@ def _run(
             if echo:
                 click.echo(text, nl=stream_end)
 
-    torch.manual_seed(request.seed)
+    torch.manual_seed(seed)
     streamer = Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     start = time.perf_counter()
-    output = model.generate(**request.inputs, **{**request.options, "streamer": streamer, **changes})
-    seconds = time.perf_counter() - start
-    return Run(output[0, request.inputs["input_ids"].shape[1] :].tolist(), seconds)
+    output = model.generate(**{**request, "streamer": streamer, **changes})
+    return Run(output[0, request["input_ids"].shape[1] :].tolist(), time.perf_counter() - start)
 
 
-def _compare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: Request, run: Run) -> dict[str, Any]:
+def _compare(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: dict[str, Any], seed: int, run: Run
+) -> dict[str, Any]:
     """Run transformers' own `generate`; a sampled text is checked against our loop without drafts.
 
     Sampling noise is keyed by position here and drawn in sequence there, so two sampled texts agree in distribution
@@ -246,23 +229,15 @@ def _compare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request
     """
     import retrieve_spec as rs
 
-    same_as = _run(model, tokenizer, request, draft="off") if request.options["do_sample"] else None
+    same_as = _run(model, tokenizer, request, seed, draft="off") if request["do_sample"] else None
     rs.restore(model)
-    _run(model, tokenizer, request, max_new_tokens=WARM_UP_TOKENS)
-    plain = _run(model, tokenizer, request)
+    _run(model, tokenizer, request, seed, max_new_tokens=WARM_UP_TOKENS)
+    plain = _run(model, tokenizer, request, seed)
     return {
         "plain_tokens_per_second": plain.tokens_per_second,
         "speedup": run.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0,
         "identical": run.token_ids == (same_as or plain).token_ids,
     }
-
-
-def _provenance(report: GenerationReport, run: Run, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Say for every accepted drafted run that came from a store what it is and where it stands."""
-    return [
-        {**asdict(found), "text": tokenizer.decode(run.token_ids[found.position : found.position + found.tokens])}
-        for found in report.provenance
-    ]
 
 
 def _print_figures(result: dict[str, Any]) -> None:

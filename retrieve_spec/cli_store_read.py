@@ -151,7 +151,7 @@ def search(store: Path | str, text: str, limit: int, dense: bool, model: str | N
 
 
 def _search_dense(store: Path | str, text: str, limit: int, model: str | None, as_json: bool) -> None:
-    from retrieve_spec.datastore.dense_search import search_dense
+    from retrieve_spec.datastore.search import search_dense
     from retrieve_spec.datastore.store import open_datastore
 
     opened = open_datastore(store)

@@ -63,6 +63,9 @@ class SpeculationConfig:
         beside the calibration) or `"off"` (neither drafted from nor learned).
     rollouts
         A `RolloutMemory`: answers of earlier calls that samples of the same prompt draft from.
+    exact
+        Give every token the same logits bit for bit with drafts and without, in any number format: greedy and sampled
+        text is then that of `draft="off"`. On a CPU; a model for which that cannot be had is decoded without drafts.
     recorded_pass
         Record the model's forward once and verify with the recording and a preallocated cache, where that agrees with
         the model: `"auto"` (models of a million parameters and more), `"always"` or `"off"`.
@@ -80,6 +83,7 @@ class SpeculationConfig:
     dense: Literal["auto", "off"] = AUTO
     phrases: Literal["auto", "off"] = AUTO
     rollouts: Any = None
+    exact: bool = False
     recorded_pass: Literal["auto", "always", "off"] = AUTO
 
     def __post_init__(self) -> None:
@@ -123,8 +127,6 @@ class PassConfig:
         Copies of weights on a CPU in a layout that products with few rows read faster, all together; 0 keeps none.
     max_rows
         Root tokens and draft nodes of one recorded pass at most.
-    attention
-        How a pass attends: `"auto"`, or `"masked"`, `"split"` or `"triton"` where that can be used.
     score_bytes
         Attention scores that exist at a time where the prefix is attended to in blocks.
     batch_rows
@@ -140,7 +142,7 @@ class PassConfig:
     cuda_graphs
         Replay passes on a GPU as captured graphs, one per number of rows in `graph_rows`.
     fused_rows
-        On a GPU, run normalisation, rotary embeddings and gates of 16-bit models in one launch each.
+        Run normalisation, rotary embeddings and gates of 16-bit models (on a CPU of bfloat16) in one call each.
     graph_rows
         Rows of a pass (roots, pieces of prompts and drafted nodes of all texts) are padded to the next of these.
     min_parameters
@@ -151,7 +153,6 @@ class PassConfig:
     mask_bytes: int = 64 << 20
     layout_bytes: int = 1 << 30
     max_rows: int = 512
-    attention: Literal["auto", "masked", "split", "triton"] = AUTO
     score_bytes: int = 8 << 20
     batch_rows: int = 64
     batch_bytes: int = 4 << 30
@@ -192,7 +193,7 @@ class ServeConfig:
     slots
         Key-value caches kept for reuse; each document that is typed in needs one.
     chats
-        Answers that are decoded beside one another; completions at a cursor come before all of them.
+        Answers that are decoded beside one another, and completions at a cursor, which come before all of them.
     max_queue
         Requests that may wait for the model.
     prefill_chunk

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieve_spec.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
-from retrieve_spec.forks import survive_forks
+from retrieve_spec.openmp import survive_forks
 
 if TYPE_CHECKING:
     import torch

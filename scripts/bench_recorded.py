@@ -26,9 +26,9 @@ import torch
 from trace_driven import HYBRIDS, SHAPES, Answer, Clock, Timing, build, by_transformers, by_us
 
 import retrieve_spec as rs
-from retrieve_spec.bench.prompts import subtask
-from retrieve_spec.bench.stats import interval
-from retrieve_spec.bench.traces import read_trace
+from retrieve_spec.bench.replay import read_trace
+from retrieve_spec.bench.report import interval
+from retrieve_spec.bench.workloads import subtask
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 
 METHODS = ("plain", "prompt-lookup", "off", "auto")

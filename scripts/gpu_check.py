@@ -357,8 +357,8 @@ def recorded_answers(check: Check, vocab: int) -> list[Answer]:
 
         package = ROOT / "retrieve_spec"
         tokenizer = Tokenizer.from_file(str(package / "reference" / "tokenizer.json"))
-        names = ("verify/hf.py", "engine/sequence.py", "engine/speculation.py")
-        texts = [tokenizer.encode((package / name).read_text(encoding="utf-8")).ids for name in names]
+        largest = sorted(package.rglob("*.py"), key=lambda path: (path.stat().st_size, path))[-3:]
+        texts = [tokenizer.encode(path.read_text(encoding="utf-8")).ids for path in largest]
         pairs = [(text[:300], text[300 : 300 + check.new_tokens]) for text in texts]
     pairs = [(prompt[-40:], output) for prompt, output in pairs[:2]] if check.dry else pairs
     ids = [([t % vocab for t in prompt], [t % vocab for t in output]) for prompt, output in pairs]

@@ -31,8 +31,7 @@ from typing import Any
 from harness import ROOT
 from tokenizers import Tokenizer
 
-from retrieve_spec.bench.replay import Replay
-from retrieve_spec.bench.traces import read_trace
+from retrieve_spec.bench.replay import Replay, read_trace
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.sources import Source

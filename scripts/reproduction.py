@@ -165,7 +165,6 @@ def run(args: argparse.Namespace, places: Places, name: str, words: list[str], h
     limits += ["--max-new-tokens", "24"] if args.limit else []
     command = ["bench", "run", "--model", "reference", *prompts, *words, *limits, "--out", str(folder), "--json"]
     summary = tool("retrieve-spec", *command)
-    summary["header"].pop("cost_curves", None)  # long, and in the report
     return summary
 
 

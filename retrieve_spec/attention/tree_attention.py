@@ -7,67 +7,201 @@ masked
     one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated, and the
     mask is a view into a buffer whose prefix columns are always zero, so it is never rebuilt.
 split
-    tree block with a mask and prefix without, block by block (`retrieve_spec.attention.online_softmax`); also applies
+    tree block with a mask and prefix without, block by block (`attend_blocks`); also applies
     soft-capping and sinks.
 triton
     both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
 
-Many rows of a prompt, on a CPU, go by `retrieve_spec.attention.prompt_attention` where that is faster.
+Many rows of a prompt, on a CPU, go by `retrieve_spec.attention.tree_attention` where that is faster.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn import functional
 
-from retrieve_spec.attention.online_softmax import Block, LayerRule, attend_blocks, keys_per_block
-from retrieve_spec.attention.prompt_attention import ROWS, attend_prompt, products_pay
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
-from retrieve_spec.config import AUTO, PASS
+from retrieve_spec.config import PASS
 from retrieve_spec.errors import in_a_line
 
-logger = logging.getLogger(__name__)
+ROWS = 64
+"""Rows of a block."""
+_TRIAL_KEYS, _REPEATS = 512, 5
+_WINS = 0.9
+
+
+def attend_prompt(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of the last rows of a text, each of which sees all keys up to its own.
+
+    Parameters
+    ----------
+    query
+        (1, heads, rows, d) float32 on a CPU.
+    keys, values
+        (1, kv_heads, held + rows, d) and (…, d_v), the rows' own last.
+    scale
+        Factor of the scores.
+
+    Returns
+    -------
+    Tensor
+        (1, rows, heads, d_v).
+    """
+    heads, rows = query.shape[1:3]
+    held, start = keys.shape[2] - rows, 0
+    out = query.new_empty((1, rows, heads, values.shape[3]))
+    while start < rows:
+        end = min((held + start) // ROWS * ROWS + ROWS - held, rows)
+        seen = slice(held + end)
+        attend = _by_products if end - start == ROWS else _at_once
+        attend(query[:, :, start:end], keys[:, :, seen], values[:, :, seen], scale, out[:, start:end])
+        start = end
+    return out
+
+
+def _by_products(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor
+) -> None:
+    """Write the attention of one block, key head by key head."""
+    kv_heads, rows = keys.shape[1], query.shape[2]
+    groups = query.shape[1] // kv_heads
+    asked = (query * scale).reshape(kv_heads, groups * rows, -1)
+    hidden = _hidden(groups, rows)
+    for head in range(kv_heads):
+        scores = _product(asked[head], keys[0, head])
+        scores[:, -rows:].add_(hidden)
+        part = _product(torch.softmax(scores, -1), values[0, head].t())
+        out[0, :, head * groups : (head + 1) * groups] = part.view(groups, rows, -1).transpose(0, 1)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """(m, n) product of (m, d) with the transpose of (n, d)."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _at_once(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """Write the attention of a part that is no whole block, by one fused call."""
+    kv_heads, rows = keys.shape[1], query.shape[2]
+    groups = query.shape[1] // kv_heads
+    mask = torch.zeros((groups * rows, keys.shape[2]))
+    mask[:, -rows:] = _hidden(groups, rows)
+    packed = query.reshape(1, kv_heads, groups * rows, -1)
+    part = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=mask[None, None], scale=scale)
+    out.copy_(part.reshape(1, kv_heads * groups, rows, -1).transpose(1, 2))
+
+
+@functools.lru_cache(256)
+def _hidden(groups: int, rows: int) -> torch.Tensor:
+    """(groups · rows, rows) additive mask of rows that do not see those behind them, once per group."""
+    with torch.inference_mode(False):
+        return torch.full((rows, rows), float("-inf")).triu_(1).repeat(groups, 1)
+
+
+@functools.cache
+def products_pay(kv_heads: int, groups: int, width: int, value_width: int, threads: int) -> bool:
+    """Whether products attend faster than one fused call, and to the same, with so many threads; tried once."""
+    held = _TRIAL_KEYS - 2 * ROWS
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        query = torch.randn(1, kv_heads * groups, 2 * ROWS, width)
+        keys, values = (torch.randn(1, kv_heads, held + 2 * ROWS, size) for size in (width, value_width))
+        fused = torch.empty(1, 2 * ROWS, kv_heads * groups, value_width)
+        took: tuple[list[float], list[float]] = [], []
+        try:
+            for _ in range(_REPEATS):
+                began = perf_counter()
+                ours = attend_prompt(query, keys, values, width**-0.5)
+                between = perf_counter()
+                _at_once(query, keys, values, width**-0.5, fused)
+                took[0].append(between - began)
+                took[1].append(perf_counter() - between)
+        except (AttributeError, RuntimeError):  # another build of torch: the operation is inductor's, not promised
+            return False
+    return min(took[0]) < _WINS * min(took[1]) and torch.allclose(ours, fused, rtol=1e-4, atol=1e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """What one layer's attention does beyond softmax(q·k) v.
+
+    Attributes
+    ----------
+    scale
+        Factor of the scores.
+    window
+        Keys a query sees at most, itself included; 0 for all.
+    softcap
+        Scores s become softcap · tanh(s / softcap); 0 for none.
+    sinks
+        (heads,) logits of a key without a value that every query also attends to, or None.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Keys, values, and an additive mask or None."""
+
+
+def keys_per_block(queries: torch.Tensor) -> int:
+    """How many keys the scores of (1, kv_heads, height, d) queries have room for in `config.PASS.score_bytes`."""
+    return max(PASS.score_bytes // (4 * queries.shape[1] * queries.shape[2]), 64)
+
+
+def attend_blocks(packed: torch.Tensor, blocks: Iterable[Block], rule: LayerRule) -> torch.Tensor:
+    """Attention to all blocks: (1, kv_heads, height, d) in, (1, kv_heads, height, d_v) out.
+
+    A running maximum m and sum of exp(score - m) are kept per query; what was summed is rescaled when m grows, so that
+    the result is that of one softmax over all scores, but for rounding.
+    """
+    lowest = torch.finfo(torch.float32).min  # instead of -inf, of which differences are no numbers
+    greatest = total = out = None
+    for keys, values, additive in blocks:
+        scores = torch.matmul(packed, keys.transpose(2, 3)).float().mul_(rule.scale)
+        if rule.softcap:
+            scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        if additive is not None:
+            scores = scores.add_(additive)
+        top = scores.amax(-1, keepdim=True).clamp_min_(lowest)
+        if greatest is not None:
+            top = torch.maximum(top, greatest)
+        weights = scores.sub_(top).exp_()
+        part, share = torch.matmul(weights.to(values.dtype), values).float(), weights.sum(-1, keepdim=True)
+        if greatest is None or total is None or out is None:
+            greatest, total, out = top, share, part
+        else:
+            kept = torch.exp(greatest - top)
+            greatest, total, out = top, total.mul_(kept).add_(share), out.mul_(kept).add_(part)
+    assert greatest is not None and total is not None and out is not None, "a query sees itself at least"
+    if rule.sinks is not None:
+        sinks = rule.sinks.float().view(1, packed.shape[1], -1, 1)
+        sinks = sinks.repeat_interleave(packed.shape[2] // sinks.shape[2], dim=2)
+        top = torch.maximum(greatest, sinks)
+        kept = torch.exp(greatest - top)
+        total, out = total * kept + torch.exp(sinks - top), out * kept
+    return (out / total).to(packed.dtype)
+
 
 Backend = Literal["masked", "split", "triton"]
 
 
 def choose_backend(mask: TreeMask, rule: LayerRule, width: int, value_width: int) -> Backend:
-    """Pick a layer's backend, `config.PASS.attention` if that can serve it; every backend computes the same."""
-    if PASS.attention != AUTO:
-        why = why_not_backend(PASS.attention, mask.device.type, rule, width == value_width <= 256)
-        if not why:
-            return PASS.attention
-        _say_once(f"attention {PASS.attention!r} is not used: {why}")
+    """Pick a layer's backend; every backend computes the same."""
     if mask.device.type == "cuda" and width == value_width <= 256 and not why_not_triton("cuda"):
         return "triton"
     if rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window):
         return "split"
     return "masked"
-
-
-def why_not_backend(backend: Backend, device: str, rule: LayerRule, plain_heads: bool) -> str:
-    """Why a backend cannot serve a layer on a kind of device; empty when it can.
-
-    `plain_heads`: keys and values of one width, 256 at most.
-    """
-    if backend == "triton":
-        return why_not_triton(device) or (
-            "" if plain_heads else "keys and values differ in width, or are wider than 256"
-        )
-    if backend == "masked" and (rule.softcap or rule.sinks is not None):
-        return "the layer caps its scores or has sinks"
-    return ""
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    logger.info(message)
 
 
 @functools.cache
@@ -132,9 +266,35 @@ def attend(
     return out.reshape(batch, heads, rows, values.shape[-1]).transpose(1, 2)
 
 
+def attend_by_rows(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
+) -> torch.Tensor:
+    """Attention of one pass, each row by the fused call that decodes it alone (`attend` names the arguments).
+
+    Sums over keys are added up in an order that depends on where keys lie and how many there are, which shows in 16
+    bits. So each row gets the keys that it sees, one behind the other, as if it were the last token of a text.
+    """
+    _, heads, rows, width = query.shape
+    held = keys.shape[2] - rows
+    out = query.new_empty((1, rows, heads, values.shape[3]))
+    for row in range(rows):
+        seen = mask.seen[row]
+        if seen[: row + 1].all():
+            own_keys, own_values = (x[:, :, : held + row + 1] for x in (keys, values))
+        else:
+            places = torch.from_numpy(np.concatenate([np.arange(held), held + np.flatnonzero(seen)]))
+            own_keys, own_values = (x.index_select(2, places.to(x.device)) for x in (keys, values))
+        if rule.window:
+            own_keys, own_values = (x[:, :, -rule.window :] for x in (own_keys, own_values))
+        packed = query[:, :, row].view(1, keys.shape[1], -1, width)
+        part = functional.scaled_dot_product_attention(packed, own_keys, own_values, scale=rule.scale)
+        out[:, row] = part.view(1, heads, -1)
+    return out
+
+
 def _is_prompt(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule) -> bool:
     """Whether rows are a piece of a text that sees all before it, and `attend_prompt` is the faster one."""
-    if rule.window or query.dtype != torch.float32 or PASS.attention != AUTO or not mask.is_text:
+    if rule.window or query.dtype != torch.float32 or not mask.is_text:
         return False
     kv_heads = keys.shape[1]
     sizes = kv_heads, query.shape[1] // kv_heads, query.shape[3], values.shape[3]

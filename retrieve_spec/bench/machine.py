@@ -51,15 +51,14 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def _other_work(facts: dict[str, Any]) -> str:
-    """What else the machine did; figures measured one after another find the load that the one before left."""
-    load, others, cores = facts.get("load", 0.0), facts.get("others"), facts["cores"]
-    notes = [f"load {load} at the start"] if load > BUSY_LOAD * cores else []
+    """What else the machine did; the load tells it only where nothing counted."""
+    others, busy_others = facts.get("others"), BUSY_OTHERS * facts["cores"]
     if others is not None:
-        notes.append(f"other processes took {others:.2f} cores meanwhile")
-    busy = load > BUSY_LOAD * cores if others is None else others > BUSY_OTHERS * cores
-    if busy:
-        return f", busy ({', '.join(notes)}: times are for orientation only)"
-    return f" ({', '.join(notes)})" if notes else ""
+        note, busy = f"other processes took {others:.2f} cores meanwhile", others > busy_others
+    else:
+        note, busy = f"load {facts.get('load')} at the start", facts.get("load", 0.0) > BUSY_LOAD * facts["cores"]
+        note = note if busy else ""
+    return f", busy ({note}: times are for orientation only)" if busy else f" ({note})" if note else ""
 
 
 class OtherWork:
@@ -85,11 +84,6 @@ def _other_seconds() -> tuple[float, float] | None:
     except (OSError, ValueError):
         return None
     return time.monotonic(), busy - sum(os.times()[:4])
-
-
-def folder_bytes(folder: str | os.PathLike[str]) -> int:
-    """Bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def _processor() -> str:

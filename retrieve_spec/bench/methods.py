@@ -1,4 +1,4 @@
-"""Benchmark methods: a name as `--methods` takes it, and one timed generation with it.
+"""Benchmark methods: a name as `--methods` takes it, one timed generation with it, and drafters without a source.
 
 `plain`
     transformers' own `generate`, untouched.
@@ -17,12 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import retrieve_spec as rs
-from retrieve_spec.bench.ablation import FreshDrafter
-from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.drafting.presets import PRESETS
+from retrieve_spec.config import AUTO, SpeculationConfig
+from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.drafting.drafter import Preparable
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.presets import PRESETS, build_drafter
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.errors import ConfigError, nearest
+from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.unigrams import token_classes
 
 PLAIN, PROMPT_LOOKUP, OFF = "plain", "prompt-lookup", "off"
 OURS, WITHOUT = "ours/", "~"
@@ -101,17 +108,110 @@ class FirstToken:
     """A streamer that notes when the first token came."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.at = 0.0
+        self.times: list[float] = []
+
+    @property
+    def at(self) -> float:
+        """When it came: the first call brings the prompt, the second the first token."""
+        return self.times[1]
 
     def put(self, value: Any) -> None:
-        """The first call brings the prompt, the second the first token."""
-        self.calls += 1
-        if self.calls == 2:
-            self.at = time.perf_counter()
+        """Note the time of a call."""
+        self.times.append(time.perf_counter())
 
     def end(self) -> None:
         """Do nothing."""
+
+
+class EmptyContext(SuffixAutomaton):
+    """A context source that stays empty: kernels find no room in it, and `extend` makes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = self.states[:1].copy()  # the root alone
+
+    def extend(self, token_ids: NDArray[np.int32]) -> None:
+        """Do nothing."""
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "context": {"context": EmptyContext},
+    "session": {"session": None},
+    "prediction": {},
+    "recycling": {"recycling": None, "top_k": 0},
+    "ngram": {"stores.ngram": list},
+    "exact": {"stores.exact": list},
+    "dense": {"dense": None, "wants_hidden": None},
+    "phrases": {"phrases": None},
+    "alignment": {"alignments": None},
+}
+"""Attributes of the mixture that hold a source, by its name, with what stands there without it (types are called)."""
+
+
+class FreshDrafter:
+    """A drafter that `renew` puts back to how it began; everything else is the drafter's own.
+
+    What it learns is kept in memory only: a calibration file beside a store would carry one measurement into the next.
+
+    Parameters
+    ----------
+    config, datastores
+        What `build_drafter` takes.
+    without
+        Names of sources that `auto` does without.
+    tokenizer
+        Of the model that answers, if it is known.
+
+    Raises
+    ------
+    ConfigError
+        No such source, or the preset is not `auto`.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        datastores: Sequence[Any] = (),
+        without: Sequence[str] = (),
+        tokenizer: Any = None,
+    ) -> None:
+        self._config, self._datastores, self._without = config, datastores, without
+        self._classes = token_classes(tokenizer)
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget all that was learned."""
+        calibration = Calibration(classes=self._classes)
+        self.drafter: Any = build_drafter(self._config, datastores=self._datastores, calibration=calibration)
+        for name in self._without:
+            self._remove(name)
+
+    def prepare(self) -> None:
+        """As `Preparable`; defined here because protocols look at classes (Python 3.12 and newer)."""
+        if isinstance(self.drafter, Preparable):
+            self.drafter.prepare()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "drafter":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.drafter, name)
+
+    def _remove(self, source: str) -> None:
+        if source not in SOURCES:
+            remedy = nearest(source, SOURCES) or "Name one of these."
+            raise ConfigError(f"a source among {', '.join(SOURCES)}", repr(source), remedy)
+        drafter = self.drafter
+        if not isinstance(drafter, MixtureDrafter):
+            raise ConfigError("the preset auto", "another preset", "Only `auto` can do without a source.")
+        for name, value in SOURCES[source].items():
+            *owners, attribute = name.split(".")
+            owner = getattr(drafter, owners[0]) if owners else drafter
+            setattr(owner, attribute, value() if isinstance(value, type) else value)
+        if source == "context":
+            drafter.unigrams = drafter.calibration.unigrams(mute=True)
+        elif source == "prediction":
+            start = drafter.start
+            drafter.start = lambda prompt_ids, prediction_ids=None: start(prompt_ids)  # type: ignore[method-assign]
 
 
 class Bench:
@@ -149,7 +249,7 @@ class Bench:
         self._drafters: dict[str, FreshDrafter] = {}
         for method in methods:
             if method.ours:
-                nodes: Any = "auto" if method.nodes is None else method.nodes
+                nodes = AUTO if method.nodes is None else method.nodes
                 config = SpeculationConfig(draft=method.kind, nodes=nodes, session=session)
                 drafter = None
                 if method.kind != OFF:
@@ -162,12 +262,6 @@ class Bench:
         if method.name in self._drafters:
             self._drafters[method.name].renew()
 
-    def cost_curve(self, method: Method, context: int = 512, most: int = 128) -> list[float]:
-        """Seconds per pass over 0, 1, … nodes, as this method's state measured them; empty if it did not."""
-        if not method.ours or not (cost := self._states[method.name].cost).measured:
-            return []
-        return [float(x) for x in cost.seconds(context, most)]
-
     def generate(self, method: Method, input_ids: Any, *, max_new_tokens: int, prediction: Any = None) -> Generation:
         """Generate from (1, L) token ids and time it."""
         import torch
@@ -176,36 +270,25 @@ class Bench:
         streamer = FirstToken()
         arguments = {**self.options, "input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         arguments |= {"max_new_tokens": max_new_tokens, "streamer": streamer}
+        calls: list[None] = []
         if method.ours:
-            return self._ours(method, arguments, streamer, prediction)
-        if method.kind == PROMPT_LOOKUP:  # transformers', here
-            arguments["prompt_lookup_num_tokens"] = method.nodes or PROMPT_LOOKUP_TOKENS
-        return self._theirs(method, arguments, streamer)
-
-    def _ours(self, method: Method, arguments: dict[str, Any], streamer: FirstToken, prediction: Any) -> Generation:
-        self.model.speculation = state = self._states[method.name]
-        start = _now()
-        output = self.model.generate(**arguments, prediction=prediction)
-        seconds = _now() - start
-        ids = output[0, arguments["input_ids"].shape[1] :].tolist()
-        return Generation(ids, seconds, streamer.at - start, state.last.passes, state.last)
-
-    def _theirs(self, method: Method, arguments: dict[str, Any], streamer: FirstToken) -> Generation:
-        passes = 0
-
-        def count(*_: Any) -> None:
-            nonlocal passes
-            passes += 1
-
-        hook = self.model.register_forward_pre_hook(count)
+            self.model.speculation = self._states[method.name]
+            call, arguments = self.model.generate, arguments | {"prediction": prediction}
+        else:
+            call = type(self.model).generate.__get__(self.model)  # whatever the instance carries
+            if method.kind == PROMPT_LOOKUP:
+                arguments["prompt_lookup_num_tokens"] = method.nodes or PROMPT_LOOKUP_TOKENS
+        hook = None if method.ours else self.model.register_forward_pre_hook(lambda *_: calls.append(None))
         try:
             start = _now()
-            output = type(self.model).generate(self.model, **arguments)
+            output = call(**arguments)
             seconds = _now() - start
         finally:
-            hook.remove()
-        ids = output[0, arguments["input_ids"].shape[1] :].tolist()
-        return Generation(ids, seconds, streamer.at - start, passes)
+            if hook is not None:
+                hook.remove()
+        report = self.model.speculation.last if method.ours else None
+        ids = output[0, input_ids.shape[1] :].tolist()
+        return Generation(ids, seconds, streamer.at - start, report.passes if report else len(calls), report)
 
 
 def _now() -> float:

@@ -2,53 +2,97 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from retrieve_spec.bench.traces import Ids, TraceRow, read_trace
-from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
+from retrieve_spec.bench.methods import FreshDrafter
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.datastore.fingerprint import load_tokenizer
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.phrases import PhraseMemory
 
-LIVE, WARM = "live", "warm"
-
-
-@runtime_checkable
-class FeedingDrafter(Drafter, Protocol):
-    """A drafter that can be given text which was neither drafted nor generated."""
-
-    def feed(self, token_ids: Ids) -> None:
-        """Append text to the text so far."""
+LIVE = "live"
+Ids = NDArray[np.int32]
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts of one group of rows."""
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded conversation: the prompt, then segments in order; only generated ones are drafted.
 
-    passes: int = 0
-    tokens: int = 0
-    nodes: int = 0
-    expected: float = 0.0
-    accepted: Counter[str] = field(default_factory=Counter)
+    Rows of one group share text (a repository, a question asked again) and are kept on one side of a split.
+    """
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            self.passes + other.passes,
-            self.tokens + other.tokens,
-            self.nodes + other.nodes,
-            self.expected + other.expected,
-            self.accepted + other.accepted,
-        )
+    task: str
+    prompt: Ids
+    segments: list[tuple[Ids, bool]]
+    group: str = ""
+
+
+def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> Iterator[TraceRow]:
+    """Rows of a trace file, encoded: the prompt with special tokens, every later segment without.
+
+    Parameters
+    ----------
+    path
+        JSON Lines with ``prompt``, ``output`` and optionally ``more`` ([[context, generation], …]), ``task``,
+        ``meta.loop`` (true: the row is left out), ``group`` (rows without one are groups of their own).
+    tokenizer
+        A `tokenizers.Tokenizer`, or what encodes as it does.
+    limit
+        Rows read at most, in file order, left-out rows counted.
+
+    Raises
+    ------
+    TraceError
+        When a line is not JSON or lacks a field.
+    """
+    with open(path, encoding="utf-8", errors="surrogateescape") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and number > limit:
+                return
+            row = _parse(line, number, path)
+            if (row.get("meta") or {}).get("loop"):
+                continue
+            segments = [(_ids(tokenizer, row["output"], False), True)]
+            for context, generated in row.get("more") or []:
+                segments += [(_ids(tokenizer, context, False), False), (_ids(tokenizer, generated, False), True)]
+            group = row.get("group")
+            prompt = _ids(tokenizer, row["prompt"], True)
+            yield TraceRow(row.get("task") or "", prompt, segments, f"line {number}" if group is None else str(group))
+
+
+def _parse(line: str, number: int, path: str | Path) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        turns = [text for context, generated in row.get("more") or [] for text in (context, generated)]
+        texts = [row["prompt"], row["output"], row.get("task") or "", *turns]
+        "".join(texts).encode()  # fails for what is no string, or none that can be encoded
+        if not isinstance(row.get("meta") or {}, dict):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise TraceError(
+            "one JSON object per line with the strings 'prompt' and 'output' (and 'more' as pairs of strings)",
+            f"line {number} of {path}: {line[:60].rstrip()!r}",
+            "Write the log in that form (docs/benchmarks.md).",
+        ) from None
+    return row  # type: ignore[no-any-return]
+
+
+def _ids(tokenizer: Any, text: str, special: bool) -> Ids:
+    return np.array(tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
 
 
 class Replay:
@@ -57,21 +101,20 @@ class Replay:
     Parameters
     ----------
     drafter
-        Anything that fulfils the `Drafter` door and can `feed`.
+        A `Drafter` that can `feed`, too: append text that was neither drafted nor generated.
     nodes
         Draft nodes per pass at most.
     node_cost
         What a node adds to a pass, as a share of a pass without drafts; drafts are sized by it. None fills the nodes.
     """
 
-    def __init__(self, drafter: FeedingDrafter, nodes: int = 60, node_cost: float | None = None) -> None:
-        self.drafter = drafter
-        self.nodes = nodes
-        self.node_cost = node_cost
+    def __init__(self, drafter: Any, nodes: int = 60, node_cost: float | None = None) -> None:
+        self.drafter, self.nodes, self.node_cost = drafter, nodes, node_cost
         self._cost = None if node_cost is None else (1.0 + node_cost * np.arange(nodes + 1)).astype(np.float32)
-        self.by_task: dict[str, Tally] = defaultdict(Tally)
-        self.propose_us: list[float] = []
-        self.observe_us: list[float] = []
+        self._by_task: dict[str, Counter[str]] = defaultdict(Counter)  # passes, tokens and nodes
+        self._accepted = Counter[str]()
+        self._expected = 0.0
+        self._times: list[tuple[float, float]] = []  # microseconds of drafting and of learning
 
     def run(self, rows: Iterable[TraceRow], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
         """Replay all rows, calling ``progress(tokens, passes)`` with the totals after each; see `result`."""
@@ -79,16 +122,16 @@ class Replay:
             self.drafter.start(row.prompt)
             for ids, generated in row.segments:
                 if generated:
-                    self._generate(ids, self.by_task[row.task])
+                    self._generate(ids, self._by_task[row.task])
                 else:
                     self.drafter.feed(ids)
             self.drafter.finish()
             if progress:
-                totals = self.by_task.values()
-                progress(sum(t.tokens for t in totals), sum(t.passes for t in totals))
+                total = sum(self._by_task.values(), Counter[str]())
+                progress(total["tokens"], total["passes"])
         return self.result()
 
-    def _generate(self, output: Ids, tally: Tally) -> None:
+    def _generate(self, output: Ids, tally: Counter[str]) -> None:
         at = 0
         while at < len(output):
             began = time.perf_counter()
@@ -99,44 +142,45 @@ class Replay:
             verified = VerifiedPass(tree, path, emitted)
             middle = time.perf_counter()
             self.drafter.observe(verified)
-            self.observe_us.append((time.perf_counter() - middle) * 1e6)
-            self.propose_us.append((proposed - began) * 1e6)
-            tally.passes += 1
-            tally.tokens += len(emitted)
-            tally.nodes += len(tree)
-            tally.expected += 1.0 + tree.expected_accepted
-            tally.accepted.update(SOURCE_NAMES[tree.source[node]] for node in path)
+            self._times.append(((proposed - began) * 1e6, (time.perf_counter() - middle) * 1e6))
+            tally.update(passes=1, tokens=len(emitted), nodes=len(tree))
+            self._expected += 1.0 + tree.expected_accepted
+            self._accepted.update(SOURCE_NAMES[tree.source[node]] for node in path)
             at += len(emitted)
 
     def result(self) -> dict[str, Any]:
         """Figures so far, as one JSON-ready object."""
-        total = sum(self.by_task.values(), Tally())
-        passes = max(total.passes, 1)
-        took = passes + (self.node_cost or 0.0) * total.nodes
+        total = sum(self._by_task.values(), Counter[str]())
+        passes = max(total["passes"], 1)
+        took = passes + (self.node_cost or 0.0) * total["nodes"]
+        times = np.array(self._times or [(0.0, 0.0)]).T
         return {
-            **({} if self.node_cost is None else {"speedup": total.tokens / took}),
-            "tokens_per_pass": total.tokens / passes,
-            "nodes_per_pass": total.nodes / passes,
-            "passes": total.passes,
-            "tokens": total.tokens,
-            "propose_us": _quantiles(self.propose_us),
-            "observe_us": _quantiles(self.observe_us),
-            "pass_us": _quantiles([a + b for a, b in zip(self.propose_us, self.observe_us, strict=True)]),
-            "expected_tokens_per_pass": total.expected / passes,
+            **({} if self.node_cost is None else {"speedup": total["tokens"] / took}),
+            "tokens_per_pass": total["tokens"] / passes,
+            "nodes_per_pass": total["nodes"] / passes,
+            "passes": total["passes"],
+            "tokens": total["tokens"],
+            "propose_us": _quantiles(times[0]),
+            "observe_us": _quantiles(times[1]),
+            "pass_us": _quantiles(times[0] + times[1]),
+            "expected_tokens_per_pass": self._expected / passes,
             "by_task": {
-                task: {"tokens_per_pass": t.tokens / max(t.passes, 1), "passes": t.passes, "tokens": t.tokens}
-                for task, t in sorted(self.by_task.items())
+                task: {
+                    "tokens_per_pass": t["tokens"] / max(t["passes"], 1),
+                    "passes": t["passes"],
+                    "tokens": t["tokens"],
+                }
+                for task, t in sorted(self._by_task.items())
             },
-            "accepted_by_source": dict(sorted(total.accepted.items())),
+            "accepted_by_source": dict(sorted(self._accepted.items())),
         }
 
 
 def walk(tree: DraftTree, output: Ids) -> Ids:
     """Nodes of the path that the recorded output takes; the bonus token is left for the end of the output."""
-    path: list[int] = []
-    at = ROOT
-    parents, tokens = tree.parent.tolist(), tree.token_ids.tolist()
-    children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
+    path, at = list[int](), ROOT
+    edges = zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True)
+    children = {edge: node for node, edge in enumerate(edges)}
     for token in output.tolist():
         node = children.get((at, token))
         if node is None:
@@ -155,25 +199,17 @@ def halves(rows: Iterable[TraceRow]) -> tuple[list[TraceRow], list[TraceRow]]:
     return sides
 
 
-def teach_phrases(phrases: PhraseMemory, rows: Iterable[TraceRow]) -> None:
-    """Let a phrase memory learn recorded answers, one request each, as if they had been generated."""
-    between = np.array([BOUNDARY], np.int32)
-    for row in rows:
-        parts = [part for ids, generated in row.segments if generated for part in (ids, between)]
-        phrases.learn(np.concatenate(parts))
-
-
-def _quantiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {"p50": 0.0, "p99": 0.0}
+def _quantiles(values: NDArray[np.float64]) -> dict[str, float]:
     return {"p50": float(np.median(values)), "p99": float(np.percentile(values, 99))}
 
 
-def _taught(drafter: Any, rows: Iterable[TraceRow]) -> FeedingDrafter:
-    """A drafter that knows the phrases of rows, and learns no more of them."""
+def _taught(drafter: Any, rows: Iterable[TraceRow]) -> MixtureDrafter:
+    """A drafter that knows the phrases of recorded answers, one request each, and learns no more of them."""
     if not isinstance(drafter, MixtureDrafter) or drafter.phrases is None:
         raise ConfigError("a drafter that drafts from phrases", "another one", "Replay `auto` with its phrases.")
-    teach_phrases(drafter.phrases, rows)
+    for row in rows:
+        parts = [part for ids, generated in row.segments if generated for part in (ids, np.array([BOUNDARY], np.int32))]
+        drafter.phrases.learn(np.concatenate(parts))
     drafter.learns_phrases = False
     return drafter
 
@@ -230,28 +266,23 @@ def replay_trace(
     TraceError, TokenizerMismatchError, UnknownPresetError, MissingSourceError
         When the file, a store or the preset does not fit.
     """
-    from retrieve_spec.bench.ablation import FreshDrafter
-    from retrieve_spec.config import SpeculationConfig
-    from retrieve_spec.datastore.fingerprint import load_tokenizer
-    from retrieve_spec.datastore.store import open_datastore
-
     encoder = load_tokenizer(tokenizer)
     opened = [open_datastore(store, tokenizer=encoder) for store in stores]
     fresh = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without, encoder)
-    if not isinstance(fresh.drafter, FeedingDrafter):
-        raise ConfigError(
-            "a preset that can be fed text it did not draft", repr(draft), "Replay `auto` or another preset."
-        )
+    if not hasattr(fresh.drafter, "feed"):
+        remedy = "Replay `auto` or another preset."
+        raise ConfigError("a preset that can be fed text it did not draft", repr(draft), remedy)
     replay = Replay(fresh.drafter, nodes, node_cost)
     rows = read_trace(path, encoder, limit)
-    if phrases == WARM:
+    if phrases == LIVE:
+        replay.run(rows, progress)
+    else:
         one, other = halves(rows)
         for replayed, learned in ((one, other), (other, one)):
             fresh.renew()
             replay.drafter = _taught(fresh.drafter, learned)
-            result = replay.run(replayed, progress)
-    else:
-        result = replay.run(rows, progress)
+            replay.run(replayed, progress)
+    result = replay.result()
     if not result["passes"]:
         raise TraceError("at least one recorded answer", f"none in {path}", "Give a trace that holds some.")
     return result

@@ -7,12 +7,20 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from retrieve_spec.bench.methods import OFF, PLAIN, Bench, Generation, Method
-from retrieve_spec.bench.prompts import encode
-from retrieve_spec.bench.results import PARTS, Record, ResultsFolder
-from retrieve_spec.bench.workloads import Prompt, loops
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
+
+from retrieve_spec.bench.machine import OtherWork, machine_facts
+from retrieve_spec.bench.methods import OFF, PLAIN, Bench, Method, parse_method
+from retrieve_spec.bench.report import PARTS, RUN_FILE, Record, ResultsFolder
+from retrieve_spec.bench.workloads import Prompt, encode, loops, read_prompts
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.reference_model import load_model
 
 State = Literal["cold", "session", "shared"]
 WARM_UP_TOKENS = 16
@@ -34,7 +42,7 @@ class Plan:
     max_new_tokens
         Per turn.
     template
-        See `retrieve_spec.bench.prompts.render`.
+        See `retrieve_spec.bench.workloads.render`.
     sampled
         Whether tokens are drawn instead of taking the most probable.
     """
@@ -54,10 +62,9 @@ class Plan:
         Sampled texts of transformers' loop and of ours agree in distribution only (their noise is drawn differently),
         so then it is our loop without drafts, else the first of ours.
         """
-        candidates = [method for method in self.methods if method.ours] if self.sampled else list(self.methods)
-        candidates = candidates or list(self.methods)
-        found = [method for kind in (PLAIN, OFF) for method in candidates if method.kind == kind]
-        return (found or candidates)[0]
+        ours = [method for method in self.methods if method.ours]
+        candidates = ours if self.sampled and ours else self.methods
+        return min(candidates, key=lambda method: (method.kind != PLAIN, method.kind != OFF))
 
     def comparable(self, method: Method) -> bool:
         """Whether a method's texts should equal the reference's, token by token."""
@@ -92,35 +99,32 @@ def warm_up(bench: Bench, plan: Plan) -> None:
         bench.forget(method)
 
 
-def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[[list[Record]], None]) -> None:
+def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[[], object]) -> None:
     """Measure all there is to; a prompt is written when all methods have answered it."""
     last_run = 0
     for run, prompt, methods in plan.groups():
-        if plan.state != "shared" or run != last_run:
-            for method in methods:
-                bench.forget(method)
-        last_run = run
         records: dict[str, Record] = {}
         for method in methods:
+            if plan.state != "shared" or run != last_run:
+                bench.forget(method)
             reference = records.get(plan.reference.name)
             records[method.name] = answer(bench, plan, prompt, method, run, reference.texts if reference else [])
+        last_run = run
         for method in methods:
             if plan.comparable(method):
                 found = divergence(bench, plan, prompt, records[method.name], records[plan.reference.name])
                 records[method.name].divergence = found
         folder.add(list(records.values()))
-        progress(list(records.values()))
+        progress()
 
 
 def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, reference: Record) -> dict[str, Any] | None:
     """Where a method's answers leave the reference's, and the gap of the two highest logits there."""
-    import torch
-
     for turn, (ours, theirs) in enumerate(zip(record.token_ids, reference.token_ids, strict=True)):
         if ours == theirs:
             continue
-        pairs = zip(ours, theirs, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+        apart = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+        at = next(apart, min(len(ours), len(theirs)))
         before = encode(bench.tokenizer, prompt, reference.texts[:turn], plan.template)[0].tolist()
         ids = torch.tensor([before + theirs[:at]], device=bench.model.device)
         with torch.no_grad():
@@ -137,29 +141,91 @@ def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, e
     earlier
         The reference method's answers, which later turns follow; empty: its own.
     """
-    record = Record(run, prompt.name, prompt.task, method.name)
+    record = Record(run, prompt.name, prompt.task, method.name, mode=method.kind)
     for turn in range(len(prompt.turns)):
         before = earlier[:turn] if earlier else record.texts
         ids = encode(bench.tokenizer, prompt, before, plan.template).to(bench.model.device)
         prediction = prompt.prediction if turn == 0 else None
         generation = bench.generate(method, ids, max_new_tokens=plan.max_new_tokens, prediction=prediction)
-        _add(record, generation, ids.shape[1])
+        record.new_tokens += len(generation.token_ids)
+        record.token_ids.append(generation.token_ids)
         record.texts.append(bench.tokenizer.decode(generation.token_ids, skip_special_tokens=True).strip())
+        record.passes += generation.passes
+        record.seconds += generation.seconds
+        record.first_token_s += generation.first_token_s
+        if (report := generation.report) is not None:
+            record.nodes = (record.nodes or 0) + report.nodes
+            record.split_ms = {part: record.split_ms.get(part, 0.0) + getattr(report, f"{part}_ms") for part in PARTS}
+            record.accepted_by_source = dict(Counter(record.accepted_by_source) + Counter(report.accepted_by_source))
+            record.mode, record.reason = report.mode, report.reason
     record.looping = loops(record.texts[-1])
     return record
 
 
-def _add(record: Record, generation: Generation, prompt_tokens: int) -> None:
-    record.prompt_tokens = prompt_tokens
-    record.new_tokens += len(generation.token_ids)
-    record.token_ids.append(generation.token_ids)
-    record.passes += generation.passes
-    record.seconds += generation.seconds
-    record.first_token_s += generation.first_token_s
-    if (report := generation.report) is None:
-        record.mode = record.method.partition(":")[0]
-        return
-    record.nodes = (record.nodes or 0) + report.nodes
-    record.split_ms = {part: record.split_ms.get(part, 0.0) + getattr(report, f"{part}_ms") for part in PARTS}
-    record.accepted_by_source = dict(Counter(record.accepted_by_source) + Counter(report.accepted_by_source))
-    record.mode, record.reason = report.mode, report.reason
+def run_bench(
+    command: str,
+    *,
+    model: str,
+    prompts: str,
+    methods: Sequence[str],
+    stores: Sequence[str],
+    state: State,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    runs: int,
+    limit: int | None,
+    tasks: str | None,
+    template: str,
+    dtype: str,
+    device: str,
+    out: Path,
+    quiet: bool,
+) -> None:
+    """Measure what the options of `bench run` say into the folder `out`.
+
+    Raises
+    ------
+    RetrieveSpecError
+        Whatever is wrong with the model, the prompts, a method, a store or the folder.
+    """
+    logging.disable_progress_bar()
+    if (out / RUN_FILE).exists():
+        raise ConfigError("a new folder", f"results in {out}", "Give another --out.")
+    chosen = [parse_method(name) for name in methods]
+    questions = read_prompts(prompts, limit, tasks.split(",") if tasks else None)
+    plan = Plan(questions, chosen, runs, state, max_new_tokens, template, sampled=temperature > 0)
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if plan.sampled:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    lm, tokenizer = load_model(model, dtype=dtype, device=device)
+    datastores = [open_datastore(path, tokenizer=tokenizer) for path in stores]
+    session = state != "cold"
+    bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=session, seed=seed, options=sampling)
+    which = f", {tasks} only" if tasks else ""
+    header = {
+        "command": command,
+        "machine": machine_facts(),
+        "model": model,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": str(lm.device),
+        "prompts": f"{prompts}{which} ({len(questions)} prompts, digest {prompts_digest(questions)})",
+        "methods": list(methods),
+        "stores": {path: sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file()) for path in stores},
+        "state": state,
+        "runs": runs,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "template": template,
+    }
+    folder = ResultsFolder(out, header)  # made only when all options are right
+    warm_up(bench, plan)
+    others = OtherWork()
+    try:
+        with tqdm(total=len(questions) * runs, unit="prompt", disable=quiet) as bar:
+            measure(bench, plan, folder, bar.update)
+    finally:
+        folder.note(machine=folder.header["machine"] | {"others": others.cores()})

@@ -1,6 +1,7 @@
-"""Built-in workloads: prompts for the bundled model from files on this machine, so that nothing is downloaded.
+"""Workloads: prompts that `--prompts` names, and their token ids.
 
-Four kinds, each labelled in `task`:
+The built-in ones are made for the bundled model of files on this machine, so that nothing is downloaded. Five kinds,
+each labelled in `task`:
 
 `unseen`
     Files of installed packages that the bundled model's card holds out of its training.
@@ -23,12 +24,25 @@ import random
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
+from retrieve_spec.errors import TraceError, in_a_line, nearest
 from retrieve_spec.reference_model import reference_path
 
+BUILTIN, BUILTIN_PER_TASK = "builtin", 6
+SPEC_BENCH = "spec-bench:"
+OTHER = "other"
+"""Task of prompts whose line names none."""
+MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
 TASKS = ("unseen", "seen", "edit", "structured", "prose")
 LOOP_TAIL = 600
 LOOP_RATIO = 0.15
@@ -59,22 +73,14 @@ class Prompt:
     raw: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A Python file and the path the model would have known it by."""
-
-    path: str
-    text: str
-
-
 def holdout() -> frozenset[str]:
     """Packages whose files the bundled model never saw, from the list written when it was trained."""
     return frozenset(json.loads((reference_path() / "corpus.json").read_text())["holdout"])
 
 
-def unseen_files() -> list[SourceFile]:
-    """Files of installed packages that were held out, sorted by path."""
-    found: dict[str, SourceFile] = {}
+def unseen_files() -> dict[str, str]:
+    """Texts of files of installed packages that were held out, by path."""
+    found: dict[str, str] = {}
     for name in sorted(holdout()):
         try:
             listed = importlib.metadata.files(name) or []
@@ -82,52 +88,42 @@ def unseen_files() -> list[SourceFile]:
             continue
         for entry in listed:
             if entry.suffix == ".py" and not {"tests", "test"} & set(entry.parts):
-                text = _usable(Path(str(entry.locate())))
-                if text is not None:
-                    found[str(entry)] = SourceFile(str(entry), text)
-    return [found[path] for path in sorted(found)]
+                found[str(entry)] = _usable(Path(str(entry.locate())))
+    return {path: text for path, text in sorted(found.items()) if text}
 
 
-def seen_files() -> list[SourceFile]:
-    """Files at the top of the interpreter's standard library, sorted by path."""
+def seen_files() -> dict[str, str]:
+    """Texts of files at the top of the interpreter's standard library, by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    pairs = ((path.name, _usable(path)) for path in sorted(folder.glob("*.py")))
-    return [SourceFile(name, text) for name, text in pairs if text is not None]
+    return {path.name: text for path in sorted(folder.glob("*.py")) if (text := _usable(path))}
 
 
-def completion_prompt(file: SourceFile, share: float = 0.4, most: int = 2400) -> str:
-    """The beginning of a file, cut at the end of a line, as the bundled model's documents begin.
+def completion_prompt(path: str, text: str) -> str:
+    """The first 40 % of a file, cut at the end of a line, as the bundled model's documents begin.
 
-    Parameters
-    ----------
-    share
-        How much of the file is shown.
-    most
-        Characters shown at most, so that the prompt stays far from the model's 2,048 positions.
+    At most 2,400 characters are shown, so that the prompt stays far from the model's 2,048 positions.
     """
-    cut = min(int(len(file.text) * share), most)
-    shown = file.text[: file.text.rfind("\n", 0, cut) + 1]
-    return f"<|file_sep|>{file.path}\n{shown}"
+    shown = text[: text.rfind("\n", 0, min(int(len(text) * 0.4), 2400)) + 1]
+    return f"<|file_sep|>{path}\n{shown}"
 
 
-def edit_prompt(file: SourceFile, most: int = 1600) -> Prompt | None:
-    """Ask for the file again with its most used name changed; the unchanged file is the prediction.
+def edit_prompt(path: str, text: str) -> Prompt | None:
+    """Ask for a file again with its most used name changed; the unchanged file is the prediction.
 
     The bundled model follows no instructions, so the task is posed as it knows it: a second copy of the file that
     has begun with the new name.
     """
-    end = file.text.rfind("\n", 0, most) + 1
-    body = file.text[:end]
+    body = text[: text.rfind("\n", 0, 1600) + 1]
     names = re.findall(r"\bdef ([a-z]\w{3,})", body)
-    if not names or end < 600:
+    if not names or len(body) < 600:
         return None
     old = max(names, key=lambda name: (len(re.findall(rf"\b{name}\b", body)), name))
     changed = re.sub(rf"\b{old}\b", f"new_{old}", body)
     begun = changed[: changed.rfind("\n", 0, max(changed.find(f"new_{old}"), len(changed) // 4) + 80) + 1]
     if len(begun) > 0.7 * len(changed):
         return None
-    turn = f"<|file_sep|>{file.path}\n{body}<|endoftext|><|file_sep|>new_{file.path}\n{begun}"
-    return Prompt(f"edit of {file.path}", "edit", (turn,), prediction=body)
+    turn = f"<|file_sep|>{path}\n{body}<|endoftext|><|file_sep|>new_{path}\n{begun}"
+    return Prompt(f"edit of {path}", "edit", (turn,), prediction=body)
 
 
 def structured_prompts(count: int) -> Iterator[Prompt]:
@@ -136,24 +132,20 @@ def structured_prompts(count: int) -> Iterator[Prompt]:
         rng = random.Random(seed)
         keys = rng.sample(["host", "port", "name", "size", "state", "owner", "price", "weight", "city"], 4)
         rows = ["    {" + ", ".join(f'"{key}": {rng.randint(0, 99)}' for key in keys) + "}," for _ in range(14)]
-        yield Prompt(
-            f"table {seed}", "structured", (f"<|file_sep|>data/table_{seed}.py\nROWS = [\n" + "\n".join(rows) + "\n",)
-        )
+        text = "\n".join([f"<|file_sep|>data/table_{seed}.py", "ROWS = [", *rows, ""])
+        yield Prompt(f"table {seed}", "structured", (text,))
 
 
-def prose_prompts(files: list[SourceFile], count: int) -> Iterator[Prompt]:
+def prose_prompts(files: Sequence[tuple[str, str]]) -> Iterator[Prompt]:
     """Module docstrings of at least 500 characters, cut in the middle."""
-    for file in files:
-        if count == 0:
-            return
+    for path, source in files:
         try:
-            text = ast.get_docstring(ast.parse(file.text)) or ""
+            text = ast.get_docstring(ast.parse(source)) or ""
         except SyntaxError:
             continue
         if len(text) >= 500 and ">>>" not in text:
-            count -= 1
             shown = text[: text.rfind(" ", 0, min(len(text) // 2, 1200))]
-            yield Prompt(f"docstring of {file.path}", "prose", (f'<|file_sep|>{file.path}\n"""{shown}',))
+            yield Prompt(f"docstring of {path}", "prose", (f'<|file_sep|>{path}\n"""{shown}',))
 
 
 def builtin(per_task: int = 6, tasks: tuple[str, ...] = TASKS) -> list[Prompt]:
@@ -167,15 +159,14 @@ def builtin(per_task: int = 6, tasks: tuple[str, ...] = TASKS) -> list[Prompt]:
         Which kinds.
     """
     unseen, seen = _spread(unseen_files(), 400), _spread(seen_files(), 100)
-    edits = [prompt for file in reversed(unseen) if (prompt := edit_prompt(file)) is not None]
-    made = {
-        "unseen": [Prompt(f.path, "unseen", (completion_prompt(f),)) for f in unseen[:per_task]],
-        "seen": [Prompt(f"{f.path} (seen in training)", "seen", (completion_prompt(f),)) for f in seen[:per_task]],
-        "edit": edits[:per_task],
-        "structured": list(structured_prompts(per_task)),
-        "prose": list(prose_prompts(unseen + seen, per_task)),
+    made: dict[str, Iterator[Prompt]] = {
+        "unseen": (Prompt(path, "unseen", (completion_prompt(path, text),)) for path, text in unseen),
+        "seen": (Prompt(f"{path} (seen in training)", "seen", (completion_prompt(path, text),)) for path, text in seen),
+        "edit": (prompt for file in reversed(unseen) if (prompt := edit_prompt(*file)) is not None),
+        "structured": structured_prompts(per_task),
+        "prose": prose_prompts(unseen + seen),
     }
-    return [prompt for task in tasks for prompt in made[task]]
+    return [prompt for task in tasks for prompt in islice(made[task], per_task)]
 
 
 def loops(text: str) -> bool:
@@ -184,17 +175,119 @@ def loops(text: str) -> bool:
     return len(tail) >= LOOP_TAIL // 2 and len(zlib.compress(tail, 9)) < LOOP_RATIO * len(tail)
 
 
-def _usable(path: Path) -> str | None:
-    """Text of a file that is long enough to be cut and short enough to be code that a person wrote, else None."""
+def _usable(path: Path) -> str:
+    """Text of a file that is long enough to be cut and short enough to be code that a person wrote, else nothing."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return None
-    return text if 1500 <= len(text) <= 100_000 else None
+        return ""
+    return text if 1500 <= len(text) <= 100_000 else ""
 
 
-def _spread(files: list[SourceFile], most: int) -> list[SourceFile]:
+def _spread(files: dict[str, str], most: int) -> list[tuple[str, str]]:
     """Shuffle with a fixed seed, so that the first few come from everywhere."""
-    chosen = list(files)
+    chosen = list(files.items())
     random.Random(0).shuffle(chosen)
     return chosen[:most]
+
+
+def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | None = None) -> list[Prompt]:
+    """Read a workload.
+
+    Parameters
+    ----------
+    what
+        `"builtin"`, a JSON Lines file with `prompt` or `turns` and optionally `id`, `task` and `prediction`, or
+        `spec-bench:` and the path of its `question.jsonl`, whose names for these are `question_id` and `category`.
+    limit
+        Take at most so many, in order; of the built-in ones so many of each kind.
+    tasks
+        Take only prompts of these tasks (of Spec-Bench: its categories).
+
+    Raises
+    ------
+    TraceError
+        The file is not there, or a line is not in one of the formats.
+    """
+    if what == BUILTIN:
+        return _of_tasks(builtin(limit or BUILTIN_PER_TASK), tasks, what)
+    path = Path(what.removeprefix(SPEC_BENCH)).expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "Give FILE.jsonl in UTF-8, spec-bench:PATH or builtin."
+        raise TraceError(f"to read {path}", in_a_line(error), remedy) from error
+    prompts = [_prompt(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise TraceError("at least one prompt", f"none in {path}", "Give a file with one JSON object per line.")
+    twice = [name for name, count in Counter(prompt.name for prompt in prompts).items() if count > 1]
+    if twice:
+        raise TraceError("an id of its own for each prompt", f"{twice[0]!r} more than once in {path}", "Rename it.")
+    return _of_tasks(prompts, tasks, str(path))[:limit]
+
+
+def _of_tasks(prompts: list[Prompt], tasks: Sequence[str] | None, what: str) -> list[Prompt]:
+    known = {prompt.task for prompt in prompts}
+    missing = [task for task in tasks or () if task not in known]
+    if missing:
+        hint = nearest(missing[0], known) or "Name some of these."
+        raise TraceError(f"tasks of {what}: {', '.join(sorted(known))}", ", ".join(map(repr, missing)), hint)
+    return [prompt for prompt in prompts if tasks is None or prompt.task in tasks]
+
+
+def _prompt(line: str, number: int, path: Path) -> Prompt:
+    """Read one line, with the field names of Spec-Bench's questions or with ours."""
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is neither a prompt nor a name
+        name, task = row.get("question_id", row.get("id", number)), row.get("category", row.get("task", OTHER))
+        raw, prediction = "turns" not in row, row.get("prediction")
+        turns = [row["prompt"]] if raw else row["turns"]
+        well_formed = isinstance(turns, list) and bool(turns) and all(isinstance(t, str) and t for t in turns)
+        well_formed &= isinstance(prediction, str | None)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        well_formed = False
+    if not well_formed:
+        expected = "one JSON object per line with 'prompt' (a string) or 'turns' (a list of strings)"
+        got = f"line {number} of {path}: {line[:60].rstrip()!r}"
+        raise TraceError(expected, got, "Write the file in that form (docs/benchmarks.md).")
+    return Prompt(str(name), str(task), tuple(turns), prediction, raw)
+
+
+def subtask(category: str) -> str:
+    """Spec-Bench's subtask of a category: the eight MT-Bench categories are one."""
+    return "mt_bench" if category in MT_BENCH else category
+
+
+def render(tokenizer: Any, prompt: Prompt, answers: Sequence[str], template: str = "auto") -> str:
+    """Text of a conversation up to the next answer.
+
+    Parameters
+    ----------
+    answers
+        What the model said to the turns so far.
+    template
+        `"auto"`: the tokenizer's chat template, the bare turns when it has none; `"vicuna"`: the one that Spec-Bench
+        hard-codes; `"none"`: the bare turns. A raw prompt is never wrapped.
+    """
+    turns = list(zip(prompt.turns, [*answers, ""], strict=False))[: len(answers) + 1]
+    if template == "vicuna" and not prompt.raw:
+        ends = [f" {answer}</s>" if answer else "" for _, answer in turns]
+        spoken = [f"USER: {turn} ASSISTANT:{end}" for (turn, _), end in zip(turns, ends, strict=True)]
+        return f"{VICUNA_SYSTEM} {''.join(spoken)}"
+    if not _templated(tokenizer, prompt, template):
+        return "".join(turn + answer for turn, answer in turns)
+    pairs = [({"role": "user", "content": said}, {"role": "assistant", "content": answer}) for said, answer in turns]
+    messages = list(chain(*pairs))[:-1]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def encode(tokenizer: Any, prompt: Prompt, answers: Sequence[str], template: str = "auto") -> Any:
+    """(1, L) token ids of a conversation up to the next answer; a chat template brings its special tokens itself."""
+    special = not _templated(tokenizer, prompt, template)
+    text = render(tokenizer, prompt, answers, template)
+    return tokenizer(text, return_tensors="pt", add_special_tokens=special)["input_ids"]
+
+
+def _templated(tokenizer: Any, prompt: Prompt, template: str) -> bool:
+    return not prompt.raw and template == "auto" and bool(tokenizer.chat_template)

@@ -19,19 +19,17 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
+    Stopwatch,
     WorkFolder,
-    begin_or_resume,
+    change_store,
     check_folder,
     check_not_begun,
-    finished,
     nothing_to_index,
     publish,
     report_of,
-    writer,
 )
 from retrieve_spec.datastore.entry_filter import admitted_parts
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
@@ -41,14 +39,12 @@ from retrieve_spec.datastore.manifest import (
     Manifest,
     SegmentEntry,
     config_of,
-    existing_manifest,
     read_manifest,
     tokenizer_name,
 )
-from retrieve_spec.datastore.progress import Stopwatch
-from retrieve_spec.datastore.shards import Cut, file_shards
-from retrieve_spec.datastore.sources import Source, check_sources, list_files
-from retrieve_spec.datastore.stages import Done, Stages, run_rank
+from retrieve_spec.datastore.remote import folder_of
+from retrieve_spec.datastore.sources import Source, check_sources, file_shards, list_files
+from retrieve_spec.datastore.stages import Cut, Done, Stages
 from retrieve_spec.datastore.store import open_as_written
 from retrieve_spec.errors import BuildError
 
@@ -119,21 +115,20 @@ def build_datastore(
     if not 0 <= rank < count:
         raise BuildError(f"a part from 0 to {count - 1} of {count}", f"{rank}", "Number the parts from 0.")
 
-    def make_plan() -> tuple[dict[str, Any], Inputs]:
+    def make_plan(work: WorkFolder, _: None) -> tuple[dict[str, Any], Inputs]:
         check_not_begun(store, work)
         settings = checked(config or StoreConfig(), tokenizer)
         plan, inputs = plan_of(work, wished, settings, max_tokens)
         plan |= {"recipe": recipe, "part": part, "tokenizer": write_tokenizer(store, tokenizer)}
         return plan, islice(inputs, rank, None, count)
 
-    if not resume:
-        check_folder(store)
-    with writer(store) as work:
-        plan = begin_or_resume(work, existing_manifest(store), "build", resume, make_plan)
-        if plan is None:
-            return finished(work, "build")
+    def apply(work: WorkFolder, _: None, plan: dict[str, Any]) -> ChangeReport:
         manifest = replace(first_manifest(store, plan["tokenizer"]), config=plan["config"])
         return grow(work, manifest, plan, workers=workers, progress=progress)
+
+    if not resume:
+        check_folder(store)
+    return change_store(store, "build", make_plan, apply, resume=resume)
 
 
 def add_documents(
@@ -154,17 +149,15 @@ def add_documents(
     store = folder_of(path, "add")
     read_manifest(store)
 
-    def make_plan() -> tuple[dict[str, Any], Inputs]:
+    def make_plan(work: WorkFolder, manifest: Manifest) -> tuple[dict[str, Any], Inputs]:
         settings = checked(config or config_of(manifest), store / manifest.tokenizer_name)
         plan, inputs = plan_of(work, as_sources(sources, licence), settings, max_tokens)
         return plan | {"tokenizer": manifest.tokenizer_name}, inputs
 
-    with writer(store) as work:
-        manifest = read_manifest(store)
-        plan = begin_or_resume(work, manifest, "add", resume, make_plan)
-        if plan is None:
-            return finished(work, "add")
+    def apply(work: WorkFolder, manifest: Manifest, plan: dict[str, Any]) -> ChangeReport:
         return grow(work, manifest, plan, workers=workers, progress=progress, known=live_hashes(store))
+
+    return change_store(store, "add", make_plan, apply, resume=resume)
 
 
 def as_sources(sources: Source | str | list[Source | str] | None, licence: str) -> tuple[Source, ...]:
@@ -344,7 +337,7 @@ class Workers:
             When a worker died, as from a lack of memory.
         """
         if self._executor is None and (min(self._count, len(ranks)) < 2 or size < SPAWN_WORK):
-            yield from (run_rank(self._stages, stage, rank) for rank in ranks)
+            yield from (getattr(self._stages, stage)(rank) for rank in ranks)
             return
         if self._executor is None:
             context = multiprocessing.get_context("spawn")  # a fork would inherit locks of threads that it lacks
@@ -363,7 +356,8 @@ class Workers:
 
 
 def _run_rank(store: Path, stage: str, rank: int) -> Done:
-    return run_rank(Stages(WorkFolder(store)), stage, rank)
+    done: Done = getattr(Stages(WorkFolder(store)), stage)(rank)
+    return done
 
 
 def _follow_parent() -> None:

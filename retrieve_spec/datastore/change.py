@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from retrieve_spec.datastore.manifest import (
     read_manifest,
     write_manifest,
 )
-from retrieve_spec.errors import BuildError, ConfigError, StoreLockedError
+from retrieve_spec.errors import BuildError, StoreLockedError
 
 LOCK = "lock"
 INPUTS = "inputs.jsonl"
@@ -118,19 +119,8 @@ def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, An
 
 
 def utc_now() -> str:
-    """Time now in UTC, to the second; ``SOURCE_DATE_EPOCH`` replaces it for reproducible builds.
-
-    Raises
-    ------
-    ConfigError
-        When that is set and no such time.
-    """
-    epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    try:
-        moment = datetime.fromtimestamp(float(epoch) if epoch else time.time(), UTC)
-    except (ValueError, OverflowError, OSError) as error:
-        expected = "seconds since 1970 in the variable SOURCE_DATE_EPOCH"
-        raise ConfigError(expected, repr(epoch), "Correct it, or unset it.") from error
+    """Time now in UTC, to the second; ``SOURCE_DATE_EPOCH`` replaces it for reproducible builds."""
+    moment = datetime.fromtimestamp(float(os.environ.get("SOURCE_DATE_EPOCH") or time.time()), UTC)
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -173,45 +163,49 @@ def writer(store: Path) -> Iterator[WorkFolder]:
 Inputs = Iterable[dict[str, Any]]
 
 
-def begin_or_resume(
-    work: WorkFolder,
-    manifest: Manifest | None,
+def change_store(
+    store: Path,
     verb: str,
-    resume: bool,
-    make_plan: Callable[[], tuple[dict[str, Any], Inputs]],
-) -> dict[str, Any] | None:
-    """Record the plan of a new change, or find that of the interrupted one.
+    make_plan: Callable[[WorkFolder, Any], tuple[dict[str, Any], Inputs]],
+    apply: Callable[[WorkFolder, Any, dict[str, Any]], ChangeReport],
+    *,
+    resume: bool = False,
+) -> ChangeReport:
+    """Change a store as its only writer: plan the change, or find the plan of the interrupted one, and carry it out.
 
     Parameters
     ----------
-    work, manifest
-        The change, and the manifest it starts from; None where there is no store yet.
-    verb
-        Of the change.
+    store, verb
+        Folder of the store, and the change.
+    make_plan
+        Makes the plan of a new change, and a line for every shard of its input, from the work folder and the manifest
+        that the change starts from (None where there is no store yet).
+    apply
+        Carries out a plan, from the same and the plan.
     resume
         Whether to go on with an interrupted one.
-    make_plan
-        Makes the plan of a new one, and a line for every shard of its input.
-
-    Returns
-    -------
-    dict or None
-        The plan; None where the change had taken effect when it was killed, and only tidying up was left.
 
     Raises
     ------
     BuildError
         When there is none to resume, it is of another verb, or was begun by another version or under other rules of
-        what enters.
+        what enters; when the folder cannot be written.
+    StoreLockedError
+        When another process is writing to the store.
     """
-    if not resume:
-        plan, inputs = make_plan()
-        return begin_change(work, manifest, {"verb": verb, **plan}, inputs)
-    plan = resumed_plan(work, verb)
-    if plan["generation"] != (manifest.generation if manifest else 0):
-        return None
-    check_same_rules(plan, verb, f"the folder {work.store}")
-    return plan
+    with writer(store) as work:
+        manifest = existing_manifest(store)
+        if not resume:
+            plan, inputs = make_plan(work, manifest)
+            return apply(work, manifest, begin_change(work, manifest, {"verb": verb, **plan}, inputs))
+        plan = resumed_plan(work, verb)
+        if plan["generation"] == (manifest.generation if manifest else 0):
+            check_same_rules(plan, verb, f"the folder {store}")
+            return apply(work, manifest, plan)
+        work.end()  # the change had taken effect when it was killed, and only tidying up was left
+        manifest = read_manifest(store)
+        event = manifest.history[-1]
+        return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))
 
 
 def begin_change(
@@ -310,18 +304,6 @@ def event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
         "skipped": report.skipped_by_reason,
         **({"vectors": report.dense} if report.dense else {}),
     }
-
-
-def finished(work: WorkFolder, verb: str) -> ChangeReport:
-    """Tidy up after a change that had taken effect before it was killed, and report it."""
-    work.end()
-    return last_report(read_manifest(work.store), verb)
-
-
-def last_report(manifest: Manifest, verb: str) -> ChangeReport:
-    """Report of the change that made a store what it is."""
-    event = manifest.history[-1]
-    return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))
 
 
 class WorkFolder:
@@ -482,3 +464,47 @@ def _foreign(store: Path) -> Iterator[Path]:
         for path in sorted(inside.iterdir()) if inside.is_dir() else ():
             if not ours.fullmatch(path.name):
                 yield path
+
+
+Advance = Callable[[float], object]
+"""Told of units of work that are done."""
+
+
+@contextmanager
+def progress_bar(name: str, total: int | None, unit: str, shown: bool) -> Iterator[Advance]:
+    """Show a bar with amount and time left, where standard error is a terminal."""
+    from rich.console import Console  # takes longer to import than a reader of stores should wait
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn(f"{{task.completed:,.0f}} {unit}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+        yield partial(progress.advance, progress.add_task(name, total=total))
+
+
+class Stopwatch:
+    """Wall time by stage, with a progress bar per stage when asked for.
+
+    Parameters
+    ----------
+    bars
+        Show bars on standard error.
+    """
+
+    def __init__(self, bars: bool) -> None:
+        self.bars = bars
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
+        """Time a stage and show how far it is."""
+        started = time.perf_counter()
+        with progress_bar(name, total, unit, self.bars) as advance:
+            yield advance
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - started, 3)

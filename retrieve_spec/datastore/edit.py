@@ -3,35 +3,64 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import shutil
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.config import DenseConfig
-from retrieve_spec.datastore.addresses import folder_of
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import checked, first_manifest, grow, write_tokenizer
+from retrieve_spec.datastore.catalog import list_documents
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Inputs,
+    Stopwatch,
     WorkFolder,
     begin_change,
-    begin_or_resume,
+    change_store,
     check_folder,
     check_not_begun,
-    finished,
     nothing_to_index,
+    publish,
+    report_of,
     writer,
 )
-from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.datastore.manifest import Manifest, config_of, existing_manifest, read_manifest
-from retrieve_spec.datastore.remote import local_folder
-from retrieve_spec.datastore.removal import choose_documents, remove_chosen
-from retrieve_spec.datastore.shards import check_text, conversion_shards, segment_shards
-from retrieve_spec.datastore.store import check_tokenizer, open_as_written
-from retrieve_spec.datastore.union import unite
-from retrieve_spec.errors import BuildError
+from retrieve_spec.datastore.dense import INDEX
+from retrieve_spec.datastore.files import FileEntry, check_content, replace_file, sha256_of, sync_folder
+from retrieve_spec.datastore.manifest import (
+    SEGMENTS,
+    TOMBSTONES,
+    Manifest,
+    SegmentEntry,
+    config_of,
+    content_name,
+    read_manifest,
+)
+from retrieve_spec.datastore.remote import folder_of, local_folder
+from retrieve_spec.datastore.segment import (
+    COPIES,
+    DOCUMENTS,
+    MOST_TOKENS,
+    RANKS,
+    Row,
+    Segment,
+    document_tokens,
+    find_ranks,
+    tombstones_of,
+    write_arrays,
+    write_tombstones,
+)
+from retrieve_spec.datastore.sources import glob
+from retrieve_spec.datastore.stages import check_text, conversion_shards, segment_shards
+from retrieve_spec.datastore.store import Datastore, check_files, check_tokenizer, open_as_written, open_datastore
+from retrieve_spec.errors import BuildError, StoreCorruptError
 
 
 def remove_documents(
@@ -71,7 +100,13 @@ def remove_documents(
             raise BuildError("documents that match", f"none for {', '.join(documents) or where}", remedy)
         arguments = {"verb": "remove", "documents": list(documents), "where": where}
         plan = begin_change(work, opened.manifest, {k: v for k, v in arguments.items() if v})
-        return remove_chosen(work, opened, plan, chosen, progress)
+        watch = Stopwatch(progress)
+        with watch.stage("removing", None, "doc"):
+            kept, made = without(work, opened, chosen)
+        count = sum(len(numbers) for numbers in chosen.values())
+        tokens = opened.manifest.tokens - sum(entry.tokens for entry in (*kept, *made))
+        report = ChangeReport("remove", count, tokens, len(kept) + len(made), (), watch.seconds)
+        return publish(work, opened.manifest, kept, made, plan, report)
 
 
 def compact_datastore(
@@ -106,7 +141,7 @@ def compact_datastore(
     store = folder_of(path, "compact")
     read_manifest(store)
 
-    def make_plan() -> tuple[dict[str, Any], Inputs]:
+    def make_plan(_: WorkFolder, manifest: Manifest) -> tuple[dict[str, Any], Inputs]:
         _check_texts([store])
         plan = {
             "config": asdict(checked(config_of(manifest), store / manifest.tokenizer_name)),
@@ -115,12 +150,10 @@ def compact_datastore(
         }
         return plan, segment_shards(store, manifest)
 
-    with writer(store) as work:
-        manifest = read_manifest(store)
-        plan = begin_or_resume(work, manifest, "compact", resume, make_plan)
-        if plan is None:
-            return finished(work, "compact")
+    def apply(work: WorkFolder, manifest: Manifest, plan: dict[str, Any]) -> ChangeReport:
         return grow(work, manifest, plan, workers=workers, progress=progress, kept=())
+
+    return change_store(store, "compact", make_plan, apply, resume=resume)
 
 
 def _check_texts(stores: Iterable[Path]) -> None:
@@ -159,21 +192,20 @@ def merge_datastores(
         When there is a store at `out` already or no store is given.
     """
     target = folder_of(out, "merge into")
-    if not resume:
-        check_folder(target)
-    with writer(target) as work:
 
-        def make_plan() -> tuple[dict[str, Any], Inputs]:
-            check_not_begun(target, work)
-            return _plan_merge(work, [local_folder(store) for store in stores], [str(store) for store in stores])
+    def make_plan(work: WorkFolder, _: None) -> tuple[dict[str, Any], Inputs]:
+        check_not_begun(target, work)
+        return _plan_merge(work, [local_folder(store) for store in stores], [str(store) for store in stores])
 
-        plan = begin_or_resume(work, existing_manifest(target), "merge", resume, make_plan)
-        if plan is None:
-            return finished(work, "merge")
+    def apply(work: WorkFolder, _: None, plan: dict[str, Any]) -> ChangeReport:
         manifest = replace(first_manifest(target, plan["tokenizer"]), config=plan["config"])
         if plan["indexed_anew"]:
             return grow(work, manifest, plan, workers=None, progress=progress)
         return unite(work, manifest, plan, [Path(place) for place in plan["places"]], progress)
+
+    if not resume:
+        check_folder(target)
+    return change_store(target, "merge", make_plan, apply, resume=resume)
 
 
 def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple[dict[str, Any], Inputs]:
@@ -256,7 +288,7 @@ def retokenize_datastore(
     store = folder_of(path, "retokenize")
     read_manifest(store)
 
-    def make_plan() -> tuple[dict[str, Any], Inputs]:
+    def make_plan(_: WorkFolder, manifest: Manifest) -> tuple[dict[str, Any], Inputs]:
         _check_texts([store])
         config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
         plan = {
@@ -268,11 +300,268 @@ def retokenize_datastore(
         }
         return plan, conversion_shards(store, manifest)
 
-    with writer(store) as work:
-        manifest = read_manifest(store)
-        plan = begin_or_resume(work, manifest, "retokenize", resume, make_plan)
-        if plan is None:
-            return finished(work, "retokenize")
+    def apply(work: WorkFolder, manifest: Manifest, plan: dict[str, Any]) -> ChangeReport:
         new = first_manifest(store, plan["tokenizer"])
         base = replace(manifest, fingerprint=new.fingerprint, tokenizer=new.tokenizer, vocabulary=new.vocabulary)
         return grow(work, base, plan, workers=workers, progress=progress, kept=())
+
+    return change_store(store, "retokenize", make_plan, apply, resume=resume)
+
+
+Chosen = dict[str, set[int]]
+
+
+def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chosen:
+    """Numbers of the documents to remove, by segment: those that have one of the paths, if any is given, and for which
+    the condition holds, if there is one.
+
+    Raises
+    ------
+    BuildError
+        When neither paths nor a condition is given, or the condition is no SQL.
+    """
+    if not paths and not where:
+        raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
+    patterns = [glob(path) for path in paths]
+    chosen: Chosen = {}
+    with closing(sqlite3.connect(":memory:")) as database:
+        list_documents(database, store.documents())
+        try:
+            rows = database.execute(f"select segment, number, path from documents where {where or '1'}").fetchall()
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # by version of Python; text that is none
+            raise BuildError(
+                "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
+            ) from error
+    for segment, number, path in rows:
+        if not paths or path in paths or any(pattern.fullmatch(path) for pattern in patterns):
+            chosen.setdefault(segment, set()).add(number)
+    return chosen
+
+
+def without(
+    work: WorkFolder, store: Datastore, chosen: Chosen, first: int = 0
+) -> tuple[list[SegmentEntry], list[SegmentEntry]]:
+    """Entries of a store's segments without some documents: those that stay, and those that are written anew.
+
+    Parameters
+    ----------
+    work, store
+        The change, and the store, opened as it was written.
+    chosen
+        Documents to remove, by segment; copies of their text that are not listed go too.
+    first
+        Number of the first new segment in the work folder.
+
+    Raises
+    ------
+    BuildError
+        When a segment keeps n-grams only and something of it is to stay.
+    """
+    chosen = _with_copies(store, chosen)
+    kept: list[SegmentEntry] = []
+    made: list[SegmentEntry] = []
+    for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
+        gone = chosen.get(entry.name)
+        if not gone:
+            kept.append(entry)
+            continue
+        found = tombstones_of(store.path, entry)
+        removed = sorted({*found[DOCUMENTS].tolist(), *gone})
+        hidden = {*removed, *found[COPIES].tolist()}
+        if len(hidden) == len(segment.documents):
+            continue
+        check_text(segment, store.path, "Remove all documents of it, or build it again without these.")
+        few = INDEX in entry.files or document_tokens(segment.document_starts, removed) <= MOST_TOKENS
+        check_files(store.path, entry, text=not few)
+        if few:
+            for name, file in entry.tombstones.items():  # which stand in the new ones
+                check_content(store.path / TOMBSTONES / name, file)
+            kept.append(with_tombstones(work, segment, entry, gone, found))
+        else:
+            made.append(_written_anew(work, segment, entry, hidden, first + len(made), config_of(store.manifest)))
+    return kept, made
+
+
+def _with_copies(store: Datastore, chosen: Chosen) -> Chosen:
+    """The chosen documents, and those with the same text that count as copies."""
+    texts = {
+        segment.documents.hashes[number].tobytes()
+        for segment in store.segments
+        for number in chosen.get(segment.name, ())
+    }
+    found = {name: set(numbers) for name, numbers in chosen.items()}
+    for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
+        if any(name.endswith(f"-{COPIES}.bin") for name in entry.tombstones):
+            for number in tombstones_of(store.path, entry)[COPIES].tolist():
+                if segment.documents.hashes[number].tobytes() in texts:
+                    found.setdefault(entry.name, set()).add(number)
+    return found
+
+
+def with_tombstones(
+    work: WorkFolder,
+    segment: Segment,
+    entry: SegmentEntry,
+    gone: Iterable[int],
+    found: Mapping[str, NDArray[np.uint32]],
+) -> SegmentEntry:
+    """Entry of a segment, opened as it was written, of which more documents count as removed than those found."""
+    before, copies = found[DOCUMENTS], found[COPIES]
+    more = np.array(sorted(set(gone).difference(before.tolist())), np.uint32)
+    # Looked for without those found before, which may lie far from them: that is several times as fast.
+    ranks = find_ranks(segment.suffix_array, segment.document_starts, more.tolist())
+    arrays = {
+        DOCUMENTS: np.sort(np.concatenate([before, more])),
+        RANKS: np.sort(np.concatenate([found[RANKS], ranks])),
+        COPIES: np.setdiff1d(copies, more, assume_unique=True),
+    }
+    files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
+    return counted(entry, segment, {*arrays[DOCUMENTS].tolist(), *arrays[COPIES].tolist()}, files)
+
+
+def counted(entry: SegmentEntry, segment: Segment, hidden: Iterable[int], tombstones: dict[str, Any]) -> SegmentEntry:
+    """Entry of a segment with other tombstones, which hide some of its documents."""
+    numbers = list(hidden)
+    starts = segment.document_starts
+    documents = len(starts) - 1
+    tokens = int(starts[-1]) - documents - document_tokens(starts, numbers)
+    return replace(entry, documents=documents - len(numbers), tokens=tokens, tombstones=tombstones)
+
+
+def _written_anew(
+    work: WorkFolder, segment: Segment, entry: SegmentEntry, hidden: set[int], number: int, config: StoreConfig
+) -> SegmentEntry:
+    """Write a segment without some documents; what is left is sorted as it was."""
+    starts = segment.document_starts.astype(np.int64)
+    gone = np.zeros(len(segment.tokens), np.bool_)
+    for document in hidden:
+        gone[starts[document] : starts[document + 1]] = True
+    sa = segment.suffix_array[~gone[segment.suffix_array]]
+    sa -= np.cumsum(gone, dtype=np.uint32)[sa]
+    tokens = segment.tokens[~gone]
+    table = segment.documents
+    rows = [Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in table if d.number not in hidden]
+    folder = work.path / f"segment-{number:06d}"
+    folder.mkdir()
+    files, origins = write_arrays(folder, tokens, segment.to_global, sa, rows, config)
+    return SegmentEntry(f"{number:06d}", len(rows), len(sa), entry.added_at, origins, files)
+
+
+def unite(
+    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], stores: Sequence[Path], progress: bool
+) -> ChangeReport:
+    """Publish a store of the segments of other stores.
+
+    A text that an earlier segment has counts as a copy: it is not listed and not counted as a document. A segment that
+    several stores have is taken once, and what one of them removed of it is removed.
+
+    Parameters
+    ----------
+    work, manifest, plan
+        The change, and the manifest that it starts from.
+    stores
+        Folders of the stores, in order.
+    progress
+        Show bars on standard error.
+    """
+    watch = Stopwatch(progress)
+    opened = [open_datastore(store, tokenizer=work.store / manifest.tokenizer_name) for store in stores]
+    known: set[bytes] = set()
+    entries: list[SegmentEntry] = []
+    skipped: list[tuple[str, str, str]] = []
+    with watch.stage("joining", sum(store.manifest.bytes for store in opened), "B") as advance:
+        for store, segment, entry, removed in _segments(opened):
+            copies, listed = _copies(segment, removed, known)
+            skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
+            if listed:
+                link_files(store.path / SEGMENTS / entry.name, entry.files, work.path / f"segment-{len(entries):06d}")
+                ranks = _ranks(opened, entry.name)
+                arrays = {
+                    DOCUMENTS: np.array(sorted(removed), np.uint32),
+                    RANKS: ranks,
+                    COPIES: np.array(copies, np.uint32),
+                }
+                files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
+                taken = counted(entry, segment, {*removed, *copies}, files)
+                entries.append(renumbered(taken, len(entries)))
+            advance(sum(file.bytes for file in entry.files.values()))
+    if not entries:
+        work.end()
+        raise nothing_to_index((), {}, 0)
+    report = report_of(plan["verb"], entries, len(entries), skipped, watch.seconds)
+    return publish(work, manifest, (), entries, plan, report)
+
+
+def renumbered(entry: SegmentEntry, number: int) -> SegmentEntry:
+    """An entry under its number in the work folder; its name must be that of its content.
+
+    Raises
+    ------
+    StoreCorruptError
+        When it is not.
+    """
+    if content_name(entry.files) != entry.name:
+        raise StoreCorruptError(f"the files of segment {entry.name}", content_name(entry.files))
+    return replace(entry, name=f"{number:06d}")
+
+
+def _segments(stores: Sequence[Datastore]) -> Iterator[tuple[Datastore, Segment, SegmentEntry, set[int]]]:
+    """Every segment once, with the documents that any of the stores removed from it."""
+    removed: dict[str, set[int]] = {}
+    for store in stores:
+        for entry in store.manifest.segments:
+            numbers = tombstones_of(store.path, entry)[DOCUMENTS].tolist() if entry.tombstones else ()
+            removed.setdefault(entry.name, set()).update(numbers)
+    for store in stores:
+        for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
+            if entry.name in removed:
+                yield store, segment, entry, removed.pop(entry.name)
+
+
+def _ranks(stores: Sequence[Datastore], name: str) -> NDArray[np.uint32]:
+    """Ranks that any of the stores hides of a segment."""
+    found = [np.empty(0, np.uint32)]
+    for store in stores:
+        for entry in store.manifest.segments:
+            if entry.name == name and entry.tombstones:
+                found.append(tombstones_of(store.path, entry)[RANKS])
+    return np.unique(np.concatenate(found)).astype(np.uint32)
+
+
+def _copies(segment: Segment, removed: set[int], known: set[bytes]) -> tuple[list[int], int]:
+    """Numbers of the documents whose text is known, and how many are listed; the latter become known."""
+    copies = []
+    listed = 0
+    for number, digest in enumerate(segment.documents.hashes):
+        if number in removed:
+            continue
+        text = digest.tobytes()
+        if text in known:
+            copies.append(number)
+        else:
+            known.add(text)
+            listed += 1
+    return copies, listed
+
+
+def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
+    """Put the files of a segment into a new folder: links where they can be, otherwise copies that were checked."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, file in files.items():
+        link_file(source / name, folder / name, file)
+    sync_folder(folder)
+
+
+def link_file(source: Path, target: Path, file: FileEntry) -> None:
+    """Put a file of a store in a second place: as a link where it can be, otherwise as a copy that was checked."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError as error:
+        raise StoreCorruptError(f"{file.bytes:,} bytes in {source}", "no such file") from error
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+        with target.open("r+b") as written:
+            os.fsync(written.fileno())
+        if (found := sha256_of(target)) != file.sha256:
+            raise StoreCorruptError(f"checksum {file.sha256[:12]} of {source}", found[:12]) from None

@@ -5,7 +5,7 @@ The one place where this is decided, for `build`, `add` and `sync` as for a serv
 - what git would not commit stays out: ``.gitignore`` of every folder up to the top of the checkout,
   ``.git/info/exclude``, the user's global file, by git's own listing (`git_rules`); ``.ignore`` files count too, and
   folders of tools, caches, environments and build results stay out;
-- secrets stay out, by name and by content (`content_rules`);
+- secrets stay out, by name and by content;
 - generated and minified files stay out;
 - symbolic links stay out, and so does everything behind one: nothing outside the folders is ever read;
 - binaries, large files and texts that are neither UTF-8 nor UTF-16 with a byte order mark stay out;
@@ -19,18 +19,122 @@ with a `Reason` where the answer is no.
 from __future__ import annotations
 
 import codecs
+import fnmatch
 import os
+import re
 import stat
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
+from detect_secrets.plugins.base import RegexBasedDetector
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.content_rules import generated_name, generated_text, secret_name, secret_text
 from retrieve_spec.datastore.git_rules import Left, listed, look_through
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.errors import BuildError
+
+_FILES = (
+    ".env", ".env.*", "*.env", ".envrc", ".env-*", "*.pem", "*.key", "*.p8", "*.p12", "*.pfx", "*.ppk", "*.jks",
+    "*.keystore", "*.kdb", "*.kdbx", "*.asc", "*.gpg", "*.pgp", "*.age", "*.ovpn", "*.pkcs12", "id_rsa*", "id_dsa*",
+    "id_ecdsa*", "id_ed25519*", "authorized_keys", "known_hosts", "secring.*", ".netrc", "_netrc", ".npmrc", ".pypirc",
+    ".htpasswd", ".htdigest", ".pgpass", ".my.cnf", ".mylogin.cnf", ".git-credentials", ".dockercfg",
+    ".dockerconfigjson", ".boto", ".s3cfg", ".vault-token", ".vault_pass*", ".terraformrc", "terraform.rc",
+    "credentials", "credentials.*", "credential", "secret", "secrets", "secrets.*", ".secrets*", "*secret*.y*ml",
+    "*secret*.json", "*secret*.toml", "*secret*.ini", "*credential*.json", "*password*.txt", "passwords.*",
+    "kubeconfig", "*.kubeconfig", "*.tfstate", "*.tfstate.*", "*.tfvars", "*.tfvars.json", "service-account*.json",
+    "service_account*.json", "gha-creds-*.json", "application_default_credentials.json", "google-services.json",
+    "googleservice-info.plist", "auth.json", "*.mobileprovision", "wp-config.php", "database.yml", ".msmtprc",
+    ".fetchmailrc", ".muttrc", ".mutt_secrets", ".pass", ".bash_history", ".zsh_history", ".sh_history", ".history",
+    ".ash_history", "fish_history", ".python_history", ".node_repl_history", ".psql_history", ".mysql_history",
+    ".sqlite_history", ".rediscli_history", ".mongo_history", ".irb_history", ".pry_history", ".lesshst", ".viminfo",
+    "*_history",
+)  # fmt: skip
+_SAMPLES = ("*.example", "*.sample", "*.template", "*.dist")
+"""Files that show what a secret file looks like; what is inside still counts."""
+_FOLDERS = frozenset(
+    ["secrets", ".secrets", "secret", ".secret", "credentials", ".ssh", ".gnupg", ".aws", ".azure", ".kube", ".docker",
+     ".gcloud", "gcloud", ".vault", ".password-store", "private_keys", "private-keys"]
+)  # fmt: skip
+_CODE = frozenset([".py", ".pyi", ".go", ".rs", ".java", ".kt", ".ts", ".tsx", ".js", ".jsx", ".c", ".h", ".cc", ".cpp",
+                   ".hpp", ".cs", ".rb", ".php", ".swift", ".scala", ".md", ".rst"])  # fmt: skip
+"""Source about secrets is no secret: only other kinds of files count in a folder of secrets."""
+_NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _FILES))
+_COPY = re.compile(r"(?:\.gz|\.zst|\.bak|\.orig|~)+\Z")
+"""Ends of names of compressed files and of copies: the name before it counts, too."""
+_SAMPLE = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SAMPLES))
+_GUESSES = frozenset(
+    ["ArtifactoryDetector", "CloudantDetector", "IbmCloudIamDetector", "IbmCosHmacDetector", "IPPublicDetector",
+     "SoftlayerDetector"]
+)  # fmt: skip
+"""Detectors of what has no form of its own: they take several times as long as all others together."""
+
+_GENERATED_NAMES = re.compile(
+    "|".join(
+        fnmatch.translate(pattern)
+        for pattern in (
+            "*.min.js", "*.min.mjs", "*.min.css", "*.bundle.js", "*.chunk.js", "*.map", "*.lock", "*-lock.json",
+            "*-lock.yaml", "npm-shrinkwrap.json", "go.sum", "go.work.sum", "*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py",
+            "*.pb.go", "*.pb.cc", "*.pb.h", "*.g.dart", "*.freezed.dart", "*.designer.cs", "*.snap", "*.pyc",
+        )
+    )
+)  # fmt: skip
+_PACKED = re.compile(r"\.(?:gz|zst)\Z")
+_GENERATED_TEXT = re.compile(
+    r"@generated\b|\b(?:auto-?generated|automatically generated|generated by|code generated)\b.{0,120}"
+    r"\bdo not (?:edit|modify)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_HEAD_CHARS = 1000
+_MINIFIED_CHARS = 2000
+_MINIFIED_LINE = 400
+_PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex")
+_PROSE_SPACES = 0.08
+"""Share of blanks from which a long line of prose is a paragraph."""
+
+
+def secret_name(path: str | os.PathLike[str]) -> bool:
+    """Whether a file must not be read, by its name and the folders it lies in (a path relative to the top)."""
+    *folders, name = os.fspath(path).lower().split(os.sep)
+    plain = _COPY.sub("", name)
+    if _SAMPLE.match(plain):
+        return False
+    if not _FOLDERS.isdisjoint(folders) and os.path.splitext(name)[1] not in _CODE:
+        return True
+    return bool(_NAME.match(name) or _NAME.match(plain))
+
+
+def secret_text(text: str) -> bool:
+    """Whether a text holds a key or token, as detect-secrets knows them."""
+    return any(True for detector in _detectors() for _ in detector.analyze_string(text))
+
+
+@cache
+def _detectors() -> tuple[RegexBasedDetector, ...]:
+    kinds: Any = get_mapping_from_secret_type_to_class().values()
+    return tuple(kind() for kind in kinds if issubclass(kind, RegexBasedDetector) and kind.__name__ not in _GUESSES)
+
+
+def generated_name(name: str) -> bool:
+    """Whether a file of this name, compressed or not, is made by a program."""
+    return _GENERATED_NAMES.match(_PACKED.sub("", name.lower())) is not None
+
+
+def generated_text(name: str, text: str) -> bool:
+    """Whether the text of a file is minified, or says of itself that a program wrote it."""
+    return _minified(name, text) or _GENERATED_TEXT.search(text[:_HEAD_CHARS]) is not None
+
+
+def _minified(name: str, text: str) -> bool:
+    """Whether lines are so long that nobody wrote them; paragraphs of prose may be."""
+    if len(text) <= _MINIFIED_CHARS or len(text) <= _MINIFIED_LINE * (text.count("\n") + 1):
+        return False
+    return not (name.lower().endswith(_PROSE) and text.count(" ") >= _PROSE_SPACES * len(text))
+
 
 PARTS = ("ignored", "generated", "secrets")
 """Parts of the filter that can be switched off."""
@@ -154,21 +258,17 @@ class EntryFilter:
             path = Path(name)
             yield path, said if isinstance(said, Reason) else Candidate(path, said.st_size, said.st_mtime_ns)
 
-    def entries(self, named: Container[str] = ()) -> Iterator[tuple[str, os.stat_result | Reason]]:
-        """`list` with paths as text, of folders with a slash at the end.
-
-        Names in `named`, which are paths relative to their folder, are known to be good.
-        """
+    def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
+        """`list` with paths as text, of folders with a slash at the end."""
         if self.rule is not None:
             self.rule.look_again()
         real: dict[str, bool] = {}
-        for root, top in zip(self.roots, self._tops, strict=True):
-            start = len(top)
-            for name, left, status in look_through(root, everything="ignored" in self._admit):
+        for root in self.roots:
+            for name, left in look_through(root, everything="ignored" in self._admit):
                 if self._is_own(name):
                     continue
                 if left is None:
-                    yield name, self._outside(name, real) or self._look(name, status, name[start:] in named)
+                    yield name, self._outside(name, real) or self._look(name)
                 elif left is not Left.STORE:
                     yield name, _LEFT[left]
 
@@ -251,17 +351,17 @@ class EntryFilter:
         generated = "generated" not in self._admit and generated_name(name.rpartition(os.sep)[2])
         return Reason.GENERATED if generated else None
 
-    def _look(self, name: str, status: os.stat_result | None = None, is_named: bool = False) -> os.stat_result | Reason:
-        """What kind, size and, unless it is known to be good, name of a file below the folders say."""
+    def _look(self, name: str) -> os.stat_result | Reason:
+        """What kind, name and size of a file below the folders say."""
         try:
-            status = status or os.lstat(name)
+            status = os.lstat(name)
         except FileNotFoundError:
             return Reason.GONE
         except OSError:
             return Reason.UNREADABLE
         if stat.S_ISLNK(status.st_mode):
             return Reason.LINK
-        if not is_named and (said := self._name(name)):
+        if said := self._name(name):
             return said
         if not stat.S_ISREG(status.st_mode):
             return Reason.NOT_A_FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -240,3 +241,16 @@ def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, pr
     if scattered and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, entry.dtype)
+
+
+class IrregularFileError(OSError):
+    """A pipe, folder or device where a regular file is read."""
+
+
+def open_regular(path: str, flags: int) -> int:
+    """An opener for `open` that waits for no pipe: what is no regular file is an error."""
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise IrregularFileError(errno.EINVAL, "not a regular file", path)
+    return handle

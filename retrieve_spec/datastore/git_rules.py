@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from operator import attrgetter
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
-from retrieve_spec.datastore.addresses import open_regular
+from retrieve_spec.datastore.files import open_regular
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 
 NEVER = frozenset(
@@ -32,10 +29,7 @@ _MACHINERY = frozenset([".git", ".hg", ".svn", "__pycache__"])
 _BUILT = frozenset(["dist", "build", "target", ".idea", ".vscode"])
 """Folders that are looked into only as far as git tracks what they hold."""
 _ENVIRONMENT = "pyvenv.cfg"
-_MARKS = (_ENVIRONMENT, MANIFEST, ".ignore")
 _KEPT = frozenset(["GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"])
-_NAME = attrgetter("name")
-_AT_ONCE = 400
 _SECONDS = 120
 
 
@@ -48,20 +42,20 @@ class Left(Enum):
     UNREADABLE = 4
 
 
+Entry = tuple[str, Left | None]
+
+
 def list_folder(root: Path) -> Iterator[Path]:
     """Files below a folder that no rule leaves out, symbolic links among them."""
-    return (Path(place) for place, left, _ in look_through(root) if left is None)
-
-
-Entry = tuple[str, Left | None, os.stat_result | None]
+    return (Path(place) for place, left in look_through(root) if left is None)
 
 
 def look_through(root: Path, *, everything: bool = False, only: Collection[str] | None = None) -> Iterator[Entry]:
-    """(path, None or why it is passed over, its status where it was looked up) of what lies below a folder; a folder,
-    told by a slash at its end, stands for all that is in it.
+    """(path, None or why it is passed over) of what lies below a folder; a folder, told by a slash at its end, stands
+    for all that is in it.
 
-    A folder that lies in a checkout is listed by git, every other one file by file; checkouts inside of it are listed
-    by git on their own. A folder that git ignores itself is looked into: whoever names it wants it.
+    Of a folder that lies in a checkout git says what it ignores, of every other one its ignore files do; checkouts
+    inside of it are asked on their own. A folder that git ignores itself is looked into: whoever names it wants it.
 
     Parameters
     ----------
@@ -72,61 +66,54 @@ def look_through(root: Path, *, everything: bool = False, only: Collection[str] 
     only
         Paths below the folder, and all folders above them, that are looked for; all by default.
     """
-    checkout = None if everything else _governing(root)
-    found = None if checkout is None else _git_lists(root, only)
-    if found is None:
-        rules = None if everything else IgnoreFiles(checkout or root, (".gitignore", ".ignore"), general=True)
-        yield from _walk(str(root), rules, only, top=True)
-        return
-    special = [name for name in found if name.endswith(_MARKS)]
-    own = IgnoreFiles(root, (".ignore",)) if any(name.endswith(".ignore") for name in special) else None
-    base = os.path.join(root, "")
-    closed = _closed(base, special)
-    shut = tuple(closed)
-    told: set[str] = set()
-    for place, left in closed.items():
-        yield place, left, None
-    for name, tracked in found.items():
-        place = base + name
-        if shut and place.startswith(shut):
-            continue
-        if tracked is None:
-            if _MACHINERY.isdisjoint(name.split("/")):
-                yield place, Left.IGNORED, None
-            continue
-        try:
-            status = os.lstat(place)
-            nested = name[-1] == "/" or stat.S_ISDIR(status.st_mode)
-        except OSError:
-            status, nested = None, name[-1] == "/"
-        if nested:  # a checkout inside of this one
-            name = name.rstrip("/")
-            place = f"{base}{name}/"
-            if os.path.islink(base + name) or not os.path.exists(place + ".git"):
-                continue
-        passed = passed_over(name if nested else name.rpartition("/")[0], tracked=tracked and not nested)
-        if passed:
-            if passed not in told:
-                told.add(passed)
-                yield f"{base}{passed}/", Left.TOOLS, None
-        elif own is not None and own.ignores(base + name, folder=nested):
-            yield place, Left.IGNORED, status
-        elif nested:
-            yield from _look_into(place, only)
-        else:
-            yield place, None, status
+    return _walk(str(root), None if everything else _rules_of(root), only, top=True)
 
 
-def _look_into(folder: str, only: Collection[str] | None) -> Iterator[Entry]:
-    """`look_through` of a checkout that was found inside of a folder, unless what lies in it closes it."""
+def _walk(
+    folder: str, rules: IgnoreFiles | None, only: Collection[str] | None, *, top: bool = False, built: bool = False
+) -> Iterator[Entry]:
+    """`look_through` of a folder under some rules; no rules: all of it; of build results what git tracks."""
     try:
-        left = _closes(folder, os.listdir(folder))
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
     except OSError:
-        left = Left.UNREADABLE
-    if left is None:
-        yield from look_through(Path(folder), only=only)
-    else:
-        yield os.path.join(folder, ""), left, None
+        yield os.path.join(folder, ""), Left.UNREADABLE
+        return
+    names = {entry.name for entry in entries}
+    if not top:
+        if MANIFEST in names and os.path.isdir(os.path.join(folder, SEGMENTS)):
+            yield os.path.join(folder, ""), Left.STORE
+            return
+        if rules is not None and _ENVIRONMENT in names:
+            yield os.path.join(folder, ""), Left.TOOLS
+            return
+        if rules is not None and ".git" in names:
+            yield from look_through(Path(folder), only=only)
+            return
+    for entry in entries:
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if (only is not None and entry.path not in only) or (is_folder and entry.name in _MACHINERY):
+            continue
+        within = built or (is_folder and entry.name in _BUILT)
+        if rules is None:
+            left = None
+        elif (is_folder and entry.name in NEVER) or (within and not rules.tracks(entry.path)):
+            left = Left.TOOLS
+        else:
+            left = Left.IGNORED if rules.ignores(entry.path, folder=is_folder) else None
+        if not is_folder:
+            yield entry.path, left
+        elif left is None:
+            yield from _walk(entry.path, rules, only, built=within)
+        elif not _is_empty(entry.path):
+            yield os.path.join(entry.path, ""), left
+
+
+def _is_empty(folder: str) -> bool:
+    try:
+        return not os.listdir(folder)
+    except OSError:
+        return False
 
 
 def listed(roots: Sequence[Path], paths: Collection[Path], *, everything: bool = False) -> set[Path]:
@@ -136,56 +123,14 @@ def listed(roots: Sequence[Path], paths: Collection[Path], *, everything: bool =
         above = [root for root in roots if path.is_relative_to(root)]
         if above:
             root = max(above, key=lambda one: len(one.parts))
-            below.setdefault(root, {str(root)}).update(
-                map(str, (path, *path.parents[: len(path.relative_to(root).parts)]))
-            )
+            below.setdefault(root, set()).update(map(str, (path, *path.parents)))
     passed = {
         Path(place)
         for root, only in below.items()
-        for place, left, _ in look_through(root, everything=everything, only=only)
+        for place, left in look_through(root, everything=everything, only=only)
         if left is None
     }
     return passed.intersection(paths)
-
-
-def _governing(root: Path) -> Path | None:
-    """The checkout whose rules a folder is under; None where it lies in none, or is left out of it itself."""
-    checkout = checkout_of(root)
-    if checkout is None or checkout == root:
-        return checkout
-    if _git(checkout, "rev-parse", "--git-dir") is None:
-        ignored = IgnoreFiles(checkout, (".gitignore", ".ignore"), general=True).ignores(str(root), folder=True)
-    else:
-        ignored = _git(checkout, "check-ignore", "-q", "--", str(root)) is not None
-    return None if ignored else checkout
-
-
-def _closes(folder: str, names: Collection[str]) -> Left | None:
-    """Whether what lies in a folder, by name, makes it one that is not looked into."""
-    if _ENVIRONMENT in names:
-        return Left.TOOLS
-    if MANIFEST in names and os.path.isdir(os.path.join(folder, SEGMENTS)):
-        return Left.STORE
-    return None
-
-
-def _closed(base: str, names: Iterable[str]) -> dict[str, Left]:
-    """Folders, with a slash at their ends, that are not looked into for what lies in them, by names of a listing."""
-    closed = {}
-    for name in names:
-        folder, _, last = name.rpartition("/")
-        if folder and last in (_ENVIRONMENT, MANIFEST) and (left := _closes(base + folder, (last,))):
-            closed[f"{base}{folder}/"] = left
-    return closed
-
-
-def passed_over(folder: str, *, tracked: bool) -> str:
-    """The outermost folder of a path that is never looked into by its name, "" for none."""
-    parts = folder.split("/")
-    if NEVER.isdisjoint(parts) and (tracked or _BUILT.isdisjoint(parts)):
-        return ""
-    first = next(i for i, part in enumerate(parts) if part in NEVER or (part in _BUILT and not tracked))
-    return "/".join(parts[: first + 1])
 
 
 def checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> Path | None:
@@ -199,36 +144,20 @@ def checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> P
     return known[folder]
 
 
-def _git_lists(folder: Path, only: Collection[str] | None) -> dict[str, bool | None] | None:
-    """Whether git tracks it, by path below the folder, of all that is in it; None where git fails.
-
-    What is ignored says None, and folders of which everything is stand for it. Where only some paths are looked for,
-    they are told of, with what closes a folder above them, but nothing that is ignored.
-    """
-    tracked = ("ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard")
-    if only is None:
-        ignored = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
-        with ThreadPoolExecutor(2) as pool:  # each goes through the folder
-            answers = list(pool.map(lambda arguments: _git(folder, *arguments), (ignored, tracked)))
-    else:
-        base = os.path.join(folder, "")
-        inside = [name[len(base) :] for name in only if name.startswith(base)]
-        folders = [name for name in inside if os.path.isdir(base + name)]
-        nested = [name for name in folders if os.path.exists(f"{base}{name}/.git")]
-        beneath = tuple(f"{name}/" for name in nested)  # git tells of a checkout where nothing in it is asked for
-        marks = [f"{name}/{mark}" for name in folders for mark in _MARKS]
-        files = set(inside).difference(folders)
-        specs = [name for name in (*files, *marks, *nested) if not name.startswith(beneath)] + list(_MARKS)
-        groups = (specs[at : at + _AT_ONCE] for at in range(0, len(specs), _AT_ONCE))
-        literal = ("--literal-pathspecs", *tracked, "--")
-        answers = [b"", *(_git(folder, *literal, *group) for group in groups)]
-    left: dict[str, bool | None] = {}
-    for out in answers:
-        if out is None:
-            return None
-        names = os.fsdecode(out).split("\0")[:-1]
-        left |= dict.fromkeys(names) if out is answers[0] else {name[2:]: name[0] != "?" for name in names}
-    return left
+def _rules_of(root: Path) -> IgnoreFiles:
+    """The rules that a folder is under: those of its checkout, unless that leaves the folder out itself."""
+    own = IgnoreFiles(root, (".gitignore", ".ignore"), general=True)
+    checkout = checkout_of(root)
+    if checkout is None:
+        return own
+    listing = _git(root, "ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard")
+    if listing is None:
+        rules = IgnoreFiles(checkout, (".gitignore", ".ignore"), general=True)
+        between = [root, *root.parents][: len(root.relative_to(checkout).parts)]
+        return own if any(rules.ignores(str(folder), folder=True) for folder in between) else rules
+    if checkout != root and _git(checkout, "check-ignore", "-q", "--", str(root)) is not None:
+        return own
+    return GitListing(root, os.fsdecode(listing))
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
@@ -243,43 +172,6 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return done.stdout
-
-
-def _walk(
-    folder: str, rules: IgnoreFiles | None, only: Collection[str] | None, *, top: bool = False
-) -> Iterator[Entry]:
-    """`look_through` of a folder that git does not list; no rules: all of it."""
-    try:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=_NAME)
-    except OSError:
-        yield os.path.join(folder, ""), Left.UNREADABLE, None
-        return
-    names = {entry.name for entry in entries}
-    left = None if top else _closes(folder, names)
-    if left is Left.STORE or (left and rules is not None):
-        yield os.path.join(folder, ""), left, None
-        return
-    hidden = {name.lower() for name in names if name[0] == "."}  # some systems do not tell cases apart
-    if not top and rules is not None and ".git" in hidden and os.path.exists(os.path.join(folder, ".git")):
-        yield from look_through(Path(folder), only=only)
-        return
-    for entry in entries:
-        if only is not None and entry.path not in only:
-            continue
-        if not entry.is_dir(follow_symlinks=False):
-            ignored = rules is not None and rules.ignores(entry.path)
-            yield entry.path, Left.IGNORED if ignored else None, None
-        elif entry.name in _MACHINERY:
-            continue
-        elif rules is None:
-            yield from _walk(entry.path, rules, only)
-        elif entry.name in NEVER or entry.name in _BUILT:
-            yield os.path.join(entry.path, ""), Left.TOOLS, None
-        elif rules.ignores(entry.path, folder=True):
-            yield os.path.join(entry.path, ""), Left.IGNORED, None
-        else:
-            yield from _walk(entry.path, rules, only)
 
 
 _NO_RULE = (ValueError, re.error)
@@ -303,35 +195,62 @@ class IgnoreFiles:
     def __init__(self, top: Path, names: Sequence[str], *, general: bool = False) -> None:
         self._names = names
         self._top = str(top)
-        self._rules: dict[str, list[tuple[str, GitIgnoreSpec]]] = {}
-        self._left_out: dict[str, bool] = {}
-        self._general = _general_rules(top) if general else None
+        rules = _general_rules(top) if general else None
+        self._rules: dict[str, list[tuple[str, GitIgnoreSpec]]] = {"": [] if rules is None else [(self._top, rules)]}
 
     def ignores(self, path: str, *, folder: bool = False) -> bool:
-        """Whether a rule leaves out a path, or a folder it lies in."""
-        above = path.rpartition(os.sep)[0]
+        """Whether the last rule that names a path leaves it out; of folders above it nothing is said."""
         verdict = False
-        for base, spec in self._rules_above(above):
+        for base, spec in self._rules_in(os.path.dirname(path)):
             inside = path[len(base) :].lstrip("/") + ("/" if folder else "")
             if (result := spec.check_file(inside)).include is not None:
                 verdict = bool(result.include)
-        return verdict or self._ignores_folder(above)
+        return verdict
 
-    def _ignores_folder(self, folder: str) -> bool:
-        if folder not in self._left_out:
-            self._left_out[folder] = folder != self._top and self.ignores(folder, folder=True)
-        return self._left_out[folder]
+    def tracks(self, path: str) -> bool:
+        """Whether git tracks a file, or something in a folder; False where git is not asked."""
+        return False
 
-    def _rules_above(self, folder: str) -> list[tuple[str, GitIgnoreSpec]]:
+    def _rules_in(self, folder: str) -> list[tuple[str, GitIgnoreSpec]]:
         """(folder of the rules, rules) from the weakest to the strongest, for what lies in a folder."""
         if folder not in self._rules:
-            if folder == self._top:
-                above = [] if self._general is None else [(folder, self._general)]
-            else:
-                above = self._rules_above(os.path.dirname(folder))
+            above = self._rules_in("" if folder == self._top else os.path.dirname(folder))
             own = _read_rules([os.path.join(folder, name) for name in self._names])
             self._rules[folder] = above if own is None else [*above, (folder, own)]
         return self._rules[folder]
+
+
+class GitListing(IgnoreFiles):
+    """What git lists of a folder, and its ``.ignore`` files.
+
+    Parameters
+    ----------
+    root
+        The folder.
+    listing
+        What ``git ls-files -t -z`` prints there of all that is not ignored.
+    """
+
+    def __init__(self, root: Path, listing: str) -> None:
+        super().__init__(root, (".ignore",))
+        top = str(root)
+        self._listed, self._tracked = {top}, {top}
+        for line in listing.split("\0")[:-1]:
+            name = line[2:].rstrip("/")  # a slash ends the names of checkouts inside of this one
+            path = os.path.join(top, name.replace("/", os.sep))
+            for known in (self._listed,) if line[0] == "?" else (self._listed, self._tracked):
+                place = path
+                while place not in known:
+                    known.add(place)
+                    place = os.path.dirname(place)
+
+    def ignores(self, path: str, *, folder: bool = False) -> bool:
+        """Whether git or an ``.ignore`` file leaves out a path."""
+        return path not in self._listed or super().ignores(path, folder=folder)
+
+    def tracks(self, path: str) -> bool:
+        """Whether git tracks a file, or something in a folder."""
+        return path in self._tracked
 
 
 def _general_rules(top: Path) -> GitIgnoreSpec | None:

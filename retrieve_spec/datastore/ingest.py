@@ -20,11 +20,12 @@ import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.addresses import IrregularFileError, is_address, open_file
-from retrieve_spec.datastore.documents import text_hash
 from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, decoded, is_utf16, refused
+from retrieve_spec.datastore.files import IrregularFileError
 from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
+from retrieve_spec.datastore.remote import is_address, open_file
+from retrieve_spec.datastore.segment import text_hash
 from retrieve_spec.datastore.sources import STDIN, Source, SourceFile
 from retrieve_spec.errors import BuildError
 
@@ -53,22 +54,17 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
     for file in files:
         read = 0
         try:
-            for text in _texts_in(file, sources[file.source].field, limit):
+            if file.skip or file.kind == "text":
+                yield Text(file, file.path, skip=file.skip)
+                continue
+            records = _json_lines(file, limit) if file.kind == "jsonl" else _parquet(file, sources[file.source].field)
+            for text in records:
                 yield text
                 read += 1
         except BuildError:  # a remote that cannot be reached any more, among others
             raise
         except _READ_ERRORS as error:
             yield Text(file, file.path, skip=Reason.DAMAGED if read else _reason(error))
-
-
-def _texts_in(file: SourceFile, field: str, limit: int) -> Iterator[Text]:
-    if file.skip or file.kind == "text":
-        yield Text(file, file.path, skip=file.skip)
-    elif file.kind == "jsonl":
-        yield from _json_lines(file, limit)
-    else:
-        yield from _parquet(file, field)
 
 
 class _Zstandard(io.RawIOBase):
@@ -210,17 +206,14 @@ def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
         if not isinstance(value, str):
             return "", len(content), f"no field {field!r}"
         content = value
-    return _decode(content, limit)
-
-
-def _decode(content: bytes | str, limit: int) -> tuple[str, int, str]:
     size = len(content)
     if size > limit:
         return "", size, Reason.LARGE
     if isinstance(content, bytes):
-        content = decoded(content)
-        if isinstance(content, Reason):
-            return "", size, content
+        found = decoded(content)
+        if isinstance(found, Reason):
+            return "", size, found
+        content = found
     try:
         content.encode()
     except UnicodeEncodeError:  # lone surrogates from JSON escapes
@@ -292,21 +285,6 @@ class Gate:
         return content, size, str(skip)
 
 
-def _tokenise(text: Text, gate: Gate, tokenizer: Tokenizer) -> Tokenised:
-    content, size, skip = gate.read(text)
-    licence, source = text.file.licence, gate.source.path
-    if gate.rule is not None and not skip:
-        is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)
-        # (rows are not under the licence of a collection)
-        path = Path(text.file.location).resolve() if is_file else None
-        licence = gate.rule.licence(path, own_licence(content))
-        skip = refused(gate.rule, licence) or ""
-    if skip:
-        return Tokenised(text.path, licence, source, "", np.empty(0, np.uint32), size, skip)
-    ids = encode(tokenizer, content)
-    return Tokenised(text.path, licence, source, text_hash(content), ids, size, "" if len(ids) else Reason.EMPTY)
-
-
 def tokenise(
     files: Iterable[SourceFile], sources: tuple[Source, ...], tokenizer: Tokenizer, limit: int
 ) -> Iterator[Tokenised]:
@@ -325,4 +303,15 @@ def tokenise(
         return Gate(sources[number], limit)
 
     for text in texts_of(files, sources, limit):
-        yield _tokenise(text, gate(text.file.source), tokenizer)
+        rules = gate(text.file.source)
+        content, size, skip = rules.read(text)
+        licence, source = text.file.licence, rules.source.path
+        if rules.rule is not None and not skip:
+            is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)
+            # (rows are not under the licence of a collection)
+            path = Path(text.file.location).resolve() if is_file else None
+            licence = rules.rule.licence(path, own_licence(content))
+            skip = refused(rules.rule, licence) or ""
+        ids = encode(tokenizer, "" if skip else content)
+        digest = "" if skip else text_hash(content)
+        yield Tokenised(text.path, licence, source, digest, ids, size, skip or ("" if len(ids) else Reason.EMPTY))

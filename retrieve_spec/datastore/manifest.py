@@ -242,10 +242,6 @@ def read_content(store: Path) -> bytes:
 def manifest_of(content: bytes, place: str | Path) -> Manifest:
     """The manifest that a store, or a file at some place, holds; errors are those of `read_manifest`."""
     path = place / MANIFEST if isinstance(place, Path) else place
-    return _from_json(_checked(content, path))
-
-
-def _checked(content: bytes, path: object) -> dict[str, Any]:
     try:
         raw = json.loads(content)
     except ValueError as error:
@@ -261,18 +257,12 @@ def _checked(content: bytes, path: object) -> dict[str, Any]:
         raise StoreCorruptError(
             f"content of checksum {str(recorded)[:12]} in {path}", f"checksum {_checksum(raw)[:12]}", _REBUILD
         )
-    body: dict[str, Any] = raw
-    return body
-
-
-def _from_json(raw: dict[str, Any]) -> Manifest:
-    segments = tuple(map(entry_of, raw["segments"]))
     return Manifest(
         raw["fingerprint"],
         FileEntry(**raw["tokenizer"]),
         raw["vocabulary"],
         raw["config"],
-        segments,
+        tuple(map(entry_of, raw["segments"])),
         raw["generation"],
         tuple(raw["history"]),
         DenseRecord(**raw["dense"]) if raw.get("dense") else None,

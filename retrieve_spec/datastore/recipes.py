@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sysconfig
 import tomllib
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.change import ChangeReport
+from retrieve_spec.datastore.git_rules import checkout_of
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import (
@@ -157,10 +157,10 @@ def _place(path: str) -> str:
     if "{stdlib}" in path:
         path = path.replace("{stdlib}", sysconfig.get_path("stdlib"))
     if "{repository}" in path:
-        found = subprocess.run(["git", "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False)
-        if found.returncode:
+        checkout = checkout_of(Path.cwd())
+        if checkout is None:
             raise BuildError("a git checkout around the working directory", "none", "Change into the checkout.")
-        path = path.replace("{repository}", found.stdout.strip())
+        path = path.replace("{repository}", str(checkout))
     return path
 
 

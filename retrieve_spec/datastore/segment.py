@@ -1,9 +1,22 @@
-"""Segments: the files of one immutable part of a store, with its token ids and documents."""
+"""Segments: the files of one immutable part of a store, with its token ids, documents and tombstones.
+
+A row of a document table is a path, a SHA-256 of the text, a length and an *origin*, the number of a (licence, source)
+pair. The pairs stand in the manifest: what a source was called on the machine that built the store is no part of a
+segment.
+
+A segment's tombstones, what counts as removed of it, are up to three files of the store, named by what they hold:
+``…-documents.bin``, the numbers of removed documents; ``…-ranks.bin``, where their suffixes stand in its suffix array;
+and ``…-copies.bin``, the numbers of documents whose text another segment has too: those are not listed, but what they
+say may be drafted. A segment with tombstones is mapped privately, and the pages that a removed document touches are
+altered in memory (`retrieve_spec.kernels.tombstones`). So it costs time and memory in proportion to what was removed:
+beyond `MOST_TOKENS` of a segment, a removal writes the segment anew instead.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -14,15 +27,336 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.dense import INDEX, DenseIndex
-from retrieve_spec.datastore.documents import TABLE, DocumentTable, Origin, Row, table_arrays
-from retrieve_spec.datastore.files import FileEntry, check_size, map_array, write_files
-from retrieve_spec.datastore.manifest import DenseRecord, SegmentEntry
-from retrieve_spec.datastore.ngrams import NgramTable, build_grams, build_ngrams, suffix_beginnings
-from retrieve_spec.datastore.tombstones import DOCUMENTS, RANKS, forget, hidden_of, hide
+from retrieve_spec.datastore.files import FileEntry, check_size, map_array, read_in_order, write_files
+from retrieve_spec.datastore.indexes import (
+    NgramTable,
+    build_grams,
+    build_ngrams,
+    suffix_beginnings,
+)
+from retrieve_spec.datastore.manifest import TOMBSTONES, DenseRecord, SegmentEntry
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.induced_sort import sort_suffixes
 from retrieve_spec.kernels.ngram import SLOT
 from retrieve_spec.kernels.suffix_array import sa_top_table
+from retrieve_spec.kernels.tombstones import forget_document, hide_suffixes, hide_tops, ranks_of
+
+HASHES, PATHS, PATH_ENDS, ORIGINS = "document_hashes", "document_paths", "document_path_ends", "document_origins"
+TABLE = (HASHES, PATHS, PATH_ENDS, ORIGINS)
+DIGEST = 32
+"""Bytes of a content hash."""
+Origin = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text of a store.
+
+    Attributes
+    ----------
+    segment, number
+        Where it stands: segment folder, and its number there.
+    path
+        Path relative to its source, or ``file#line`` for one of many in a file.
+    licence
+        Licence stated when it was added, ``""`` if none was.
+    source
+        What was given to build from.
+    sha256
+        Of its text.
+    start, tokens
+        Position of its first token in the segment, and its length.
+    added_at
+        UTC time at which its segment joined the store.
+    removed
+        Whether nothing is drafted from it any more.
+    """
+
+    segment: str
+    number: int
+    path: str
+    licence: str
+    source: str
+    sha256: str
+    start: int
+    tokens: int
+    added_at: str
+    removed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A document that is about to be written: path, licence, source, SHA-256 in hexadecimal, tokens."""
+
+    path: str
+    licence: str
+    source: str
+    sha256: str
+    tokens: int
+
+
+def text_hash(text: str) -> str:
+    """Content hash of a text: SHA-256 in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def table_arrays(rows: Sequence[Row]) -> tuple[dict[str, NDArray[Any]], tuple[Origin, ...]]:
+    """Arrays of a document table by name, and its origins in the order in which they first occur."""
+    paths = [row.path.encode("utf-8", "backslashreplace") for row in rows]
+    origins: dict[Origin, int] = {}
+    numbers = [origins.setdefault((row.licence, row.source), len(origins)) for row in rows]
+    arrays: dict[str, NDArray[Any]] = {
+        HASHES: np.frombuffer(b"".join(bytes.fromhex(row.sha256) for row in rows), np.uint8),
+        PATHS: np.frombuffer(b"".join(paths), np.uint8),
+        PATH_ENDS: np.cumsum([len(path) for path in paths], dtype=np.uint64),
+        ORIGINS: np.array(numbers, np.uint32),
+    }
+    return arrays, tuple(origins)
+
+
+class DocumentTable:
+    """The documents of one segment, read from its arrays as they are asked for.
+
+    Parameters
+    ----------
+    segment, added_at, origins
+        Of the segment's entry in the manifest.
+    starts
+        (d + 1,) uint32, where documents begin.
+    arrays
+        The arrays of `TABLE`, by name.
+    removed
+        Numbers of the documents that nothing is drafted from.
+    """
+
+    def __init__(
+        self,
+        segment: str,
+        added_at: str,
+        origins: Sequence[Origin],
+        starts: NDArray[np.uint32],
+        arrays: Mapping[str, NDArray[Any]],
+        removed: Sequence[int] = (),
+    ) -> None:
+        self.segment, self.added_at, self.origins = segment, added_at, origins
+        self._starts, self._arrays = starts, arrays
+        self._removed = frozenset(removed)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def check(self) -> None:
+        """Check that the arrays belong together.
+
+        Raises
+        ------
+        StoreCorruptError
+            When they do not.
+        """
+        ends, origins = self._arrays[PATH_ENDS].astype(np.int64), self._arrays[ORIGINS]
+        sound = len(self._arrays[HASHES]) == DIGEST * len(self) and len(ends) == len(origins) == len(self)
+        sound = sound and bool((np.diff(ends, prepend=0) >= 0).all()) and bool((origins < len(self.origins)).all())
+        if not (sound and (ends[-1] if len(ends) else 0) == len(self._arrays[PATHS])):
+            raise self._damaged("arrays of one length")
+        for number in range(len(self)):
+            self.path(number)
+
+    def path(self, number: int) -> str:
+        """Path of one document.
+
+        Raises
+        ------
+        StoreCorruptError
+            When the table is damaged.
+        """
+        try:
+            ends = self._arrays[PATH_ENDS]
+            start = int(ends[number - 1]) if number else 0
+            return self._arrays[PATHS][start : int(ends[number])].tobytes().decode()
+        except (IndexError, UnicodeDecodeError) as error:
+            raise self._damaged(f"a path of document {number}") from error
+
+    def __getitem__(self, number: int) -> Document:
+        """One document.
+
+        Raises
+        ------
+        StoreCorruptError
+            When the table is damaged.
+        """
+        try:
+            licence, source = self.origins[int(self._arrays[ORIGINS][number])]
+            digest = self._arrays[HASHES][DIGEST * number : DIGEST * (number + 1)].tobytes().hex()
+            start, end = int(self._starts[number]), int(self._starts[number + 1])
+        except IndexError as error:
+            raise self._damaged(f"document {number}") from error
+        return Document(
+            self.segment,
+            number,
+            self.path(number),
+            licence,
+            source,
+            digest,
+            start,
+            end - start - 1,
+            self.added_at,
+            number in self._removed,
+        )
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[number] for number in range(len(self)))
+
+    def live(self) -> Iterator[Document]:
+        """Documents that can be drafted from, in order."""
+        return (self[number] for number in range(len(self)) if number not in self._removed)
+
+    def texts(self) -> Iterator[tuple[int, str, str, str]]:
+        """(number, path, source, SHA-256) of the documents that can be drafted from; quicker than one by one.
+
+        Raises
+        ------
+        StoreCorruptError
+            When the table is damaged.
+        """
+        hashes, origins = self.hashes.tobytes().hex(), self._arrays[ORIGINS].tolist()
+        content, ends = self._arrays[PATHS].tobytes(), [0, *self._arrays[PATH_ENDS].tolist()]
+        sources = [source for _, source in self.origins]
+        for number in range(len(self)):
+            if number not in self._removed:
+                try:
+                    path = content[ends[number] : ends[number + 1]].decode()
+                    source = sources[origins[number]]
+                except (IndexError, UnicodeDecodeError) as error:
+                    raise self._damaged(f"document {number}") from error
+                yield number, path, source, hashes[2 * DIGEST * number : 2 * DIGEST * (number + 1)]
+
+    @cached_property
+    def hashes(self) -> NDArray[np.uint8]:
+        """(d, 32) uint8, content hashes, removed documents' too."""
+        found = self._arrays[HASHES]
+        if len(found) != DIGEST * len(self):
+            raise self._damaged("a hash of every document")
+        return found.reshape(-1, DIGEST)
+
+    def _damaged(self, expected: str) -> StoreCorruptError:
+        return StoreCorruptError(f"{expected} in the document table of segment {self.segment}", "none")
+
+
+MOST_TOKENS = 1 << 17
+"""Removed tokens of one segment up to which tombstones are kept."""
+DOCUMENTS, RANKS, COPIES = "documents", "ranks", "copies"
+
+
+def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint32]]:
+    """Arrays of a segment's tombstones by kind; kinds that it has none of are empty.
+
+    Raises
+    ------
+    StoreCorruptError
+        When a file is missing or has another size.
+    """
+    found = {kind: np.empty(0, np.uint32) for kind in (DOCUMENTS, RANKS, COPIES)}
+    for name, file in entry.tombstones.items():
+        kind = name.removesuffix(".bin").rpartition("-")[2]
+        if kind not in found:
+            raise StoreCorruptError(f"tombstones of a kind in {store}", name)
+        found[kind] = map_array(store / TOMBSTONES / name, file)
+    return found
+
+
+def hidden_of(found: dict[str, NDArray[np.uint32]], documents: int, segment: str) -> tuple[int, ...]:
+    """Numbers of the documents that are not listed: removed ones and copies.
+
+    Raises
+    ------
+    StoreCorruptError
+        When they are no documents of the segment.
+    """
+    numbers = np.union1d(found[DOCUMENTS], found[COPIES])
+    if len(numbers) and int(numbers[-1]) >= documents:
+        raise StoreCorruptError(f"tombstones of {documents:,} documents of segment {segment}", "others")
+    return tuple(numbers.tolist())
+
+
+def write_tombstones(folder: Path, segment: str, arrays: dict[str, NDArray[np.uint32]]) -> dict[str, FileEntry]:
+    """Write tombstones into a folder, from which `publish` moves them into the store."""
+    folder.mkdir(exist_ok=True)
+    named = {}
+    for kind, array in arrays.items():
+        if len(array):
+            content = np.ascontiguousarray(array, "<u4")
+            named[f"{segment}-{hashlib.sha256(content.data).hexdigest()[:12]}-{kind}.bin"] = content
+    return write_files(folder, named)
+
+
+def document_tokens(starts: NDArray[np.uint32], numbers: Iterable[int]) -> int:
+    """Tokens of some documents of a segment."""
+    chosen = np.fromiter(numbers, np.int64)
+    lengths = starts[chosen + 1].astype(np.int64) - starts[chosen].astype(np.int64) - 1
+    return int(lengths.sum())
+
+
+def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequence[int]) -> NDArray[np.uint32]:
+    """Where the suffixes of some documents stand in a suffix array, rising.
+
+    Parameters
+    ----------
+    sa, starts
+        Of the segment.
+    numbers
+        The documents, at least one, rising.
+
+    Raises
+    ------
+    StoreCorruptError
+        When the array lacks one of their suffixes.
+    """
+    first, last = int(starts[numbers[0]]), int(starts[numbers[-1] + 1])
+    gone = np.zeros(last - first, np.bool_)
+    for number in numbers:
+        gone[int(starts[number]) - first : int(starts[number + 1]) - 1 - first] = True
+    ranks = np.empty(int(gone.sum()), np.uint32)
+    with read_in_order(sa):
+        found = ranks_of(sa, first, last, np.packbits(gone, bitorder="little"), ranks)
+    if found < len(ranks):
+        raise StoreCorruptError(f"{len(ranks):,} suffixes of removed documents in a suffix array", f"{found:,}")
+    return ranks
+
+
+def hide(
+    segment: str,
+    tombstones: dict[str, NDArray[np.uint32]],
+    tokens: NDArray[Any],
+    sa: NDArray[np.uint32],
+    top: NDArray[np.uint64],
+    bits: int,
+) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+    """Suffix array and top table, both mapped privately, without what the tombstones name.
+
+    Raises
+    ------
+    StoreCorruptError
+        When the tombstones do not fit the segment.
+    """
+    ranks = tombstones[RANKS]
+    rising = bool((ranks[1:] > ranks[:-1]).all())
+    if not rising or (len(ranks) and int(ranks[-1]) >= len(sa)) or len(ranks) >= max(len(sa), 1):
+        raise StoreCorruptError(f"tombstones of {len(sa):,} suffixes of segment {segment}", "others")
+    if len(ranks):
+        hide_suffixes(sa, ranks)
+        hide_tops(tokens, sa, ranks, bits, top)
+    sa.flags.writeable = top.flags.writeable = False
+    return sa, top
+
+
+def forget(table: NgramTable, texts: Iterable[NDArray[np.uint32]]) -> NgramTable:
+    """N-gram table, mapped privately, without the counts of removed texts."""
+    for ids in texts:
+        forget_document(ids, table.slots, table.succ_tokens, table.succ_counts)
+    for array in (table.slots, table.succ_tokens, table.succ_counts):
+        array.flags.writeable = False
+    return table
+
 
 SUFFIX = ".bin"
 
@@ -40,7 +374,7 @@ class Segment:
         Empty when the store keeps n-grams only.
     suffix_array
         (m,) uint32, positions of all tokens, sorted by the text that starts there; where documents were removed, their
-        suffixes show a neighbour's position instead (`retrieve_spec.datastore.tombstones`).
+        suffixes show a neighbour's position instead.
     top
         (⌈m / 64⌉,) uint64, packed beginnings of every 64th suffix.
     bits

@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -17,16 +17,23 @@ from typing import Any
 from filelock import FileLock
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.addresses import explain_remote_errors, folder_of, public_name
 from retrieve_spec.datastore.build import first_manifest
-from retrieve_spec.datastore.change import ChangeReport, WorkFolder, check_folder, utc_now, writer
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, check_folder, progress_bar, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
+from retrieve_spec.datastore.edit import link_file, unite
 from retrieve_spec.datastore.files import replace_file
 from retrieve_spec.datastore.manifest import Manifest, existing_manifest, explain_write_errors, files_of, write_manifest
-from retrieve_spec.datastore.progress import progress_bar
-from retrieve_spec.datastore.remote import Remote, changed, fetch_files, missing_files, read_remote
+from retrieve_spec.datastore.remote import (
+    Remote,
+    changed,
+    explain_remote_errors,
+    fetch_files,
+    folder_of,
+    missing_files,
+    public_name,
+    read_remote,
+)
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
-from retrieve_spec.datastore.union import link_file, unite
 from retrieve_spec.errors import BuildError, StoreLockedError
 
 CARD = "README.md"
@@ -95,19 +102,21 @@ def push_datastore(
         newest = version = remote.newest()
         if not newest:
             remote.check_free()
-        if newest and not _is_known(folder, url, newest):
-            there = remote.manifest(newest)
-            if there.content != manifest.content:
-                seen = _seen(folder).get(url, {}).get("version", 0)
-                raise changed(url, f"version {seen or 'none'}", f"version {newest}, which this store has not seen")
+        seen = _seen(folder).get(url, {}).get("version", 0)
+        if newest and seen != newest and remote.manifest(newest).content != manifest.content:
+            raise changed(url, f"version {seen or 'none'}", f"version {newest}, which this store has not seen")
         there_sizes = remote.sizes()
         files = list(files_of(manifest))
         missing = [(place, file) for place, file in files if there_sizes.get(place) != file.bytes]
         total = sum(file.bytes for _, file in missing)
         with progress_bar("pushing", total, "B", progress) as advance:
             for place, file in missing:
-                with _explain_lost(folder / place):
+                try:
                     remote.send(folder / place, place, file, advance)
+                except FileNotFoundError as error:
+                    expected = f"{folder / place}, which the store listed"
+                    got, remedy = "a store that another process has changed meanwhile", "Push it again when it is done."
+                    raise StoreLockedError(expected, got, remedy) from error
         if not remote.says(manifest):
             version += 1
             put_card(remote, told_of(store, manifest), manifest)
@@ -116,27 +125,13 @@ def push_datastore(
     return PushReport(url, version, len(missing), total, len(files) - len(missing))
 
 
-@contextmanager
-def _explain_lost(source: Path) -> Iterator[None]:
-    """Turn that a file of a store is no longer there into a `StoreLockedError` that says why."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        expected, got = f"{source}, which the store listed", "a store that another process has changed meanwhile"
-        raise StoreLockedError(expected, got, "Push it again when that has finished.") from error
-
-
 def _seen(folder: Path) -> dict[str, Any]:
     """Version and content of the remotes that a store was pushed to or pulled from, by address."""
     try:
-        found = json.loads((folder / REMOTES).read_bytes()).items()
-    except (OSError, ValueError, AttributeError):
+        found: dict[str, Any] = json.loads((folder / REMOTES).read_bytes())
+    except FileNotFoundError:
         return {}
-    return {url: seen for url, seen in found if isinstance(seen, dict)}
-
-
-def _is_known(folder: Path, url: str, version: int) -> bool:
-    return bool(_seen(folder).get(url, {}).get("version") == version)
+    return found
 
 
 def _remember(folder: Path, url: str, version: int, content: str) -> None:
@@ -252,18 +247,16 @@ def public_manifest(manifest: Manifest) -> Manifest:
         for entry in manifest.segments
     )
     dense = manifest.dense and replace(manifest.dense, model=name_of(manifest.dense.model))
+    config, wished = manifest.config, manifest.config.get("dense")
+    if wished:
+        config = {**config, "dense": {**wished, "model": name_of(wished["model"])}}
     return replace(
         manifest,
         segments=segments,
-        config=_public_config(manifest.config),
+        config=config,
         history=tuple(map(_public_event, manifest.history)),
         dense=dense,
     )
-
-
-def _public_config(config: dict[str, Any]) -> dict[str, Any]:
-    dense = config.get("dense")
-    return {**config, "dense": {**dense, "model": name_of(dense["model"])}} if dense else config
 
 
 def _public_event(event: dict[str, Any]) -> dict[str, Any]:

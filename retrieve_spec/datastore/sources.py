@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from retrieve_spec.datastore.addresses import explain_remote_errors, is_address, public_name, reach
-from retrieve_spec.datastore.content_rules import generated_name, secret_name
-from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
-from retrieve_spec.datastore.git_rules import passed_over
+from retrieve_spec.datastore.change import STDIN_COPY, WorkFolder
+from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, generated_name, is_utf16, secret_name
+from retrieve_spec.datastore.git_rules import NEVER
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
+from retrieve_spec.datastore.remote import explain_remote_errors, is_address, open_file, public_name, reach
 from retrieve_spec.errors import BuildError
 
 STDIN = "-"
+SHARD_BYTES = 1 << 22
+"""Bytes of input that make a shard; what an interrupted build reads again is less than this for each worker."""
+SHARD_FILES = 1 << 13
+_BLOCK = 1 << 22
 _ANY = 1 << 62
 """Bytes of the largest file that is listed: records are read one by one, and texts that are too large say so."""
 _RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -239,7 +246,7 @@ def _stores_among(names: Iterable[str]) -> tuple[str, ...]:
 def _named(source: Source, relative: str) -> Reason | None:
     """Why a file of an address may not enter by its name."""
     folder, _, name = relative.rpartition("/")
-    if "ignored" not in source.admit and folder and passed_over(folder, tracked=True):
+    if "ignored" not in source.admit and not NEVER.isdisjoint(folder.split("/")):
         return Reason.TOOLS
     if "secrets" not in source.admit and secret_name(relative):
         return Reason.SECRET_NAME
@@ -296,3 +303,62 @@ def glob(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
     translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.compile("".join(translated.get(part) or re.escape(part) for part in parts), re.DOTALL)
+
+
+def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[dict[str, Any]]:
+    """Inputs of shards of files, in order; standard input is copied, so that any worker can read it, and again."""
+    group: list[SourceFile] = []
+    size = 0
+    for file in chain.from_iterable(_divided(_readable(work, file)) for file in files):
+        if group and (size + file.size > SHARD_BYTES or len(group) == SHARD_FILES):
+            yield {"files": [asdict(each) for each in group]}
+            group, size = [], 0
+        group.append(file)
+        size += file.size
+    if group:
+        yield {"files": [asdict(each) for each in group]}
+
+
+def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
+    if file.location != STDIN:
+        return file
+    copy = work.path / STDIN_COPY
+    with copy.open("wb") as out:
+        shutil.copyfileobj(sys.stdin.buffer, out)
+        out.flush()
+        os.fsync(out.fileno())
+    return replace(file, location=os.path.realpath(copy), size=copy.stat().st_size)
+
+
+def _divided(file: SourceFile) -> Iterator[SourceFile]:
+    """A file, or the parts of a large file of JSON Lines."""
+    remote = is_address(file.location)  # read where it is needed, not here
+    if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES or remote:
+        yield file
+        return
+    try:
+        cuts = list(_line_cuts(file.location))
+    except OSError:  # reading it will say so
+        cuts = []
+    if len(cuts) < 2:
+        yield file
+        return
+    for (start, line), (end, _) in pairwise(cuts):
+        yield replace(file, start=start, end=end, line=line, size=end - start)
+
+
+def _line_cuts(path: str) -> Iterator[tuple[int, int]]:
+    """(offset, lines before it) of the beginnings of parts of a file, and of its end."""
+    at = lines = 0
+    wanted = SHARD_BYTES
+    yield 0, 0
+    with open_file(path, listed=True) as file:
+        while block := file.read(_BLOCK):
+            if not at and is_utf16(block):  # whose lines do not end where these bytes stand
+                return
+            while wanted < at + len(block) and (end := block.find(b"\n", wanted - at)) >= 0:
+                yield at + end + 1, lines + block.count(b"\n", 0, end + 1)
+                wanted = at + end + 1 + SHARD_BYTES
+            lines += block.count(b"\n")
+            at += len(block)
+    yield max(at, 1), lines

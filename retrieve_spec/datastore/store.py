@@ -1,12 +1,13 @@
-"""Open datastores: memory-mapped segments, n-gram tables, and the documents behind a position."""
+"""Open datastores: memory-mapped segments, n-gram tables, and the documents behind a position or a draft."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.datastore.dense import DenseIndex
-from retrieve_spec.datastore.documents import TABLE, Document
 from retrieve_spec.datastore.files import check_content, map_array
 from retrieve_spec.datastore.fingerprint import (
     encode,
@@ -25,12 +25,12 @@ from retrieve_spec.datastore.fingerprint import (
     pipeline_differences,
     tokenizer_fingerprint,
 )
+from retrieve_spec.datastore.indexes import ContextFilter, NgramTable, filter_contexts
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, manifest_of, read_content
-from retrieve_spec.datastore.ngrams import ContextFilter, NgramTable, filter_contexts
 from retrieve_spec.datastore.remote import local_folder
-from retrieve_spec.datastore.segment import Segment, open_segment
-from retrieve_spec.datastore.tombstones import tombstones_of
+from retrieve_spec.datastore.segment import TABLE, Document, Segment, open_segment, tombstones_of
 from retrieve_spec.errors import StoreCorruptError, StoreNotFoundError, TokenizerMismatchError
+from retrieve_spec.kernels.order import ORIGIN_BITS
 
 log = logging.getLogger("retrieve_spec")
 
@@ -224,13 +224,12 @@ def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
 
 def _open(folder: Path, manifest: Manifest, as_written: bool) -> Datastore:
     tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"))
-    segments = tuple(_open_segment(folder, entry, manifest, as_written) for entry in manifest.segments)
-    return Datastore(folder, manifest, segments, tokenizer)
-
-
-def _open_segment(folder: Path, entry: SegmentEntry, manifest: Manifest, as_written: bool) -> Segment:
-    place, tombstones = folder / SEGMENTS / entry.name, tombstones_of(folder, entry) if entry.tombstones else None
-    return open_segment(place, entry, manifest.vocabulary, manifest.dense, tombstones, as_written=as_written)
+    segments = []
+    for entry in manifest.segments:
+        tombstones = tombstones_of(folder, entry) if entry.tombstones else None
+        place, ids, dense = folder / SEGMENTS / entry.name, manifest.vocabulary, manifest.dense
+        segments.append(open_segment(place, entry, ids, dense, tombstones, as_written=as_written))
+    return Datastore(folder, manifest, tuple(segments), tokenizer)
 
 
 def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None:
@@ -302,3 +301,100 @@ def _encode_alike(folder: Path, manifest: Manifest, own: Tokenizer, other: Token
 @cache
 def _tell_alike(folder: Path) -> None:
     log.warning("%s was built by an earlier release; its text has the same tokens for this tokenizer", folder)
+
+
+SHARE = 0.25
+"""Part of the machine's memory that is asked for at most; stores beyond that are read as they are used."""
+_STEP = 1 << 17
+
+
+def read_ahead(stores: Sequence[Datastore], most_bytes: int | None = None) -> threading.Thread | None:
+    """Start reading the segments' files in the background.
+
+    Parameters
+    ----------
+    stores
+        Open stores; files go in order of size, smallest first, as n-gram tables and top tables are used most.
+    most_bytes
+        Bytes to ask for at most; `SHARE` of the machine's memory when None.
+
+    Returns
+    -------
+    threading.Thread or None
+        The thread that asks; None where there is nothing to do or the system cannot be asked.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    if most_bytes is None:
+        most_bytes = int(SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    chosen = []
+    for size, path in sorted(_files(stores)):
+        most_bytes -= size
+        if most_bytes < 0:
+            break
+        chosen.append(path)
+    if not chosen:
+        return None
+    thread = threading.Thread(target=_ask, args=(chosen,), name="datastore-read-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _files(stores: Sequence[Datastore]) -> list[tuple[int, Path]]:
+    return [
+        (file.bytes, store.path / SEGMENTS / segment.name / name)
+        for store in stores
+        for segment in store.manifest.segments
+        for name, file in segment.files.items()
+    ]
+
+
+def _ask(paths: Sequence[Path]) -> None:
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                for start in range(0, os.fstat(file.fileno()).st_size, _STEP):  # Linux reads no more of one request
+                    os.posix_fadvise(file.fileno(), start, _STEP, os.POSIX_FADV_WILLNEED)
+        except OSError:  # the store was compacted or removed meanwhile: its maps stay valid, this was only a hint
+            continue
+
+
+@dataclass(frozen=True, slots=True)
+class SourcedRun:
+    """Accepted drafted tokens that stand verbatim in one document of a store.
+
+    Attributes
+    ----------
+    position, tokens
+        Index of the first among the new tokens, and how many.
+    store, path, licence
+        Folder of the store; the document's path in it and its stated licence (`""`: none stated).
+    store_position
+        Token position in the store's segment.
+    """
+
+    position: int
+    tokens: int
+    store: str
+    path: str
+    licence: str
+    store_position: int
+
+
+def sourced_runs(runs: Iterable[tuple[int, int, int]], datastores: Sequence[Datastore]) -> list[SourcedRun]:
+    """Look up the documents of (position, tokens, origin) runs; origins outside the stores are left out.
+
+    Raises
+    ------
+    StoreCorruptError
+        When the catalogue of a store is damaged.
+    """
+    segments = [(store, index) for store in datastores for index in range(len(store.segments))]
+    found = []
+    for position, tokens, origin in runs:
+        number, place = origin >> ORIGIN_BITS, origin & ((1 << ORIGIN_BITS) - 1)
+        if 0 <= number < len(segments):
+            store, segment = segments[number]
+            document = store.document_at(segment, place)
+            found.append(SourcedRun(position, tokens, str(store.path), document.path, document.licence, place))
+    return found

@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -18,22 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.addresses import folder_of
 from retrieve_spec.datastore.build import build_datastore, checked, grow
 from retrieve_spec.datastore.change import ChangeReport, Inputs, WorkFolder, begin_change, publish, writer
-from retrieve_spec.datastore.documents import text_hash
+from retrieve_spec.datastore.edit import Chosen, without
 from retrieve_spec.datastore.entry_filter import RULES, Reason, admitted_parts, refused
 from retrieve_spec.datastore.ingest import Gate, texts_of
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, config_of, existing_manifest, read_manifest
-from retrieve_spec.datastore.removal import Chosen, without
-from retrieve_spec.datastore.shards import file_shards, segment_shards, small_size
-from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, kind_of, readable
-from retrieve_spec.datastore.stages import part_hash
+from retrieve_spec.datastore.remote import folder_of
+from retrieve_spec.datastore.segment import text_hash
+from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, file_shards, kind_of, readable
+from retrieve_spec.datastore.stages import part_hash, segment_shards, small_size
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
-from retrieve_spec.datastore.watching import watch_changes
 from retrieve_spec.errors import BuildError, StoreLockedError
 
+LOOK_MS = 3000
+"""How often folders are looked through where the system tells of no changes."""
+_LIMITS = {
+    "OS file watch limit reached": ("fs.inotify.max_user_watches", 1 << 20),
+    "Too many open files": ("fs.inotify.max_user_instances", 1 << 10),
+}
+log = logging.getLogger("retrieve_spec")
 STATE = "sync.json"
 FOLLOWED_BYTES = 1 << 20
 """Largest file that enters from a folder that is followed."""
@@ -77,7 +83,7 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
     now = FolderState(admit=source.admit)
     start = len(os.path.join(entries.roots[0], ""))
     same = before.files if before.admit == source.admit else {}
-    for place, found in entries.entries({name for name, said in same.items() if any(text[1] for text in said[3])}):
+    for place, found in entries.entries():
         name = place[start:]
         if isinstance(found, Reason):
             now.files[name] = (0, 0, 0, [["", "", str(found), None]])
@@ -140,6 +146,7 @@ def sync_datastore(
     licences: Sequence[str] = (),
     admit: Sequence[str] = (),
     config: StoreConfig | None = None,
+    forget: bool = False,
     workers: int | None = None,
     progress: bool = False,
 ) -> ChangeReport:
@@ -163,6 +170,8 @@ def sync_datastore(
         Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`).
     config
         Settings of a new store.
+    forget
+        Write segments anew from which documents were taken out, so that no file of the store holds their text any more.
     workers, progress
         As for `build_datastore`.
 
@@ -198,6 +207,8 @@ def sync_datastore(
         report = _synchronised(work, roots, sources, workers, progress)
         while (group := _small(manifest := read_manifest(store))) is not None:
             _merge(work, manifest, group, progress)
+        if forget and (marked := [entry for entry in manifest.segments if entry.tombstones]):
+            _merge(work, manifest, marked, progress)
     if built is None:
         return report
     documents, tokens = built.documents + report.documents, built.tokens + report.tokens
@@ -221,7 +232,8 @@ def _synchronised(
     opened = open_as_written(work.store)
     manifest = opened.manifest
     states = read_state(work.store)
-    wanted = _Wanted(len(roots))
+    wanted: Wanted = {}
+    first: dict[str, tuple[int, str]] = {}  # number of the folder, and file, in which a text was found first, by hash
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
     for number, root in enumerate(roots):
@@ -234,11 +246,12 @@ def _synchronised(
                 path = None if behind else root / name  # records are not under the licence of their collection
                 reason = str(refused(rule, rule.licence(path, own)) or "")
             if digest and not reason:
-                wanted.add(number, name, behind, digest)
+                first.setdefault(digest, (number, name))
+                wanted.setdefault((place, readable(name) + behind), set()).add(digest)
             else:
                 skipped.append((readable(name) + behind, place, reason))
     gone, held = _compare(opened, [str(root) for root in roots], wanted)
-    fresh = sorted({place for digest, place in wanted.first.items() if digest not in held})
+    fresh = sorted({place for digest, place in first.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
     if gone or fresh:
         files = [_file(roots, sources, *place) for place in fresh]
@@ -250,45 +263,20 @@ def _synchronised(
     return report
 
 
-class _Wanted:
-    """Texts that folders say.
-
-    Attributes
-    ----------
-    first
-        Number of the folder and file in which a text was found first, by hash.
-    """
-
-    def __init__(self, folders: int) -> None:
-        self.first: dict[str, tuple[int, str]] = {}
-        self._named: list[dict[str, str]] = [{} for _ in range(folders)]
-        self._alike: dict[tuple[int, str], list[str]] = {}
-
-    def add(self, number: int, name: str, behind: str, digest: str) -> None:
-        """Add the text of a folder that lies in a file, under a name behind that of the file."""
-        self.first.setdefault(digest, (number, name))
-        path = readable(name) + behind
-        if self._named[number].setdefault(path, digest) != digest:
-            self._alike.setdefault((number, path), []).append(digest)
-
-    def are(self, number: int, path: str) -> Sequence[str]:
-        """Hashes of the texts of a folder that have a name: two files may have one readable name."""
-        first = self._named[number].get(path)
-        return () if first is None else (first, *self._alike.get((number, path), ()))
+Wanted = dict[tuple[str, str], set[str]]
+"""Hashes of the texts that folders say, by folder and name: two files may have one readable name."""
 
 
-def _compare(store: Datastore, roots: Sequence[str], wanted: _Wanted) -> tuple[Chosen, set[str]]:
+def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Chosen, set[str]]:
     """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
     gone: Chosen = {}
     held = set()
-    numbers = {root: number for number, root in enumerate(roots)}
     divided: dict[str, list[tuple[str, int, str]]] = {}
     for segment in store.segments:
         for number, path, source, digest in segment.documents.texts():
-            root = numbers.get(source)
-            if root is None or digest in wanted.are(root, path):
+            if source not in roots or digest in wanted.get((source, path), ()):
                 held.add(digest)
-            elif text := _divided(wanted, root, path, digest):
+            elif text := _divided(wanted, source, path, digest):
                 divided.setdefault(text, []).append((segment.name, number, digest))
             else:
                 gone.setdefault(segment.name, set()).add(number)
@@ -301,10 +289,10 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: _Wanted) -> tuple[C
     return gone, held
 
 
-def _divided(wanted: _Wanted, root: int, path: str, digest: str) -> str:
+def _divided(wanted: Wanted, folder: str, path: str, digest: str) -> str:
     """Hash of the long text of a folder that a document is a part of, "" for none: a file may be called so too."""
     part = _PART.fullmatch(path)
-    texts = () if part is None else wanted.are(root, part[1])
+    texts = () if part is None else wanted.get((folder, part[1]), ())
     return next((text for text in texts if part and part_hash(text, int(part[2])) == digest), "")
 
 
@@ -382,19 +370,42 @@ def watch_folders(
 ) -> None:
     """Synchronise a store, and again whenever something in the folders changes, until interrupted.
 
-    While another process is writing to the store it waits.
+    While another process is writing to the store it waits. Where the limit of the system on watches is used up, which
+    is logged once with the command that raises it, the folders are looked through every few seconds instead.
 
     Raises
     ------
     BuildError
         When watchfiles is not installed; otherwise as `sync_datastore`.
     """
-    inside = folder_of(path, "sync").resolve()
-    due = True  # at first only once the folders are watched: what changes meanwhile is not missed
-    for changes in watch_changes(*map(_root, folders)):
-        due |= any(not place.is_relative_to(inside) for place in changes)
-        if due:
-            with suppress(StoreLockedError):
-                report = sync_datastore(path, folders, **options)
-                due = False
-                tell(report)
+    try:
+        from watchfiles import watch
+    except ImportError as error:
+        raise BuildError(
+            "to watch folders", "watchfiles is not installed", "Run: pip install 'retrieve-spec[serve]'"
+        ) from error
+    inside, roots = folder_of(path, "sync").resolve(), [_root(folder) for folder in folders]
+    due, polling = True, False  # at first only once the folders are watched: what changes meanwhile is not missed
+    while True:
+        try:
+            for changes in watch(
+                *roots, rust_timeout=500, yield_on_timeout=True, force_polling=polling or None, poll_delay_ms=LOOK_MS
+            ):
+                due |= any(not Path(place).is_relative_to(inside) for _, place in changes)
+                if due:
+                    with suppress(StoreLockedError):
+                        report = sync_datastore(path, folders, **options)
+                        due = False
+                        tell(report)
+            return
+        except (OSError, RuntimeError) as error:
+            limit = next((limit for sign, limit in _LIMITS.items() if sign in str(error)), None)
+            if limit is None or polling:
+                raise
+            log.warning(
+                "the limit %s is used up, so folders are looked through every %d s; to raise it: sudo sysctl %s=%d",
+                limit[0],
+                LOOK_MS // 1000,
+                *limit,
+            )
+            polling = True

@@ -10,16 +10,23 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.addresses import explain_remote_errors, is_address
+from retrieve_spec.datastore.change import progress_bar
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_content
+from retrieve_spec.datastore.indexes import NgramTable, build_grams, suffix_beginnings
 from retrieve_spec.datastore.manifest import SEGMENTS, SKIPPED, SegmentEntry, content_name, files_of, read_manifest
-from retrieve_spec.datastore.ngrams import NgramTable, build_grams, suffix_beginnings
-from retrieve_spec.datastore.progress import progress_bar
-from retrieve_spec.datastore.remote import read_remote
-from retrieve_spec.datastore.segment import Segment, open_segment
+from retrieve_spec.datastore.remote import explain_remote_errors, is_address, read_remote
+from retrieve_spec.datastore.segment import (
+    COPIES,
+    DOCUMENTS,
+    RANKS,
+    Segment,
+    document_tokens,
+    find_ranks,
+    open_segment,
+    tombstones_of,
+)
 from retrieve_spec.datastore.store import Datastore, open_datastore
-from retrieve_spec.datastore.tombstones import COPIES, DOCUMENTS, RANKS, document_tokens, find_ranks, tombstones_of
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import EXTENT, KEY, START, ngram_hash
 from retrieve_spec.kernels.suffix_array import sa_search, sa_top_table

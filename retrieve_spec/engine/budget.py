@@ -141,34 +141,6 @@ def share_evenly(
     return kept
 
 
-def fewer_paths(tree: DraftTree, seconds: Seconds, path_seconds: float) -> DraftTree:
-    """Keep the paths of a tree that pay where each costs `path_seconds` beside its nodes, the most probable ones first.
-
-    A path is what it adds to the paths kept before it: of a node's children the one with most behind it goes on its
-    path, every other one begins another.
-    """
-    size = len(tree)
-    if tree.is_chain:
-        return tree
-    worth_of = np.exp(tree.log_p, dtype=np.float64)  # of a node and the best that follows it
-    best = np.zeros(size + 1)  # by node, the most that a child is worth; the last entry is the root's
-    path = np.arange(size + 1)  # by node, the first node of its path
-    for node in range(size - 1, -1, -1):
-        worth_of[node] += best[node]
-        best[tree.parent[node]] = max(best[tree.parent[node]], worth_of[node])
-    led = np.zeros(size + 1, np.bool_)
-    for node, parent in enumerate(tree.parent.tolist()):
-        if worth_of[node] == best[parent] and not led[parent]:
-            led[parent], path[node] = True, path[parent]
-    heads, counts = np.unique(path[:size], return_counts=True)
-    values = np.append(worth_of, best[-1])[heads]
-    order = np.argsort(-values, kind="stable")
-    order = np.concatenate([order[heads[order] == size], order[heads[order] != size]])  # the root's own comes first
-    nodes = np.minimum(np.cumsum(counts[order]), len(seconds) - 1)
-    rates = (1.0 + np.cumsum(values[order])) / (seconds[nodes] + path_seconds * np.arange(len(order)))
-    return pruned(tree, np.isin(path[:size], heads[order[: int(rates.argmax()) + 1]]))
-
-
 def gain(trees: Many[DraftTree], seconds: Seconds, worths: NDArray[np.float64], padded: bool) -> float:
     """Seconds of plain passes that verifying these trees is expected to save, less what it costs."""
     sizes = [len(tree) for tree in trees]

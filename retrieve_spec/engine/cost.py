@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence as Many
 from operator import itemgetter
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.pass_cost import learn_passes
+from retrieve_spec.verify.interface import input_device
+from retrieve_spec.verify.steps import prepare_call
+from retrieve_spec.verify.verifier import Verifier, VerifierInputs
+
+if TYPE_CHECKING:
+    from retrieve_spec.engine.speculation import Speculation
 
 _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 NODE_KNOTS = np.array(_KNOTS)
@@ -32,11 +42,6 @@ _SPEED = 0.15**2
 """Variance by which the machine's speed changes from pass to pass."""
 _MEMORY = 0.5 ** (1.0 / 512)
 """How much of what was measured is still believed a pass later."""
-
-
-_PATH_RATE, _MOST_SHARE = 0.1, 4.0
-"""How fast what a path costs is learned, and what it costs at most, in plain passes."""
-_LEFT_OVER_RATE = 0.1
 
 
 class CostModel:
@@ -216,27 +221,15 @@ class Costs:
     ----------
     alone
         Cost of passes over one sequence.
-    path_share
-        What one more path of a tree costs beyond its nodes, as a share of a plain pass: models with recurrent state
-        carry a state along each. None where paths cost nothing of their own.
-    left_over
-        Seconds that a drafted pass over one sequence leaves to the one behind it if that drafts nothing, running mean:
-        where states stay behind the text, it is no plain pass.
     """
 
-    def __init__(self) -> None:
-        self.path_share: float | None = None
-        self.left_over = 0.0
-        self._models = {1: CostModel()}  # by sequences
+    def __init__(self, alone: CostModel | None = None) -> None:
+        self._models = {1: alone or CostModel()}  # by sequences
 
     @property
     def alone(self) -> CostModel:
         """Cost of passes over one sequence."""
         return self._models[1]
-
-    @alone.setter
-    def alone(self, cost: CostModel) -> None:
-        self._models[1] = cost
 
     def of(self, sequences: int) -> CostModel:
         """Cost of passes over so many sequences."""
@@ -252,69 +245,88 @@ class Costs:
 
     def seconds(self, sequences: int, context: int) -> NDArray[np.float32]:
         """(MAX_NODES + 1,) seconds of a step over so many sequences with 0 … MAX_NODES nodes."""
-        seconds = self.of(sequences).seconds(context, MAX_NODES)
-        if sequences == 1 and self.left_over:
-            seconds = seconds + np.float32(self.left_over)
-            seconds[0] -= np.float32(self.left_over)
-        return seconds
+        return self.of(sequences).seconds(context, MAX_NODES)
 
     def expected(self, sequences: int, nodes: int, context: int) -> float:
         """Seconds of a step over so many sequences and drafted nodes."""
         return float(self.of(sequences).seconds(context, MAX_NODES)[min(nodes, MAX_NODES)])
 
-    def learn(
-        self, trees: Many[DraftTree], nodes: int, context: int, seconds: Many[float], drafted_before: bool
-    ) -> None:
+    def learn(self, sequences: int, nodes: int, context: int, seconds: Many[float]) -> None:
         """Learn from a pass.
 
         Parameters
         ----------
-        trees
-            What its sequences drafted.
+        sequences
+            How many it served.
         nodes
             Rows of it beyond a last token of each, padding included.
         context
             Tokens in front, of all sequences.
         seconds
             Of drafting, the model's forward, commits and learning.
-        drafted_before
-            Whether the pass before it verified a draft.
         """
         drafted, forward, committed, learned = seconds
-        if self.path_share is not None:  # what a commit takes is the price of the draft
-            forward, committed = forward + committed, 0.0
-        if len(trees) > 1 or self.is_plain(nodes, drafted_before, context, forward):
-            forward = self.without_paths(trees, nodes, context, forward)
-            self.of(len(trees)).observe(nodes, context, forward, drafted + committed + learned)
-
-    @property
-    def path_seconds(self) -> float:
-        """Seconds that one more path of a tree costs beyond its nodes."""
-        return self.path_share * float(self.alone.seconds(1, 0)[0]) if self.path_share else 0.0
-
-    def without_paths(self, trees: Many[DraftTree], nodes: int, context: int, seconds: float) -> float:
-        """Seconds of a pass over `trees`, which took `seconds`, had each been a chain; learns what paths cost."""
-        if self.path_share is None or not (more := sum(max(tree.paths - 1, 0) for tree in trees)):
-            return seconds
-        if len(trees) == 1:
-            curve = self.alone.seconds(context, MAX_NODES) - self.alone.overhead
-            share = (seconds - float(curve[min(nodes, MAX_NODES)])) / (more * float(curve[0]))
-            self.path_share += _PATH_RATE * (min(max(share, 0.0), _MOST_SHARE) - self.path_share)
-        return seconds - min(more * self.path_seconds, seconds / 2)
-
-    def is_plain(self, nodes: int, drafted_before: bool, context: int, seconds: float) -> bool:
-        """Whether a pass over one sequence is what such a pass costs; learns what the one before it has left over."""
-        if self.path_share is None:
-            return True
-        if nodes:
-            self.left_over -= _LEFT_OVER_RATE * self.left_over
-        elif drafted_before and self.alone.measured:
-            usual = float(self.alone.seconds(context, 0)[0]) - self.alone.overhead
-            self.left_over += _LEFT_OVER_RATE * min(max(seconds - usual, 0.0), usual)
-        return bool(nodes) or not drafted_before
+        self.of(sequences).observe(nodes, context, forward, drafted + committed + learned)
 
 
 def _alike(sequences: int) -> int:
     """The least of the numbers of sequences that share what is measured: the first four binary digits of one."""
     digits = max(sequences.bit_length() - 4, 0)
     return sequences >> digits << digits
+
+
+_CONTEXT = 128
+_WIDTHS = (0, 4, 16, 64)
+_REPEATS = 3
+_SECONDS = 0.6
+_ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
+
+
+def measure_passes(model: Any, speculation: Speculation) -> None:
+    """Time passes over chains of a few widths until a time limit; wider ones are skipped when time runs out."""
+    if speculation.mode in ("plain", "delegated"):
+        return
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes
+    limits = (speculation.interface.max_positions, speculation.interface.max_slots)
+    positions = min((limit for limit in limits if limit), default=_CONTEXT + max(_WIDTHS) + 1)
+    context = max(min(_CONTEXT, positions - max(_WIDTHS) - 1), 1)
+    prompt = torch.as_tensor((np.arange(context) * 31 + 7) % vocab, device=input_device(model))[None]
+    verifier = speculation.verifiers()[0]
+    with torch.no_grad():
+        call = prepare_call(model, prompt, torch.ones_like(prompt))
+        verifier.start(VerifierInputs(prompt, call.take(), max_length=context + max(_WIDTHS) + _REPEATS * 8))
+        verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
+        verifier.commit(_NOTHING)
+        verifier.forward(_ROOT)  # the first pass of a kind pays for set-up
+        verifier.commit(_NOTHING)
+        began = perf_counter()
+        for width in _WIDTHS:
+            if width > positions - context - 8:
+                break
+            tree = DraftTree.from_paths([[(i * 17 + 3) % vocab for i in range(width)]])
+            times: list[float] = []
+            if prompt.device.type == "cuda":  # the first pass of a width may compile kernels and capture a graph
+                started = perf_counter()
+                float(verifier.forward(_ROOT, tree).logits[0, 0])
+                verifier.commit(_NOTHING)
+                began += perf_counter() - started
+            for _ in range(_REPEATS):
+                times.append(_timed(verifier, tree))
+                if perf_counter() - began > seconds:
+                    break
+            speculation.cost.observe(width, context, min(times))
+            if perf_counter() - began > seconds:
+                break
+        speculation.cost.seconds(context, 0)  # takes them in: no call waits for the kernel that does
+        verifier.finish()
+
+
+def _timed(verifier: Verifier, tree: DraftTree) -> float:
+    """Seconds of a pass over a draft, nothing of which is accepted."""
+    started = perf_counter()
+    output = verifier.forward(_ROOT, tree)
+    float(output.logits[0, 0])  # waits for the device
+    seconds = perf_counter() - started
+    verifier.commit(_NOTHING)
+    return seconds

@@ -10,23 +10,35 @@ An exception ends the sequence it came from. Ctrl-C waits for the end of the ste
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Many
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import FEW_ROOTS, PASS
-from retrieve_spec.engine.batches import each, kept_bytes, pads, passes_over, read_logits_all, verify_all
-from retrieve_spec.engine.budget import Backoff, fewer_paths, gain, room, row_cost, share_evenly, share_out, worth
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.budget import Backoff, gain, room, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import Costs
-from retrieve_spec.engine.reading import read_all
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, autocast_key
 from retrieve_spec.engine.step_lock import StepLock
 from retrieve_spec.engine.threads import PassThreads, using
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_together
+from retrieve_spec.sampling.acceptance import Warpers
+from retrieve_spec.sampling.device_acceptance import DeviceSampler, read_sampled
+from retrieve_spec.sampling.pass_logits import PassLogits, read_side_by_side
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.verifier import Ran, VerifierOutput
+
+logger = logging.getLogger(__name__)
+
+_FEW = 32
+"""Tokens for which a longer prompt does not join a pass."""
 
 
 class Engine:
@@ -64,7 +76,7 @@ class Engine:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 if self._backoff.samples(len(going)):
-                    each([s for s in going if s.is_reading], lambda sequence: sequence.lent.wait())
+                    each([s for s in going if s.is_reading], lambda sequence: sequence.lease.wait())
                 each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(FEW_ROOTS))
                 decoding = [s for s in going if not s.is_reading and not s.is_over]
                 reading = [s for s in going if s.is_reading and not s.is_over]
@@ -98,7 +110,7 @@ class Engine:
         """Give every sequence a tree within one budget for all; those whose drafters did not fail."""
         for sequence in batch:
             sequence.tree = NO_DRAFT
-        if not any(sequence.lent.drafts for sequence in batch):
+        if not any(sequence.lease.drafts for sequence in batch):
             return batch
         count, padded, seconds = len(batch), pads(batch), self._seconds(batch)
         shares = count > 1 and seconds is not None
@@ -111,8 +123,6 @@ class Engine:
         each(asked, lambda sequence: sequence.draft(most, cost))
         batch = [sequence for sequence in batch if not sequence.is_over]
         trees = [sequence.tree for sequence in batch]
-        if cost is not None and self.costs.path_share:
-            trees = [fewer_paths(tree, cost, self.costs.path_seconds) for tree in trees]
         worths = worth([sequence.progress for sequence in batch], seconds)
         trees = (share_evenly if padded else share_out)(trees, seconds, most, worths)
         for sequence, tree in zip(batch, trees, strict=True):
@@ -133,14 +143,13 @@ class Engine:
 
         It had so many `more` rows than a last token of each and the drafts.
         """
-        drafted_before = batch[0].log.drafted
         share = tuple(each_of / len(batch) for each_of in seconds)
         for sequence in batch:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
             sequence.log.note(sequence.seen.tree, sequence.seen.walked, share, sequence.text.length)
         threads = self.threads if self.threads is not None and self.threads.most > 1 else None
-        if not usual or (threads is None and not any(sequence.lent.drafts for sequence in batch)):
+        if not usual or (threads is None and not any(sequence.lease.drafts for sequence in batch)):
             return  # it says nothing of such passes, or nobody asks
         trees = [sequence.seen.tree for sequence in batch]
         nodes = more + (len(batch) * max(map(len, trees)) if pads(batch) else sum(map(len, trees)))
@@ -152,7 +161,7 @@ class Engine:
                 self.costs.doubt()
             if is_trial:
                 return  # it says nothing of passes to come
-        self.costs.learn(trees, nodes, context, seconds, drafted_before)
+        self.costs.learn(len(batch), nodes, context, seconds)
 
     def run(
         self, sequences: Iterable[Sequence], rows: int = 0
@@ -256,4 +265,190 @@ def _has_room(live: list[Sequence], another: Sequence, rows: int) -> bool:
     """Whether one more sequence may begin beside those of a call that are under way; one always may."""
     if not live:
         return True
-    return len(live) < rows and kept_bytes([*live, another]) <= PASS.batch_bytes
+    kept = sum(s.limits.bytes_per_token * (s.text.length + PASS.cache_block) for s in (*live, another))
+    return len(live) < rows and kept <= PASS.batch_bytes
+
+
+def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
+    """Divide sequences into those that one pass serves, `config.PASS.batch_rows` at most."""
+    shared: dict[object, list[Sequence]] = {}
+    for sequence in sequences:
+        passes = _shared_passes(sequence)
+        if passes is None:
+            yield [sequence]
+        else:
+            shared.setdefault((id(passes), sequence.wants_hidden), []).append(sequence)
+    for together in shared.values():
+        for first in range(0, len(together), PASS.batch_rows):
+            yield together[first : first + PASS.batch_rows]
+
+
+def _shared_passes(sequence: Sequence) -> object:
+    """The recorded pass, or the padded batch, that a sequence can share with others, or None."""
+    verifier = sequence.verifier
+    if isinstance(verifier, HFVerifier):
+        shares = verifier.batch is not None and not sequence.is_reading and verifier.batch.takes(verifier)
+        return verifier.batch if shares else None
+    if not isinstance(verifier, RecordedVerifier) or verifier.not_recorded:
+        return None
+    if sequence.is_reading and not verifier.packs_prompts:
+        return None
+    return verifier.recorded if sequence.wants_hidden in (None, verifier.recorded.layer) else None
+
+
+def pads(batch: Many[Sequence]) -> bool:
+    """Whether a pass over a batch takes as many rows for each sequence as for the one that needs most."""
+    return len(batch) > 1 and isinstance(batch[0].verifier, HFVerifier)
+
+
+def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
+    """Verify the trees of a batch in one pass.
+
+    Returns
+    -------
+    verified
+        The sequences that have been; the others have failed.
+    usual
+        Whether it took as long as such passes do: one whose graph was captured takes longer.
+    """
+    if len(batch) == 1:
+        batch = each(batch, Sequence.verify)
+        return batch, not any(sequence.seen.output.ran is Ran.CAPTURED for sequence in batch if sequence.seen.output)
+    roots = [sequence.root_ids for sequence in batch]
+    keeps = [1] * len(batch) if any(len(ids) > 1 for ids in roots) else None
+    outputs = _together(batch, roots, [sequence.tree for sequence in batch], keeps)
+    if outputs is None:
+        return each(batch, Sequence.verify), False
+    return each(batch, Sequence.saw, outputs), outputs[0].ran is not Ran.CAPTURED
+
+
+def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
+    """Let sequences read the logits of their pass: once for all that look for the same."""
+    alike: dict[Warpers | None, list[Sequence]] = {}
+    for sequence in batch:
+        sampler = sequence.sampler
+        if sampler.reads_plainly:
+            alike.setdefault(None, []).append(sequence)
+        elif isinstance(sampler, DeviceSampler) and (rules := sampler.alike(sequence.text)) is not None:
+            alike.setdefault(rules, []).append(sequence)
+    read: dict[int, PassLogits] = {}
+    for rules, together in alike.items():
+        if len(together) == 1:
+            continue  # it reads alone
+        try:
+            found = _read(together, rules)
+        except Exception:
+            logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
+            continue
+        read.update(zip(map(id, together), found, strict=True))
+    return each(batch, Sequence.read_logits, [read.get(id(sequence)) for sequence in batch])
+
+
+def _read(batch: list[Sequence], rules: Warpers | None) -> list[PassLogits]:
+    """What sequences look for in the logits of their pass, chosen by the same `rules`, or plainly."""
+    parts, top_k = [sequence.seen.every_logit for sequence in batch], max(sequence.top_k for sequence in batch)
+    if rules is None:
+        found = read_side_by_side(parts, top_k)
+    else:
+        noises = [noise for sequence in batch if (noise := sequence.sampler.noise_at(sequence.text)) is not None]
+        firsts, trees = zip(*((sequence.seen.first_row, sequence.seen.tree) for sequence in batch), strict=True)
+        found = read_sampled(parts, firsts, trees, noises, rules, top_k)
+    for sequence, read in zip(batch, found, strict=True):
+        if sequence.top_k < top_k:  # a drafter learns from as many as it asks for, whatever others do
+            read.top_ids = np.ascontiguousarray(read.top_ids[:, : sequence.top_k])
+            read.top_logits = np.ascontiguousarray(read.top_logits[:, : sequence.top_k])
+    return found
+
+
+def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> None:
+    """Read pieces of prompts in one pass."""
+    keeps = [sequence.keeps(piece) for sequence, piece in zip(batch, pieces, strict=True)]
+    outputs = _together(batch, pieces, [NO_DRAFT] * len(batch), keeps)
+    if outputs is None:
+        each(batch, Sequence.read, pieces)
+    else:
+        each(batch, Sequence.has_read, pieces, outputs)
+
+
+def _together(
+    batch: list[Sequence], roots: Many[NDArray[np.int32]], trees: Many[DraftTree], keeps: Many[int] | None = None
+) -> list[VerifierOutput] | None:
+    """What one pass computes for each of a batch, None where each is to be tried alone."""
+    if len(batch) < 2:
+        return None
+    try:
+        if pads(batch):
+            texts = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, HFVerifier)]
+            padded: list[VerifierOutput] = texts[0].batch.forward(texts, roots, trees, batch[0].wants_hidden)
+            return padded
+        verifiers = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, RecordedVerifier)]
+        return forward_together(verifiers, roots, trees, batch[0].wants_hidden, keeps)
+    except Exception:
+        logger.debug("a pass over %d sequences failed; each is tried alone", len(batch), exc_info=True)
+    return None
+
+
+def each(sequences: Many[Sequence], act: Callable[..., object], *given: Many[Any]) -> list[Sequence]:
+    """Let every sequence act, each on what it is given; those that could. One that fails fails alone."""
+    going = []
+    for sequence, *own in zip(sequences, *given, strict=True):
+        try:
+            act(sequence, *own)
+            going.append(sequence)
+        except BaseException as error:
+            sequence.fail(error)
+    return going
+
+
+def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | None = None) -> None:
+    """Let sequences read their prompts.
+
+    Parameters
+    ----------
+    sequences
+        They are reading; those that came first are served first.
+    most
+        Tokens of all of them at most, where others wait for the next pass; 0 reads all there is, but for sequences
+        whose pieces are limited (`Limits.prefill_chunk`): each of these reads one.
+    threads
+        How many threads these passes use; None where no CPU runs them.
+    """
+    left = most
+    while True:
+        sequences = each([s for s in sequences if not s.is_over], Sequence.open)
+        opened = [s for s in sequences if s.is_open and not s.is_over]
+        if not opened or (most and left <= 0):
+            return
+        for batch in passes_over(opened):
+            if not most or left > 0:
+                left -= _read_pieces(batch, left if most else 0, threads)
+        sequences = [s for s in sequences if s.is_reading and not (s.is_open and s.limits.prefill_chunk)]
+
+
+def _read_pieces(batch: list[Sequence], most: int, threads: PassThreads | None) -> int:
+    """One pass over pieces of the prompts of some of a batch; how many tokens that were."""
+    began = perf_counter()
+    pieces = _pieces(batch, most)
+    batch, tokens = batch[: len(pieces)], sum(map(len, pieces))
+    with using(threads):
+        read_together(batch, pieces)
+    seconds = perf_counter() - began
+    for sequence in batch:
+        sequence.report.prefill_ms += seconds * 1e3 / len(batch)
+    return tokens
+
+
+def _pieces(batch: list[Sequence], most: int) -> list[NDArray[np.int32]]:
+    """Pieces of the prompts of the first few of a batch that fit in one pass; no prompt takes more than its half."""
+    if len(batch) == 1:
+        return [batch[0].piece(most)]
+    room = min(most or PASS.max_rows, PASS.max_rows)
+    pieces: list[NDArray[np.int32]] = []
+    used = 0
+    for sequence in batch:
+        free = room - used
+        if pieces and free < min(_FEW, len(sequence.unread)):
+            break
+        pieces.append(sequence.piece(max(min(free, room // 2), 1)))
+        used += len(pieces[-1])
+    return pieces

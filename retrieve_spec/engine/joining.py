@@ -2,29 +2,82 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from uuid import uuid4
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import dial
-from retrieve_spec.datastore.provenance import sourced_runs
+from retrieve_spec.config import SpeculationConfig, dial
+from retrieve_spec.datastore.store import sourced_runs
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
-from retrieve_spec.engine.drafters import OFF
-from retrieve_spec.engine.families import Family, families
-from retrieve_spec.engine.lent_drafter import LentDrafter
-from retrieve_spec.engine.limits import limits_of
-from retrieve_spec.engine.rows import Prepared, rows_of
-from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.engine.shared_prompt import SharedPrompts
+from retrieve_spec.engine.drafters import OFF, DrafterLease, Drafters
+from retrieve_spec.engine.memories import Siblings
+from retrieve_spec.engine.rows import Prepared, Row, SharedPrompts, is_text_alone, rows_of
+from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler, whole_seed
 from retrieve_spec.sampling.stopping import Stopper
-from retrieve_spec.verify.batch_prompt import RowPrompt
+from retrieve_spec.sources.answers import RolloutMemory
+from retrieve_spec.verify.interface import ModelInterface
+
+
+@dataclass(slots=True)
+class Family:
+    """What the rows of one prompt share.
+
+    Attributes
+    ----------
+    siblings
+        What they draft from.
+    rollouts
+        Where their answers to `prompt` (n,) int32 are kept, or None.
+    """
+
+    siblings: Siblings
+    prompt: NDArray[np.int32]
+    rollouts: RolloutMemory | None = None
+
+    def remember(self, token_ids: NDArray[np.int64]) -> None:
+        """Keep an answer (m,)."""
+        if self.rollouts is not None:
+            self.rollouts.remember(self.prompt, token_ids.astype(np.int32))
+
+
+def families(
+    rows: Many[Row], drafters: Drafters, draft: str | None, cache_name: str, vocabulary: int, scope: str = ""
+) -> list[Family | None]:
+    """By row, what those with its prompt share; None for a row that has nothing but its own text.
+
+    `vocabulary`: tokens that the model knows; `scope`: whose rows these are. A prompt of more than tokens has no
+    answers in a memory of rollouts.
+    """
+    prompts = [_shown(row) for row in rows]
+    keys = [prompt.tobytes() for prompt in prompts]
+    counts, made = Counter(keys), dict[bytes, Family]()
+    for row, prompt, key in zip(rows, prompts, keys, strict=True):
+        inputs = row.inputs
+        whole = is_text_alone(inputs, cache_name) and (inputs.holds_past or not inputs.past_length)
+        rollouts = drafters.rollouts if whole else None
+        if key not in made and (counts[key] > 1 or rollouts is not None):
+            earlier = [] if rollouts is None else rollouts.automata(prompt, vocabulary)
+            made[key] = Family(drafters.siblings(draft, earlier, scope, counts[key] > 1), prompt, rollouts)
+    return [made.get(key) for key in keys]
+
+
+def _shown(row: Row) -> NDArray[np.int32]:
+    """(n,) int32 the prompt of a row without its padding."""
+    ids: NDArray[np.int32] = row.inputs.input_ids[0].cpu().numpy().astype(np.int32)
+    mask = row.inputs.model_kwargs.get("attention_mask")
+    if mask is None or mask.ndim != 2 or mask.shape[1] != len(ids):
+        return ids
+    shown: NDArray[np.int32] = ids[mask[0].bool().cpu().numpy()]
+    return shown
 
 
 def sequences_of(
@@ -63,16 +116,14 @@ def sequences_of(
         seed, criteria = ranks.seed(seed), ranks.criteria(criteria)
     if together is None and len(rows) > 1:
         together = SharedPrompts(cache_name)
-    batch = prepared.batch  # its prompts are not their tokens alone
-    recorded = batch is None or not batch.by_axis
-    verifiers = speculation.verifiers(len(rows), together is not None, recorded)  # looks at the model, then interface
+    verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then interface
     wants_dict = bool(prepared.config.return_dict_in_generate)
     call = uuid4().hex if len(rows) > 1 else None
     # One that others watch, or that must see every pass, comes at once.
     may_wait = like is not None and like is not speculation.drafters.given and like.wants_hidden is None
     may_wait &= most is None and ranks is None and on_pass is None and on_loan is None
     shared: list[Family | None] = [None] * len(rows)
-    if siblings != "off" and batch is None and most != 0 and draft != OFF:
+    if siblings != "off" and most != 0 and draft != OFF:
         shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary, scope or "")
     made = []
     for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
@@ -91,7 +142,7 @@ def sequences_of(
         sequence = Sequence(
             row.inputs,
             verifier,
-            LentDrafter(lend, read, prediction, on_pass, may_wait),
+            DrafterLease(lend, read, prediction, on_pass, may_wait),
             sampler,
             stopper,
             limits_of(
@@ -107,11 +158,42 @@ def sequences_of(
             ids=row.ids,
             on_end=give_back,
             waits_for_reader=prepared.callers_cache,
-            prompt=RowPrompt(batch, row.index) if batch is not None else together.of(row.inputs) if together else None,
+            prompt=together.of(row.inputs) if together else None,
             call=call,
         )
         made.append(sequence)
     return made
+
+
+def limits_of(
+    prepared: Prepared,
+    config: SpeculationConfig,
+    interface: ModelInterface,
+    stopper: Stopper,
+    nodes: int | None,
+    padding: int = 0,
+    rows: int = 1,
+    bytes_per_token: int = 0,
+) -> Limits:
+    """How much a pass of a row may draft, one of so many of a call; `padding` tokens in front take no positions."""
+    inputs = prepared.inputs
+    unseen = 0 if inputs.holds_past else inputs.past_length
+    ends = [interface.max_positions] if interface.max_positions else []
+    if interface.rope_switch and not interface.rope_rescans:
+        ends.append(interface.rope_switch)
+    return Limits(
+        nodes=nodes,
+        max_depth=config.max_depth,
+        max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
+        draft_end=max(min(ends) - unseen, 1) + padding if ends else 0,
+        slot_end=max(interface.max_slots - unseen, 1) if interface.max_slots else 0,
+        prefill_chunk=config.prefill_chunk,
+        prompt_logits=-(-config.prompt_logits // rows),  # as rows become many, what is learned there drafts less
+        provenance=config.provenance,
+        positions=interface.max_positions,
+        padding=padding - unseen,
+        bytes_per_token=bytes_per_token,
+    )
 
 
 def loan(
@@ -141,7 +223,7 @@ def loan(
 
     def give_back(sequence: Sequence) -> None:
         for drafter in lent:
-            drafters.give_back(drafter, sequence.lent.spoiled)
+            drafters.give_back(drafter, sequence.lease.spoiled)
         said_all = sequence.stopped and sequence.error is None and drafters.times_forgotten(scope) == began
         if lent and family is not None and said_all:
             family.remember(sequence.text.new_ids)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,9 +19,8 @@ from transformers.generation.stopping_criteria import (
 )
 
 from retrieve_spec.sampling.samplers import processors_of_row
-from retrieve_spec.verify.batch_prompt import BatchPrompt
-from retrieve_spec.verify.extras import OF_TEXT, says_nothing
-from retrieve_spec.verify.verifier import VerifierInputs
+from retrieve_spec.verify.cache import same_rows
+from retrieve_spec.verify.verifier import OF_TEXT, VerifierInputs, VerifierOutput, says_nothing
 
 
 class DelegatedCall(Exception):
@@ -48,8 +47,6 @@ class Prepared:
         (n,) int32 what a drafter reads in place of the prompt, where that is not the prompt alone.
     ids
         (rows, L) long, the text as processors and criteria see it, where a prompt of embeddings is no part of it.
-    batch
-        What reads the prompts of a batch that is given more than text.
     """
 
     inputs: VerifierInputs
@@ -59,7 +56,6 @@ class Prepared:
     callers_cache: bool = False
     context_ids: NDArray[np.int32] | None = None
     ids: torch.Tensor | None = None
-    batch: BatchPrompt | None = None
 
 
 @dataclass(slots=True)
@@ -98,8 +94,6 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     mask = whole.model_kwargs.get("attention_mask")
     for index, padding in enumerate(padding_in_front(whole) or []):
         kwargs = {**whole.model_kwargs, cache_name: new_cache()}
-        if prepared.batch is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name in OF_TEXT | {cache_name}}
         if mask is not None:  # what is behind the padding may have holes
             rest = mask[index : index + 1, padding:]
             kwargs["attention_mask"] = None if bool(rest.all()) else rest
@@ -143,8 +137,7 @@ def check_batch(prepared: Prepared, cache_name: str) -> None:
         They cannot.
     """
     kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
-    extras = extras_of(prepared, cache_name)
-    if "encoder_outputs" in extras:  # a row is no text with something beside it
+    if extras := extras_of(prepared, cache_name):
         raise DelegatedCall(f"a batch is given {', '.join(extras)}")
     if prepared.callers_cache:
         raise DelegatedCall("a batch goes on from a cache that was given")
@@ -160,12 +153,8 @@ def check_batch(prepared: Prepared, cache_name: str) -> None:
     kinds = {type(criterion) for criterion in criteria}
     if kinds & {StopStringCriteria, MaxTimeCriteria} and EosTokenCriteria not in kinds:
         raise DelegatedCall("rows of a batch go on behind where they stop: there is no end-of-text token")
-    padding = padding_in_front(prepared.inputs)
-    if padding is None:
+    if padding_in_front(prepared.inputs) is None:
         raise DelegatedCall("a row of a batch has no text")
-    mask = kwargs.get("attention_mask")
-    if extras and mask is not None and int(mask.bool().sum()) != sum(mask.shape[1] - many for many in padding):
-        raise DelegatedCall(f"a batch with padding inside is given {', '.join(extras)}")
 
 
 def padding_in_front(inputs: VerifierInputs) -> list[int] | None:
@@ -178,3 +167,91 @@ def padding_in_front(inputs: VerifierInputs) -> list[int] | None:
         return None
     shown = mask.bool().cpu().numpy()
     return shown.argmax(axis=1).tolist() if shown.any(axis=1).all() else None
+
+
+KEPT = 4
+"""Prompts of `generate_many` whose readings are kept for later requests."""
+
+
+@runtime_checkable
+class CopiesRows(Protocol):
+    """A verifier that can hand out what its cache holds."""
+
+    def copy_rows(self) -> DynamicCache | None:
+        """The rows held between two passes, in a cache that nothing writes to; None where rows are not all there is."""
+
+
+class SharedPrompt:
+    """One prompt of several sequences, for models that take the cache as the argument `cache_name`."""
+
+    def __init__(self, cache_name: str) -> None:
+        self.members = 0
+        self._cache_name = cache_name
+        self._is_read: Callable[[], bool] | None = None  # asks the sequence that reads it whether it still does
+        self._rows: DynamicCache | None = None
+        self._output: VerifierOutput | None = None
+        self._first_row = 0
+
+    def must_wait(self, is_reading: Callable[[], bool]) -> bool:
+        """Whether another sequence is reading the prompt; if nobody is, the one that asks does from now on."""
+        if self._output is not None:
+            return False
+        if self._is_read is not None and self._is_read != is_reading and self._is_read():
+            return True
+        self._is_read = is_reading
+        return False
+
+    def keep(self, verifier: Any, output: VerifierOutput, first_row: int) -> None:
+        """Keep what has been read and committed, unless nobody else will ask for it."""
+        self._is_read = None
+        if self.members < 2 or self._output is not None or not isinstance(verifier, CopiesRows):
+            return
+        rows = verifier.copy_rows()
+        if rows is not None:
+            self._rows, self._first_row = rows, first_row
+            hidden = None if output.hidden is None else output.hidden.clone()
+            self._output = VerifierOutput(output.logits.clone(), hidden)
+
+    def taken(self, inputs: VerifierInputs) -> tuple[VerifierInputs, tuple[VerifierOutput, int] | None]:
+        """What a sequence with these inputs starts from.
+
+        Returns
+        -------
+        inputs
+            Those that begin behind the prompt if it was kept, else the same.
+        last_pass
+            What the prompt's last pass gave, and the row of it that follows the prompt; None where it was not kept.
+        """
+        if self._output is None or self._rows is None:
+            return inputs, None
+        kwargs = {**inputs.model_kwargs, self._cache_name: same_rows(self._rows)}
+        past = inputs.input_ids.shape[1]
+        behind = replace(inputs, model_kwargs=kwargs, past_length=past, holds_past=True, common_rows=True)
+        return behind, (self._output, self._first_row)
+
+
+def is_text_alone(inputs: VerifierInputs, cache_name: str) -> bool:
+    """Whether tokens are all that a model is given."""
+    known = OF_TEXT | {cache_name}
+    return all(name in known or value is None for name, value in inputs.model_kwargs.items())
+
+
+class SharedPrompts:
+    """The prompts of sequences that go together, by their tokens."""
+
+    def __init__(self, cache_name: str) -> None:
+        self.cache_name = cache_name
+        self._known: dict[bytes, SharedPrompt] = {}
+
+    def of(self, inputs: VerifierInputs) -> SharedPrompt | None:
+        """What sequences with these inputs share; None where they hold more than tokens."""
+        if not is_text_alone(inputs, self.cache_name) or inputs.past_length or inputs.returns_cache:
+            return None
+        parts = [inputs.input_ids, *(inputs.model_kwargs.get(name) for name in ("attention_mask", "position_ids"))]
+        key = b"|".join(b"" if part is None else part.cpu().numpy().tobytes() for part in parts)
+        shared = self._known.pop(key, None) or SharedPrompt(self.cache_name)
+        shared.members += 1
+        self._known[key] = shared
+        while len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+        return shared

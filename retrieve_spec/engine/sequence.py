@@ -6,7 +6,9 @@ An `Engine` takes it from pass to pass with these verbs: `open`, `read` (a piece
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -15,24 +17,144 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import Progress
-from retrieve_spec.engine.lent_drafter import LentDrafter
-from retrieve_spec.engine.limits import Limits
-from retrieve_spec.engine.pass_log import PassLog
-from retrieve_spec.engine.reader import Reader
-from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.engine.seen_pass import SeenPass
-from retrieve_spec.engine.shared_prompt import SharedPrompt
+from retrieve_spec.engine.drafters import DrafterLease
+from retrieve_spec.engine.report import GenerationReport, PassLog
+from retrieve_spec.engine.rows import SharedPrompt
 from retrieve_spec.errors import PositionError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.sampling.acceptance import Sampler, walk
+from retrieve_spec.sampling.acceptance import Sampler, Walk, walk
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.stopping import Stopper
 from retrieve_spec.sampling.text import RowText
-from retrieve_spec.verify.batch_prompt import RowPrompt
 from retrieve_spec.verify.verifier import Ran, Verifier, VerifierInputs, VerifierOutput
+
+RUN_AHEAD = 2
+"""Passes that a sequence is ahead of its reader at most, when other sequences' passes take it along."""
+
+
+class Reader:
+    """The reader of one sequence.
+
+    Parameters
+    ----------
+    goes_along
+        Passes come only while the reader asks for one: the cache is the caller's and never runs ahead.
+
+    Attributes
+    ----------
+    asking
+        Calls that wait for the sequence.
+    """
+
+    def __init__(self, goes_along: bool = False) -> None:
+        self._goes_along = goes_along
+        self._pieces: deque[NDArray[np.int32]] = deque()
+        self.asking = 0
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether there is something to take."""
+        return len(self._pieces) > 0
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the next pass may come."""
+        return self.asking > 0 and not self._pieces if self._goes_along else len(self._pieces) < RUN_AHEAD
+
+    def show(self, token_ids: NDArray[np.int32]) -> None:
+        """Show what a pass made visible, (t,) int32; none of a prompt's piece."""
+        self._pieces.append(token_ids)
+
+    def take(self) -> NDArray[np.int32]:
+        """The visible tokens of the oldest pass that was not taken."""
+        return self._pieces.popleft()
+
+
+@dataclass(slots=True)
+class SeenPass:
+    """One pass, as one sequence sees it.
+
+    Attributes
+    ----------
+    tree
+        What was drafted.
+    output
+        What the model computed; None once it was learned from.
+    first_row
+        Row of it that follows the root.
+    is_committed
+        Whether the cache keeps what it keeps of the pass; there is nothing to keep before the first one.
+    path
+        Nodes that were walked, also of a walk that failed.
+    logits
+        What of the pass's was brought over, once it was.
+    walked
+        Where the walk went, once it did.
+    """
+
+    tree: DraftTree
+    output: VerifierOutput | None = None
+    first_row: int = 0
+    is_committed: bool = True
+    path: list[int] = field(default_factory=list)
+    logits: PassLogits = field(init=False)
+    walked: Walk = field(init=False)
+
+    @property
+    def every_logit(self) -> torch.Tensor:
+        """(rows, vocab) of the pass."""
+        assert self.output is not None
+        return self.output.logits
+
+
+@dataclass(slots=True)
+class Limits:
+    """How much one pass of a sequence may draft, and what its cache takes.
+
+    Attributes
+    ----------
+    nodes
+        Draft nodes at most; None leaves it to the drafter and the measured cost.
+    max_depth
+        Longest drafted path.
+    max_length
+        Tokens the text may grow to.
+    draft_end
+        Length of the text that no drafted token may reach beyond (position limit, rotary switch); 0 for no limit.
+    slot_end
+        Tokens of the text and nodes of a draft together, at most; 0 for no limit.
+    prefill_chunk
+        Prompt tokens per pass at most; 0 feeds the prompt in one pass.
+    prompt_logits
+        Positions at the end of the prompt whose top tokens the drafter sees.
+    provenance
+        Note where accepted drafts came from.
+    most_nodes
+        Draft nodes at most, however many `nodes` leaves to the drafter and the measured cost.
+    positions
+        Positions that the model was made for; 0 where it does not say.
+    padding
+        Tokens in front of the text that take no positions.
+    bytes_per_token
+        Memory that keys and values of a token take.
+    """
+
+    nodes: int | None
+    max_depth: int
+    max_length: int
+    draft_end: int = 0
+    slot_end: int = 0
+    prefill_chunk: int = 0
+    prompt_logits: int = 0
+    provenance: bool = False
+    most_nodes: int = MAX_NODES
+    positions: int = 0
+    padding: int = 0
+    bytes_per_token: int = 0
+
 
 NO_DRAFT = DraftTree()
 
@@ -46,7 +168,7 @@ class Sequence:
         What the generation starts from.
     verifier
         What runs the model for it.
-    lent
+    lease
         What drafts for it.
     sampler, stopper
         Which token is the target's next, and after which it ends.
@@ -83,7 +205,7 @@ class Sequence:
         self,
         inputs: VerifierInputs,
         verifier: Verifier,
-        lent: LentDrafter,
+        lease: DrafterLease,
         sampler: Sampler,
         stopper: Stopper,
         limits: Limits,
@@ -91,7 +213,7 @@ class Sequence:
         ids: torch.Tensor | None = None,
         on_end: Callable[[Sequence], None] | None = None,
         waits_for_reader: bool = False,
-        prompt: SharedPrompt | RowPrompt | None = None,
+        prompt: SharedPrompt | None = None,
         call: str | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
@@ -101,7 +223,7 @@ class Sequence:
         self.cancelled = self.stopped = self.ended = False
         self.error: BaseException | None = None
         self.cache: Any = None
-        self.verifier, self.lent, self.limits = verifier, lent, limits
+        self.verifier, self.lease, self.limits = verifier, lease, limits
         self.sampler, self._stopper = sampler, stopper
         self._inputs, self._on_end = inputs, on_end
         self.autocast_key = autocast_key()
@@ -177,7 +299,7 @@ class Sequence:
         self._started = True
         self.verifier.start(inputs)
         self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
-        if self.verifier.mode != "plain" and (why_none := self.lent.start()):
+        if self.verifier.mode != "plain" and (why_none := self.lease.start()):
             self.report.mode, self.report.reason = "plain", why_none
 
     def draft_at_once(self, most: int) -> None:
@@ -199,7 +321,7 @@ class Sequence:
 
     def keeps(self, piece: NDArray[np.int32]) -> int:
         """Positions at the end of a piece of the prompt whose logits are looked at."""
-        learns = self.lent.top_k > 0
+        learns = self.lease.top_k > 0
         ends = len(piece) == len(self.unread)
         return min(max(self.limits.prompt_logits, 1), len(piece)) if learns and ends else 1
 
@@ -223,7 +345,7 @@ class Sequence:
         self.saw(output, first_row, borrowed)
         self.read_logits()
         self.accept()
-        self.lent.read(prompt, self.seen.logits)
+        self.lease.read_prompt(prompt, self.seen.logits)
         self.learn(prompt=True)
 
     def draft(self, most: int = MAX_NODES, cost: NDArray[np.float32] | None = None) -> DraftTree:
@@ -237,10 +359,23 @@ class Sequence:
             (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
         """
         self.tree = NO_DRAFT
-        if self.lent.drafts and self.verifier.mode != "plain":
-            tree = self.lent.propose(self.limits, self.text.length, most, cost, self.sampler.noise_at(self.text))
+        if self.lease.drafts and self.verifier.mode != "plain":
+            tree = self.lease.propose(self._budget(most, cost))
             self.tree = tree.first_branch() if self.verifier.mode == "chain" and not tree.is_chain else tree
         return self.tree
+
+    def _budget(self, most: int, cost: NDArray[np.float32] | None) -> Budget:
+        """What a draft may take: it fits everything that the text may still become."""
+        limits, length = self.limits, self.text.length
+        depth = min(limits.max_depth, limits.max_length - length - 1)
+        if limits.draft_end:
+            depth = min(depth, limits.draft_end - length)
+        nodes = min(most if limits.nodes is None else limits.nodes, most, limits.most_nodes)
+        if limits.slot_end:
+            nodes = min(nodes, max(limits.slot_end - length, 0))
+        if depth < 1:
+            nodes, depth, cost = 0, 0, None
+        return Budget(nodes, depth, cost, self.sampler.noise_at(self.text))
 
     def verify(self) -> None:
         """Run the model over the last token and the draft, in a pass of its own."""
@@ -261,12 +396,12 @@ class Sequence:
     @property
     def wants_hidden(self) -> Layer | None:
         """The layer whose hidden states its drafter is shown."""
-        return self.lent.wants_hidden
+        return self.lease.wants_hidden
 
     @property
     def top_k(self) -> int:
         """How many of the most probable tokens of every row it looks at."""
-        return self.lent.top_k if self.lent.drafter is not None else 1
+        return self.lease.top_k if self.lease.drafter is not None else 1
 
     def read_logits(self, read: PassLogits | None = None) -> None:
         """Bring over what the walk and the drafter need of the pass's logits, unless they are `read` already.
@@ -287,7 +422,7 @@ class Sequence:
         self.stopped = seen.walked.stopped
         if self.is_reading:  # the prompt's pass
             self.report.passes, self.report.new_tokens = 1, len(seen.walked.emitted)
-            if self.lent.drafts and self.verifier.reason != self.report.reason:  # what the prompt showed
+            if self.lease.drafts and self.verifier.reason != self.report.reason:  # what the prompt showed
                 self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
         self.unread, self._read_before = self.unread[:0], None
         self.reader.show(seen.walked.emitted)
@@ -300,8 +435,19 @@ class Sequence:
 
     def learn(self, prompt: bool = False) -> None:
         """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
-        self.lent.observe(self.seen, prompt)
-        self.seen.output = None
+        seen, walked = self.seen, self.seen.walked
+        last = seen.first_row + (int(walked.path[-1]) + 1 if len(walked.path) else 0)
+        hidden = None if seen.output is None else seen.output.hidden
+        shown = VerifiedPass(
+            seen.tree,
+            walked.path,
+            walked.emitted,
+            seen.logits.top_ids[seen.first_row :] if self.lease.top_k else None,
+            seen.logits.top_logits[seen.first_row :] if self.lease.top_k else None,
+            None if hidden is None else hidden[last].float().cpu().numpy(),
+        )
+        self.lease.observe(shown, prompt)
+        seen.output = None
 
     def fail(self, error: BaseException) -> None:
         """Take down what it failed with; where the model has no position for its last token, that is what is said."""
@@ -326,8 +472,8 @@ class Sequence:
                 self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason
                 self.cache = self.verifier.finish()
             if self.error is not None:
-                self.lent.spoil()  # it may have failed amid its work
-            self.lent.finish()
+                self.lease.spoil()  # it may have failed amid its work
+            self.lease.finish()
         except Exception as error:
             self.error = self.error or error
         self.report.seconds = perf_counter() - self.report.began if self.report.began else 0.0

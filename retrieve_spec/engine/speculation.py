@@ -15,18 +15,21 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.change import ChangeReport
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Drafter, Preparable
-from retrieve_spec.engine.batch_compatibility import BatchCompatibility
 from retrieve_spec.engine.cost import CostModel, Costs
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.report import GenerationReport, together
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.session_store import load_session, save_session
+from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
+from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
 from retrieve_spec.verify.probe import Finding
+from retrieve_spec.verify.steps import keeping_texts
 from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import PassKind, Verifier
 
@@ -43,8 +46,8 @@ class Speculation:
     mode, reason
         How drafts are verified ("tree", "chain" or "plain") and why not better; "delegated" where calls with text
         alone are left to the original `generate`.
-    engine, compatibility
-        Takes the model's sequences from pass to pass; says which of them share passes.
+    engine
+        Takes the model's sequences from pass to pass.
     drafters
         What drafts for them.
     last
@@ -92,7 +95,8 @@ class Speculation:
         self._make_verifier: Callable[[], Verifier] = passes
         self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer, vocabulary)
         self.engine = Engine(Costs())
-        self.compatibility = BatchCompatibility()
+        self._padded: PaddedBatch | None = None
+        self._not_padded = ""
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -139,10 +143,6 @@ class Speculation:
     def cost(self) -> CostModel:
         """Measured seconds of passes over one sequence."""
         return self.engine.costs.alone
-
-    @cost.setter
-    def cost(self, cost: CostModel) -> None:
-        self.engine.costs.alone = cost
 
     @property
     def datastores(self) -> list[Any]:
@@ -223,12 +223,25 @@ class Speculation:
             self._said.add(message)
             logger.info(message)
 
-    def verifiers(self, count: int = 1, together: bool = False, recorded: bool = True) -> list[Verifier]:
+    def verifiers(self, count: int = 1, together: bool = False) -> list[Verifier]:
         """Verifiers for the sequences of one call, which may share passes with others' where they go `together`."""
         with self.engine.alone():  # probing and recording a model that has changed
-            if together:
-                return self.compatibility.verifiers(self._make_verifier, count, recorded)
-            return [self._make_verifier() for _ in range(count)]
+            first = self._make_verifier()
+            if isinstance(first, RecordedVerifier):
+                return [first, *(first.fresh() for _ in range(count - 1))]
+            made = [first, *(self._make_verifier() for _ in range(count - 1))]
+            for verifier in made if together else ():
+                if isinstance(verifier, HFVerifier) and not self._why_not_padded(verifier):
+                    verifier.batch = self._padded
+            return made
+
+    def _why_not_padded(self, verifier: HFVerifier) -> str:
+        """Why texts do not share passes of the model's own forward, which is tried out once."""
+        if self._padded is None or self._padded.interface is not verifier.interface:
+            self._padded = PaddedBatch(verifier.model, verifier.interface)
+            with keeping_texts(verifier.model):  # the call at hand may have been prepared already
+                self._not_padded = why_not_shared(verifier.model, verifier.interface)
+        return self._not_padded
 
     def ended(self, *sequences: Sequence) -> None:
         """Let `last` be the report of a generation of these sequences; what they wrote may be due to be saved."""
@@ -246,4 +259,9 @@ class Speculation:
         if self.interface.rope_switch:
             return "rotary frequencies change with the length of a text"
         with self.engine.alone():
-            return self.compatibility.batching_blocker(self._make_verifier())
+            verifier = self._make_verifier()
+            if isinstance(verifier, RecordedVerifier):
+                return ""
+            if isinstance(verifier, HFVerifier):
+                return self._why_not_padded(verifier)
+            return verifier.reason or "its verifier serves one text"

@@ -1,31 +1,140 @@
-"""Calls of an accelerated model's `generate`: decoded by the engine, or left to the original."""
+"""Calls of an accelerated model's `generate`: decoded by the engine, or left to the original.
+
+A class that has a `generate` of its own runs it as it is (speech models prepare prompts, or switch adapters, around the
+inherited one). It takes a decoding method (`custom_generate`) along, which is called where the model's own would be:
+where that hands decoding on to transformers, this part is ours.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
+import operator
 import threading
 import types
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import GenerationMixin
 
 from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.rows import DelegatedCall, Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.engine.streaming import StreamerFeed
 from retrieve_spec.errors import ConfigError, in_a_line
-from retrieve_spec.generation.arguments import check_arguments, row_predictions
-from retrieve_spec.generation.logprobs import check_call, of_original
-from retrieve_spec.generation.outputs import result_of
-from retrieve_spec.generation.own_generate import decode_inside, own_generate, why_not_inside
-from retrieve_spec.generation.request import is_one_row, prepare
+from retrieve_spec.generation.outputs import check_call, of_original, result_of
+from retrieve_spec.generation.request import (
+    check_arguments,
+    check_arguments_decoded,
+    from_captured,
+    is_one_row,
+    prepare,
+    row_predictions,
+    setting,
+)
 from retrieve_spec.sampling.samplers import whole_seed
-from retrieve_spec.verify.steps import sample_tokens
+from retrieve_spec.verify.steps import capture, sample_tokens
+
+Decode = Callable[[Prepared], Any]
+_UNHEARD = ("streamer", "assistant_model", "custom_generate")
+"""Arguments of which what decodes inside does not hear."""
+
+
+def own_generate(model: Any) -> str:
+    """Why calls of a model are no ordinary ones: its class decodes in its own manner; empty when it does not."""
+    kind = type(model)
+    if kind._sample is not GenerationMixin._sample:
+        return f"{kind.__name__} has a way of decoding of its own"
+    return "" if kind.generate is GenerationMixin.generate else f"{kind.__name__} has a generate of its own"
+
+
+def why_not_inside(model: Any) -> str:
+    """Why the decoding inside a `generate` of its own is not ours either; empty where it is, or there is none."""
+    why = own_generate(model)
+    if not why or type(model)._sample is not GenerationMixin._sample:
+        return why
+    taken: list[Any] = []
+
+    def take(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        taken.extend((model, answer := capture(model, input_ids, **kwargs)))
+        return answer
+
+    try:
+        given = type(model).generate(model, sample_tokens(model, 4), max_new_tokens=1, custom_generate=take)
+    except Exception:  # whatever a model says to a prompt without what it is made for
+        return why
+    return "" if len(taken) == 2 and taken[0] is model and given is taken[1] else why
+
+
+def decode_inside(
+    model: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], decode: Decode
+) -> Any:
+    """Let a class's own `generate` run with another way of decoding inside; what it returns.
+
+    Parameters
+    ----------
+    own
+        The class's `generate`, as it was before.
+    decode
+        Decodes a prepared call and returns what `generate` would.
+
+    Raises
+    ------
+    DelegatedCall
+        The class has to decode by itself.
+    """
+    speculation = model.speculation
+    arguments = _by_name(own, args, kwargs)
+    _check_decoded_inside(model, arguments)
+    decoded: list[bool] = []
+
+    def inside(model_inside: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
+        if model_inside is not model:
+            raise DelegatedCall(f"{type(model).__name__} lets a {type(model_inside).__name__} decode")
+        captured = capture(model, input_ids, **prepared)
+        check_arguments_decoded(model, {"generation_config": captured.generation_config}, "")
+        alone = "" if len(input_ids) == 1 else speculation.batching_blocker()
+        found = from_captured(model, captured, speculation.interface, arguments, alone)
+        decoded.append(True)
+        return decode(found)
+
+    output = own(*args, **kwargs, custom_generate=inside)
+    if not decoded:
+        raise DelegatedCall(own_generate(model))
+    return output
+
+
+def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, as far as they have names."""
+    bound = inspect.signature(own).bind(*args, **kwargs)
+    inherited = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+    found: dict[str, Any] = {}
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            found |= dict(zip(inherited, bound.arguments.get(name, ()), strict=False))
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            found |= bound.arguments.get(name, {})
+        elif name in bound.arguments:
+            found[name] = bound.arguments[name]
+    return found
+
+
+def _check_decoded_inside(model: Any, arguments: dict[str, Any]) -> None:
+    """Look whether the decoding inside of a call is ours, as far as its arguments tell; else raise `DelegatedCall`."""
+    if model.speculation.mode == "delegated":
+        raise DelegatedCall(model.speculation.reason)
+    if model.speculation.engine.is_stepping:
+        raise DelegatedCall("it is asked for in the middle of another generation")
+    unheard = any(arguments.get(name) is not None for name in _UNHEARD)
+    if unheard or setting(model, arguments, "stop_strings") is not None:
+        raise DelegatedCall(own_generate(model))
+    check_arguments_decoded(model, arguments, "")
+
 
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
@@ -85,6 +194,48 @@ def decode_prepared(model: Any, prepared: Prepared, own: dict[str, Any], argumen
     feed = StreamerFeed(arguments.get("streamer"), len(sequences), 0 if pad is None else int(pad))
     _run(speculation, sequences, prepared, feed)
     return result_of(sequences, prepared)
+
+
+class StreamerFeed:
+    """Feeds a `transformers` streamer as plain decoding does: prompts, a token of every row at a time, then the end.
+
+    A row that has ended goes on with padding while others are under way.
+
+    Parameters
+    ----------
+    streamer
+        Object with `put` and `end`, or None.
+    rows
+        Texts that are decoded together.
+    pad
+        Token behind the end of a row.
+    """
+
+    def __init__(self, streamer: Any, rows: int = 1, pad: int = 0) -> None:
+        self._streamer, self._pad = streamer, pad
+        self._waiting: list[deque[int]] = [deque() for _ in range(rows)]
+        self._over = [False] * rows
+
+    def prompt(self, input_ids: torch.Tensor) -> None:
+        """Show the prompts, (rows, L)."""
+        if self._streamer is not None:
+            self._streamer.put(input_ids.cpu())
+
+    def put(self, row: int, token_ids: NDArray[np.int32] | None) -> None:
+        """Take the next tokens of a row, None behind its last, and show what all rows have by now."""
+        if token_ids is None:
+            self._over[row] = True
+        else:
+            self._waiting[row].extend(token_ids.tolist())
+        while any(self._waiting) and all(map(operator.or_, map(bool, self._waiting), self._over)):
+            step = [waiting.popleft() if waiting else self._pad for waiting in self._waiting]
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor(step))
+
+    def end(self) -> None:
+        """Tell the streamer that nothing follows."""
+        if self._streamer is not None:
+            self._streamer.end()
 
 
 @contextlib.contextmanager

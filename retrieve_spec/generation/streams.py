@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,112 @@ from retrieve_spec.engine.joining import sequences_of
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.rows import DelegatedCall, Prepared
 from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.engine.streaming import Piece, Stream, TextDecoder
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.generation.arguments import as_inputs, known_ids, prediction_ids
 from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
-from retrieve_spec.generation.logprobs import check_decoder, noted
-from retrieve_spec.generation.request import setting
+from retrieve_spec.generation.outputs import check_decoder, noted
+from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, setting
 from retrieve_spec.model_layers import base_model
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became visible with one pass.
+
+    Attributes
+    ----------
+    token_ids
+        (t,) int32, the accepted tokens and the bonus token.
+    text
+        Their text; a character whose bytes are spread over tokens appears with the last of them. Empty without a
+        tokenizer.
+    logprobs, raw_logprobs
+        (t,) float32 with `return_logprobs=True`: log-probabilities of the tokens under the distribution they were
+        chosen by, and under that of the model's own logits; else None.
+    """
+
+    token_ids: NDArray[np.int32]
+    text: str = ""
+    logprobs: NDArray[np.float32] | None = None
+    raw_logprobs: NDArray[np.float32] | None = None
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of one generation, as `generate_stream` hands them out.
+
+    Closing it, leaving it in a `with` statement, or losing it ends the generation.
+
+    Parameters
+    ----------
+    pieces
+        Makes them; ends its generation when it is closed.
+    report
+        Tells what the generation did so far, None before its first piece.
+    """
+
+    def __init__(self, pieces: Generator[Piece, None, None], report: Callable[[], GenerationReport | None]) -> None:
+        self._pieces, self._report = pieces, report
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the generation."""
+        self._pieces.close()
+
+    @property
+    def report(self) -> GenerationReport | None:
+        """What this generation did so far, whatever else the model is doing; None before the first piece."""
+        return self._report()
+
+
+class TextDecoder:
+    """Decodes a growing list of token ids piece by piece; the pieces joined are the decoded whole.
+
+    Parameters
+    ----------
+    tokenizer
+        A Hugging Face tokenizer.
+    skip_special_tokens
+        Leave special tokens out of the text.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._begin = 0  # decoding starts here: far enough back for joining rules (leading spaces) to apply
+        self._shown = 0  # tokens whose text has been shown
+
+    def push(self, token_ids: Many[int] | NDArray[np.int32]) -> str:
+        """Add tokens; return the text that is certain by now."""
+        self._ids.extend(int(token) for token in token_ids)
+        return self._take(final=False)
+
+    def flush(self) -> str:
+        """Return what is left, incomplete characters included."""
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> str:
+        """Text not shown yet; nothing while it ends inside a character, unless that is final."""
+        before = self._decode(self._ids[self._begin : self._shown])
+        whole = self._decode(self._ids[self._begin :])
+        if not final and whole.endswith("\ufffd"):
+            return ""
+        self._begin, self._shown = self._shown, len(self._ids)
+        return whole[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
+        return text
+
 
 _Run = tuple[NDArray[np.int32], NDArray[np.float32] | None]
 """Visible tokens (t,) of one pass, and their log-probabilities (2, t) where they are asked for."""

@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
-from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.errors import ConfigError, TokenizerMismatchError
 from retrieve_spec.integrations.hosted import Hosted
-from retrieve_spec.integrations.serving import ServingDrafter
+from retrieve_spec.integrations.options import Options
 
 logger = logging.getLogger(__name__)
 _SAMPLE, _LEAST_ALIKE = 1024, 0.98
@@ -102,14 +102,9 @@ class DraftModel:
     ) -> None:
         if not 1 <= num_pred_tokens <= MAX_NODES:
             raise ConfigError(f"num_pred_tokens from 1 to {MAX_NODES}", repr(num_pred_tokens), "16 is the default.")
-        config = SpeculationConfig(
-            session=session,
-            session_tokens=session_tokens,
-            phrases=phrases,  # type: ignore[arg-type]
-            min_path_probability=min_path_probability,
-        )
-        given = [datastores] if isinstance(datastores, str | os.PathLike) else list(datastores)
-        stores = [one if isinstance(one, Datastore) else open_datastore(one) for one in given]
+        stores = (datastores,) if isinstance(datastores, str | os.PathLike) else tuple(datastores)
+        options = Options(stores, session, session_tokens, phrases, state, min_path_probability)
+        self.drafter = options.drafter(lambda: None, None)
         self._most = num_pred_tokens
         self._texts: weakref.WeakKeyDictionary[Any, _Text] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Any, _Llama] = weakref.WeakKeyDictionary()
@@ -118,7 +113,6 @@ class DraftModel:
         self._expected: NDArray[Any] | Many[int] | None = None
         self._last: _Text | None = None
         self._lock = threading.RLock()
-        self.drafter = ServingDrafter(config, datastores=stores, state=state)
         self._hosted = Hosted(self.drafter)
         self.drafter.prepare(["chain"])
         atexit.register(_close, weakref.ref(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import AUTO, SpeculationConfig
-from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import ConfigError, PromptError
 from retrieve_spec.integrations.serving import ServingDrafter
 
@@ -26,7 +27,7 @@ class Options:
     Attributes
     ----------
     datastores
-        Folders or addresses of stores to draft from; they must belong to the model's tokenizer.
+        Folders or addresses of stores to draft from, or open ones; they must belong to the model's tokenizer.
     session
         Draft from the answers of earlier requests, whoever asked.
     session_tokens
@@ -41,11 +42,11 @@ class Options:
         Also run with a version of the engine that was never tested.
     """
 
-    datastores: tuple[str, ...] = ()
+    datastores: tuple[Datastore | str | os.PathLike[str], ...] = ()
     session: bool = False
     session_tokens: int = SpeculationConfig().session_tokens
     phrases: str = AUTO
-    state: str | None = None
+    state: str | os.PathLike[str] | None = None
     min_path_probability: float = 0.05
     any_version: bool = False
 
@@ -76,7 +77,9 @@ class Options:
         values["datastores"] = (stores,) if isinstance(stores, str) else tuple(stores)
         return cls(**values)
 
-    def drafter(self, tokenizer: Callable[[], Any], vocabulary: int, replica: int | None = None) -> ServingDrafter:
+    def drafter(
+        self, tokenizer: Callable[[], Any], vocabulary: int | None, replica: int | None = None
+    ) -> ServingDrafter:
         """The drafter that these options describe.
 
         Parameters
@@ -84,7 +87,7 @@ class Options:
         tokenizer
             Makes the model's tokenizer; called where stores are to be checked against it.
         vocabulary
-            Tokens of the model.
+            Tokens of the model, if that is known.
         replica
             Number of this copy of the model where there are several: each keeps its own state.
 
@@ -105,8 +108,8 @@ class Options:
         if state is not None and replica is not None:
             state /= f"replica{replica}"
         known = tokenizer() if self.datastores else None
-        stores = [open_datastore(path, tokenizer=known) for path in self.datastores]
-        return ServingDrafter(config, datastores=stores, vocabulary=vocabulary, state=state)
+        given = [one if isinstance(one, Datastore) else open_datastore(one, tokenizer=known) for one in self.datastores]
+        return ServingDrafter(config, datastores=given, vocabulary=vocabulary, state=state)
 
 
 def wished(wishes: Mapping[str, Any], name: str) -> bool:

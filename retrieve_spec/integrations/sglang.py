@@ -15,16 +15,22 @@ from __future__ import annotations
 import json
 import os
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.integrations.options import Options, check_version
-from retrieve_spec.integrations.tree_corpus import TreeCorpus, mask_of
+from retrieve_spec.integrations.hosted import Hosted
+from retrieve_spec.integrations.options import DRAFT, KEEP, Options, check_version, wished
+from retrieve_spec.integrations.serving import ServingDrafter, Shape
 
 TESTED = ("0.5.23",)
 """Versions of SGLang whose classes the tests know."""
@@ -76,16 +82,17 @@ def validate(server_args: Any) -> None:
     """
     if not options().any_version:
         check_version("SGLang", ("sglang",), TESTED, _REMEDY)
-    if server_args.speculative_ngram_external_corpus_path is not None:
-        got = "--speculative-ngram-external-corpus-path"
-        raise ConfigError("stores to draft from", got, f"Build a store, and name it as datastores in {PLACE}.")
-    if server_args.device not in _DEVICES:
-        raise ConfigError(f"--device {', '.join(_DEVICES)}", repr(server_args.device), "Serve without drafts there.")
-    width = server_args.speculative_num_draft_tokens
-    if width is not None and not 2 <= width <= MAX_NODES + 1:
-        raise ConfigError(f"--speculative-num-draft-tokens 2 … {MAX_NODES + 1}", repr(width), "12 is the default.")
-    if server_args.pp_size > 1:
-        raise ConfigError("--pp-size 1", repr(server_args.pp_size), "Use tensor or data parallelism.")
+    corpus, device = server_args.speculative_ngram_external_corpus_path, server_args.device
+    width, stages = server_args.speculative_num_draft_tokens, server_args.pp_size
+    widths = f"--speculative-num-draft-tokens 2 … {MAX_NODES + 1}"
+    for right, expected, got, remedy in (
+        (corpus is None, "no external corpus", corpus, f"Build a store, and name it as datastores in {PLACE}."),
+        (device in _DEVICES, f"--device {', '.join(_DEVICES)}", device, "Serve without drafts there."),
+        (width is None or 2 <= width <= MAX_NODES + 1, widths, width, "12 is the default."),
+        (stages == 1, "--pp-size 1", stages, "Use tensor or data parallelism."),
+    ):
+        if not right:
+            raise ConfigError(expected, repr(got), remedy)
 
 
 def handle_server_args(algorithm: Any, server_args: Any) -> None:
@@ -108,23 +115,12 @@ def algorithm_class() -> type:
     """The class that SGLang asks about the algorithm: whatever it asks is what it would be told of `NGRAM`."""
     from sglang.srt.speculative.spec_info import CustomSpecAlgo, SpeculativeAlgorithm
 
-    questions = [
-        name
+    answers = {
+        name: staticmethod(getattr(SpeculativeAlgorithm.NGRAM, name))
         for name, value in vars(SpeculativeAlgorithm).items()
         if isinstance(value, types.FunctionType) and not name.startswith("_") and name not in _OWN
-    ]
-    answers = {name: _as(SpeculativeAlgorithm.NGRAM, name) for name in questions}
+    }
     return type("RetrieveSpecAlgorithm", (CustomSpecAlgo,), {**answers, "handle_server_args": handle_server_args})
-
-
-def _as(other: Any, name: str) -> Callable[..., Any]:
-    """A method that answers what another object's does."""
-
-    def answer(algorithm: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(other, name)(*args, **kwargs)
-
-    answer.__name__ = name
-    return answer
 
 
 def worker_class(server_args: Any) -> type:
@@ -161,22 +157,14 @@ class Drafting:
         super().__init__(*args, **kwargs)
         from sglang.srt.runtime_context import get_parallel
 
-        parallel = get_parallel()
-        self._group = parallel.tp_group
         worker: Any = self
-        self._width = int(worker.draft_token_num)
-        self.ngram_corpus = Corpus(self._trees(worker, parallel.dp_rank) if self._group.rank_in_group == 0 else None)
-
-    def _trees(self, worker: Any, replica: int | None) -> TreeCorpus:
-        target = worker.target_worker
-
-        def tokenizer() -> Any:
-            if target.tokenizer is None:
-                raise ConfigError("the model's tokenizer", "--skip-tokenizer-init", "Leave that out.")
-            return target.tokenizer
-
-        drafter = options().drafter(tokenizer, int(worker.model_runner.model_config.vocab_size), replica)
-        return TreeCorpus(drafter, self._width, "tree" if worker.topk > 1 else "chain", tokenizer)
+        parallel = get_parallel()
+        self._group, self._width = parallel.tp_group, int(worker.draft_token_num)
+        self.ngram_corpus: Corpus = Corpus()
+        if self._group.rank_in_group == 0:
+            tokenizer = partial(_tokenizer_of, worker.target_worker)
+            drafter = options().drafter(tokenizer, int(worker.model_runner.model_config.vocab_size), parallel.dp_rank)
+            self.ngram_corpus = TreeCorpus(drafter, self._width, "tree" if worker.topk > 1 else "chain", tokenizer)
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """One step, as SGLang's; while prompts are read, their requests begin."""
@@ -188,8 +176,8 @@ class Drafting:
     def _prepare_draft_tokens(self, batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Token ids (b · K,) and who looks at whom (b · K · K,), as the n-gram worker has them."""
         drafted = np.empty((2, len(batch.reqs), self._width), np.int32)
-        if (trees := self.ngram_corpus.trees) is not None:
-            drafted[:] = trees.trees(batch.reqs, self._accepted_last(batch))
+        if isinstance(self.ngram_corpus, TreeCorpus):
+            drafted[:] = self.ngram_corpus.trees(batch.reqs, self._accepted_last(batch))
         if self._group.world_size > 1:
             _tell(self._group, drafted)
         token_ids, parent = drafted
@@ -203,8 +191,7 @@ class Drafting:
         if not self.enable_overlap or batch.grammar_needs_sync():
             return [[]] * len(batch.reqs)
         ids = batch.spec_info.accept_tokens.reshape(-1, self._width).tolist()
-        lengths = batch.spec_info.accept_lens.tolist()
-        return [tokens[:length] for tokens, length in zip(ids, lengths, strict=True)]
+        return [tokens[:length] for tokens, length in zip(ids, batch.spec_info.accept_lens.tolist(), strict=True)]
 
     def _update_ngram_corpus(self, batch: Any) -> None:
         """While the model runs: forget who has ended. What was accepted is learned with the next draft."""
@@ -212,34 +199,196 @@ class Drafting:
 
 
 class Corpus:
-    """What stands where SGLang's worker has its corpus of n-grams.
+    """What stands where SGLang's worker has its corpus of n-grams, on ranks that do not draft."""
 
-    Parameters
-    ----------
-    trees
-        What drafts, None where another rank does.
-    """
-
-    def __init__(self, trees: TreeCorpus | None) -> None:
-        self.trees = trees
-
-    def begin(self, requests: list[Any]) -> None:
-        """Begin requests."""
-        if self.trees is not None and requests:
-            self.trees.begin(requests)
+    def begin(self, requests: Many[Any]) -> None:
+        """Begin requests whose prompts are being read, so that their first draft does not wait for that."""
 
     def end_those_gone(self) -> None:
-        """Forget requests that have ended."""
-        if self.trees is not None:
-            self.trees.end_those_gone()
+        """Forget the requests that have ended, were aborted or wait to be read again; write what was learned."""
 
     def erase_match_state(self, req_ids: list[str]) -> None:
         """Nothing: that requests left the batch does not say yet how they ended, `end_those_gone` sees it."""
 
     def reset(self) -> None:
-        """Forget all requests."""
-        if self.trees is not None:
-            self.trees.reset()
+        """Forget all requests; nothing is learned from them."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A request as last seen: itself, if it still is, its answer, how many tokens that had, and those behind it."""
+
+    request: weakref.ref[Any]
+    answer: Any
+    drafts: bool
+    keep: bool
+    written: int = 0
+    latest: Many[int] = ()
+
+
+class TreeCorpus(Corpus):
+    """Drafts for the requests of a batch: trees of one width, whatever is worth drafting.
+
+    A request has `rid` (its name), `origin_input_ids_unpadded` and `output_ids` (its prompt and its answer so far,
+    token ids), `sampling_params`, `input_embeds`, `is_retracted` and `finished()`. It is only looked at.
+
+    Where there is less to draft than the width, trees are filled up with a path of tokens that nobody believes in,
+    behind a leaf: so no two children of a node carry the same token, which a verifier that samples would count twice.
+
+    Parameters
+    ----------
+    drafter
+        What drafts.
+    width
+        Nodes of each tree, the text's last token included.
+    shape
+        `"tree"`, or `"chain"` where the engine's attention takes no branches.
+    tokenizer
+        Makes the model's tokenizer; called where a request gives its prediction as a text.
+    """
+
+    def __init__(self, drafter: ServingDrafter, width: int, shape: Shape, tokenizer: Callable[[], Any]) -> None:
+        self.drafter, self.width, self.shape, self._tokenizer = drafter, width, shape, tokenizer
+        self._seen: dict[str, _Seen] = {}
+        self._hosted = Hosted(drafter)
+        self._hosted.ready(shape)
+        self.statistics = self._hosted.statistics
+
+    def begin(self, requests: Many[Any]) -> None:
+        """Begin requests."""
+        if requests and not self._hosted.is_off:
+            try:
+                self.end_those_gone()
+                for request in requests:
+                    if request.rid not in self._seen:
+                        self._take(request, ())
+            except Exception:
+                self._failed()
+
+    def trees(self, requests: Many[Any], latest: Many[Many[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Draft what follows the texts of a batch.
+
+        Parameters
+        ----------
+        requests
+            The batch.
+        latest
+            Tokens behind the answer of each that the engine has accepted and not written there yet.
+
+        Returns
+        -------
+        token_ids
+            (requests, width) int32, the text's last token and then the nodes.
+        parent
+            (requests, width) int32, -1 at the text's last token; parents come before their children.
+        """
+        drafts: dict[int, DraftTree] = {}
+        if not self._hosted.is_off:
+            try:
+                drafts = self._draft(requests, latest)
+            except Exception:  # a request is answered without drafts rather than not at all
+                self._failed()
+        token_ids, parent = np.empty((2, len(requests), self.width), np.int32)
+        for i, request in enumerate(requests):
+            token_ids[i, 0] = (latest[i] or request.output_ids or request.origin_input_ids_unpadded)[-1]
+            parent[i, 0] = -1
+            _fill(token_ids[i], parent[i], drafts.get(i, DraftTree()))
+        return token_ids, parent
+
+    def _failed(self) -> None:
+        self._hosted.failed()
+        self._seen.clear()
+
+    def _draft(self, requests: Many[Any], latest: Many[Many[int]]) -> dict[int, DraftTree]:
+        """Trees of those that may be drafted for, by their place in the batch."""
+        depths: dict[int, int] = {}
+        for i, request in enumerate(requests):
+            limit = request.sampling_params.max_new_tokens
+            left = MAX_NODES if limit is None else limit - len(request.output_ids) - len(latest[i])
+            if self._take(request, latest[i]).drafts and left > 1:  # the last token is the model's own
+                depths[i] = min(left - 1, MAX_NODES)
+        names, nodes = [requests[i].rid for i in depths], [self.width - 1] * len(depths)
+        found = self.drafter.draft(names, nodes, max_depth=list(depths.values()), shape=self.shape)
+        return dict(zip(depths, found, strict=True))
+
+    def _take(self, request: Any, latest: Many[int]) -> _Seen:
+        """Give a request the tokens of its text that it has not been given, and begin it if it is new."""
+        answer, seen = request.output_ids, self._seen.get(request.rid)
+        if seen is not None:
+            behind = [*answer[seen.written :], *latest]
+            if seen.request() is not request or behind[: len(seen.latest)] != list(seen.latest):
+                self._forget(request.rid, keep=False)  # tokens were taken back, or the name is another's
+                seen = None
+        if seen is None:
+            said = getattr(request.sampling_params, "custom_params", None)
+            wishes: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
+            drafts = request.input_embeds is None and wished(wishes, DRAFT)
+            if drafts:
+                prompt = np.asarray(request.origin_input_ids_unpadded, np.int64)
+                sampled = request.sampling_params.top_k != 1  # how SGLang writes a temperature of 0
+                drafts = self._hosted.begin(request.rid, prompt, len(prompt), wishes, self._tokenizer, sampled)
+            seen = _Seen(weakref.ref(request), answer, drafts, wished(wishes, KEEP))
+            self._seen[request.rid], behind = seen, [*answer, *latest]
+        if seen.drafts:
+            self.drafter.feed(request.rid, behind[len(seen.latest) :])
+        seen.answer, seen.written, seen.latest = answer, len(answer), latest
+        return seen
+
+    def end_those_gone(self) -> None:
+        """Forget the requests that have ended, were aborted or wait to be read again; write what was learned."""
+        before = len(self._seen)
+        for name, seen in list(self._seen.items()):
+            request = seen.request()
+            ended = request is None or request.finished()
+            if ended and seen.drafts:
+                self.drafter.feed(name, seen.answer[seen.written + len(seen.latest) :], verified=0)
+            if ended or (request is not None and request.is_retracted):
+                self._forget(name, seen.keep and ended)
+        if len(self._seen) < before:
+            self._hosted.save_now_and_then()
+
+    def _forget(self, name: str, keep: bool) -> None:
+        self._seen.pop(name, None)
+        self._hosted.end(name, keep)
+
+    def reset(self) -> None:
+        """Forget all requests; nothing is learned from them."""
+        self._seen.clear()
+        self.drafter.abandon()
+
+
+def mask_of(parent: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Who looks at whom: (b, n, n) of the parents (b, n) of b trees, set where column j is node i or above it."""
+    rows, width = parent.shape
+    mask = np.zeros((rows, width, width), np.bool_)
+    mask[:, 0, 0] = True
+    every = np.arange(rows)
+    for i in range(1, width):
+        mask[:, i] = mask[every, parent[:, i]]
+        mask[:, i, i] = True
+    return mask
+
+
+def _fill(token_ids: NDArray[np.int32], parent: NDArray[np.int32], tree: DraftTree) -> None:
+    """Write a tree behind the token at the beginning of the two (width,) rows, and fill them up with a path.
+
+    The path goes on behind the first leaf and says that its token comes again and again: a guess that costs nothing.
+    """
+    drafted = 1 + len(tree)
+    token_ids[1:drafted] = tree.token_ids
+    parent[1:drafted] = tree.parent + 1
+    turns = np.flatnonzero(parent[1:drafted] != np.arange(drafted - 1))
+    leaf = int(turns[0]) if len(turns) else drafted - 1
+    token_ids[drafted:] = token_ids[leaf]
+    parent[drafted:] = np.arange(drafted - 1, len(parent) - 1)
+    parent[drafted : drafted + 1] = leaf
+
+
+def _tokenizer_of(target: Any) -> Any:
+    """The tokenizer of SGLang's target worker."""
+    if target.tokenizer is None:
+        raise ConfigError("the model's tokenizer", "--skip-tokenizer-init", "Leave that out.")
+    return target.tokenizer
 
 
 def _tell(group: Any, drafted: NDArray[np.int32]) -> None:

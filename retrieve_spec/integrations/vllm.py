@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from time import perf_counter
 from typing import Any
 
@@ -34,7 +35,6 @@ from retrieve_spec.drafting.batch import RequestDiverged
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations.hosted import Hosted
 from retrieve_spec.integrations.options import DRAFT, KEEP, Options, check_version, wished
-from retrieve_spec.integrations.serving import ServingDrafter
 
 TESTED = ("0.32",)
 """Versions of vLLM that the tests run with."""
@@ -82,7 +82,7 @@ class Proposer:
         self._runner = _runner_that_calls(vllm_config)
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)
-        self._tokenizer = _LazyTokenizer(vllm_config.model_config)
+        self._tokenizer = cache(partial(_tokenizer_of, vllm_config.model_config))
         parallel = vllm_config.parallel_config
         self._silent = parallel.rank % parallel.tensor_parallel_size != 0  # the first rank's drafts are those verified
         self._known: dict[str, _Known] = {}
@@ -91,23 +91,16 @@ class Proposer:
         self._places: list[int] = []
         self._longest_of: list[int] = []
         self._answered = 0.0
-        self.drafter = self._make_drafter(vllm_config)
+        replica = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
+        options = replace(self.options, state=None) if self._silent else self.options
+        self.drafter = options.drafter(self._tokenizer, int(vllm_config.model_config.get_vocab_size()), replica)
         self._hosted = Hosted(self.drafter)
+        self.statistics = self._hosted.statistics
         if not self._silent:
             self._hosted.ready("chain")
 
-    def _make_drafter(self, vllm_config: Any) -> ServingDrafter:
-        parallel = vllm_config.parallel_config
-        replica = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
-        options = replace(self.options, state=None) if self._silent else self.options
-        return options.drafter(self._tokenizer.get, int(vllm_config.model_config.get_vocab_size()), replica)
-
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: there is no model to draft with."""
-
-    def statistics(self) -> dict[str, float]:
-        """See `Hosted.statistics`."""
-        return self._hosted.statistics()
 
     def propose(
         self,
@@ -202,7 +195,7 @@ class Proposer:
         longest, begun = self._longest, None
         if parameters is not None and state.prompt_embeds is None and wished(wishes, DRAFT) and read:
             sampled = parameters.temperature >= 1e-5
-            begun = self._hosted.begin_beside(name, text[:read], read, wishes, self._tokenizer.get, sampled)
+            begun = self._hosted.begin_beside(name, text[:read], read, wishes, self._tokenizer, sampled)
             if parameters.max_tokens is not None:
                 longest = min(state.num_prompt_tokens + parameters.max_tokens, longest)
         return _Known(begun, wished(wishes, KEEP), longest)
@@ -232,23 +225,12 @@ class WorkerExtension:
         return proposer.statistics() if isinstance(proposer, Proposer) else None
 
 
-class _LazyTokenizer:
-    """The model's tokenizer, loaded when first asked for."""
+def _tokenizer_of(model_config: Any) -> Any:
+    """The model's tokenizer."""
+    from transformers import AutoTokenizer  # vLLM brings it
 
-    def __init__(self, model_config: Any) -> None:
-        self._config = model_config
-        self._loaded: Any = None
-
-    def get(self) -> Any:
-        if self._loaded is None:
-            from transformers import AutoTokenizer  # vLLM brings it
-
-            self._loaded = AutoTokenizer.from_pretrained(
-                self._config.tokenizer,
-                revision=self._config.tokenizer_revision,
-                trust_remote_code=self._config.trust_remote_code,
-            )
-        return self._loaded
+    revision, trusted = model_config.tokenizer_revision, model_config.trust_remote_code
+    return AutoTokenizer.from_pretrained(model_config.tokenizer, revision=revision, trust_remote_code=trusted)
 
 
 def _runner_that_calls(vllm_config: Any) -> weakref.ref[Any]:

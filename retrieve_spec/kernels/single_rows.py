@@ -185,7 +185,7 @@ def attend_single_rows(
         (texts, 3): addresses of keys (kv_heads, n, d) and values (kv_heads, n, dv) of the first n rows that a text has
         in common with others, equal to its own, and n; 0 where it has none. Such texts stand side by side.
     scale, softcap, window
-        As in `attention.online_softmax.LayerRule`.
+        As in `attention.tree_attention.LayerRule`.
     out
         (all, heads, dv), filled where texts have their rows.
     """

@@ -57,9 +57,9 @@ ROW_BY_ROW = {aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.to.dtype
 
 
 def compile_program(
-    program: torch.export.ExportedProgram, owner: torch.nn.Module, layouts: Layouts, fused: bool = False
+    program: torch.export.ExportedProgram, owner: torch.nn.Module, layouts: Layouts, row_kernels: Any = None
 ) -> tuple[Callable[..., Any], list[torch.Tensor], WeightCopies]:
-    """Rewrite a program and compile it; `fused`: with GPU kernels for what a 16-bit model does to rows.
+    """Rewrite a program and compile it; `row_kernels`: with these for what a 16-bit model does to rows.
 
     Returns
     -------
@@ -80,8 +80,8 @@ def compile_program(
         fuse_rms_norm(graph, inputs)
         fuse_rotary(graph, inputs)
         lay_out_weights(graph, inputs, layouts)
-    elif fused:
-        fuse_half(graph)
+    elif row_kernels is not None:
+        fuse_half(graph, row_kernels)
     _open_attention(graph)
     _open_rows(graph)
     for node in nodes_of(graph):

@@ -167,23 +167,21 @@ def _is_part(node: Any, x: Node, start: int, stop: int) -> bool:
     return bool(node.args[2] == start and min(node.args[3], value(x).shape[-1]) == stop and len(node.args) == 4)
 
 
-def fuse_half(graph: fx.Graph) -> None:
-    """Let a 16-bit graph run normalisation, rotary embeddings and gates in one launch each on a GPU."""
-    from retrieve_spec.kernels import triton_rows
-
+def fuse_half(graph: fx.Graph, kernels: Any) -> None:
+    """Let a 16-bit graph run normalisation, rotary embeddings and gates in one call each."""
     for node in nodes_of(graph):
         call: tuple[Any, tuple[Any, ...]] | None = None
         if (norm := _match_norm(node, half=True)) is not None:
-            call = (triton_rows.rms_norm, norm)
+            call = (kernels.rms_norm, norm)
         elif (rotary := _match_rotary(node)) is not None and _is_half_by_heads(*rotary[:3]):
-            call = (triton_rows.rotate, rotary[:3])
+            call = (kernels.rotate, rotary[:3])
         elif (gate := _match_gate(node)) is not None:
-            call = (triton_rows.gate, gate)
+            call = (kernels.gate, gate)
         if call is not None:
             with graph.inserting_before(node):
                 _replace(node, graph.call_function(*call))
-    _fuse_sums(graph, triton_rows)
-    _pair_rotary(graph, triton_rows)
+    _fuse_sums(graph, kernels)
+    _pair_rotary(graph, kernels)
     graph.eliminate_dead_code()
 
 

@@ -16,7 +16,107 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from retrieve_spec.recorded.slab import Slab
+from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.errors import UnsupportedModelError
+
+
+class Slab:
+    """Keys and values of layers with one window: (layers, kv_heads, capacity, head_dim) each.
+
+    Row r of the text stands at `r - offset`; rows before `offset` are not held.
+
+    Attributes
+    ----------
+    window
+        Keys a query sees at most; 0 for all.
+    offset
+        First row held; 0 without a window.
+    tensors
+        Keys and values, none before the first rows are in.
+    """
+
+    def __init__(self, num_layers: int, window: int, capacity: int) -> None:
+        self.window = window
+        self.offset = 0
+        self.tensors: tuple[torch.Tensor, ...] = ()
+        self._layers = num_layers
+        spare = max(window // 4, PASS.cache_block) + MAX_NODES + 1
+        self.capacity = min(capacity, window + spare) if window else capacity
+
+    @property
+    def is_host_float32(self) -> bool:
+        """Whether there are tensors, in float32 on a CPU."""
+        return bool(self.tensors) and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in self.tensors)
+
+    def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(1, kv_heads, capacity, head_dim) keys and values of one layer."""
+        keys, values = self.tensors
+        return keys[index : index + 1], values[index : index + 1]
+
+    def fits(self, held: int, rows: int) -> bool:
+        """Whether rows `held … held + rows - 1` fit behind the rows held, without other tensors."""
+        first = max(self.offset, held - self.window + 1) if self.window else 0
+        return held + rows - first <= self.capacity
+
+    def make_room(self, held: int, rows: int) -> None:
+        """Let rows `held … held + rows - 1` fit behind the rows held.
+
+        Where they did not, the tensors are replaced, one after the other: nobody else may hold the old ones.
+        """
+        if self.window and self.tensors and held + rows - self.offset > self.capacity:
+            first = max(self.offset, held - self.window + 1)
+            for tensor in self.tensors:
+                tensor[:, :, : held - first] = tensor[:, :, first - self.offset : held - self.offset].clone()
+            self.offset = first
+        used, block = held - self.offset, PASS.cache_block
+        if used + rows <= self.capacity:
+            return
+        grown = -(-max(used + rows, self.capacity + self.capacity // 8) // block) * block
+        for i in range(len(self.tensors)):
+            old = self.tensors[i]
+            new = _empty(old, (*old.shape[:2], grown, old.shape[3]))
+            new[:, :, :used] = old[:, :, :used]
+            self.tensors = (*self.tensors[:i], new, *self.tensors[i + 1 :])
+            del old
+        self.capacity = grown
+
+    def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Allocate tensors for such keys and values, once; return whether that was done.
+
+        Raises
+        ------
+        UnsupportedModelError
+            When they differ from those the slab was made for.
+        """
+        given = (key_states, value_states)
+        if not self.tensors:
+            self.tensors = tuple(_empty(s, (self._layers, s.shape[1], self.capacity, s.shape[3])) for s in given)
+            return True
+        for slab, states in zip(self.tensors, given, strict=True):
+            if states.shape[0] != 1 or states.shape[1] != slab.shape[1] or states.shape[3] != slab.shape[3]:
+                raise UnsupportedModelError(
+                    f"one row of text and {slab.shape[1]} heads of width {slab.shape[3]} in every layer",
+                    f"{states.shape[0]} rows, {states.shape[1]} heads of width {states.shape[3]}",
+                    "Use the ordinary cache for this model.",
+                )
+        return False
+
+    def copies(self, sources: NDArray[np.int64]) -> list[torch.Tensor]:
+        """The rows `sources` of the text, in all layers at once: keys, values."""
+        index = torch.from_numpy(sources - self.offset).to(self.tensors[0].device, non_blocking=True)
+        return [tensor.index_select(2, index) for tensor in self.tensors]
+
+    def write(self, copies: list[torch.Tensor], target: int) -> None:
+        """Let copies of rows be rows `target …`."""
+        for tensor, rows in zip(self.tensors, copies, strict=True):
+            tensor.narrow(2, target - self.offset, rows.shape[2]).copy_(rows)
+
+
+def _empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor that can be written to in any mode; those made in inference mode cannot be outside of it."""
+    with torch.inference_mode(False):
+        return like.new_empty(shape)
+
 
 _NO_ROWS = torch.empty(0)
 _NO_MOVES = np.empty(0, np.int32)
@@ -78,18 +178,7 @@ class KVBuffer:
         self.kind: tuple[int, int, torch.dtype] | None = None
         self.addresses: NDArray[np.int64] = np.zeros((len(self.slabs), 3), np.int64)
         self._common: list[torch.Tensor] = []  # what these point to
-        self._stale = False  # whether those of a slab whose tensors are being replaced are missing
         self._fits = 0  # rows of text for which nothing has to be moved or replaced
-
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Rows each slab has room for; tensors stay where they are while this does."""
-        return tuple(slab.capacity for slab in self.slabs)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return sum(slab.nbytes for slab in self.slabs)
 
     def refresh(self) -> None:
         """Find the layers' parts of the slabs anew."""
@@ -101,7 +190,7 @@ class KVBuffer:
         self.is_host_float32 = all(slab.is_host_float32 for slab in self.slabs)
         kinds = {(t.shape[1], t.shape[3], t.dtype) for slab in self.slabs for t in slab.tensors}
         self.kind = kinds.pop() if len(kinds) == 1 else None
-        self._stale, self._fits = False, 0
+        self._fits = 0
 
     def make_room(self, rows: int) -> None:
         """Let a pass over `rows` rows fit behind the rows held."""
@@ -112,29 +201,20 @@ class KVBuffer:
             self.make_room_in(slab, self.length, rows)
         self._fits = min(slab.offset + slab.capacity for slab in self.slabs)
 
-    def reserve(self, rows: int) -> None:
-        """Let a text of `rows` rows fit from the start; slabs with a window do not depend on it."""
-        for slab in self.slabs:
-            if not slab.window:
-                self.make_room_in(slab, 0, rows)
-
     def make_room_in(self, slab: Slab, held: int, rows: int) -> None:
         """Let `rows` rows fit behind `held` in one slab; the views of its old tensors go first, and with them these."""
         self._fits = 0
-        if slab.fits(held, rows) and not self._stale:
+        if slab.fits(held, rows):
             slab.make_room(held, rows)
             return
-        self._stale = True
         k = self.slabs.index(slab)
         for i, at in enumerate(self.slab_of):
             if at == k:
                 self.layer_slabs[i] = (_NO_ROWS, _NO_ROWS)
-        slab.make_room(held, rows)
-        self.refresh()
-
-    def begin(self, length: int) -> None:
-        """Let a pass go behind the rows up to `length`."""
-        self.length = length
+        try:
+            slab.make_room(held, rows)
+        finally:  # a pass that fails for many texts is tried for each alone
+            self.refresh()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's (1, kv_heads, rows, head_dim) behind the rows held; views of all that its slab holds then."""
@@ -191,19 +271,14 @@ class KVBuffer:
     def load(self, cache: DynamicCache, length: int, common: bool = False) -> None:
         """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards.
 
-        A layer that is empty has been taken over: what was cut short goes on from there. Of rows that other texts begin
-        with too (`common`), it is noted where all of them find them.
+        Of rows that other texts begin with too (`common`), it is noted where all of them find them.
         """
-        if all(layer.keys is not None for layer in cache.layers):
-            self._forget_common()
         for k, slab in enumerate(self.slabs):
             for i in (i for i, at in enumerate(self.slab_of) if at == k):
                 theirs = cache.layers[i]
-                if theirs.keys is None:
-                    continue
                 held = theirs.keys.shape[2]
                 if not self.layer_in_slab[i]:
-                    slab.restart(length - held)
+                    slab.offset = length - held
                     self.make_room_in(slab, length - held, held)
                 slab.fit(theirs.keys, theirs.values)
                 parts = slab.of_layer(self.layer_in_slab[i])
@@ -222,35 +297,17 @@ class KVBuffer:
             self._common += both
             self.prefixes[layer] = keys.data_ptr(), values.data_ptr(), keys.shape[2]
 
-    def _forget_common(self) -> None:
-        """Let another text begin, which has no rows in common with others."""
-        self.prefixes[:] = 0
-        self._common.clear()
-
     def restart(self, states: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Let a text begin that has no rows yet; `states` are keys and values of the layers, of any length."""
-        self._forget_common()
-        for slab in self.slabs:
-            slab.restart(0)
         for slab, (keys, values) in zip(map(self.slabs.__getitem__, self.slab_of), states, strict=True):
             slab.fit(keys, values)
         self.refresh()
         self.length = 0
 
     def unload(self, cache: DynamicCache, length: int, copy: bool = False) -> None:
-        """Give `length` rows back to the cache they were taken from, as copies if the slabs are to be used again.
-
-        Layers that were not taken over, or have got their rows, are left alone.
-        """
-        if not self.layer_slabs:
-            return
+        """Give `length` rows back to the cache they were taken from, as copies if the slabs are to be used again."""
         self.settle()
-        for slab in self.slabs:
-            slab.settle()
-        self.refresh()
         for i, layer in enumerate(cache.layers):
-            if layer.keys is not None:
-                continue
             start, offset = 0, self.slabs[self.slab_of[i]].offset
             if isinstance(layer, DynamicSlidingWindowLayer):
                 start = max(0, length - layer.sliding_window + 1)
@@ -259,11 +316,6 @@ class KVBuffer:
             if not layer.is_initialized:
                 layer.lazy_initialization(*parts)
             layer.keys, layer.values = [part.clone() for part in parts] if copy else parts
-
-    def release(self) -> None:
-        """Let go of the tensors: whoever has rows of them keeps them alone."""
-        self.layer_slabs = []
-        self._forget_common()
 
 
 def _spread(windows: tuple[int, ...]) -> list[int]:

@@ -14,29 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.nn.modules import module as torch_wide
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from retrieve_spec.recorded.model_state import without_ours
 from retrieve_spec.recorded.weight_layout import Layout, Layouts, WeightCopies
 
-_LINEAR = functional.linear, nn.Linear.forward
 _LONE_BYTES = 1 << 19
 """Smallest weight by whose copy a lone row is multiplied: that takes some microseconds more than the product, too."""
 _Taken = tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
 """A layer's attributes, and what stands among them as its `forward` while a pass runs."""
-
-
-def _somebody_watches() -> bool:
-    """Whether somebody else, a profiler say, is given what all linear layers are given: tensors, they expect."""
-    if torch_wide._global_forward_hooks or torch_wide._global_forward_pre_hooks:
-        return True
-    if (functional.linear, nn.Linear.forward) != _LINEAR or not torch._C._is_torch_function_enabled():
-        return True
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 class PackedLayers:
@@ -79,9 +64,6 @@ class PackedLayers:
     def __call__(self, rows: int) -> Iterator[None]:
         """Let a pass over so many rows that this thread runs inside of the block multiply by the copies."""
         layers = self._all if rows > 1 else self._lone
-        if not layers or _somebody_watches():
-            yield
-            return
         self._threads.add(get_ident())
         try:
             for attributes, ours in layers:

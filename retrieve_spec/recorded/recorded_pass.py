@@ -19,18 +19,44 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional
+from torch.nn.modules import module as torch_wide
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from retrieve_spec.attention.online_softmax import LayerRule
-from retrieve_spec.attention.tree_attention import rule_from_call
+from retrieve_spec.attention.tree_attention import LayerRule, rule_from_call
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded import graph_passes
-from retrieve_spec.recorded.recordable import why_not_recordable
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
+
+
+def why_not_recordable(model: Any) -> str:
+    """Why a recording would not stand for the model's forward; empty when it would."""
+    if model.training:
+        return "the model is in training mode"
+    if not model._supports_attention_backend:
+        return "its layers do not use transformers' attention interface"
+    if torch_wide._global_forward_hooks or torch_wide._global_forward_pre_hooks:
+        return "torch has forward hooks for all modules"
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            # transformers' own hooks stay behind after output_hidden_states=True and do nothing unless it is asked for
+            if not getattr(hook, "__module__", "").startswith("transformers."):
+                return f"{type(module).__name__} has forward hooks"
+    return ""
+
+
+def why_single_steps(model: Any) -> str:
+    """Why a model has to be run token by token, as `generate` does: hooks of `peft` that belong to one call."""
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if getattr(getattr(hook, "func", hook), "__module__", "").startswith("peft."):  # they count rows of passes
+                return "adapters are chosen for this call alone"
+    return ""
+
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 RECORDER = "retrieve_spec_recorder"
@@ -168,10 +194,14 @@ class RecordedPass:
         Its attention layers.
     layer
         The layer whose hidden states are handed out.
-    fused
-        Run what a 16-bit model does to rows with GPU kernels (`retrieve_spec.kernels.triton_rows`).
+    row_kernels
+        Module of the kernels that stand for what a 16-bit model does to rows (`retrieve_spec.kernels.triton_rows`,
+        `bfloat16_rows`).
     layouts
         Copies of the model's weights that other recordings share.
+    exact
+        Give a row the same logits bit for bit whatever stands beside it: attend row by row, and fill passes up to so
+        many rows (`retrieve_spec.verify.number_format.rows_for_one_order`). 0: not so.
 
     Attributes
     ----------
@@ -189,19 +219,25 @@ class RecordedPass:
     """
 
     def __init__(
-        self, model: Any, num_layers: int, layer: Layer = "last", fused: bool = False, layouts: Layouts | None = None
+        self,
+        model: Any,
+        num_layers: int,
+        layer: Layer = "last",
+        row_kernels: Any = None,
+        layouts: Layouts | None = None,
+        exact: int = 0,
     ) -> None:
         if why := why_not_recordable(model):
             raise RecordingError(why)
         recording = _Recording(model, num_layers, layer)
-        self.layer = layer
+        self.layer, self.exact = layer, exact
         self.device = input_device(model)
         with attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet():
             program = self._export(recording)
         if why := graph_passes.why_not_repeatable(program.graph_module.graph):
             raise RecordingError(why)
         layouts = Layouts(PASS.layout_bytes) if layouts is None else layouts
-        self._code, self._weights, self._copies = graph_passes.compile_program(program, recording, layouts, fused)
+        self._code, self._weights, self._copies = graph_passes.compile_program(program, recording, layouts, row_kernels)
         self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
         self.rules = recording.log.live_rules()
         self._states = [kinds for _, kinds in sorted(recording.log.states.items())]
@@ -252,8 +288,25 @@ class RecordedPass:
         The results are inference tensors: copy them before changing them in place.
         """
         with torch.inference_mode():
+            if self.exact:
+                return self._run_exactly(input_ids, position_ids, attend, wanted)
             logits, hidden = self._code(*self._weights, input_ids, position_ids, attend, wanted)
         return logits, hidden
+
+    def _run_exactly(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, wanted: int | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run with as many rows as products of one order need, the last one of them too."""
+        rows = input_ids.shape[1]
+        more = max(self.exact - rows, 0)
+
+        def attend_own(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+            own = attend(query[:, :, :rows], keys[:, :, :rows], values[:, :, :rows], layer)
+            return functional.pad(own, (0, 0, 0, 0, 0, more))
+
+        ids, positions = functional.pad(input_ids, (0, more)), functional.pad(position_ids, (0, more))
+        logits, hidden = self._code(*self._weights, ids, positions, attend_own, 0)
+        return graph_passes.rows_of(logits[:, :rows], wanted), hidden[:, :rows]
 
 
 @contextlib.contextmanager

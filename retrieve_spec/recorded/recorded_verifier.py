@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,20 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from retrieve_spec.attention.tree_attention import attend
+from retrieve_spec.attention.tree_attention import attend, attend_by_rows
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.recorded.cuda.pass_graphs import PassGraphs
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
-from retrieve_spec.recorded.pass_buffer import LaidOut
+from retrieve_spec.recorded.packed_pass import LaidOut
+from retrieve_spec.recorded.pass_graphs import PassGraphs
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.run_pass import run_pass
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.verifier import OverAnother, PassKind, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
 
 CHUNK = 256
 """Prompt tokens of one recorded pass at most."""
@@ -33,7 +34,7 @@ _ROOT, _ITSELF = row_depths(1, None), visible_rows(1, None)
 """Depths and sight of a pass over the root alone."""
 
 
-class RecordedVerifier(OverAnother):
+class RecordedVerifier:
     """A `Verifier` whose passes cost what the arithmetic costs.
 
     The prompt is read by an `HFVerifier`. At the first pass behind it the cache's rows move to slabs, every further
@@ -53,15 +54,28 @@ class RecordedVerifier(OverAnother):
         self.not_recorded = ""
         """Why this generation does not use the recorded pass; empty when it does."""
         self.recorded, self._state = recorded, state
-        self.own: HFVerifier = own
+        self.own = own
         self._mask = TreeMask(recorded.groups, model.dtype, recorded.device)
         self._slabs: KVBuffer | None = None
-        self._loaded = False  # whether all rows have moved to the slabs
-        self._past = self._unread = self._pending = 0
-        self._kept = (0, 0)  # of what was committed: tokens held, and tokens of the prompt to read
+        self._past = self._unread = self._pending = 0  # tokens held, and to read of the prompt; rows of the last pass
         self._cache: Any = None
         self._returns_cache = False
         self.graphs = graphs
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether the prompt must come in one piece, as one with pictures must."""
+        return self.own.whole_prompts
+
+    @property
+    def mode(self) -> Mode:
+        """What `forward` accepts now: nothing where passes are to be exact and this generation's are not recorded."""
+        return "plain" if self.recorded.exact and self.not_recorded else self.own.mode
+
+    @property
+    def reason(self) -> str:
+        """Why that is no tree."""
+        return self.not_recorded if self.recorded.exact and self.not_recorded else self.own.reason
 
     @property
     def pass_kind(self) -> PassKind:
@@ -76,12 +90,11 @@ class RecordedVerifier(OverAnother):
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
         self.own.start(inputs)
-        self._slabs, self._loaded = None, False
+        self._slabs = None
         self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
         self._common_rows = inputs.common_rows
         self._past = inputs.past_length
         self._unread = len(inputs.uncached_ids)
-        self._kept = (self._past, self._unread)
         self._cache = inputs.model_kwargs.get(self.own.interface.cache_name)
         self._shift, self._in_a_row = self.own.inputs.shift, inputs.in_a_row
         self.not_recorded = self._why_not(inputs)
@@ -92,7 +105,7 @@ class RecordedVerifier(OverAnother):
 
     def _why_not(self, inputs: VerifierInputs) -> str:
         """Why a generation is left to the verifier of the model's own forward."""
-        if why := self.reason if self.mode != "tree" else inputs.why_not_text(self.own.interface.cache_name):
+        if why := self.own.reason if self.own.mode != "tree" else inputs.why_not_text(self.own.interface.cache_name):
             return why
         positions = inputs.model_kwargs.get("position_ids")
         if positions is not None and len(positions[..., -1].unique()) > 1:
@@ -110,7 +123,6 @@ class RecordedVerifier(OverAnother):
         want_hidden: Layer | None = None,
     ) -> VerifierOutput:
         """Run one pass (`Verifier.forward`)."""
-        self._past, self._unread = self._kept
         roots = self._pending = len(root_ids)
         if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
             self.not_recorded = self.not_recorded or f"hidden states of layer {want_hidden} are not recorded"
@@ -137,32 +149,28 @@ class RecordedVerifier(OverAnother):
     @property
     def _goes_on_as_it_is(self) -> bool:
         """Whether the prompt's rows go behind those of the cache one by one: no padding inside, no windows."""
-        return self._in_a_row and not any(cache_windows(self._cache))
+        return self._in_a_row and not self.recorded.exact and not any(cache_windows(self._cache))
 
     @property
     def packs_prompts(self) -> bool:
         """Whether its prompt can be read in passes with those of others."""
-        if self.not_recorded or not self._in_a_row:
+        if self.not_recorded or not self._in_a_row or self.recorded.exact:
             return False
-        if self._slabs is not None or self._kept[0]:
-            return True
-        held = [layer.keys for layer in self._cache.layers]  # nothing, or what an interrupted pass left
-        return len(held) == len(self.recorded.rules) and all(keys is None or not keys.numel() for keys in held)
+        return self._slabs is not None or self._past > 0 or len(self._cache.layers) == len(self.recorded.rules)
 
     def _read(self, prompt_ids: NDArray[np.int32], keep: int) -> NDArray[np.int32]:
         """Read all but the last rows of a part of the prompt, `keep` at least; where a cache has no layers yet the
         model begins."""
-        self._unread -= len(prompt_ids)
         if self._past == 0 and not self.packs_prompts:
-            if self.own.past == 0:
-                self.own.forward(prompt_ids[:1])
-                self.own.commit(_NOTHING)
-            self._past, prompt_ids = 1, prompt_ids[1:]
+            self.own.forward(prompt_ids[:1])
+            self.own.commit(_NOTHING)
+            self._past, self._unread, prompt_ids = 1, self._unread - 1, prompt_ids[1:]
         chunk = CHUNK if self.graphs is None else PASS.graph_rows[-1]
         while len(prompt_ids) > max(chunk, keep):
             piece = prompt_ids[: min(chunk, len(prompt_ids) - keep)]
             self._pass(piece, None, 1, None)
-            self._past, prompt_ids = self._past + len(piece), prompt_ids[len(piece) :]
+            self._past, self._unread = self._past + len(piece), self._unread - len(piece)
+            prompt_ids = prompt_ids[len(piece) :]
         self._pending = len(prompt_ids)
         return prompt_ids
 
@@ -176,21 +184,16 @@ class RecordedVerifier(OverAnother):
         logits, hidden, ran = run_pass(self.recorded, [laid], [self.attend], wanted, self.graphs)
         return VerifierOutput(logits, hidden[-keep - nodes :] if want_hidden is not None else None, ran)
 
-    def begin(self, root_ids: NDArray[np.int32], tree: DraftTree) -> LaidOut:
-        """Make ready for a pass that serves other texts too."""
-        self._past, self._unread = self._kept
-        laid = self.lay_out(root_ids, tree)
-        self._unread = max(self._unread - len(root_ids), 0)
-        return laid
-
     def lay_out(self, root_ids: NDArray[np.int32], tree: DraftTree | None) -> LaidOut:
         """Make cache and mask ready for a pass over root tokens and a tree."""
         self._pending = len(root_ids)
-        slabs = self._slabs if self._slabs is not None and self._loaded else self._adopt()
+        if self._slabs is None:
+            self._slabs = self._adopt()
+        slabs = self._slabs
         ids = root_ids if tree is None or not len(tree) else np.concatenate([root_ids, tree.token_ids])
         depths, seen = (_ROOT, _ITSELF) if len(ids) == 1 else (row_depths(len(root_ids), tree), None)
         self._mask.set(self._past, visible_rows(len(root_ids), tree) if seen is None else seen, depths)
-        slabs.begin(self._past)
+        slabs.length = self._past
         slabs.make_room(len(ids))
         return LaidOut(ids, depths, self._mask.seen, self._past + self._shift, slabs, self._past)
 
@@ -198,53 +201,91 @@ class RecordedVerifier(OverAnother):
         """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
         assert self._slabs is not None
         all_keys, all_values = self._slabs.update(keys, values, layer)
-        return attend(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
+        attention = attend_by_rows if self.recorded.exact else attend
+        return attention(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
 
     def _adopt(self) -> KVBuffer:
         """Move the rows that the prompt left in the caller's cache to slabs."""
-        if self._slabs is None:
-            self._cache = self.own.cache
-            held = sum(self._kept)
-            room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
-            room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
-            self._slabs = KVBuffer(windows, room, moves_later=self.graphs is not None)
+        self._cache = self.own.cache
+        held = self._past + self._unread
+        room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
+        room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
+        slabs = KVBuffer(windows, room, moves_later=self.graphs is not None)
         if self._past:
-            self._slabs.load(self._cache, self._past, self._common_rows)
+            slabs.load(self._cache, self._past, self._common_rows)
         else:
-            self._slabs.restart(self.recorded.no_states())
-        self._loaded = True
-        return self._slabs
+            slabs.restart(self.recorded.no_states())
+        return slabs
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
-        unread = self._unread
         if self._slabs is None:
             self.own.commit(path)
-            unread -= self._pending
         else:
             self._slabs.commit(self._past, self._pending, path)
-        self._kept = (self._past + self._pending + len(path), unread)
+        self._past, self._unread = self._past + self._pending + len(path), max(self._unread - self._pending, 0)
 
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another one, which nothing writes to (`HFVerifier.copy_rows`)."""
         if self._slabs is None:
             return self.own.copy_rows()
         twin = same_rows(self._cache)
-        self._slabs.unload(twin, self._kept[0], copy=True)
+        self._slabs.unload(twin, self._past, copy=True)
         return twin
 
     def finish(self) -> Any:
         """Put the rows back into the cache this generation was given, and return it; None when nobody asks for it."""
         if self._slabs is not None:
             if self._returns_cache:
-                self._slabs.unload(self._cache, self._kept[0])
-            self._slabs.release()
+                self._slabs.unload(self._cache, self._past)
             self._slabs = None
         self._cache = None
         cache = self.own.finish()
         return cache if self._returns_cache else None
 
 
-def own_forward(verifier: Verifier) -> Verifier:
-    """A verifier's passes through the model's own forward: the verifier itself, or what a recorded one begins with."""
-    return verifier.own if isinstance(verifier, RecordedVerifier) else verifier
+def forward_together(
+    verifiers: Sequence[RecordedVerifier],
+    roots: Sequence[NDArray[np.int32]],
+    trees: Sequence[DraftTree],
+    want_hidden: Layer | None,
+    keeps: Sequence[int] | None = None,
+) -> list[VerifierOutput]:
+    """Verify the trees of several texts in one pass, or read their prompts; each keeps its cache, commits for itself.
+
+    The recorded operations do not look beyond a row of the pass, so the texts stand one behind the other without
+    padding between them; only the attention takes them apart.
+
+    Parameters
+    ----------
+    verifiers
+        By text; they share a recording.
+    roots, trees
+        By text: the last token, (1,), or a part of the prompt, (m,), and the draft below it.
+    want_hidden
+        Return the hidden states of this layer too.
+    keeps
+        By text, how many of its last root tokens to return logits and states for; None for all.
+
+    Returns
+    -------
+    list
+        By text, what its own `forward` would have returned.
+    """
+    laid = [v.lay_out(root, tree) for v, root, tree in zip(verifiers, roots, trees, strict=True)]
+    ends = np.cumsum([len(text.ids) for text in laid]).tolist()
+    counts = [len(text.ids) for text in laid]
+    wanted = None
+    if keeps is not None:
+        counts = [min(keep, len(root)) + len(tree) for keep, root, tree in zip(keeps, roots, trees, strict=True)]
+        wanted = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    parts = [verifier.attend for verifier in verifiers]
+    recorded = verifiers[0].recorded
+    with recorded.on_device():
+        logits, hidden, ran = run_pass(recorded, laid, parts, wanted, verifiers[0].graphs)
+    outputs, begin = [], 0
+    for end, count in zip(ends, counts, strict=True):
+        states = None if want_hidden is None else hidden[end - count : end]
+        outputs.append(VerifierOutput(logits[begin : begin + count], states, ran))
+        begin += count
+    return outputs

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from time import perf_counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from html import escape
+from time import monotonic, perf_counter
 from typing import Any
 
+import pydantic_core
 from fastapi import FastAPI
-from pydantic import BaseModel
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieve_spec._version import __version__
-from retrieve_spec.server.completions import CompletionHandlers
+from retrieve_spec.config import EDITORS, ServeConfig
+from retrieve_spec.server import schemas
+from retrieve_spec.server.completions import CompletionHandlers, scope_of
 from retrieve_spec.server.guard import Guard, Refusal
-from retrieve_spec.server.information import InformationHandlers
 from retrieve_spec.server.metrics import Metrics
-from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.reading import BodyReader, ReadingRoute
 from retrieve_spec.server.service import Service
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
@@ -61,9 +65,7 @@ def _errors(*codes: int) -> dict[int | str, Any]:
     return {code: {"model": ErrorBody, "description": _ERRORS[code]} for code in codes}
 
 
-def create_app(
-    service: Service, metrics: Metrics, *, keys: Sequence[bytes] = (), provenance: Provenance | None = None
-) -> FastAPI:
+def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
     """The ASGI application of a service."""
 
     @contextlib.asynccontextmanager
@@ -82,14 +84,14 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        middleware=_middleware(service, metrics, keys),
+        middleware=_middleware(service, keys),
         exception_handlers={Refusal: _refused, HTTPException: _plain, 500: _plain},
         responses=_errors(401, 403),
     )
     app.router.route_class = ReadingRoute
     app.state.reader = BodyReader(service.config)
-    _add_completions(app, CompletionHandlers(service, provenance or Provenance()))
-    _add_information(app, InformationHandlers(service, metrics))
+    _add_completions(app, CompletionHandlers(service))
+    _add_information(app, InformationHandlers(service))
     return app
 
 
@@ -127,11 +129,11 @@ def _add_information(app: FastAPI, h: InformationHandlers) -> None:
     app.delete("/v1/workspace", responses=_errors(500))(h.forget)
 
 
-def _middleware(service: Service, metrics: Metrics, keys: Sequence[bytes]) -> list[Middleware]:
+def _middleware(service: Service, keys: Sequence[bytes]) -> list[Middleware]:
     config = service.config
     middleware = [
         Middleware(Guard, keys=keys, origins=config.origins, host=config.host),
-        Middleware(Counted, metrics=metrics),
+        Middleware(Counted, metrics=service.metrics),
     ]
     if config.origins:
         pages = Middleware(
@@ -188,3 +190,254 @@ class Counted:
         finally:
             if (route := scope.get("route")) is not None:
                 self._metrics.request(route.path, status, perf_counter() - begun)
+
+
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
+<title>retrieve-spec</title>
+<style>body{{font:16px sans-serif;margin:2em}}th{{text-align:left;padding-right:2em}}</style>
+<h1>retrieve-spec</h1><table>{table}</table>
+<h2>Connect an editor</h2><pre>{connect}</pre>
+<p>OpenAI clients: the base URL is this address with <code>/v1</code>. What is taken:
+<a href="/openapi.json">openapi.json</a>.</html>
+"""
+_MOST_CHARS = 2 << 20
+"""Characters of a text to encode, a few seconds of a core."""
+
+
+class InformationHandlers:
+    """Handlers about one server."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def tokenize(self, body: schemas.TokenizeRequest) -> Response:
+        """Text as token ids."""
+        codec = self.service.codec
+        if len(body.content) > _MOST_CHARS:
+            raise Refusal(400, f"{len(body.content)} characters; at most {_MOST_CHARS} are encoded at once")
+
+        def encode() -> list[Any]:
+            if body.parse_special:
+                ids = codec.encode_prompt(body.content, add_special_tokens=body.add_special)
+            else:
+                ids = codec.encode(body.content)
+            if not body.with_pieces:
+                return ids
+            return [{"id": i, "piece": piece} for i, piece in zip(ids, codec.pieces(ids), strict=True)]
+
+        return await asyncio.to_thread(lambda: JSONResponse({"tokens": encode()}))
+
+    async def detokenize(self, body: schemas.DetokenizeRequest) -> Response:
+        """Token ids as text."""
+        if any(i >= self.service.backend_vocabulary for i in body.tokens):
+            raise Refusal(400, f"token ids must be below {self.service.backend_vocabulary}")
+        return await asyncio.to_thread(lambda: JSONResponse({"content": self.service.codec.decode(body.tokens)}))
+
+    async def template(self, body: schemas.TemplateRequest) -> Response:
+        """The prompt of a conversation."""
+        ids = await asyncio.to_thread(self.service.prompts.chat, body.messages)
+        return JSONResponse({"prompt": self.service.codec.decode(ids)})
+
+    async def models(self) -> Response:
+        """The model, and the alias under which Continue sends predictions."""
+        service = self.service
+        meta = {"n_ctx": service.backend.n_ctx, "n_vocab": service.backend_vocabulary, "fim": self._family()}
+        names = [service.name, f"{service.name}-Fast-Apply"]
+        data = [{"id": n, "object": "model", "created": 0, "owned_by": "retrieve-spec", "meta": meta} for n in names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def health(self) -> Response:
+        """What is served, and what it drafts from."""
+        service, workspace = self.service, self.service.workspace
+        body: dict[str, Any] = {
+            "status": "ok",
+            "model": service.name,
+            "fim": self._family(),
+            "n_ctx": service.backend.n_ctx,
+            "queue": service.queue.queue_length,
+        }
+        if service.fim is None:
+            body["fim_missing"] = service.no_fim()
+        if workspace is not None:
+            body["workspace"] = {
+                "indexed": workspace.indexed.is_set() and not (workspace.forgotten or workspace.trouble),
+                "files": len(workspace.texts),
+                **({} if workspace.indexed.is_set() else {"read": workspace.read[0], "of": workspace.read[1]}),
+                "left_out": dict(workspace.left_out),
+                **({"forgotten": True} if workspace.forgotten else {}),
+            }
+            if workspace.trouble:  # nobody needs a key to ask, and what failed may name files
+                kind = workspace.trouble.partition(":")[0]
+                body["workspace"]["trouble"] = f"{kind}: it is not followed for now; the server's log says more"
+        return JSONResponse(body)
+
+    async def props(self) -> Response:
+        """Context length and defaults."""
+        service = self.service
+        settings = {"n_ctx": service.backend.n_ctx, "params": {"n_predict": -1, "temperature": 0.0}}
+        body = {
+            "default_generation_settings": settings,
+            "total_slots": service.config.slots,
+            "model_path": service.name,
+            "model_alias": service.name,
+            "chat_template": getattr(service.tokenizer, "chat_template", None) or "",
+            "build_info": f"retrieve-spec {__version__}",
+            "fim": self._family(),
+        }
+        return JSONResponse(body)
+
+    async def kept(self, request: Request) -> Response:
+        """What there is to forget of this user."""
+        return JSONResponse(await asyncio.to_thread(self.service.kept, scope_of(request)))
+
+    async def forget(self, request: Request) -> Response:
+        """Drop everything that is kept of this user, and of the workspace if it is theirs."""
+        kept = await asyncio.to_thread(self.service.forget, scope_of(request))
+        return JSONResponse({"forgotten": True, "kept": kept})
+
+    async def expose(self) -> Response:
+        """Prometheus metrics."""
+        return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, request: Request) -> Response:
+        """What runs here, how to connect an editor, and figures so far, for a browser."""
+        service = self.service
+        url = str(request.base_url).rstrip("/")
+        rows = {"Model": service.name, "Fill-in-the-middle": self._family() or "no", "Context": service.backend.n_ctx}
+        if service.workspace is not None:
+            rows["Files of the workspace"] = len(service.workspace.texts)
+        rows |= {name: f"{value:.4g}" for name, value in service.metrics.figures().items()}
+        table = "".join(f"<tr><th>{escape(name)}<td>{escape(str(value))}" for name, value in rows.items())
+        connect = "\n".join(f"retrieve-spec editor {name} --url {escape(url)}" for name in EDITORS)
+        return HTMLResponse(_PAGE.format(table=table, connect=connect))
+
+    def _family(self) -> str | None:
+        return self.service.fim.fmt.family if self.service.fim else None
+
+
+_DRAINED = 16 << 20
+_SMALL = 64 << 10
+_INLINE = 64 << 10
+"""Bytes of a body that is parsed where other requests wait; larger ones are parsed in a thread."""
+
+
+class BodyReader:
+    """Reads the requests of one server, each and all together within its bounds.
+
+    The first `_SMALL` bytes of every body are not counted among all, so that ordinary requests always come through.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._left = config.bodies_bytes
+
+    async def read(self, request: Request, schema: type[BaseModel]) -> BaseModel:
+        """The body of a request as a schema.
+
+        Raises
+        ------
+        Refusal
+            400: no JSON, or as `check`; 413: too large; 408: too slow; 503: too much is being read; 499: the client has
+            gone.
+        """
+        data = await self._body(request)
+
+        def parsed() -> BaseModel:
+            try:
+                fields = pydantic_core.from_json(data, allow_inf_nan=False)
+            except ValueError as error:
+                raise Refusal(400, f"the body is not JSON: {error}") from error
+            return self.check(schema, fields)
+
+        return parsed() if len(data) < _INLINE else await asyncio.to_thread(parsed)
+
+    async def _body(self, request: Request) -> bytes:
+        """A body in bounds of bytes and time.
+
+        Of one that is too large a little more is read and dropped, since a client that is still sending when the
+        connection closes never sees the answer.
+        """
+        limit, seconds = self._config.max_body_bytes, self._config.body_s
+        parts: list[bytes] = []
+        size = held = 0
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        parts.clear()
+                        if size > limit + _DRAINED:
+                            break
+                        continue
+                    if size > _SMALL:
+                        if len(part) > self._left:
+                            raise Refusal(503, "too many large requests are being read", "overloaded")
+                        self._left -= len(part)
+                        held += len(part)
+                    parts.append(part)
+        except TimeoutError:
+            raise Refusal(408, f"the body did not come within {seconds:g} seconds", "timeout") from None
+        except ClientDisconnect:
+            raise Refusal(499, "the client closed the connection", "cancelled") from None
+        finally:
+            self._left += held
+        if size > limit:
+            raise Refusal(413, f"the body has more than {limit} bytes")
+        return b"".join(parts)
+
+    def check(self, schema: type[BaseModel], fields: Any) -> BaseModel:
+        """Fields as a schema.
+
+        Raises
+        ------
+        Refusal
+            400: a field is missing or wrong, or asks for what is not served; says which and why.
+        """
+        if not isinstance(fields, dict):
+            raise Refusal(400, "the body must be a JSON object")
+        try:
+            return schema.model_validate(fields)
+        except ValidationError as error:
+            raise Refusal(400, schemas.reason(error), schemas.kind(error)) from error
+
+
+class _CheckedRequest(Request):
+    """A request whose body has been read and checked."""
+
+    def __init__(self, request: Request, body: BaseModel) -> None:
+        super().__init__(request.scope, request.receive)
+        self._checked = body
+
+    @property
+    def headers(self) -> Headers:
+        """The headers; a body is JSON whatever its client called it."""
+        return Headers(raw=[*super().headers.raw, (b"content-type", b"application/json")])
+
+    async def body(self) -> bytes:
+        """Something; what was sent has been read."""
+        return b"read"
+
+    async def json(self) -> Any:
+        """The body as its schema."""
+        return self._checked
+
+
+class ReadingRoute(APIRoute):
+    """A route whose body is read by the `BodyReader` at `app.state.reader`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        answer, field = super().get_route_handler(), self.body_field
+        if field is None:
+            return answer
+        schema = field.field_info.annotation
+
+        async def read_and_answer(request: Request) -> Response:
+            request.state.arrived = monotonic()
+            try:
+                body = await request.app.state.reader.read(request, schema)
+                return await answer(_CheckedRequest(request, body))
+            except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
+                return Refusal(503, "the server is stopping", "overloaded").response()
+
+        return read_and_answer

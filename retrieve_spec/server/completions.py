@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
+import re
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from retrieve_spec.server import schemas, wire
-from retrieve_spec.server.edits import Edit
-from retrieve_spec.server.fim import FimParts
-from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.guard import Refusal, given_key
 from retrieve_spec.server.jobs import Completion, Delta
-from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.reading import caller
+from retrieve_spec.server.prompts import FimParts
+from retrieve_spec.server.queueing import QueueClosedError, QueueFullError
+from retrieve_spec.server.schemas import EditRequest, Prediction
 from retrieve_spec.server.service import Caller, Prepared, Service
-from retrieve_spec.server.stream import EventStream, Stream, opened
 
 _CHAT_TOKENS = 512
 _OPENAI_TOKENS = 16
@@ -30,8 +31,8 @@ _CLIENT_CLOSED = 499
 class CompletionHandlers:
     """Handlers of the dialects."""
 
-    def __init__(self, service: Service, provenance: Provenance) -> None:
-        self.service, self.provenance = service, provenance
+    def __init__(self, service: Service) -> None:
+        self.service = service
 
     async def infill(self, body: schemas.InfillRequest, request: Request) -> Response:
         """Text between a prefix and a suffix (llama.cpp's dialect)."""
@@ -119,7 +120,7 @@ class CompletionHandlers:
             return EventStream(self._events(stream, body, answer))
         (done,) = await self._collect(request, stream)
         prepared.remember(done)
-        return JSONResponse(answer.whole(done, self.provenance.of(body, done, prepared.left)))
+        return JSONResponse(answer.whole(done, self.service.provenance.of(body, done, prepared.left)))
 
     async def _openai(
         self,
@@ -146,7 +147,7 @@ class CompletionHandlers:
             item.remember(done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-        extra = self.provenance.of(body, finished[0], stream.prepared[0].left)
+        extra = self.service.provenance.of(body, finished[0], stream.prepared[0].left)
         return JSONResponse(wire.project(answer.whole(finished, extra), body.response_fields))
 
     async def _events(
@@ -169,7 +170,7 @@ class CompletionHandlers:
                     else:
                         finished[index] = event
                         item.remember(event)
-                        shown += answer.end(event, self.provenance.of(body, event, item.left), index)
+                        shown += answer.end(event, self.service.provenance.of(body, event, item.left), index)
                 if shown:
                     yield b"".join(map(wire.event, shown))
             for last in answer.close([finished[index] for index in sorted(finished)]):
@@ -208,3 +209,202 @@ def _first(*values: int | None) -> int:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+_HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Buffering": "no"}
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that a generator makes; it is closed at the end, or where the client goes away."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the head and every event."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.events.aclose()
+
+
+Said = tuple[int, Delta | Completion]
+"""What the queue says, and the number of the task that it is about."""
+
+
+class Stream:
+    """What the queue says about the tasks of a request: all that has come since the last look.
+
+    Attributes
+    ----------
+    prepared
+        The tasks that have begun.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._said: deque[Said] = deque()
+        self._told = asyncio.Event()
+        self._leave: list[Callable[[], None]] = []
+        self.prepared: list[Prepared] = []
+
+    def begin(self, service: Service, prepared: Prepared) -> None:
+        """Hand a task to the queue.
+
+        Raises
+        ------
+        Refusal
+            503: it takes no more.
+        """
+        number = len(self.prepared)
+
+        def sink(event: Delta | Completion) -> None:
+            self._said.append((number, event))
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+                self._loop.call_soon_threadsafe(self._told.set)
+
+        try:
+            self._leave.append(service.queue.submit(prepared.task, sink))
+        except (QueueFullError, QueueClosedError) as error:
+            raise Refusal(503, str(error), "overloaded") from error
+        self.prepared.append(prepared)
+
+    async def __aiter__(self) -> AsyncIterator[list[Said]]:
+        left = len(self.prepared)
+        while left:
+            await self._told.wait()
+            self._told.clear()
+            said = [self._said.popleft() for _ in range(len(self._said))]
+            left -= sum(isinstance(event, Completion) for _, event in said)
+            if said:
+                yield said
+
+    async def results(self) -> list[Completion]:
+        """The completions, when all are there."""
+        done = {number: event async for said in self for number, event in said if isinstance(event, Completion)}
+        return [done[number] for number in range(len(self.prepared))]
+
+    def close(self) -> None:
+        """Give the tasks up (no effect on those that are done)."""
+        for leave in self._leave:
+            leave()
+
+
+async def opened(
+    service: Service, prepare: Callable[[], Sequence[Prepared]], then: Callable[[Prepared], object] | None = None
+) -> Stream:
+    """The stream of tasks that a thread prepares and hands to the queue, which need not wait for the event loop.
+
+    ``then`` is done by the thread with the first of them, while the model is at work.
+
+    Raises
+    ------
+    Refusal
+        503: the queue takes no more of them; and whatever `prepare` raises.
+    """
+    stream = Stream(asyncio.get_running_loop())
+
+    def work() -> None:
+        try:
+            for item in prepare():
+                stream.begin(service, item)
+            if then is not None:
+                then(stream.prepared[0])
+        except BaseException:
+            stream.close()
+            raise
+
+    opening = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(opening)
+    except asyncio.CancelledError:  # the thread goes on
+        opening.add_done_callback(lambda _: stream.close())
+        raise
+    return stream
+
+
+_BACKTICKS = re.compile("`+")
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What the model is asked, and what it is expected to answer.
+
+    Attributes
+    ----------
+    question
+        What the user says.
+    expected
+        The text that the client expects, the old one where it does not say.
+    fence
+        Backticks in front of the new text and behind it, more than stand together in what was given.
+    closed
+        Strings that end the answer. A text without a newline at its end is answered without one.
+    """
+
+    question: str
+    expected: str
+    fence: str
+    closed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, request: EditRequest) -> Edit:
+        """What a request asks for.
+
+        Raises
+        ------
+        Refusal
+            400: there is nothing to change, or nothing is said of what to change.
+        """
+        text, instruction, path = request.input, request.instruction.strip(), request.path or ""
+        if not text:
+            raise Refusal(400, '"input" is empty: there is nothing to change; ask /v1/completions for a new text')
+        if not instruction:
+            raise Refusal(400, '"instruction" is empty: say what is to be changed')
+        expected = request.prediction.as_text() if request.prediction else text
+        runs = _BACKTICKS.findall("\n".join((text, instruction, path)))
+        fence = "`" * max(3, 1 + max(map(len, runs), default=0))
+        ended = text.endswith("\n")
+        question = (
+            f"{instruction}\n\n{path}\n{fence}\n{text}" + ("" if ended else "\n") + f"{fence}\n\n"
+            f"Answer with the whole new text between two lines of {len(fence)} backticks, and nothing else."
+        )
+        return cls(question, expected, fence, (fence,) if ended else (f"\n{fence}", fence))
+
+    def prepare(self, service: Service, request: EditRequest, caller: Caller, wanted: int) -> Prepared:
+        """The task; with ``wanted`` below 0 there must be room for the whole text.
+
+        Raises
+        ------
+        Refusal
+            400: the model cannot read the text, or not say as much again.
+        """
+        given = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        prediction = Prediction(content=self.expected)
+        asked = request.model_copy(update={"prediction": prediction, "stop": [*given, *self.closed]})
+        ids, expected = service.prompts.asked(self.question, f"{self.fence}\n"), service.prompts.expected(asked)
+        room = service.backend.n_ctx - len(ids)
+        if wanted < 0 and len(expected) > room:
+            raise Refusal(
+                400,
+                f"the new text may need {len(expected)} tokens, and {max(0, room)} can follow the prompt of {len(ids)};"
+                " send a part of the file, or say with max_tokens how much of the new text is enough",
+                "exceed_context",
+            )
+        return service.raw(ids, asked, caller, wanted, expected)
+
+
+def scope_of(request: Request) -> str:
+    """The user who sends a request: their API key, "" without one."""
+    return given_key(request.headers).decode("utf-8", "backslashreplace")
+
+
+def caller(request: Request, body: schemas.Common) -> Caller:
+    """Who sends a request; newer ones replace older ones under what the client says, else under where it sits."""
+    key, arrived = scope_of(request), request.state.arrived
+    explicit = request.headers.get("x-client-id") or body.user
+    if explicit:
+        return Caller(key, f"{key}\0{explicit[:256]}", explicit=True, arrived=arrived)
+    host = request.client.host if request.client else ""
+    return Caller(key, f"{key}\0{host}\0{request.url.path}\0{body.id_slot}", arrived=arrived)

@@ -61,7 +61,7 @@ class TextIndex:
             return []
         key, lead = piece[word.start() :], word.start()
         found: list[tuple[int, int]] = []
-        for position in self._from(key):
+        for position in self._from(key, _LOOKED_AT):
             begin = position - lead
             if begin >= 0 and self._blob.startswith(piece, begin):
                 number = bisect_right(self._ends, begin)
@@ -70,11 +70,11 @@ class TextIndex:
                     break
         return found
 
-    def _from(self, key: str) -> Iterator[int]:
+    def _from(self, key: str, most: int) -> Iterator[int]:
         """Word starts where the beginning of a key stands, a bounded number of them."""
         head, blob = key[:MAX_KEY], self._blob
         at = bisect_left(self._starts, head, key=lambda p: blob[p : p + MAX_KEY])
-        for position in self._starts[at : at + _LOOKED_AT]:
+        for position in self._starts[at : at + most]:
             if not blob.startswith(head, position):
                 return
             yield position
@@ -94,12 +94,8 @@ class TextIndex:
         return found
 
     def _lookup(self, key: str, limit: int) -> Iterator[Continuation]:
-        head, blob = key[:MAX_KEY], self._blob
-        at = bisect_left(self._starts, head, key=lambda p: blob[p : p + MAX_KEY])
-        seen = set()
-        for position in self._starts[at : at + 4 * limit]:
-            if not blob.startswith(head, position):
-                return
+        blob, seen = self._blob, set[str]()
+        for position in self._from(key, 4 * limit):
             text = _piece(blob, position + len(key)) if blob.startswith(key, position) else ""
             if text and text not in seen:
                 seen.add(text)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from threading import Lock
 
-from retrieve_spec.server.fim import Chunk, FimParts
+from retrieve_spec.server.prompts import Chunk, FimParts
 from retrieve_spec.server.workspace import Workspace
 
 _PYTHON = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^()]*)\)|([^\n(]+))", re.MULTILINE)
@@ -152,13 +152,10 @@ class Definitions:
             ends = [(*parts[:-1], stem + suffix) for suffix in _SUFFIXES]
             ends += [(*parts, "index" + suffix) for suffix in _SUFFIXES]
         for end in ends:
-            files = [path for path in self._named(end[-1]) if path.parts[-len(end) :] == end and path != importer]
+            files = [
+                path for path in self._by_name.get(end[-1], ()) if path.parts[-len(end) :] == end and path != importer
+            ]
             yield from sorted(files, key=lambda path: (-_shared(path, importer), len(path.parts), path))
-
-    def _named(self, name: str) -> Sequence[Path]:
-        """Files of a name."""
-        self._follow()
-        return self._by_name.get(name, ())
 
     def _follow(self) -> None:
         """Look at the files anew when some have changed."""

@@ -9,11 +9,50 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, Literal
 
-from retrieve_spec.server.backend import DraftHints, PassFigures
-from retrieve_spec.server.samplers import Sampling
-from retrieve_spec.server.stopping import StopRules, StopType
+from retrieve_spec.server.sampling import Sampling
+from retrieve_spec.server.text import StopRules, StopType
 
 Outcome = Literal["done", "superseded", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHints:
+    """What to draft a completion from, besides the prompt and the stores.
+
+    Attributes
+    ----------
+    enabled
+        False decodes plainly.
+    prediction
+        Tokens expected to come next.
+    context
+        What the drafter reads instead of the prompt: texts to draft from, the most relevant last, then the text in
+        front of the completion. Empty: the prompt.
+    session
+        A `retrieve_spec.sources.session.SessionMemory` to draft from and to add the completion to, None for none.
+    scope
+        Whose text this is: what the model said to somebody else is not drafted from.
+    """
+
+    enabled: bool = True
+    prediction: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
+    session: Any = None
+    scope: str = ""
+
+
+@dataclass(slots=True)
+class PassFigures:
+    """What decoding cost: forward passes, draft nodes, accepted draft tokens by source."""
+
+    passes: int = 0
+    drafted: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> int:
+        """Accepted draft tokens of all sources."""
+        return sum(self.accepted_by_source.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +185,7 @@ class Completion:
 
 
 Sink = Callable[[Delta | Completion], None]
-"""Called from the queue's thread: any number of deltas, then one completion."""
+"""Called from the queue's thread: any number of deltas, then one completion. It does not wait, and does not fail."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

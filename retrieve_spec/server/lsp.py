@@ -23,11 +23,11 @@ from pygls.protocol import LanguageServerProtocol
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.fim import Chunk
+from retrieve_spec.server.completions import opened
 from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.prompts import Chunk
 from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.service import Caller, Service
-from retrieve_spec.server.stream import opened
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
@@ -420,10 +420,10 @@ def serve_stdio(
     def make(roots: Sequence[Path]) -> Completer:
         from retrieve_spec.server.run import build_service
 
-        served = build_service(
+        service = build_service(
             model_name, config, workspaces=roots, stores=stores, session=session, dtype=dtype, device=device
         )
         on_loaded()
-        return LocalCompleter(served.service)
+        return LocalCompleter(service)
 
     create_server(make, workspaces).start_io()

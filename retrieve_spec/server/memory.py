@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.continuations import Continuation, key_starts, scan_texts
+from retrieve_spec.server.jobs import DraftHints
 from retrieve_spec.server.text import TextCodec, with_line_feeds
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.sources.session import SessionMemory

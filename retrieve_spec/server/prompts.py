@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from retrieve_spec.server.fim import FimVocabulary
 from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.sampling import Beginnings
 from retrieve_spec.server.schemas import Common, Message
 from retrieve_spec.server.text import TextCodec
 
@@ -111,3 +113,386 @@ class Prompts:
         if not request.prediction:
             return []
         return self.codec.encode(begun + request.prediction.as_text()[: self.most_chars])
+
+
+SNIPPET = "\n\n--- snippet ---\n\n"
+PROJECT_NAME = "myproject"
+FILE_NAME = "filename"
+UNNAMED_CHUNK = "tmp"
+_CHARS_PER_TOKEN = 3
+_EXTRA_WINDOWS = 4
+"""Other files may take so many times the room of the current one."""
+_MOST_BEHIND, _LEAST_BEHIND = 1280, 96
+"""Characters left of the cursor that stand behind the suffix: the more lines there are to begin at, the longer one
+stays the place, and the suffix is read again with every other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FimFormat:
+    """How one family of models spells fill-in-the-middle.
+
+    Attributes
+    ----------
+    family
+        Name shown to users.
+    prefix, suffix, middle
+        Control tokens; ``middle`` may be absent (Codestral).
+    repo, sep
+        Control tokens of repository-level packing, where the family has it.
+    end
+        Further tokens that end a completion.
+    requires
+        Tokens that tell this family from others with the same spelling.
+    suffix_first
+        The suffix comes before the prefix.
+    path_inside
+        The path of the current file stands behind the prefix token instead of before it (StarCoder2).
+    sections
+        Other files are written as ``+++++ path`` sections (Codestral).
+    """
+
+    family: str
+    prefix: str
+    suffix: str
+    middle: str | None
+    repo: str | None = None
+    sep: str | None = None
+    end: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    suffix_first: bool = False
+    path_inside: bool = False
+    sections: bool = False
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Every token the vocabulary must hold."""
+        core = (self.prefix, self.suffix) + ((self.middle,) if self.middle else ())
+        return core + self.requires
+
+    def spells(self, prompt: str) -> bool:
+        """Whether a prompt is made of these tokens: it ends with the middle's, or begins with the suffix's."""
+        prefix, suffix = self.prefix.lstrip("▁"), self.suffix.lstrip("▁")
+        if self.middle is None:
+            return prompt.lstrip().startswith(suffix) and prefix in prompt
+        return prompt.rstrip().endswith(self.middle.lstrip("▁")) and prefix in prompt and suffix in prompt
+
+
+_PIPE = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+_STAR = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+_DEEPSEEK = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
+
+FORMATS: tuple[FimFormat, ...] = (
+    FimFormat(
+        "qwen",
+        *_PIPE,
+        repo="<|repo_name|>",
+        sep="<|file_sep|>",
+        requires=("<|file_sep|>",),
+        end=("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|im_end|>", "<|endoftext|>"),
+    ),
+    FimFormat("codegemma", *_PIPE, requires=("<|file_separator|>",), end=("<|file_separator|>", *_PIPE, "<eos>")),
+    FimFormat("granite", *_PIPE, requires=("<|end_of_text|>",), end=("<|end_of_text|>", "<|fim_pad|>")),
+    FimFormat("fim", *_PIPE, end=("<|fim_pad|>", "<|endoftext|>", "<|im_end|>")),
+    FimFormat("santacoder", "<fim-prefix>", "<fim-suffix>", "<fim-middle>", end=("<fim-pad>", "<|endoftext|>")),
+    FimFormat(
+        "starcoder2",
+        *_STAR,
+        repo="<repo_name>",
+        sep="<file_sep>",
+        requires=("<file_sep>", "<repo_name>"),
+        end=("<file_sep>", "<fim_pad>", "<repo_name>", "<|endoftext|>"),
+        path_inside=True,
+    ),
+    FimFormat("starcoder", *_STAR, end=("<|endoftext|>", "<fim_pad>", "<file_sep>")),
+    FimFormat("deepseek", *_DEEPSEEK, end=("<｜end▁of▁sentence｜>", "<|EOT|>")),
+    FimFormat("codellama", "▁<PRE>", "▁<SUF>", "▁<MID>", end=("▁<EOT>", "</s>")),
+    FimFormat("codellama", "<PRE>", "<SUF>", "<MID>", end=("<EOT>", "</s>")),
+    FimFormat("codestral", "[PREFIX]", "[SUFFIX]", None, end=("</s>",), suffix_first=True, sections=True),
+    FimFormat("glm", "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", end=("<|endoftext|>", "<|user|>")),
+    FimFormat(
+        "seed-coder",
+        "<[fim-prefix]>",
+        "<[fim-suffix]>",
+        "<[fim-middle]>",
+        end=("<[end▁of▁sentence]>",),
+        suffix_first=True,
+    ),
+    FimFormat("falcon", "<|prefix|>", "<|suffix|>", "<|middle|>", end=("<|endoftext|>",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FimVocabulary:
+    """A format bound to one vocabulary: its control tokens as ids."""
+
+    fmt: FimFormat
+    prefix: int
+    suffix: int
+    middle: int | None
+    repo: int | None
+    sep: int | None
+    bos: int | None
+    end: frozenset[int] = field(default_factory=frozenset)
+
+
+def find_format(codec: TextCodec) -> FimVocabulary | None:
+    """The first format of the table whose tokens the vocabulary holds, None for a model that cannot infill."""
+    for fmt in FORMATS:
+        if any(codec.token_id(token) is None for token in fmt.needed):
+            continue
+
+        def known(token: str | None) -> int | None:
+            return None if token is None else codec.token_id(token)
+
+        end = {i for i in map(known, fmt.end) if i is not None}
+        end |= {i for i in map(known, (fmt.repo, fmt.sep)) if i is not None}
+        prefix, suffix = known(fmt.prefix), known(fmt.suffix)
+        assert prefix is not None
+        assert suffix is not None
+        repo, sep = known(fmt.repo), known(fmt.sep)
+        return FimVocabulary(fmt, prefix, suffix, known(fmt.middle), repo, sep, _bos(codec), frozenset(end))
+    return None
+
+
+def unknown_format(codec: TextCodec, prompt: str) -> bool:
+    """Whether a prompt is spelled in a fill-in-the-middle format, and in none whose tokens the vocabulary holds."""
+    spelled = [fmt for fmt in FORMATS if fmt.spells(prompt)]
+    return bool(spelled) and all(
+        any(codec.token_id(token) is None for token in (fmt.prefix, fmt.suffix, fmt.middle) if token) for fmt in spelled
+    )
+
+
+def missing_tokens(codec: TextCodec) -> str:
+    """Why a model cannot infill, for the answer to the user."""
+    partly = [fmt for fmt in FORMATS if any(codec.token_id(token) is not None for token in fmt.needed[:3])]
+    absent = [token for fmt in partly for token in fmt.needed if codec.token_id(token) is None]
+    if absent:
+        return f"its vocabulary lacks {', '.join(dict.fromkeys(absent))}"
+    return "its vocabulary holds no fill-in-the-middle tokens of any known family"
+
+
+def _bos(codec: TextCodec) -> int | None:
+    """Begin-of-text id if the tokenizer puts one in front of a prompt."""
+    bos = codec.tokenizer.bos_token_id
+    return bos if bos is not None and codec.encode_prompt("a")[:1] == [bos] else None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of another file sent along by the editor."""
+
+    text: str
+    filename: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FimParts:
+    """What an editor knows at the cursor: text before it, after it, and pieces of other files, least recent first."""
+
+    prefix: str
+    suffix: str
+    extra: tuple[Chunk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FimPrompt:
+    """An assembled prompt.
+
+    Attributes
+    ----------
+    token_ids
+        What the model reads.
+    context_ids
+        The same text without control tokens of the format, the prefix last: what a drafter reads, since the text
+        before the cursor says more about what comes next than the suffix that ends the prompt.
+    truncated
+        Whether a part had to be cut.
+    begun
+        The end of the prefix that is not in the prompt: the model says it again, in tokens of its own.
+    """
+
+    token_ids: list[int]
+    context_ids: list[int]
+    truncated: bool
+    begun: str = ""
+
+
+def stable_start(text: str, first: int, last: int) -> int | None:
+    """A line start between two places, chosen by what the lines say; None where there is none.
+
+    That whose line has the smallest checksum is taken (winnowing; Schleimer, Wilkerson, Aiken, 2003): it stays the same
+    while the places slide.
+    """
+    best: tuple[int, int] | None = None
+    at = text.find("\n", max(first - 1, 0))
+    while 0 <= at < last - 1:
+        end = text.find("\n", at + 1)
+        line = text[at + 1 : end if end >= 0 else len(text)]
+        score = zlib.crc32(line.encode("utf-8", "surrogatepass"))
+        if line.strip() and (best is None or score < best[0]):
+            best = (score, at + 1)
+        at = end
+    return best[1] if best else None
+
+
+def stable_tail(text: str, max_chars: int) -> str:
+    """The last lines of a text, three quarters of a budget or more, cut where the next keystrokes will cut it too.
+
+    A window that ends at the cursor would start one token later with every key and make the model read everything
+    again.
+    """
+    if len(text) <= max_chars:
+        return text
+    first = len(text) - max_chars
+    start = stable_start(text, first, len(text) - max_chars * 3 // 4)
+    return text[first if start is None else start :]
+
+
+def anchor(prefix: str, most: int) -> int:
+    """Where the lines begin that are shown as the beginning of the middle: one place for many keystrokes."""
+    line = prefix.rfind("\n") + 1
+    if len(prefix) <= most:
+        return 0
+    start = stable_start(prefix, len(prefix) - most, min(line, len(prefix) - min(_LEAST_BEHIND, most // 2)))
+    return line if start is None else start
+
+
+def _head(text: str, max_chars: int) -> str:
+    """The first lines of a text within a budget."""
+    if len(text) <= max_chars:
+        return text
+    cut = text.rfind("\n", 0, max_chars)
+    return text[: cut + 1 if cut > max_chars // 2 else max_chars]
+
+
+def _latest(chunks: Sequence[Chunk], max_chars: int) -> Sequence[Chunk]:
+    """The last chunks that may fit by their length: what cannot is not encoded."""
+    first, total = len(chunks), 0
+    while first and total + len(chunks[first - 1].text) <= max_chars:
+        first -= 1
+        total += len(chunks[first].text)
+    return chunks[first:]
+
+
+class FimAssembler:
+    """Builds prompts in a model's own fill-in-the-middle format.
+
+    Parameters
+    ----------
+    codec
+        Text codec of the model.
+    vocabulary
+        The format found in it.
+    n_ctx
+        Positions of the model.
+    window
+        Tokens of prefix and suffix together, at most.
+    prefix_share
+        Share of the prefix in them.
+    beginnings
+        Lets the model say again what was begun; None, or for a vocabulary that cannot, all of the prefix is shown.
+
+    Notes
+    -----
+    The suffix does not change while somebody types, but where it stands behind the prefix it is read again with every
+    key. So the last lines of the prefix stand behind it, as the beginning of the middle: what is typed is then read
+    behind what a cache holds. The place where they begin is chosen as in `stable_tail`. A middle that goes on in the
+    middle of a word is nothing that models were trained on, as they were on prefixes which end there; that word is
+    left to healing.
+    """
+
+    def __init__(
+        self, codec: TextCodec, vocabulary: FimVocabulary, n_ctx: int, window: int, prefix_share: float = 0.75,
+        beginnings: Beginnings | None = None,
+    ) -> None:  # fmt: skip
+        self.codec = codec
+        self.vocabulary = vocabulary
+        self.n_ctx = n_ctx
+        self.window = min(window, n_ctx // 2)
+        self._beginnings = beginnings if beginnings is not None and beginnings.possible else None
+        self._before = int(self.window * prefix_share)
+        self._after = self.window - self._before
+
+    def assemble(self, parts: FimParts, n_predict: int, *, heal: bool = True) -> FimPrompt:
+        """Token ids of the prompt that asks for the text between prefix and suffix.
+
+        Without ``heal`` all of the prefix is in it, before the suffix where that is the format's order. The current
+        line left of the cursor belongs to ``parts.prefix``. Segments are encoded one by one.
+        """
+        v, fmt = self.vocabulary, self.vocabulary.fmt
+        prefix_text = stable_tail(parts.prefix, self._before * _CHARS_PER_TOKEN)
+        suffix_text = _head(parts.suffix, self._after * _CHARS_PER_TOKEN)
+        heals = heal and self._beginnings is not None
+        begun = self._begun(prefix_text) if heals else ""
+        prefix, middle = self._divided(prefix_text[: len(prefix_text) - len(begun)], heals)
+        suffix = self.codec.encode_cached(suffix_text)[: self._after]
+        room = max(0, self.n_ctx - self.window - 2 * max(n_predict, 16) - 16)
+        room = min(room, _EXTRA_WINDOWS * self.window)
+        extra, dropped = self._extra(parts.extra, room)
+        name = self.codec.encode_cached(FILE_NAME + "\n")
+        if v.sep is not None and not fmt.path_inside:
+            extra = [*extra, v.sep, *name]
+        elif v.sep is not None and extra:
+            extra = [*extra, v.sep]
+            prefix = [*name, *prefix]
+        before, after = [v.prefix, *prefix], [v.suffix, *suffix]
+        body = [*after, *before] if fmt.suffix_first else [*before, *after]
+        bos = [] if v.bos is None else [v.bos]
+        # A begin-of-text token stands before the fill-in-the-middle part, behind the other files (llama.cpp #11106).
+        ids = [*extra, *bos, *body] if extra else [*bos, *body]
+        if v.middle is not None:
+            ids += [v.middle, *middle]
+        cut = len(prefix_text) < len(parts.prefix) or len(suffix_text) < len(parts.suffix)
+        return FimPrompt(ids, [*extra, *suffix, *prefix, *middle], dropped or cut, begun)
+
+    def _begun(self, prefix: str) -> str:
+        """The end of the cursor's line that is left to the model."""
+        assert self._beginnings is not None
+        return self._beginnings.of(prefix[prefix.rfind("\n") + 1 :])
+
+    def _divided(self, text: str, heals: bool) -> tuple[list[int], list[int]]:
+        """The text left of the cursor as what stands before the suffix, and behind it."""
+        most = min(_MOST_BEHIND, self._before)
+        if heals and not self.vocabulary.fmt.suffix_first:
+            at = anchor(text, most)
+            middle = self._encode_lines(text[at:]) if len(text) - at <= most else []
+            if 0 < len(middle) <= most // _CHARS_PER_TOKEN:
+                return self._capped(self._encode_lines(text[:at]), self._before - most // _CHARS_PER_TOKEN), middle
+        return self._capped(self._encode_lines(text), self._before), []
+
+    def _encode_lines(self, text: str) -> list[int]:
+        """Token ids of a text whose last line is being typed: encoded apart, it leaves those above as they were."""
+        line = text.rfind("\n") + 1
+        return [*self.codec.encode_cached(text[:line], grows=True), *self.codec.encode(text[line:])]
+
+    def _capped(self, ids: list[int], limit: int) -> list[int]:
+        """Drop whole blocks from the front, so that the cut moves once in many keystrokes."""
+        if len(ids) <= limit:
+            return ids
+        block = max(1, limit // 4)
+        return ids[-(-(len(ids) - limit) // block) * block :]
+
+    def _extra(self, chunks: Sequence[Chunk], room: int) -> tuple[list[int], bool]:
+        """Other files in the model's packing, the latest kept when there is no room for all."""
+        v, fmt = self.vocabulary, self.vocabulary.fmt
+        packed: list[list[int]] = []
+        chunks, all_chunks = _latest(chunks, room * self.codec.longest), len(chunks)
+        for chunk in chunks:
+            if v.sep is not None:
+                ids = [v.sep, *self.codec.encode_cached(f"{chunk.filename or UNNAMED_CHUNK}\n{chunk.text}")]
+            elif fmt.sections:
+                ids = self.codec.encode_cached(f"+++++ {chunk.filename or UNNAMED_CHUNK}\n{chunk.text}\n")
+            else:
+                ids = self.codec.encode_cached(SNIPPET + chunk.text)
+            packed.append(ids)
+        if not packed and not (v.sep is not None and not fmt.path_inside):
+            return [], False
+        head: list[int] = []
+        if v.repo is not None and v.sep is not None:
+            head = [v.repo, *self.codec.encode_cached(PROJECT_NAME + ("" if fmt.path_inside else "\n"))]
+        total, first = len(head), len(packed)
+        while first and total + len(packed[first - 1]) <= room:
+            first -= 1
+            total += len(packed[first])
+        kept = [i for ids in packed[first:] for i in ids]
+        return (head + kept if kept or not fmt.path_inside else kept), first > 0 or len(chunks) < all_chunks

@@ -13,15 +13,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Condition, Thread
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.errors import ServeError, in_a_line
-from retrieve_spec.server.backend import Backend
-from retrieve_spec.server.decode import Decode
+from retrieve_spec.server.decode import COPY_FROM, Decode, SlotPool
 from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Waiter
-from retrieve_spec.server.slots import COPY_FROM, SlotPool, common_prefix
 from retrieve_spec.server.text import TextCodec
+
+if TYPE_CHECKING:
+    from retrieve_spec.server.backend import Backend
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -58,7 +59,7 @@ class RequestQueue:
     max_queue
         Tasks that may wait.
     max_begun
-        Tasks that may be under way beside one another, besides completions at a cursor.
+        Completions at a cursor that may be under way beside one another, and other tasks that may be.
     share
         Tasks of one scope that may wait.
     prefill_chunk
@@ -80,7 +81,7 @@ class RequestQueue:
         max_begun: int = 4,
         share: int | None = None,
         prefill_chunk: int = 512,
-        on_done: Callable[[Task, Completion], None] | None = None,
+        on_done: Callable[[Task, Completion], None] = lambda task, done: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend = backend
@@ -120,11 +121,6 @@ class RequestQueue:
     def begun(self) -> int:
         """Tasks under way."""
         return sum(job.begun is not None for job in list(self._jobs))
-
-    @property
-    def busy(self) -> bool:
-        """Whether a task is being worked on."""
-        return self.begun > 0
 
     def run_when_idle(self, chore: Callable[[], T]) -> Future[T]:
         """Have the model's thread do something between two passes (attach a store, say)."""
@@ -260,7 +256,7 @@ class RequestQueue:
                     self._jobs.remove(job)
             job.waiters.remove(waiter)
         if gone:
-            self._count(job.task, Completion("cancelled", prompt_tokens=len(job.task.prompt_ids)))
+            self._on_done(job.task, Completion("cancelled", prompt_tokens=len(job.task.prompt_ids)))
 
     def _work(self) -> None:
         try:
@@ -341,15 +337,16 @@ class RequestQueue:
         like = sum(other.task.rank == task.rank for other in under_way)
         if not like:
             return True
-        if like >= (self.backend.side_by_side() if task.rank == 0 else self._max_begun):
+        if (
+            like >= self._max_begun
+            or self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes
+        ):
             return False
-        if self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes:
-            return False
-        return not any(
+        alike = max(COPY_FROM, len(task.prompt_ids) // 2)
+        return not (task.reuse and alike <= len(task.prompt_ids)) or not any(
             other.task.scope == task.scope
             and other.begun.unread > 0
-            and task.reuse
-            and common_prefix(other.task.prompt_ids, task.prompt_ids) >= max(COPY_FROM, len(task.prompt_ids) // 2)
+            and other.task.prompt_ids[:alike] == task.prompt_ids[:alike]
             for other in under_way
         )
 
@@ -416,37 +413,18 @@ class RequestQueue:
             self._jobs.remove(job)
             waiters, job.waiters = job.waiters, []
             job.cancel.set()
-        self._count(job.task, done)
+        self._on_done(job.task, done)
         for waiter in waiters:
-            self._say(waiter, done)
+            waiter.sink(done)
 
     def _tell(self, waiter: Waiter, done: Completion) -> None:
-        self._count(waiter.task, done)
-        self._say(waiter, done)
-
-    @staticmethod
-    def _say(waiter: Waiter, event: Delta | Completion) -> Exception | None:
-        """Tell somebody something; what they fail with, which is no affair of the others who wait for the thread."""
-        try:
-            waiter.sink(event)
-        except Exception as error:
-            log.exception("a client could not be told")
-            return error
-        return None
-
-    def _count(self, task: Task, done: Completion) -> None:
-        try:
-            if self._on_done is not None:
-                self._on_done(task, done)
-        except Exception:
-            log.exception("a completion could not be counted")
+        self._on_done(waiter.task, done)
+        waiter.sink(done)
 
     def publish(self, job: Job, delta: Delta) -> None:
-        """Hand a delta to everyone who waits for a job; who cannot take it would miss it, and hears no more."""
+        """Hand a delta to everyone who waits for a job."""
         with self._changed:
             job.text += delta.text
             job.token_ids.extend(delta.token_ids)
-            for waiter in list(job.waiters):
-                if (error := self._say(waiter, delta)) is not None:
-                    self._leave(job, waiter)
-                    self._say(waiter, Completion("failed", error=f"{type(error).__name__}: {error}"))
+            for waiter in job.waiters:
+                waiter.sink(delta)

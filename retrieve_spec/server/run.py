@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import socket
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.app import create_app
-from retrieve_spec.server.connections import BoundedConnection
 from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
-from retrieve_spec.server.jobs import Completion, Task
-from retrieve_spec.server.metrics import Metrics
-from retrieve_spec.server.provenance import Provenance
-from retrieve_spec.server.samplers import make_infill_processor
+from retrieve_spec.server.sampling import make_infill_processor
 from retrieve_spec.server.service import Service
-from retrieve_spec.server.starting import Progress, Starting
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.server.workspace_store import WorkspaceStore, prepare_store
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
-    from retrieve_spec.server.hf_backend import HuggingFaceBackend
+    from retrieve_spec.server.backend import Backend
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -38,15 +39,6 @@ _WINDOW = 2048
 """Tokens around a cursor at least, where the model has room for them."""
 _KEEP_ALIVE_S = 75
 """Longer than editors idle between keystrokes, so that a request never meets a connection that is being closed."""
-
-
-@dataclass(slots=True)
-class Served:
-    """A service ready to start, and what belongs to it."""
-
-    service: Service
-    metrics: Metrics
-    provenance: Provenance
 
 
 def build_service(
@@ -60,7 +52,7 @@ def build_service(
     dtype: str = "auto",
     device: str = "auto",
     progress: Progress | None = None,
-) -> Served:
+) -> Service:
     """Load a model (as `retrieve_spec.reference_model.load_model` does), and put everything around it.
 
     Parameters
@@ -79,11 +71,11 @@ def build_service(
     model, tokenizer = load_model(model_name, dtype=dtype, device=device)
     name = display_name(model_name)
     tell("making the model's passes ready; the first start on a machine compiles the kernels")
-    served = assemble(
+    service = assemble(
         model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores, session=session
     )
     model.speculation.assume_frozen()  # nobody else has it
-    return served
+    return service
 
 
 def assemble(
@@ -97,30 +89,25 @@ def assemble(
     stores: Sequence[Path | str] = (),
     session: Path | None = None,
     clock: Callable[[], float] = monotonic,
-) -> Served:
+) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
     from retrieve_spec.acceleration import accelerate
     from retrieve_spec.datastore.store import open_datastore
     from retrieve_spec.drafting.drafter import Preparable
     from retrieve_spec.drafting.presets import build_drafter
     from retrieve_spec.sampling.acceptance import prepare_sampling
-    from retrieve_spec.server.hf_backend import HuggingFaceBackend
+    from retrieve_spec.server.backend import Backend
 
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
     accelerate(model, tokenizer, datastores=given, session=session or False)
     drafters = model.speculation.drafters
-    backend = HuggingFaceBackend(model, tokenizer, config.ctx_size)
+    backend = Backend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
     workspace = Workspace(workspaces, config) if workspaces else None
-    provenance = Provenance(given, workspace)
-    metrics: Metrics | None = None
-
-    def on_done(task: Task, done: Completion) -> None:
-        if metrics is not None:
-            metrics.completion(task, done)
-
     kept = drafters if session else None
-    service = Service(backend, tokenizer, name, config, workspace, on_done, shared=shared, drafters=kept, clock=clock)
+    service = Service(
+        backend, tokenizer, name, config, workspace, shared=shared, stores=given, drafters=kept, clock=clock
+    )
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     infill = make_infill_processor(service.codec, service.end_ids, end_of_text)
     backend.guide(infill, service.grammars, service.beginnings)
@@ -129,7 +116,6 @@ def assemble(
         backend.warm_up(service.end_ids)  # else the first requests wait for kernels
     except Exception:
         log.exception("requests of some kind will fail")
-    metrics = Metrics(lambda: service.queue.queue_length, lambda: service.queue.begun)
     if workspace is not None:
 
         def prepared(store: Datastore | None) -> list[Datastore]:
@@ -149,10 +135,10 @@ def assemble(
         except Exception as error:  # tokenizers raise what they like; without a store there is enough to draft from
             log.warning("a store of the workspace may not be written either: %s", in_a_line(error))
         workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
-    return Served(service, metrics, provenance)
+    return service
 
 
-def _fit(backend: HuggingFaceBackend, config: ServeConfig) -> ServeConfig:
+def _fit(backend: Backend, config: ServeConfig) -> ServeConfig:
     """How much is shown to the model: what this machine reads in time, and what its caches may hold.
 
     While somebody types, the suffix is read anew with every key at worst; the prefix is in a cache.
@@ -244,7 +230,7 @@ def serve(
     listener = listen(config.host, config.port)  # a taken address is said now
 
     def make(progress: Progress) -> FastAPI:
-        served = build_service(
+        service = build_service(
             model_name,
             config,
             shared=bool(keys),
@@ -255,15 +241,10 @@ def serve(
             device=device,
             progress=progress,
         )
-        fim = served.service.fim
-        log.info("%s, fill-in-the-middle: %s", served.service.name, fim.fmt.family if fim else served.service.no_fim())
+        fim = service.fim
+        log.info("%s, fill-in-the-middle: %s", service.name, fim.fmt.family if fim else service.no_fim())
         on_loaded()
-        return create_app(
-            served.service,
-            served.metrics,
-            keys=keys,
-            provenance=served.provenance,
-        )
+        return create_app(service, keys=keys)
 
     starting = Starting(make, lambda: setattr(server, "should_exit", True))
     server = uvicorn.Server(server_settings(starting))
@@ -288,3 +269,215 @@ def server_settings(app: Any) -> Any:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
     )
+
+
+log = logging.getLogger("retrieve_spec.server")
+
+Progress = Callable[[str], None]
+"""Told what is going on."""
+
+
+class Starting:
+    """An ASGI application that makes another one in a thread and answers for it until it is there.
+
+    Where that fails ``on_failure`` is called, and `error` says why.
+    """
+
+    def __init__(self, make: Callable[[Progress], FastAPI], on_failure: Callable[[], None]) -> None:
+        self._make, self._on_failure = make, on_failure
+        self._app: ASGIApp | None = None
+        self._lifespan = contextlib.AsyncExitStack()
+        self._stage, self._since = "starting", monotonic()
+        self.error: BaseException | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or let the application answer."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer()(scope, receive, send)
+
+    def _answer(self) -> JSONResponse:
+        """As llama.cpp's server answers while it loads, and how far it is."""
+        loading = {"stage": self._stage, "seconds": round(monotonic() - self._since, 1)}
+        error = {"code": 503, "message": f"Loading model: {self._stage}", "type": "unavailable_error"}
+        return JSONResponse({"error": error, "status": "loading", "loading": loading}, 503, {"Retry-After": "1"})
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        loop = asyncio.get_running_loop()
+        made: asyncio.Future[FastAPI] = loop.create_future()
+
+        def work() -> None:
+            try:
+                app = self._make(self._tell)
+            except BaseException as error:
+                self._hand_over(loop, made.set_exception, error)
+            else:
+                self._hand_over(loop, made.set_result, app)
+
+        threading.Thread(target=work, name="retrieve-spec-loading", daemon=True).start()
+        opening = asyncio.ensure_future(self._open(made))
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        opening.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await opening
+        await self._lifespan.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    @staticmethod
+    def _hand_over(loop: asyncio.AbstractEventLoop, take: Callable[[Any], None], what: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+            loop.call_soon_threadsafe(take, what)
+
+    async def _open(self, made: asyncio.Future[FastAPI]) -> None:
+        try:
+            app = await made
+            await self._lifespan.enter_async_context(app.router.lifespan_context(app))
+        except Exception as error:
+            self.error = error
+            self._on_failure()
+            return
+        self._app = app
+        log.info("ready after %.0f seconds", monotonic() - self._since)
+
+    def _tell(self, stage: str) -> None:
+        self._stage = stage
+        log.info("%s …", stage)
+
+
+HEAD_S = 20.0
+"""Seconds a client may take from the connection, or from a request's first byte, to the end of the headers."""
+HEAD_BYTES = 64 << 10
+_BEGINNING = b"HTTP/1.1 "
+"""What every answer begins with."""
+_LOOK_S = 0.02
+"""Seconds between two looks whether a client that says nothing more still reads."""
+
+
+class _Begun:
+    """The transport of an answer whose beginning has been sent."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport = cycle, cycle.transport
+
+    def write(self, data: bytes) -> None:
+        """Send the rest of the answer's head; what comes after it goes to the connection's own transport."""
+        self._cycle.transport = self._transport
+        self._transport.write(data[len(_BEGINNING) :])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's HTTP connection, with a bound of time and of bytes on what comes before a body."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    _answering: RequestResponseCycle | None = None
+    _says_no_more = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """A request begins; the first one has been waited for since the connection was made."""
+        self._head_bytes = 0
+        if self._timer is None:
+            self._wait()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the address."""
+        self._count(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header."""
+        self._count(name + value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is here; the time of a body is bounded where it is read."""
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Read what came, unless the connection has been given up."""
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client says no more; it gets the answer under way if it still reads.
+
+        One that has closed the connection looks the same, until something is sent to it: the beginning of the answer,
+        or of a chunk's length, which may be a zero.
+        """
+        answer = self._answering
+        if answer is None or answer.response_complete or answer.more_body:
+            return False
+        self._says_no_more = True
+        if not answer.response_started:
+            answer.transport.write(_BEGINNING)
+            answer.transport = _Begun(answer)  # type: ignore[assignment]
+        elif answer.chunked_encoding:
+            answer.transport.write(b"0")
+        self.loop.call_soon(self._look)
+        return True
+
+    def _look(self) -> None:
+        """End the connection where what was sent has not been taken."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(_LOOK_S, self._look)
+
+    def on_response_complete(self) -> None:
+        """An answer is over, and so is the connection where no further request waits in it and none will come."""
+        super().on_response_complete()
+        if self._says_no_more and self._answering is not None and self._answering.response_complete:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """The server ends, and with it a stream under way; an answer that comes as a whole is still sent."""
+        super().shutdown()
+        cycle = self.cycle
+        if cycle is not None and cycle.chunked_encoding and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self.transport.close()
+
+    def _wait(self) -> None:
+        self._timer = self.loop.call_later(HEAD_S, self._refuse, b"408 Request Timeout")
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _count(self, piece: bytes) -> None:
+        self._head_bytes += len(piece)
+        if self._head_bytes > HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def _refuse(self, status: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()

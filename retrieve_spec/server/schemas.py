@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from retrieve_spec.server.samplers import sampler_chain
+from retrieve_spec.server.sampling import sampler_chain
 from retrieve_spec.server.text import line_end, with_line_feeds
 
 UNSUPPORTED = "unsupported_field"

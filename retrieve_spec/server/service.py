@@ -10,26 +10,35 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
-from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.definitions import Definitions
-from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, find_format, missing_tokens, unknown_format
-from retrieve_spec.server.grammar import Grammars
 from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.healing import Beginnings
-from retrieve_spec.server.jobs import Completion, Task
+from retrieve_spec.server.jobs import Completion, DraftHints, Task
 from retrieve_spec.server.memory import Memory
-from retrieve_spec.server.prompts import Prompts
+from retrieve_spec.server.metrics import Metrics
+from retrieve_spec.server.prompts import (
+    Chunk,
+    FimAssembler,
+    FimParts,
+    Prompts,
+    find_format,
+    missing_tokens,
+    unknown_format,
+)
+from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.queueing import RequestQueue
-from retrieve_spec.server.samplers import DEFAULT_CHAIN, Sampling
+from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, Sampling
 from retrieve_spec.server.schemas import Common, InfillRequest
-from retrieve_spec.server.stopping import StopRules
-from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.text import StopRules, TextCodec
 from retrieve_spec.server.workspace import Workspace
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.store import Datastore
+    from retrieve_spec.server.backend import Backend
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -140,9 +149,11 @@ class Service:
     workspace
         Opened folders, if any.
     on_done
-        Called with every finished task.
+        Called with every finished task, besides the counters.
     shared
         Several users with keys of their own share the server: none may fill the queue, or forget for the others.
+    stores
+        Datastores that copied lines are looked up in.
     drafters
         The model's, where the answers of their sessions are kept in a file.
     clock
@@ -156,9 +167,10 @@ class Service:
         name: str,
         config: ServeConfig,
         workspace: Workspace | None = None,
-        on_done: Callable[[Task, Completion], None] | None = None,
+        on_done: Callable[[Task, Completion], None] = lambda task, done: None,
         *,
         shared: bool = False,
+        stores: Sequence[Datastore] = (),
         drafters: Drafters | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -177,17 +189,23 @@ class Service:
             max_begun=config.chats,
             share=max(1, config.max_queue // 2) if shared else None,
             prefill_chunk=config.prefill_chunk,
-            on_done=on_done,
+            on_done=self._count,
             clock=clock,
         )
         self.grammars = Grammars(tokenizer, self.end_ids)
         self.beginnings = Beginnings(self.codec)
-        self._shared, self._drafters = shared, drafters
+        self._shared, self._drafters, self._on_done = shared, drafters, on_done
+        self.metrics = Metrics(lambda: self.queue.queue_length, lambda: self.queue.begun)
+        self.provenance = Provenance(stores, workspace)
         self._accounts: OrderedDict[str, Account] = OrderedDict()
         self._lock = Lock()
         most = min(config.definition_chars, (config.fim_window or _FIM_WINDOW) * 3 // 4)
         self.definitions = Definitions(workspace, most) if workspace is not None else None
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
+
+    def _count(self, task: Task, done: Completion) -> None:
+        self.metrics.completion(task, done)
+        self._on_done(task, done)
 
     def _open_account(self, scope: str) -> Account:
         config, codec = self.config, self.codec.apart()

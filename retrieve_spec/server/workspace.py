@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from retrieve_spec.config import ServeConfig
@@ -29,8 +28,6 @@ log = logging.getLogger("retrieve_spec.server")
 
 _RULES = (".gitignore", ".ignore", "exclude")
 """Files that say what counts."""
-_REST = 4.0
-"""How much longer than looking at everything the pause after it is, while a file that cannot be named changes."""
 _FULL = 0.99
 """Share of the bound of text from which on no smaller file is looked for that would fit."""
 _TOO_MANY, _TOO_MUCH = "beyond the bound of files", "beyond the bound of text"
@@ -95,9 +92,9 @@ class Workspace:
         self._lock, self._turn = threading.Lock(), threading.RLock()
         self._thread: threading.Thread | None = None
 
-    def start(self, *, watch: bool = True) -> None:
+    def start(self) -> None:
         """Index in the background, then follow changes."""
-        self._thread = threading.Thread(target=self._run, args=(watch,), name="retrieve-spec-workspace", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="retrieve-spec-workspace", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -255,12 +252,9 @@ class Workspace:
         if self.follower is not None and not self._stop.is_set():
             self.follower.changed()
 
-    def _run(self, watch: bool) -> None:
+    def _run(self) -> None:
         while not (self._stop.is_set() or self.forgotten):
             try:
-                if not watch:
-                    self.scan()
-                    return
                 self._watch()
             except Exception as error:
                 if "watch limit" in str(error) and not self._polls:
@@ -268,13 +262,12 @@ class Workspace:
                     log.warning(_NO_WATCHES)
                     continue
                 self._note_trouble(error)
-                with contextlib.suppress(Exception):  # a watcher that cannot start keeps nobody from reading once
-                    if watch and not (self.indexed.is_set() or self._stop.is_set()):
+                with contextlib.suppress(Exception):  # what changes between two watchers is found so
+                    if not self._stop.is_set():
                         self.scan()
                 self.indexed.set()
-                if not watch:
-                    return
-                self._rest()
+                self._stop.wait(self._pause)
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
     def _note_trouble(self, error: Exception) -> None:
         """Say what is wrong, once however often it happens; everything is looked at when that is over."""
@@ -283,25 +276,11 @@ class Workspace:
             log.error("the workspace is not followed for now", exc_info=error)
         self.trouble = trouble
 
-    def _rest(self) -> None:
-        """Wait for what is wrong to end, longer each time."""
-        self._stop.wait(self._pause)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
-
-    def _look_again(self) -> None:
-        """Look at everything, then do nothing for a while."""
-        began = monotonic()
-        try:
-            self.scan()
-        except Exception:
-            log.exception("the workspace could not be looked at again")
-        self._stop.wait(_REST * (monotonic() - began))
-
     def _watch(self) -> None:
-        """Follow changes until the end, or until a name that is not Unicode changes: what else did is not told then.
+        """Follow changes until the end.
 
-        Everything is then looked at at once, since such a file may go on changing, and again with the next notice:
-        between two watchers nobody looks. For the same reason the first look at everything waits for the watcher.
+        The first look at everything waits for the watcher, since nobody looks between two of them. One that is told of
+        a name which is not Unicode fails (`RuntimeError`), and what else changed then is not told.
         """
         from watchfiles import watch
 
@@ -314,27 +293,14 @@ class Workspace:
             force_polling=self._polls,
             poll_delay_ms=_POLL_MS,
         )
-        while True:
-            try:
-                changes = next(notices)
-            except RuntimeError:  # watchfiles' own, of which only the text says what it is
-                log.info("workspace: a file changed whose name is not Unicode; everything is looked at again")
-                self._missed = True
-                self._look_again()
-                return
-            except StopIteration:
-                return
+        for changes in notices:
             if self._stop.is_set() or self.forgotten:
                 return
             if not self.indexed.is_set():
                 self.scan()
                 continue
-            try:
-                if self._missed:
-                    self.scan()
-                    self._missed, self.trouble, self._pause = False, "", _PAUSE_S
-                elif changes:
-                    self.update(Path(path) for _, path in changes)
-            except Exception as error:
-                self._note_trouble(error)
-                self._rest()
+            if self._missed:
+                self.scan()
+                self._missed, self.trouble, self._pause = False, "", _PAUSE_S
+            elif changes:
+                self.update(Path(path) for _, path in changes)

@@ -158,7 +158,7 @@ class WorkspaceStore:
 
     def _synchronised(self) -> Datastore | None:
         from retrieve_spec.datastore.build import add_documents, build_datastore
-        from retrieve_spec.datastore.documents import text_hash
+        from retrieve_spec.datastore.segment import text_hash
 
         wanted = {str(path): text_hash(text) for path, text in self._workspace.texts.items()}
         store = self._open()

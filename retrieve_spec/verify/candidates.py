@@ -67,7 +67,7 @@ def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface
         yield mixers
         return
     known: list[Way] = ["rows"] if all(replaceable(mixer.module) for mixer in mixers) else []
-    for way in (*known, "scan", "steps"):
+    for way in (*known, "steps"):
         recurrence = Recurrence(tuple(mixers), way)
         yield from (replace(variant, recurrence=recurrence) for variant in variants)
 

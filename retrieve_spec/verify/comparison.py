@@ -112,6 +112,20 @@ def by_single_steps(steps: SingleSteps, drafts: list[Draft]) -> Reference:
     return Reference(torch.stack(rows), text, torch.stack(kept))
 
 
+def row_texts(drafts: list[Draft]) -> Iterator[list[int]]:
+    """By row of the passes over drafts, the tokens that lead to it: those committed before, and the path to it."""
+    text: list[int] = []
+    for draft in drafts:
+        text.append(draft.root)
+        yield list(text)
+        tree = DraftTree.from_paths(draft.paths)
+        paths: dict[int, list[int]] = {-1: []}
+        for node in range(len(tree)):
+            paths[node] = [*paths[int(tree.parent[node])], int(tree.token_ids[node])]
+            yield text + paths[node]
+        text += [int(tree.token_ids[node]) for node in draft.accepted]
+
+
 def by_passes(verifier: Verifier, drafts: list[Draft]) -> torch.Tensor:
     """(rows, vocab) logits of a verifier's passes over drafts, behind what it has read."""
     rows = []

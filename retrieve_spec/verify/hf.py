@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
@@ -15,6 +19,7 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.cache import (
+    KeptRows,
     apart,
     cache_mode,
     decoder_cache,
@@ -23,15 +28,133 @@ from retrieve_spec.verify.cache import (
     same_rows,
     set_recording,
 )
-from retrieve_spec.verify.call_kinds import CallKind, CallKinds
+from retrieve_spec.verify.comparison import by_passes, by_single_steps, drafts_for
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, weaker
-from retrieve_spec.verify.kept_rows import KeptRows
+from retrieve_spec.verify.number_format import Rounding
 from retrieve_spec.verify.pass_inputs import NO_TREE, PassInputs
-from retrieve_spec.verify.plain import StepVerifier
 from retrieve_spec.verify.positions import DerivedPositions
 from retrieve_spec.verify.recurrent import state_of
-from retrieve_spec.verify.steps import SingleSteps
-from retrieve_spec.verify.verifier import Mode, PassKind, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.shrink import lengths_of
+from retrieve_spec.verify.steps import SingleSteps, StepVerifier, keeping_texts
+from retrieve_spec.verify.verifier import Mode, PassKind, Verifier, VerifierInputs, VerifierOutput
+
+logger = logging.getLogger(__name__)
+
+_AHEAD = 12
+"""Positions that the drafts take behind the prompt, and a few more."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputSignature:
+    """What is alike of calls that are alike.
+
+    Attributes
+    ----------
+    names
+        Arguments that say something about the prompt; none for text alone.
+    padded
+        Whether the prompt is padded.
+    beyond
+        How many of the lengths at which layers begin to see less it exceeds.
+    """
+
+    names: frozenset[str]
+    padded: bool = False
+    beyond: int = 0
+
+    @classmethod
+    def of(cls, config: Any, inputs: PassInputs, length: int) -> InputSignature:
+        """The kind of a call with a prompt of `length` tokens, cached ones included, of a model of this `config`."""
+        names = inputs.extras.kind
+        if not names:
+            return cls(names)
+        return cls(names, inputs.is_padded, sum(length > other for other in lengths_of(config).values()))
+
+
+@dataclass(slots=True)
+class CallKinds:
+    """What is known of the kinds of calls of one model in one state.
+
+    Attributes
+    ----------
+    rounding
+        How far passes may be from single steps; None for a model that is not drafted for.
+    known
+        The strongest mode of each, and why not better.
+    """
+
+    rounding: Rounding | None = None
+    known: dict[InputSignature, tuple[Mode, str]] = field(default_factory=dict)
+
+    def examine(
+        self,
+        kind: InputSignature,
+        at_most: tuple[Mode, str],
+        model: Any,
+        steps: Callable[[], SingleSteps],
+        verifier: Callable[[Mode], Verifier],
+        room: int | None,
+    ) -> tuple[Mode, str]:
+        """The strongest mode for a kind: known, or found out behind the prompt that was just read.
+
+        Parameters
+        ----------
+        at_most
+            The strongest that the model and the cache allow.
+        steps, verifier
+            Make single steps, and a verifier in some mode, over copies of the cache.
+        room
+            Positions behind the prompt that the model was made for, None if unknown.
+        """
+        if (known := self.known.get(kind)) is not None:
+            return known
+        names = ", ".join(sorted(kind.names))
+        if room is not None and room < _AHEAD:
+            return "plain", f"too few positions are left to see what {names} changes"
+        began = perf_counter()
+        with torch.no_grad(), keeping_texts(model):
+            found, final = self._strongest(names, at_most, model, steps, verifier)
+        if final:
+            self.known[kind] = found
+        seconds = perf_counter() - began
+        logger.info("calls with %s: %s mode%s (found in %.0f ms)", names, found[0],
+                    f", {found[1]}" if found[1] else "", seconds * 1e3)  # fmt: skip
+        return found
+
+    def _strongest(
+        self,
+        names: str,
+        at_most: tuple[Mode, str],
+        model: Any,
+        steps: Callable[[], SingleSteps],
+        verifier: Callable[[Mode], Verifier],
+    ) -> tuple[tuple[Mode, str], bool]:
+        """The mode and why not better, and whether that says something of calls to come."""
+        mode, reason = at_most
+        modes: list[Mode] = ["tree", "chain"] if mode == "tree" else ["chain"]
+        for tried in modes:
+            drafts = drafts_for(tried, 1, model)
+            try:
+                wanted = by_single_steps(steps(), drafts).rows
+            except Exception as error:  # a lack of memory, or of positions: no fault of the drafts
+                logger.debug("single steps behind %s fail", names, exc_info=True)
+                return ("plain", f"single steps behind {names} fail ({type(error).__name__})"), False
+            try:
+                got = by_passes(verifier(tried), drafts)
+            except torch.OutOfMemoryError:
+                return ("plain", f"too little memory to see what {names} changes"), False
+            except Exception as error:  # whatever a model's own code raises
+                logger.debug("a %s pass behind %s fails", tried, names, exc_info=True)
+                problem = f"a {tried} pass fails ({type(error).__name__})"
+            else:
+                assert self.rounding is not None  # a model that is not drafted for is not examined
+                deviation = self.rounding.compare(got, wanted)
+                if deviation.is_rounding:
+                    return (tried, reason), True
+                problem = f"a {tried} pass gives other logits than single steps ({deviation})"
+            reason = f"behind {names}, {problem}"
+        return ("plain", reason), True
+
 
 _PADDED = "padding in front of a text changes what several tokens see"
 
@@ -59,6 +182,10 @@ class HFVerifier:
         Tokens that were committed.
     inputs
         What the model is given in each pass of the generation.
+    batch
+        The `PaddedBatch` that it may share passes through, or None.
+    is_plain_text
+        Whether the generation is a text over a `DynamicCache`, with positions that are one on all axes.
     """
 
     def __init__(
@@ -75,9 +202,9 @@ class HFVerifier:
         self.interface = interface
         self.mode: Mode = mode
         self.reason = reason
-        self._ignores_state = interface.recurrence is not None and interface.recurrence.way == "steps"
+        ignores_state = interface.recurrence is not None and interface.recurrence.way == "steps"
         counts = any(place.kind == "past" for place in interface.places)  # padding tokens inside may be left out
-        self._reads_whole = self._ignores_state or counts or not interface.takes_pieces
+        self._reads_whole = ignores_state or counts or not interface.takes_pieces
         self.whole_prompts = self._reads_whole
         self._device = input_device(model)
         self._model_mode: tuple[Mode, str] = (mode, reason)
@@ -88,6 +215,8 @@ class HFVerifier:
         self._was_recording: list[bool] = []
         self._asked = self._records = False  # layers to record their past, and some do
         self._steps: StepVerifier | None = None  # takes the text on where its kind of call allows no drafts
+        self._shared: tuple[Any, int] | None = None  # the state of a pass that texts shared, and which text this is
+        self.batch: Any = None
         self.pass_reason = ""
 
     @property
@@ -114,17 +243,20 @@ class HFVerifier:
         self.whole_prompts = self._reads_whole or bool(self.inputs.extras.kind)
         if self._state is not None and self.inputs.is_padded:
             self.whole_prompts = True  # such layers do not look at the mask of a lone token
-        self._kind = CallKind.of(self.model.config, self.inputs, self.past + self._uncached)
+        self._signature = InputSignature.of(self.model.config, self.inputs, self.past + self._uncached)
         self._steps = None
         self._mode_here = weaker(self._model_mode, cache_mode(self.cache))
         if self.inputs.is_padded and not self.interface.takes_padding:
             self._mode_here = "plain", _PADDED
-        if self.kinds is not None and (known := self.kinds.known.get(self._kind)) is not None:
+        if self.kinds is not None and (known := self.kinds.known.get(self._signature)) is not None:
             self._mode_here = weaker(self._mode_here, known)
         self.mode, self.reason = self._mode_here
+        axes = self.inputs.axes
+        self.is_plain_text = not inputs.why_not_text(self.interface.cache_name)
+        self.is_plain_text &= axes is None or bool((axes == axes.flatten()[0]).all())
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._asked = self._records = any(self._was_recording)
-        self._pending = (0, 0, self.past, 0)  # root tokens and nodes of the last pass, and what was fed before it
+        self._pending = (0, 0)  # root tokens and nodes of the last pass
         for hooked in (self._state, self._derived):
             if hooked is not None:
                 hooked.attach()
@@ -166,7 +298,7 @@ class HFVerifier:
             self._take_cache(cache)
         if reading and self._fed + len(root_ids) == self._uncached:
             self._behind_prompt(len(root_ids), outputs)
-        self._pending = (len(root_ids), nodes, self.past, self._fed)
+        self._pending = (len(root_ids), nodes)
         rows = keep + nodes
         logits = outputs.logits[0]
         states = hidden[-1][0, -rows:] if hidden else None
@@ -187,7 +319,7 @@ class HFVerifier:
         if self.inputs.extras.kind:
             self.inputs.extras.went_on(self.model, outputs)
         self.inputs.behind_prompt(self.cache, past)
-        if self.kinds is None or not (self._kind.names or self.reason == _PADDED):
+        if self.kinds is None or not (self._signature.names or self.reason == _PADDED):
             return
         if self.mode != "plain":
 
@@ -196,7 +328,7 @@ class HFVerifier:
 
             end = self.interface.rope_switch or self.interface.max_positions
             found = self.kinds.examine(
-                self._kind,
+                self._signature,
                 self._mode_here,
                 self.model,
                 steps,
@@ -224,30 +356,32 @@ class HFVerifier:
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
-        roots, nodes, past, fed = self._pending
+        roots, nodes = self._pending
         if self._rows is not None and self._steps is None:
-            if self._state is not None:
-                self._state.commit(self._rows, path)
-            if self._kept is not None and (nodes or self._records):
+            state, text = self._shared or (self._state, 0)
+            if state is not None:
+                state.commit(self._rows, path, text)
+            if self._kept is not None and (nodes or self._records or self._shared):
                 self._kept.commit(path, nodes)
-        self.past, self._fed = past + roots + len(path), fed + roots + len(path)
+        self._shared = None
+        self.past, self._fed = self.past + roots + len(path), self._fed + roots + len(path)
         if self.interface.scale_step and self._model_mode[0] == "tree":
             room = -self.past % self.interface.scale_step
             here = self._mode_here[0]
             self.mode = "chain" if room <= MAX_NODES + 1 and here == "tree" else here
 
-    def lend(self) -> tuple[Any, int]:
-        """The cache between two passes, and how many tokens it has seen; `resume` when it has seen more."""
+    def begin_shared(self) -> Any:
+        """The cache, up to the text, for a pass that several texts share."""
         if self._state is not None:
             self._state.settle(self._rows)
-        self._pending = (0, 0, self.past, self._fed)
-        return self.cache, self.past
+        if self._kept is not None:
+            self._kept.begin()
+        return self._rows
 
-    def resume(self, past: int) -> None:
-        """Go on behind `past` tokens, whose rows the cache holds by now."""
-        self._fed, self.past = self._fed + past - self.past, past
-        self._pending = (0, 0, past, self._fed)
-        self._kept = KeptRows(self.cache)
+    def end_shared(self, roots: int, nodes: int, state: Any, text: int) -> None:
+        """Take over a pass over so many root tokens and nodes whose rows are in the cache; `state` has those of every
+        text, of which this is the one of that number."""
+        self._pending, self._shared = (roots, nodes), (state, text)
 
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another of the same tensors, which nothing writes to; None where it is not rows."""

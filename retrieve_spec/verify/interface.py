@@ -13,10 +13,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.model_layers import decoder_blocks
-from retrieve_spec.verify.extras import CACHE_NAMES
 from retrieve_spec.verify.mixers import Mixer
 from retrieve_spec.verify.positions import Place
-from retrieve_spec.verify.verifier import Mode
+from retrieve_spec.verify.verifier import CACHE_NAMES, Mode
 
 MaskForm = Literal["bool", "float", "block", "none"]
 
@@ -24,9 +23,8 @@ _MASK_FORMS: dict[str, MaskForm] = {"sdpa": "bool", "eager": "float", "flex_atte
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _OTHER_TYPES = ("linear_attention", "conv", "moe", "mlp", "dummy")
 DERIVES = "the model derives positions itself"
-Way = Literal["rows", "scan", "steps"]
-"""How mixers verify drafts: a scan of ours over the rows, their own over all paths, or a step of their one-token path
-per depth."""
+Way = Literal["rows", "steps"]
+"""How mixers verify drafts: a scan of ours over the rows, or a step of their one-token path per depth."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
-"""Mixers: the modules of a hybrid model that keep recurrent state, and twins that repeat what they compute."""
+"""Mixers: the modules of a hybrid model that keep recurrent state, twins that repeat them, scratch states."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,58 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+
+class ScratchLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """A cache layer that reads the states of another and keeps what is written to itself."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__(base.number_of_states)
+        for name in ("conv_states", "recurrent_states", "is_conv_states_initialized", "conv_kernel_size",
+                     "is_recurrent_states_initialized", "has_previous_state"):  # fmt: skip
+            setattr(self, name, dict(getattr(base, name)))
+
+    def rows(self, take: Any) -> None:
+        """Let `take` make the rows of every state from those there are."""
+        for states in (self.conv_states, self.recurrent_states):
+            for i, state in states.items():
+                if state is not None:
+                    states[i] = take(state)
+
+    @classmethod
+    def beside(cls, bases: Sequence[Any], rows: Sequence[int]) -> ScratchLayer:
+        """One whose rows are copies of the states of several layers, by their numbers."""
+        layer = cls(bases[0])
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name)
+            for i in [i for i, state in states.items() if state is not None]:
+                states[i] = torch.cat([getattr(bases[row], name)[i] for row in rows])
+        return layer
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_kwargs: Any
+    ) -> torch.Tensor:
+        """See the states before; keep the newest."""
+        before = self.conv_states[state_idx]
+        assert before is not None
+        full = torch.cat([before, conv_states], dim=-1)
+        self.conv_states[state_idx] = full[..., -before.shape[-1] :]
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **_kwargs: Any
+    ) -> torch.Tensor:
+        """Keep the state."""
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    def write_to(self, base: Any, row: int) -> None:
+        """Make the states of one row those of a real layer."""
+        for name in ("conv_states", "recurrent_states"):
+            for i, state in getattr(self, name).items():
+                if state is not None:
+                    getattr(base, name)[i].copy_(state[row : row + 1])
 
 
 class Given(nn.Module):
@@ -149,9 +199,3 @@ def _is_projection(child: nn.Module) -> bool:
     if isinstance(child, nn.Sequential):
         return all(isinstance(part, nn.Linear) for part in child)
     return isinstance(child, nn.Linear)
-
-
-def takes_anything(module: nn.Module) -> bool:
-    """Whether a module's forward hands unknown keyword arguments on."""
-    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds

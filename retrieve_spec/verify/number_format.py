@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ _LARGEST = {torch.float64: 1e-6, torch.float32: 2e-4}
 _MOST = {torch.float64: 1e-6, torch.float32: 2e-3}
 _READINGS = 4.0
 """… or so many times the difference between two plain readings, but not more than `_MOST`."""
+_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 64, 65, 129, 257)
+_MOST_ROWS, _FROM_FEW = 8, 64
+"""Numbers of rows whose products are held against one another, how many a pass may be filled up to, and how many rows
+are multiplied by few at a time: two orders seldom round one number differently."""
 _ROOT_MEAN_SQUARE = 2.0
 """How many times the largest root mean square of plain readings a pass may be off in the other formats."""
 
@@ -117,8 +122,9 @@ def rows_change_one_another(model: Any) -> str:
         if kind in tried:
             continue
         tried.add(kind)
-        device = next((tensor.device for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor)),
-                      model.device)  # fmt: skip
+        # not from its state: bitsandbytes unpacks 4-bit weights to make one, and packs them less exactly again
+        tensors = chain(module.parameters(), module.buffers())
+        device = next((tensor.device for tensor in tensors), model.device)
         generator = torch.Generator().manual_seed(0)
         rows = 0.1 * torch.randn((2, int(module.in_features)), generator=generator)  # type: ignore[arg-type]
         others = rows * torch.tensor([[1.0], [3.0]])
@@ -126,3 +132,29 @@ def rows_change_one_another(model: Any) -> str:
         if not torch.equal(first, again):
             return f"{type(module).__name__} layers scale their inputs over all rows of a pass"
     return ""
+
+
+def rows_for_one_order(model: Any) -> int:
+    """Fewest rows from which linear layers add up every row in one order, whatever stands beside it; 0 where none is.
+
+    Libraries choose that order by the shape of a product: oneDNN's of 16-bit numbers is one for any number of rows but
+    a single one, MKL's of float32 one from four rows on.
+    """
+    fewest, tried = 1, set[tuple[type, torch.Size]]()
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        if not hasattr(module, "in_features") or (kind := (type(module), weight.shape)) in tried:
+            continue
+        tried.add(kind)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn((1, _ROWS[-1], int(module.in_features)), generator=generator).to(model.device, model.dtype)
+        whole = module(rows)[0]
+        for count in reversed(_ROWS[:-1]):
+            parts = [module(rows[:, i : i + count])[0] for i in range(0, max(_FROM_FEW // count * count, count), count)]
+            together = torch.cat(parts)
+            if count >= fewest and not torch.equal(together, whole[: len(together)]):
+                fewest = _ROWS[_ROWS.index(count) + 1]
+                break
+        if fewest > _MOST_ROWS:
+            return 0
+    return fewest

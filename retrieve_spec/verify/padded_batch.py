@@ -1,12 +1,14 @@
-"""Padded batch: several texts in one pass of a model's own forward, over one cache that is padded to the longest text.
+"""Padded batch: several texts in one pass of a model's own forward, over keys and values padded to the longest text.
 
-Masks by row hide the holes of the cache and all that is none of the row's own; positions are the row's own. Layers with
-windows keep all rows; what is beyond a window is hidden. Recurrent state stays with each text.
+For models that are not recorded, such as those with recurrent state. The keys and values of each text stand at the
+right end of one cache, its rows of the pass at the left end behind them; masks hide the holes, positions are the text's
+own, and recurrent state stays with each text. Behind the pass every text has its rows again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,232 +16,237 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
+from retrieve_spec.model_layers import evaluating
+from retrieve_spec.verify.cache import GROW_BY_ROWS, TAKE_TREES
+from retrieve_spec.verify.candidates import start
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
-from retrieve_spec.verify.padded_cache import PaddedCache
 from retrieve_spec.verify.pass_inputs import as_mask
 from retrieve_spec.verify.recurrent import state_of
-from retrieve_spec.verify.verifier import OverAnother, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.shrink import lengths_of
+from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens, vocabulary
+from retrieve_spec.verify.verifier import VerifierOutput
+
+logger = logging.getLogger(__name__)
 
 _NOBODY = np.empty(0, np.bool_)
-
-
-def why_not_padded(interface: ModelInterface) -> str:
-    """Say why texts of a model cannot share passes of its own forward, as far as the interface tells; else empty."""
-    if interface.mode != "tree" or not (interface.attends or interface.recurrent):
-        return "it verifies no trees"
-    if interface.recurrent and (interface.recurrence is None or interface.recurrence.way == "steps"):
-        return "its recurrent state advances by single tokens"
-    if interface.attends and interface.mask_form not in ("bool", "float"):
-        return "its attention takes no mask by row"
-    if interface.derives_positions:
-        return "it counts positions itself"
-    if interface.rope_switch or interface.scale_step:
-        return "what it computes depends on how long its longest text is"
-    return ""
-
-
-class PaddedRow(OverAnother):
-    """A `Verifier` whose passes others may share: alone it is an `HFVerifier`.
-
-    Parameters
-    ----------
-    own
-        Verifies while it is alone.
-    batch
-        What its rows move to for a shared pass.
-    """
-
-    def __init__(self, own: HFVerifier, batch: PaddedBatch) -> None:
-        self.own: HFVerifier = own
-        self.batch = batch
-        self.alone = ""
-        """Why this generation shares no passes; empty when it may."""
-        self.axes: torch.Tensor | None = None
-        """(axes, 1, 1) long, positions minus slots where they differ from axis to axis."""
-        self._recurrent = own.interface.recurrent
-
-    def start(self, inputs: VerifierInputs) -> None:
-        """Begin a generation."""
-        self.own.start(inputs)
-        self._returns_cache = inputs.returns_cache
-        self.alone = self.own.reason if self.own.mode != "tree" else ""
-        self.alone = self.alone or inputs.why_not_text(self.own.interface.cache_name)
-        if not self.alone and (other := self.batch.rows.unheld(self.own.cache)):
-            self.alone = f"the cache has a {other}"
-        axes = self.own.inputs.axes
-        self.axes = axes if axes is not None and bool((axes != axes.flatten()[0]).any()) else None
-        self._in_a_row = inputs.in_a_row
-
-    @property
-    def packs_prompts(self) -> bool:
-        """Whether its prompt can be read in passes with those of others."""
-        return not (self.alone or self.whole_prompts or self._recurrent) and self._in_a_row
-
-    def forward(
-        self,
-        root_ids: NDArray[np.int32],
-        tree: DraftTree | None = None,
-        *,
-        keep: int = 1,
-        want_hidden: Layer | None = None,
-    ) -> VerifierOutput:
-        """Run one pass alone (`Verifier.forward`)."""
-        self.batch.rows.give_back(self)
-        return self.own.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
-
-    def commit(self, path: NDArray[np.int32]) -> None:
-        """Keep the root tokens of the last pass and the nodes of `path` (`Verifier.commit`)."""
-        if not self.batch.commit(self, path):
-            self.own.commit(path)
-
-    def copy_rows(self) -> DynamicCache | None:
-        """What the cache holds, in another one (`HFVerifier.copy_rows`)."""
-        return None if self._recurrent else self.batch.rows.copy_of(self) or self.own.copy_rows()
-
-    def finish(self) -> Any:
-        """End the generation and hand back the cache; None when nobody asks for it."""
-        if self._returns_cache:
-            self.batch.rows.hand_over(self)
-        self.batch.rows.drop(self)
-        cache = self.own.finish()
-        return cache if self._returns_cache else None
+_REACH = 48
+"""Windows up to this length are gone beyond when a pass is tried."""
+_DEVIATION = {torch.float64: 1e-6, torch.float32: 1e-3}
+_DEVIATION_HALF = 0.1
+"""Largest difference between a shared pass and a lone one, as a share of the logits' spread."""
+_TRIED: tuple[tuple[list[list[int]], list[int]], ...] = (
+    ([[5, 6, 7], [6, 9]], [3, 4]),
+    ([], []),
+    ([[10], [11, 12]], []),
+    ([[13, 14]], [0, 1]),
+)
+"""Drafts, and the nodes of each that are accepted; their tokens are counted around where a model has fewer."""
 
 
 class PaddedBatch:
-    """The texts of a model that share passes of its own forward; `rows` is their cache."""
+    """The passes that texts of one model share."""
 
     def __init__(self, model: Any, interface: ModelInterface) -> None:
         self.model, self.interface = model, interface
-        self.rows = PaddedCache()
         self._device = input_device(model)
         self._state = state_of(interface.recurrence)
 
+    @staticmethod
+    def takes(text: HFVerifier) -> bool:
+        """Whether a text that has read its prompt can share passes now."""
+        kinds = (*TAKE_TREES, LinearAttentionLayer)
+        return text.mode == "tree" and text.is_plain_text and all(type(layer) in kinds for layer in text.cache.layers)
+
     def forward(
         self,
-        rows: Sequence[PaddedRow],
+        texts: Sequence[HFVerifier],
         roots: Sequence[NDArray[np.int32]],
         trees: Sequence[DraftTree],
         want_hidden: Layer | None = None,
-        keeps: Sequence[int] | None = None,
     ) -> list[VerifierOutput]:
-        """Verify the trees of several texts, or read their prompts, in one pass.
+        """Verify the trees of several texts in one pass; each commits for itself.
 
         Parameters
         ----------
-        rows
-            By text; they read what they have read through `forward`, alone or together.
+        texts
+            Verifiers that have read their prompts.
         roots, trees
             By text: tokens that are not in the cache yet, (m,), the last one being the root, and the draft below it.
         want_hidden
             Return the hidden states of this layer too.
-        keeps
-            By text, how many of its last root tokens to return logits for; None for the root alone.
 
         Returns
         -------
         list
             By text, what its own `forward` would have returned.
         """
-        order = self.rows.hold(rows)
-        sizes = [(len(root), len(tree)) for root, tree in zip(roots, trees, strict=True)]
-        lasts = [min(keep, m) + n for keep, (m, n) in zip(keeps or [1] * len(rows), sizes, strict=True)]
-        kwargs = self._inputs(rows, order, roots, trees, max(m + n for m, n in sizes))
-        if self.interface.takes_logits_to_keep:
-            kwargs["logits_to_keep"] = max(lasts)
-        placed = dict(zip(order, sizes, strict=True))
-        self.rows.begin([placed[at] for at in range(len(order))], kwargs["input_ids"].shape[1])
-        by_place = {at: (row.own.cache, len(root), tree)
-                    for at, row, root, tree in zip(order, rows, roots, trees, strict=True)}  # fmt: skip
-        texts = [by_place[at] for at in range(len(order))]
-        around = rows[0].own.around(kwargs["input_ids"].numel())
-        with catch_hidden(self.model, want_hidden) as hidden, self._drafts(texts), around:
-            logits = self.model(**kwargs, return_dict=True).logits
-        return [
-            VerifierOutput(logits[at, -last:], hidden[-1][at, -last:] if hidden else None)
-            for at, last in zip(order, lasts, strict=True)
-        ]
-
-    def _drafts(self, texts: Sequence[tuple[Any, int, DraftTree]]) -> contextlib.AbstractContextManager[None]:
-        """Keep recurrent states, each in the cache of its text, as they are while drafts are verified."""
-        if self._state is None:
-            return contextlib.nullcontext()
-        caches, roots, trees = zip(*texts, strict=True)
-        self._state.attach()
-        return self._state.verifying(self.rows.held.cache, caches, roots, trees, self._device)
-
-    def commit(self, row: PaddedRow, path: NDArray[np.int32]) -> bool:
-        """Keep a row's root tokens of the last pass and the nodes of `path`; False if the pass was none of these."""
-        if not self.rows.commit(row, path):
-            return False
+        caches = [text.begin_shared() for text in texts]
+        counts = [len(root) for root in roots]
+        sizes = [count + len(tree) for count, tree in zip(counts, trees, strict=True)]
+        columns, width = max(text.past for text in texts), max(sizes)
+        whole = _side_by_side(caches, columns)
+        kwargs = self._inputs(texts, roots, trees, whole, columns, width)
+        drafts: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._state is not None:
-            self._state.commit(row.own.cache, path, self.rows.place(row))
-        return True
+            self._state.attach()
+            drafts = self._state.verifying(whole, caches, counts, trees, self._device)
+        with catch_hidden(self.model, want_hidden) as hidden, drafts, texts[0].around(len(texts) * width):
+            logits = self.model(**kwargs, return_dict=True).logits
+        outputs = []
+        for at, (text, cache, count, size) in enumerate(zip(texts, caches, counts, sizes, strict=True)):
+            _take_rows(cache, whole, at, columns, size)
+            text.end_shared(count, size - count, self._state, at)
+            rows = slice(count - 1, size)
+            outputs.append(VerifierOutput(logits[at, rows], hidden[-1][at, rows] if hidden else None))
+        return outputs
 
     def _inputs(
         self,
-        rows: Sequence[PaddedRow],
-        order: list[int],
+        texts: Sequence[HFVerifier],
         roots: Sequence[NDArray[np.int32]],
         trees: Sequence[DraftTree],
+        cache: DynamicCache,
+        columns: int,
         width: int,
     ) -> dict[str, Any]:
-        """Arguments of a pass; a row's tokens stand at the right end of it."""
-        held = self.rows.held
-        ids = np.zeros((len(order), width), np.int64)
+        """Arguments of a pass."""
+        ids = np.zeros((len(texts), width), np.int64)
         positions = np.zeros_like(ids)
-        by_axis = any(row.axes is not None for row in rows)
-        for row, at, root, tree in zip(rows, order, roots, trees, strict=True):
-            shift = 0 if by_axis else row.own.inputs.shift
-            first, position = width - len(root) - len(tree), held.lengths[at] + shift
-            fill_inputs(ids[at, first:], positions[at, first:], root, tree.token_ids, tree.depth, position)
+        for at, (text, root, tree) in enumerate(zip(texts, roots, trees, strict=True)):
+            first = text.past + text.inputs.shift
+            fill_inputs(ids[at], positions[at], root, tree.token_ids, tree.depth, first)
         kwargs: dict[str, Any] = {
             "input_ids": torch.from_numpy(ids).to(self._device),
-            "attention_mask": self._masks(order, roots, trees, width) if self.interface.attends else None,
+            "attention_mask": self._masks(texts, roots, trees, columns, width) if self.interface.attends else None,
             "use_cache": True,
-            self.interface.cache_name: held.cache,
+            self.interface.cache_name: cache,
         }
         if self.interface.takes_position_ids:
-            placed = torch.from_numpy(positions)
-            if by_axis:
-                placed = self._by_axis(placed, dict(zip(order, rows, strict=True)))
-            kwargs["position_ids"] = placed.to(self._device)
+            kwargs["position_ids"] = torch.from_numpy(positions).to(self._device)
         return kwargs
 
-    @staticmethod
-    def _by_axis(placed: torch.Tensor, rows: dict[int, PaddedRow]) -> torch.Tensor:
-        """(axes, rows, width) positions, given (rows, width) slots, where rows go on otherwise from axis to axis."""
-        like = next(row.axes for row in rows.values() if row.axes is not None)
-        shifts = []
-        for _, row in sorted(rows.items()):
-            axes = row.own.inputs.axes
-            shifts.append(torch.full_like(like, row.own.inputs.shift) if axes is None else axes)
-        return placed[None] + torch.cat(shifts, dim=-2)
-
     def _masks(
-        self, order: list[int], roots: Sequence[NDArray[np.int32]], trees: Sequence[DraftTree], width: int
+        self,
+        texts: Sequence[HFVerifier],
+        roots: Sequence[NDArray[np.int32]],
+        trees: Sequence[DraftTree],
+        columns: int,
+        width: int,
     ) -> Any:
         """One mask per layer type: every row sees its own tokens, its ancestors in the pass, and itself."""
-        held = self.rows.held
         masks: dict[str, Any] = {}
         for layer_type, view in self.interface.masks.items():
             if view is None:
                 masks[layer_type] = None
                 continue
-            mask = np.zeros((len(order), width, held.columns + width), np.bool_)
-            mask[:, np.arange(width), held.columns + np.arange(width)] = True  # a token that nobody sees sees itself
-            for at, root, tree in zip(order, roots, trees, strict=True):
-                length, size = held.lengths[at], len(root) + len(tree)
-                seen = np.empty((size, length + size), np.bool_)
+            mask = np.zeros((len(texts), width, columns + width), np.bool_)
+            mask[:, np.arange(width), columns + np.arange(width)] = True  # a row that is nobody's sees itself
+            for at, (text, root, tree) in enumerate(zip(texts, roots, trees, strict=True)):
+                past, size = text.past, len(root) + len(tree)
+                seen = np.empty((size, past + size), np.bool_)
                 fill_tree_mask(
-                    seen, tree.parent, tree.depth, len(root), length, 0, view.window, view.chunk, 0, _NOBODY
+                    seen, tree.parent, tree.depth, len(root), past, 0, view.window, view.chunk, 0, _NOBODY
                 )  # fmt: skip
-                mask[at, width - size :, :length] = seen[:, :length]
-                mask[at, width - size :, held.columns + width - size :] = seen[:, length:]
+                mask[at, :size, columns - past : columns + size] = seen
             visible = torch.from_numpy(mask)[:, None].to(self._device)
             masks[layer_type] = as_mask(visible, self.interface.mask_form, self.model.dtype)
         return masks.get("", masks)
+
+
+def _side_by_side(caches: Sequence[Any], columns: int) -> DynamicCache:
+    """Copies of the keys and values of texts in one cache, padded on the left; states stay where they are."""
+    whole = DynamicCache()
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        if type(layers[0]) not in GROW_BY_ROWS:
+            whole.layers.append(layers[0])  # says what it is; nobody writes to it in shared passes
+            continue
+        layer = DynamicLayer()
+        layer.lazy_initialization(layers[0].keys, layers[0].values)
+        for name in ("keys", "values"):
+            like = getattr(layers[0], name)
+            together = like.new_zeros(len(caches), like.shape[1], columns, like.shape[3])
+            for at, theirs in enumerate(layers):
+                part = getattr(theirs, name)
+                together[at, :, columns - part.shape[2] :] = part[0]
+            setattr(layer, name, together)
+        whole.layers.append(layer)
+    return whole
+
+
+def _take_rows(cache: Any, whole: DynamicCache, at: int, columns: int, size: int) -> None:
+    """Let the cache of a text hold what it held, and its rows of a pass."""
+    for theirs, layer in zip(cache.layers, whole.layers, strict=True):
+        if type(theirs) in GROW_BY_ROWS:
+            rows = slice(columns - theirs.keys.shape[2], columns + size)
+            theirs.keys, theirs.values = layer.keys[at : at + 1, :, rows], layer.values[at : at + 1, :, rows]
+            if isinstance(theirs, DynamicSlidingWindowLayer):
+                theirs.cumulative_length += size
+
+
+def why_not_shared(model: Any, interface: ModelInterface) -> str:
+    """Say why texts of a model cannot share passes of its own forward; empty when they can."""
+    recurrence = interface.recurrence
+    if interface.mode != "tree" or not (interface.attends or interface.recurrent):
+        return "it verifies no trees"
+    if interface.recurrent and (recurrence is None or recurrence.way != "rows"):
+        return "its recurrent state advances by single tokens"
+    if interface.derives_positions or (interface.attends and interface.mask_form not in ("bool", "float")):
+        return "its attention takes no positions and masks by row"
+    longest = max(lengths_of(model.config).values(), default=0)
+    if longest > _REACH or interface.rope_switch or interface.scale_step:
+        return "what it computes depends on how long its longest text is"
+    try:
+        with evaluating(model), torch.no_grad():
+            deviation = _deviation(model, interface, longest + 3)
+            if not deviation <= _DEVIATION.get(model.dtype, _DEVIATION_HALF):
+                return f"a pass that texts share gives other logits than lone ones (off by {deviation:.2g})"
+            if _reads_padding(model):
+                return "what stands in front of a row as padding changes what its tokens see"
+    except Exception as error:  # whatever a model's own code raises
+        logger.debug("a shared pass failed", exc_info=True)
+        return f"a pass that texts share fails ({in_a_line(error)})"
+    return ""
+
+
+def _reads_padding(model: Any) -> bool:
+    """Whether padding in front of a text changes its logits, as where layers add a bias behind the mask."""
+    ids = sample_tokens(model, 11)
+    shown = (torch.arange(9, device=ids.device) >= 4).long()[None]
+    padded = SingleSteps.of(model, prepare_call(model, ids[:, :9], shown))
+    alone = SingleSteps.of(model, prepare_call(model, ids[:, 4:9], torch.ones_like(ids[:, 4:9])))
+    most = _DEVIATION.get(model.dtype, _DEVIATION_HALF)
+    pairs = [(padded.feed(token), alone.feed(token)) for token in (None, *ids[0, 9:].tolist())]
+    return not all(float((logits - wanted).abs().max() / wanted.std()) <= most for logits, wanted in pairs)
+
+
+def _deviation(model: Any, interface: ModelInterface, length: int) -> float:
+    """Largest difference between shared passes over three texts that come and go and lone ones over the same tokens,
+    as a share of the logits' spread."""
+    known, worst = vocabulary(model), 0.0
+    batch, nothing = PaddedBatch(model, interface), np.empty(0, np.int32)
+    lone, texts = ([HFVerifier(model, interface) for _ in range(3)] for _ in range(2))
+    for verifiers in (lone, texts):
+        for i, verifier in enumerate(verifiers):
+            verifier.forward(start(model, verifier, sample_tokens(model, max(length - 3 * i, 1), i)))
+            verifier.commit(nothing)
+    for turn, going in enumerate([(0, 1), (0, 1, 2), (2, 0), (0, 1, 2)]):
+        tried = [_TRIED[(turn + i) % len(_TRIED)] for i in going]
+        trees = [DraftTree.from_paths([[token % known for token in path] for path in paths]) for paths, _ in tried]
+        roots = [np.array([(20 + turn + i) % known], np.int32) for i in going]
+        got = batch.forward([texts[i] for i in going], roots, trees)
+        for i, root, tree, output, (_, path) in zip(going, roots, trees, got, tried, strict=True):
+            wanted = lone[i].forward(root, tree).logits.float()
+            deviation = float((output.logits.float() - wanted).abs().max() / wanted.std(dim=-1).mean())
+            worst = deviation if not deviation <= worst else worst
+            for verifier in (lone[i], texts[i]):
+                verifier.commit(np.array(path, np.int32))
+    for verifier in (*lone, *texts):
+        verifier.finish()
+    return worst

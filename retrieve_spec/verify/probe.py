@@ -26,11 +26,10 @@ import torch
 
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.verify.cache import cache_mode
-from retrieve_spec.verify.call_kinds import CallKinds
 from retrieve_spec.verify.candidates import PROMPT, candidates, layout_of, unplaced
-from retrieve_spec.verify.comparison import PlainText, by_passes, drafts_for
+from retrieve_spec.verify.comparison import Draft, PlainText, by_passes, drafts_for, row_texts
 from retrieve_spec.verify.first_layers import first_layers
-from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.hf import CallKinds, HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, new_cache, read_interface, weaker
 from retrieve_spec.verify.number_format import Rounding, is_exact, rows_change_one_another
 from retrieve_spec.verify.shrink import CHOICES, lengths_of, shrunk
@@ -226,6 +225,21 @@ def check_verifier(
 ) -> str:
     """Say what is wrong with a verifier's passes over drafts, by the same comparison; empty when nothing is."""
     return str(_problem(model, mode, [trial], lambda: verifier, PlainTexts() if texts is None else texts) or "")
+
+
+def why_not_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainTexts) -> str:
+    """Say where a verifier's passes over drafts give other logits than its passes without, bit for bit; empty if
+    nowhere."""
+    trial = Trial(PROMPT, 0)
+    text = texts.read(model, trial, "tree")
+    with torch.no_grad():
+        drafted = _verified(text, "tree", verifier(), trial.rounds)
+        for row, tokens in enumerate(row_texts(text.drafts)):
+            one_by_one = replace(text, drafts=[Draft(token, [], []) for token in tokens])
+            alone = _verified(one_by_one, "tree", verifier(), trial.rounds)[-1]
+            if not torch.equal(drafted[row], alone):
+                return "a row's logits depend on the drafts beside it"
+    return ""
 
 
 def _strongest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
@@ -13,11 +14,16 @@ from transformers import DynamicCache
 
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.verify.extras import OF_TEXT, says_nothing
 
 Mode = Literal["tree", "chain", "plain"]
 """What a verifier can check in one pass: any tree, one chain of tokens, or nothing but the next token. It may be less
 for some passes of a generation than for others."""
+
+
+CACHE_NAMES = ("cache_params", "past_key_values", "cache")
+"""What models call their cache: `cache` from transformers 5.24 on, where their code is not older."""
+OF_TEXT = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache"})
+"""Arguments of a call with text alone, its ids and cache not among them."""
 
 
 class Ran(Enum):
@@ -30,6 +36,11 @@ class Ran(Enum):
 
 PassKind = Literal["recorded", "model's own", "plain"]
 """What runs the model: its recorded pass, its own forward over drafts, or its own forward token by token."""
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether an argument is not there, or is what texts without pictures are given: no parts at all."""
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 @dataclass(slots=True)
@@ -168,34 +179,3 @@ class Verifier(Protocol):
 
     def finish(self) -> Any:
         """End the generation and hand back the cache as plain `generate` would have left it (None without one)."""
-
-
-class OverAnother:
-    """What a verifier says as the one does, `own`, that runs the model for it until it does so itself."""
-
-    own: Verifier
-
-    @property
-    def whole_prompts(self) -> bool:
-        """Whether the prompt must come in one piece, as one with pictures must."""
-        return self.own.whole_prompts
-
-    @property
-    def mode(self) -> Mode:
-        """What `forward` accepts now."""
-        return self.own.mode
-
-    @property
-    def reason(self) -> str:
-        """Why that is no tree."""
-        return self.own.reason
-
-    @property
-    def pass_kind(self) -> PassKind:
-        """What runs the model in this generation."""
-        return self.own.pass_kind
-
-    @property
-    def pass_reason(self) -> str:
-        """Why nothing faster does."""
-        return self.own.pass_reason

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from retrieve_spec.bench.ablation import FreshDrafter
-from retrieve_spec.bench.methods import Bench, parse_method
+from retrieve_spec.bench.methods import Bench, FreshDrafter, parse_method
 from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import build_datastore

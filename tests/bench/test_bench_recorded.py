@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import sys
-from pathlib import Path
 
-import pytest
+import bench_recorded as script
 
 from retrieve_spec.reference_model import reference_path
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        yield importlib.import_module("bench_recorded")
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
 
 
 def options(tmp_path, rows, answers):
@@ -35,7 +21,7 @@ def row(task, i):
     return {"task": task, "prompt": f"def f{i}(a, b):", "output": f"\n    return a + b + {i}\n" * 12}
 
 
-def test_tasks_take_turns_and_short_answers_and_long_prompts_are_left_out(script, tmp_path):
+def test_tasks_take_turns_and_short_answers_and_long_prompts_are_left_out(tmp_path):
     rows = [row("math", i) for i in range(5)] + [row("writing", 7), row("coding", 8), row("qa", 9)]
     rows += [{**row("qa", 10), "output": "short"}, {**row("rag", 11), "prompt": "a b c " * 300}]
     found = script.chosen(options(tmp_path, rows, 5))
@@ -43,7 +29,7 @@ def test_tasks_take_turns_and_short_answers_and_long_prompts_are_left_out(script
     assert all(answer.new == 40 and answer.prompt.shape[1] + 40 == len(answer.trace) for answer in found)
 
 
-def test_every_method_gives_the_recorded_answers(script, tmp_path, monkeypatch):
+def test_every_method_gives_the_recorded_answers(tmp_path, monkeypatch):
     monkeypatch.setitem(script.SHAPES, "tiny", (64, 128, 2, 4, 2, 8192))
     answers = script.chosen(options(tmp_path, [row("math", 1), row("qa", 2)], 2))
     made = script.give("tiny", answers, 200)

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
+import compare
 import numpy as np
+import peers
 import pytest
+import sources
+from table import envelope
 from tokenizers import Tokenizer
 
-from retrieve_spec.bench.replay import Replay
-from retrieve_spec.bench.traces import TraceRow
+from retrieve_spec.bench.replay import Replay, TraceRow
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.reference_model import reference_path
-
-TOOLS = Path(__file__).parents[2] / "tools" / "compare"
-
-
-@pytest.fixture(scope="module")
-def tools():
-    sys.path.insert(0, str(TOOLS))
-    try:
-        import compare
-        import peers
-        import sources
-        import workload
-
-        yield compare, peers, sources, workload
-    finally:
-        sys.path.remove(str(TOOLS))
 
 
 def ids(*tokens):
     return np.array(tokens, np.int32)
 
 
-def test_transformers_lookup_takes_the_first_match_of_two_tokens(tools):
-    _, peers, *_ = tools
+def test_transformers_lookup_takes_the_first_match_of_two_tokens():
     peer = peers.TransformersLookup()
     peer.start(ids(1, 2, 3, 4, 9, 1, 2, 7, 1))
     peer.observe(VerifiedPass(DraftTree(), ids(), ids(2)))
@@ -48,8 +33,7 @@ def test_transformers_lookup_takes_the_first_match_of_two_tokens(tools):
     assert len(peer.propose(Budget(60, 60))) == 0
 
 
-def test_a_replay_of_a_peer_counts_passes(tools):
-    _, peers, *_ = tools
+def test_a_replay_of_a_peer_counts_passes():
     row = TraceRow("", ids(1, 2, 3, 4, 5, 6), [(ids(1, 2, 3, 4, 5, 6, 1, 2), True)])
     result = Replay(peers.TransformersLookup(), 60).run([row])
     # "1" is emitted without a draft, then 2 … 6 and 1 follow the prompt's, the last token ends the row
@@ -57,16 +41,14 @@ def test_a_replay_of_a_peer_counts_passes(tools):
     assert result["passes"] <= 3
 
 
-def test_trees_of_peers_are_valid(tools):
-    _, peers, *_ = tools
+def test_trees_of_peers_are_valid():
     tree = peers.as_tree(ids(5, 6, 7, 8), ids(-1, 0, -1, 1), [0.9, 0.5, 0.1, 0.4])
     tree.validate()
     assert tree.depth.tolist() == [1, 2, 1, 3]
     assert tree.expected_accepted == pytest.approx(1.9, rel=1e-5)
 
 
-def test_a_missing_peer_is_skipped_with_its_reason(tools):
-    compare, peers, sources, _ = tools
+def test_a_missing_peer_is_skipped_with_its_reason():
 
     def missing():
         raise sources.Skipped("it is not there")
@@ -76,14 +58,11 @@ def test_a_missing_peer_is_skipped_with_its_reason(tools):
     assert compare.measure_drafter(peers.TransformersLookup, [row], 8)["tokens"] == 2
 
 
-def test_budgets_taken_in_turns(tools):
-    from table import envelope  # found where the tools are
-
+def test_budgets_taken_in_turns():
     assert envelope([(0, 1), (10, 3), (8, 2), (60, 4), (2, 2)]) == [(0, 1), (2, 2), (10, 3), (60, 4)]
 
 
-def test_auto_sizes_its_trees_by_what_a_node_costs(tools):
-    _, peers, *_ = tools
+def test_auto_sizes_its_trees_by_what_a_node_costs():
     row = TraceRow("", ids(*range(40)), [(ids(*range(20), *range(100, 140), *range(20)), True)])
     cheap, dear = (Replay(peers.ours("auto"), 60, price).run([row]) for price in (0.01, 0.5))
     assert dear["nodes_per_pass"] < cheap["nodes_per_pass"]
@@ -94,26 +73,24 @@ def write_trace(path, rows):
     return path
 
 
-def test_half_of_the_groups_is_replayed_and_the_rest_may_be_known(tools, tmp_path):
-    *_, workload = tools
+def test_half_of_the_groups_is_replayed_and_the_rest_may_be_known(tmp_path):
     rows = [
         {"prompt": "a = 1\n", "output": f"value_{i // 2} = {i // 2}\n", "group": f"g{i // 2}", "meta": {"loop": i == 3}}
         for i in range(40)
     ]  # fmt: skip
     tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
     path = write_trace(tmp_path / "trace.jsonl", rows)
-    found = workload.read_workload(path, tokenizer, 100, 10**6)
+    found = compare.read_workload(path, tokenizer, 100, 10**6)
     replayed = {tokenizer.decode(row.segments[0][0].tolist()) for row in found.rows}
     assert len(replayed) == 10
     assert not replayed & {tokenizer.decode(answer.tolist()) for answer in found.answers}
     assert {len(found.rows), len(found.answers)} == {19, 20}
-    assert len(workload.read_workload(path, tokenizer, 5, 10**6).rows) == 5
-    assert len(workload.read_workload(path, tokenizer, 100, 3).rows) == 1
-    assert workload.build_store(found, tokenizer, tmp_path).manifest.tokens > 0
+    assert len(compare.read_workload(path, tokenizer, 5, 10**6).rows) == 5
+    assert len(compare.read_workload(path, tokenizer, 100, 3).rows) == 1
+    assert compare.build_store(found, tokenizer, tmp_path).manifest.tokens > 0
 
 
-def test_ours_can_be_replayed_like_a_peer(tools):
-    compare, *_ = tools
+def test_ours_can_be_replayed_like_a_peer():
     factories = compare.drafters(["ours: auto"], None, None)
     row = TraceRow("", ids(*range(40)), [(ids(*range(40)), True)])
     for name, make in factories.items():
@@ -121,8 +98,7 @@ def test_ours_can_be_replayed_like_a_peer(tools):
 
 
 @pytest.mark.parametrize("tool", ["pip", "cmake"])
-def test_a_tool_that_fails_is_a_reason_and_no_crash(tools, monkeypatch, tmp_path, tool):
-    _, _, sources, _ = tools
+def test_a_tool_that_fails_is_a_reason_and_no_crash(monkeypatch, tmp_path, tool):
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
     if tool == "cmake":
         monkeypatch.setattr(sources.shutil, "which", lambda name: None)

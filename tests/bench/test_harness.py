@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
+import harness
 
 
-@pytest.fixture
-def harness(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("harness")
-
-
-def test_an_object_carries_the_machine_and_the_command(harness, monkeypatch, capsys):
+def test_an_object_carries_the_machine_and_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/somewhere/bench_x.py", "/a/b/trace.jsonl", "--rows", "1", "2", "--fast"])
     asked = {"rows": [4], "tokenizer": "t", "size": 0.5, "fast": False}
     harness.run(lambda options: {"asked": vars(options)}, "About.", "traces+", **asked)
@@ -34,7 +24,7 @@ def test_an_object_carries_the_machine_and_the_command(harness, monkeypatch, cap
     assert {"processor", "commit", "others"} <= set(made["machine"])
 
 
-def test_published_commands_name_files_without_their_folders(harness):
+def test_published_commands_name_files_without_their_folders():
     many = [f"/a/{i}.jsonl" for i in range(9)]
     words = [
         "python",
@@ -51,9 +41,3 @@ def test_published_commands_name_files_without_their_folders(harness):
     ]
     expected = "python x.py TRACES/*.jsonl --tokenizer t.json --native 'a*=u.json' --limit 3 --n 3"
     assert harness.published(words) == expected
-
-
-def test_every_name_begins_once(harness):
-    turns = [harness.in_turn(["a", "b", "c"], number) for number in range(3)]
-    assert sorted(turn[0] for turn in turns) == ["a", "b", "c"]
-    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)

@@ -9,8 +9,12 @@ import shlex
 import sys
 from pathlib import Path
 
+import blocks
+import charts
 import click
+import harness
 import pytest
+import reproduction
 
 from retrieve_spec import cli
 
@@ -21,14 +25,7 @@ ELSEWHERE = {"census", "gpu", "vllm"}
 
 
 @pytest.fixture
-def reproduction(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    monkeypatch.syspath_prepend(str(ROOT / "tools" / "compare"))
-    return importlib.import_module("reproduction")
-
-
-@pytest.fixture
-def commands(reproduction, tmp_path, monkeypatch):
+def commands(tmp_path, monkeypatch):
     """Commands that parts run, refused where the program would; nothing is measured."""
     asked = []
 
@@ -66,14 +63,13 @@ def check_command(words):
 
 def check_script(name, words, monkeypatch):
     """Parse a script's command line with the options that it declares."""
-    harness = importlib.import_module("harness")
     with monkeypatch.context() as patch:
         patch.setattr(harness, "run", lambda measure, *names, **named: harness.arguments(*names, **named))
         patch.setattr(sys, "argv", [name, *words])
         importlib.import_module(name).main()
 
 
-def test_all_parts_ask_for_what_there_is_and_measure_what_is_published(reproduction, commands, tmp_path):
+def test_all_parts_ask_for_what_there_is_and_measure_what_is_published(commands, tmp_path):
     native = ["--native", "specbench*=llama2_vicuna.tokenizer.json"]
     asked = commands("all", "--traces", str(tmp_path), "--tokenizer", str(tmp_path / "qwen2.5.tokenizer.json"), *native)
     asked = [sorted(words) for words in asked]
@@ -91,24 +87,22 @@ def test_a_trial_leaves_published_figures_alone(commands, tmp_path):
     assert (tmp_path / "bench-out" / "reproduce" / "trial" / "workloads.json").exists()
 
 
-def test_the_list_names_every_part(reproduction, commands, capsys):
+def test_the_list_names_every_part(commands, capsys):
     commands("list")
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(reproduction.PARTS)
 
 
-def test_published_commands_of_scripts_are_taken(reproduction, monkeypatch):
+def test_published_commands_of_scripts_are_taken(monkeypatch):
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").glob("bench_*.py")]
     command = re.compile(r"python scripts/(bench_\w+)\.py([^`#\n]*)")
     found = {match.group(1, 2) for page in pages for match in command.finditer(page.read_text("utf-8"))}
-    found = {(name, words) for name, words in found if not re.search(r"[\[…]", words) and name != "bench_llama_cpp"}
+    found = {(name, words) for name, words in found if not re.search(r"[\[…]", words)}
     assert len(found) > 8
     for name, words in found:
         check_script(name, shlex.split(words), monkeypatch)
 
 
-def test_every_table_is_drawn_from_the_data_and_every_chart(reproduction, tmp_path):
-    blocks = importlib.import_module("blocks")
+def test_every_table_is_drawn_from_the_data_and_every_chart(tmp_path):
     assert all(make().strip() for make in blocks.BLOCKS.values())
-    charts = importlib.import_module("charts")
     charts.draw(tmp_path)
     assert {path.stem for path in tmp_path.glob("*.svg")} == set(charts.CHARTS)

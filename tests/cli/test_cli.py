@@ -19,7 +19,6 @@ HEAVY = (
     "numpy",
     "numba",
     "faiss",
-    "sqlite_utils",
     "fastapi",
     "starlette",
     "pygls",

@@ -12,33 +12,8 @@ from rich.console import Console
 from retrieve_spec import demo
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.demo import Pane
 
 pytestmark = pytest.mark.threads
-
-
-@pytest.fixture
-def panes():
-    return [
-        Pane("plain", [0] * 40, 2.0, 40),
-        Pane("accelerated", [0] * 40, 1.0, 20, {"context": 15, "recycling": 5}),
-        Pane("with stdlib store", [0] * 40, 0.5, 10, {"ngram": 30}),
-    ]
-
-
-def test_table_compares_with_and_without_the_store(panes):
-    console = Console(width=120, record=True, quiet=False, file=io.StringIO())
-    console.print(demo.table([demo.Result("a.py", panes, False), demo.Result("b.py", panes, True)]))
-    lines = console.export_text().splitlines()
-    assert (
-        "a.py" in lines[3] and "20 (1.00 ×), 1.00" in lines[3] and "80 (4.00 ×), 4.00" in lines[3] and "yes" in lines[3]
-    )
-    assert "b.py (loops)" in lines[4]
-    assert demo.credits([demo.Result("a.py", panes, False)] * 2)[0].endswith(
-        "context 30, recycling 10 (of 80 generated)"
-    )
-    panes[2].token_ids = [1]
-    assert not demo.Result("a.py", panes, False).identical
 
 
 def test_what_is_completed_is_not_in_the_store(monkeypatch):

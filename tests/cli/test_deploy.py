@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 
 import click
-import pytest
 
 from retrieve_spec import cli, cli_common
 from retrieve_spec.config import ServeConfig
@@ -53,28 +49,6 @@ def test_the_container_serves_where_it_listens_and_says_how_it_is(tmp_path):
     check_binding(given["host"], read_keys(keys))
     (url,) = re.findall(r"'http://127.0.0.1:(\d+)(/[a-z]+)'", dict(container())["HEALTHCHECK"])
     assert url[0] == port and url[1] in OPEN_PATHS
-
-
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd")
-def test_systemd_takes_the_unit(tmp_path):
-    program = tmp_path / "retrieve-spec"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    text = (ROOT / "tools" / "deploy" / "retrieve-spec.service").read_text()
-    unit = tmp_path / "retrieve-spec.service"
-    unit.write_text(text.replace("%h/.local/bin/retrieve-spec", str(program)))
-    assert str(program) in unit.read_text()
-    environment = {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    said = subprocess.run(
-        ["systemd-analyze", "verify", "--user", "--man=no", str(unit)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert unit.name not in said.stderr, said.stderr
-    (options,) = re.findall(r'^Environment="SERVE_OPTIONS=(.*)"', text, re.MULTILINE)
-    assert parsed(shlex.split(options)).params["model"] == "reference"
 
 
 def test_a_missing_package_of_an_extra_is_noticed():

@@ -13,7 +13,7 @@ from census_models import picture_prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
-from retrieve_spec.verify.plain import keeping_texts
+from retrieve_spec.verify.steps import keeping_texts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -69,7 +69,7 @@ def test_a_model_that_is_wrong_behind_pictures_alone(when: str, mode: str) -> No
 
 
 def test_without_it_the_text_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieve_spec.verify.call_kinds import CallKinds
+    from retrieve_spec.verify.hf import CallKinds
 
     monkeypatch.setattr(CallKinds, "examine", lambda *args: ("tree", ""))
     model = wrong_behind_pictures("got_ocr2", "siblings")

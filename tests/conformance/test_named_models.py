@@ -13,7 +13,6 @@ from scripted_drafter import ScriptedDrafter
 from transformers import GenerationMixin, MistralConfig, MistralForCausalLM
 
 import retrieve_spec as rs
-from retrieve_spec.verify import candidates
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
 
@@ -77,16 +76,14 @@ def test_positions_of_several_axes_with_text_alone(name: str) -> None:
     assert model.speculation.last.tokens_per_pass > 1.5
 
 
-@pytest.mark.parametrize("way", ["rows", "scan"])
-def test_a_pass_that_raises_leaves_mixers_as_they_were(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "way"), [("mamba2", "rows"), ("mamba", "steps")])
+def test_a_pass_that_raises_leaves_mixers_as_they_were(family: str, way: str) -> None:
     from families import FAMILIES
     from families import build as build_family
 
-    if way == "scan":
-        monkeypatch.setattr(candidates, "replaceable", lambda _module: {})
-    model = build_family(next(family for family in FAMILIES if family.name == "mamba2"), "eager")
+    known = next(each for each in FAMILIES if each.name == family)
+    model = build_family(known, known.attention[0])
     mixer = model.backbone.layers[0].mixer
-    before = mixer.chunk_size, mixer.time_step_limit
     ids = prompt(model, 20)
     wanted = model.generate(ids, **GREEDY)
     rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=199), nodes=12)
@@ -102,7 +99,6 @@ def test_a_pass_that_raises_leaves_mixers_as_they_were(way: str, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         model.generate(ids, **GREEDY)
     hook.remove()
-    assert (mixer.chunk_size, mixer.time_step_limit) == before
     assert not mixer._forward_pre_hooks and not mixer._forward_hooks and not mixer.in_proj._forward_hooks
     assert "forward" not in vars(mixer)
     assert torch.equal(model.generate(ids, **GREEDY), wanted)
@@ -442,60 +438,31 @@ def test_generations_beside_each_other_do_not_change_what_is_known_of_a_model(ca
     assert {stream.report.mode for stream in streams} == {"tree"}
 
 
-def pictures(model: Any, padding: int) -> dict[str, torch.Tensor]:
-    """A row, and a shorter one with another picture and padding in front."""
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_a_batch_with_pictures_is_left_to_generate(name: str) -> None:
+    """Which picture belongs to which row only the model knows."""
+    model = build(name, "image")
     one = picture_prompt(model)
     assert one is not None
-    other = {name: value.flip(-1) * 0.5 if name == "pixel_values" else value for name, value in one.items()}
-    for name in one.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"} if padding else ():
-        front = one[name].new_zeros(1, padding)
-        other[name] = torch.cat([front, one[name][:, :-padding]], dim=1)
-    return {name: torch.cat([value, other[name]]) for name, value in one.items()}
+    other = {given: value.flip(-1) * 0.5 if given == "pixel_values" else value for given, value in one.items()}
+    inputs = {given: torch.cat([value, other[given]]) for given, value in one.items()}
+    wanted = model.generate(**inputs, **GREEDY)
+    rs.accelerate(model, nodes=8)
+    assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
+    assert (model.speculation.last.mode, model.speculation.last.rows) == ("delegated", 1)
+    assert "a batch is given" in model.speculation.last.reason
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "idefics3", "qwen3_5", "chameleon"])
-def test_rows_of_a_batch_with_pictures_are_drafted_for(name: str) -> None:
-    """Windows, positions of several axes, recurrent states, recorded passes; other pictures behind the same words."""
-    model = build(name, "image")
-    batches = [pictures(model, 0), pictures(model, 5)]
-    batches.append({**batches[0], "pixel_values": batches[0]["pixel_values"].flip(0)})
-    sampled = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "seed": 5}
-    wanted = [model.generate(**inputs, **GREEDY) for inputs in batches]
-    options = {"return_dict_in_generate": True, "output_logits": True, **GREEDY}
-    told = [model.generate(**inputs, **options) for inputs in batches[1:]]
-    cache = told[0].past_key_values
-    assert not torch.allclose(told[0].logits[0][0], told[1].logits[0][0])
-    for recorded in ("off", "always") if name in ("gemma3", "qwen2_vl") else ("auto",):
-        rs.accelerate(model, nodes=8, recorded_pass=recorded)
-        for inputs, text in zip(batches, wanted, strict=True):
-            answers = [row[inputs["input_ids"].shape[1] :].tolist() for row in text]
-            assert torch.equal(model.generate(**inputs, prediction=answers, **GREEDY), text)
-            assert model.speculation.last.mode == "tree"
-            assert model.speculation.last.tokens_per_pass > 4
-        drawn = model.generate(**inputs, **sampled)
-        assert torch.equal(model.generate(**inputs, draft="off", **sampled), drawn)
-        got, other = (model.generate(**inputs, **options) for inputs in batches[1:])
-        assert torch.equal(got.sequences, wanted[1])
-        for ours, plain in ((got, told[0]), (other, told[1])):
-            torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), atol=2e-4, rtol=2e-4)
-        for layer, plain in zip(got.past_key_values.layers, cache.layers, strict=True):
-            if getattr(plain, "keys", None) is not None:
-                assert layer.keys.shape == plain.keys.shape
-                torch.testing.assert_close(layer.keys[0], plain.keys[0], atol=2e-5, rtol=2e-5)
-        rs.restore(model)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_model_keeps_what_it_kept_of_the_picture_while_it_is_examined(rows: int) -> None:
+def test_a_model_keeps_what_it_kept_of_the_picture_while_it_is_examined() -> None:
     """Qwen-VL notes how far positions are behind slots when a call is prepared; a second turn goes on by that."""
     model = build("qwen2_vl", "image")
-    inputs = pictures(model, 0) if rows > 1 else picture_prompt(model)
+    inputs = picture_prompt(model)
     assert inputs is not None
     options = {"return_dict_in_generate": True, **GREEDY}
 
     def turns(generate: Any) -> torch.Tensor:
         first = generate(**inputs, **options)
-        more = torch.cat([first.sequences, prompt(model, 6, 53).expand(rows, -1)], dim=1)
+        more = torch.cat([first.sequences, prompt(model, 6, 53)], dim=1)
         told: torch.Tensor = generate(more, past_key_values=first.past_key_values, **options).sequences
         return told
 
@@ -503,24 +470,6 @@ def test_a_model_keeps_what_it_kept_of_the_picture_while_it_is_examined(rows: in
     rs.accelerate(model, nodes=8, recorded_pass="always")
     assert torch.equal(turns(model.generate), wanted)
     assert torch.equal(turns(model.generate), wanted)
-
-
-def test_what_a_batch_is_given_behind_its_prompt_leaves_it_to_generate() -> None:
-    """Masks over pictures go along with every token; a later call of the kind does not read its prompt in vain."""
-    model = build("mllama", "image")
-    inputs = pictures(model, 0)
-    wanted = model.generate(**inputs, **GREEDY)
-    passes: list[int] = []
-    hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
-    rs.accelerate(model, nodes=8)
-    model.generate(inputs["input_ids"][:, :4], max_new_tokens=2)
-    for many in (13, 12):
-        passes.clear()
-        assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
-        assert len(passes) == many
-        assert model.speculation.last.mode == "delegated"
-        assert "cross_attention_mask" in model.speculation.last.reason
-    hook.remove()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
@@ -547,37 +496,6 @@ def test_prompts_of_embeddings(name: str) -> None:
     wanted = model.generate(**inputs)
     rs.accelerate(model, nodes=6)
     assert torch.equal(model.generate(**inputs), wanted)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
-def test_batches_of_embeddings(name: str) -> None:
-    """With padding in front and without, with tokens beside them and without; rows end at different times."""
-    model = build(name, "causal")
-    ids = torch.cat([prompt(model, 30), prompt(model, 30).flip(1)])
-    embeds = model.get_input_embeddings()(ids).detach()
-    shown = torch.ones_like(ids)
-    shown[0, :4] = 0
-    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
-    options |= {"eos_token_id": int(model.generate(inputs_embeds=embeds, max_new_tokens=12, do_sample=False)[0, 7])}
-    calls: list[dict[str, Any]] = [
-        {"inputs_embeds": embeds}, {"inputs_embeds": embeds, "input_ids": ids},
-        {"inputs_embeds": embeds, "attention_mask": shown},
-    ]  # fmt: skip
-    wanted = [model.generate(**call, **options) for call in calls]
-    rs.accelerate(model, nodes=8)
-    for call, plain in zip(calls, wanted, strict=True):
-        got = model.generate(**call, **options)
-        assert torch.equal(got.sequences, plain.sequences)
-        if name == "mamba2" and "attention_mask" in call:
-            assert "counts the padding" in model.speculation.last.reason
-        else:
-            assert model.speculation.last.mode == "tree"
-        for layer, known in zip(got.past_key_values.layers, plain.past_key_values.layers, strict=True):
-            if getattr(known, "keys", None) is not None:
-                assert layer.keys.shape == known.keys.shape
-                torch.testing.assert_close(layer.keys[1, :, -3:], known.keys[1, :, -3:], atol=1e-4, rtol=1e-3)
-        sampled: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "num_return_sequences": 2}
-        assert torch.equal(model.generate(**call, **sampled), model.generate(**call, **sampled, draft="off"))
 
 
 def test_a_model_with_several_tables_of_tokens_is_left_to_itself() -> None:

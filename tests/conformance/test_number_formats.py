@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 from retrieve_spec.attention import tree_mask
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.recorded import recorded_verifier
-from retrieve_spec.recorded.kv_buffer import KVBuffer
+from retrieve_spec.recorded.kv_buffer import KVBuffer, Slab
 from retrieve_spec.recorded.recorded_pass import RecordedPass
-from retrieve_spec.recorded.recording import try_recording
-from retrieve_spec.recorded.slab import Slab
+from retrieve_spec.recorded.verifier_factory import try_recording
 from retrieve_spec.verify import pass_inputs
+from retrieve_spec.verify.cache import KeptRows
 from retrieve_spec.verify.first_layers import first_layers
 from retrieve_spec.verify.interface import read_interface
-from retrieve_spec.verify.kept_rows import KeptRows
 from retrieve_spec.verify.number_format import is_exact
 from retrieve_spec.verify.probe import probe
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from byte_tokenizers import byte_tokenizer
 from filelock import FileLock
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import shards
+from retrieve_spec.datastore import stages
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.manifest import read_manifest
@@ -91,7 +93,7 @@ def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
 
 @pytest.mark.parametrize(("piece", "segments"), [(50, 4), (100, 2), (200, 1)])
 def test_many_tokens_are_shared_out_without_need(tokenizer, tmp_path, monkeypatch, piece, segments):
-    monkeypatch.setattr(shards, "_PIECE", piece)
+    monkeypatch.setattr(stages, "_PIECE", piece)
     for number in range(25):
         (tmp_path / f"{number:02}.txt").write_text(f"{number:09}")  # with its separator ten entries
     build_datastore(tmp_path / "s", str(tmp_path), tokenizer)
@@ -251,25 +253,23 @@ def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, t
 
 
 def test_catalogue_can_be_searched_by_path(tokenizer, texts, tmp_path):
-    import sqlite_utils
-
     build_datastore(tmp_path / "s", str(texts), tokenizer)
-    database = sqlite_utils.Database(write_catalog(tmp_path / "s"))
-    assert [row["path"] for row in database["documents"].search("sub")] == ["sub/d.txt"]
+    found = "select d.path from documents d join documents_fts f on f.rowid = d.id where documents_fts match 'sub'"
+    with closing(sqlite3.connect(write_catalog(tmp_path / "s"))) as database:
+        assert database.execute(found).fetchall() == [("sub/d.txt",)]
 
 
 def test_catalogue_replaces_no_other_file(tokenizer, texts, tmp_path):
-    import sqlite_utils
-
     build_datastore(tmp_path / "s", str(texts), tokenizer)
     notes, others = tmp_path / "notes.txt", tmp_path / "others.sqlite"
     notes.write_text("mine")
-    sqlite_utils.Database(others)["documents"].insert({"mine": 1})
+    with closing(sqlite3.connect(others)) as database:
+        database.execute("create table documents (mine integer)")
+    before = others.read_bytes()
     for path in (notes, others, tmp_path):
         with pytest.raises(BuildError, match=r"expected a catalogue or nothing at .*, got another file"):
             write_catalog(tmp_path / "s", path)
-    assert notes.read_text() == "mine"
-    assert list(sqlite_utils.Database(others)["documents"].rows) == [{"mine": 1}]
+    assert notes.read_text() == "mine" and others.read_bytes() == before
     out = tmp_path / "made.sqlite"
     write_catalog(tmp_path / "s", out)
     assert write_catalog(tmp_path / "s", out) == out

@@ -12,7 +12,7 @@ from dense_models import save_model
 from test_dense_kill import keys_of
 
 from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore import dense_build, dense_keys
+from retrieve_spec.datastore import dense_build
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.dense import INDEX
 from retrieve_spec.datastore.store import open_datastore
@@ -28,13 +28,13 @@ def model(tmp_path):
 
 
 def build_in_small_shards(texts, tokenizer, config, path, resume=False):
-    dense_keys.SHARD = 64
+    dense_build.SHARD = 64
     build_datastore(path, texts, tokenizer, config=config, resume=resume, workers=1)
 
 
 @pytest.fixture
 def build(model, tmp_path, texts, tokenizer, monkeypatch):
-    monkeypatch.setattr(dense_keys, "SHARD", 64)  # so that it is put back
+    monkeypatch.setattr(dense_build, "SHARD", 64)  # so that it is put back
     config = StoreConfig(dense=DenseConfig(model, dims=4, window=16, overlap=4))
     build = partial(build_in_small_shards, str(texts), tokenizer, config)
 
@@ -98,16 +98,17 @@ def test_no_room_at_any_point(build, tmp_path):
 def stopped(build, monkeypatch):
     """Stop a build after its second checkpoint of keys."""
     written = []
-    replace_file = dense_keys.replace_file
+    replace_file = dense_build.replace_file
 
     def stop(path, content):
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(path)
+        if path.name.startswith("keys-"):
+            if len(written) == 2:
+                raise KeyboardInterrupt
+            written.append(path)
         replace_file(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dense_keys, "replace_file", stop)
+        patch.setattr(dense_build, "replace_file", stop)
         with pytest.raises(KeyboardInterrupt):
             build("s")
     return written

@@ -12,7 +12,7 @@ from dense_models import save_model
 from test_kill import run, state
 
 from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore import dense_keys
+from retrieve_spec.datastore import dense_build
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import StoreIncompleteError
@@ -27,13 +27,13 @@ def keys_of(store):
 
 
 def build_in_small_shards(texts, tokenizer, config, path, resume=False):
-    dense_keys.SHARD = 16
+    dense_build.SHARD = 16
     build_datastore(path, texts, tokenizer, config=config, resume=resume)
 
 
 @pytest.fixture
 def change(tmp_path, texts, tokenizer, monkeypatch):
-    monkeypatch.setattr(dense_keys, "SHARD", 16)  # so that it is put back
+    monkeypatch.setattr(dense_build, "SHARD", 16)  # so that it is put back
     dense = DenseConfig(save_model(tmp_path / "model"), dims=4, window=16, overlap=4)
     return partial(build_in_small_shards, str(texts), tokenizer, StoreConfig(segment_tokens=90, dense=dense))
 
@@ -42,21 +42,22 @@ def change(tmp_path, texts, tokenizer, monkeypatch):
 def test_a_build_stopped_between_checkpoints_goes_on_there(change, tmp_path, monkeypatch, done):
     change(tmp_path / "whole")
     written = []
-    replace_file = dense_keys.replace_file
+    replace_file = dense_build.replace_file
 
     def stop_after(path, content):
-        if len(written) == done:
-            raise KeyboardInterrupt
-        written.append(path.name)
+        if path.name.startswith("keys-"):
+            if len(written) == done:
+                raise KeyboardInterrupt
+            written.append(path.name)
         replace_file(path, content)
 
-    monkeypatch.setattr(dense_keys, "replace_file", stop_after)
+    monkeypatch.setattr(dense_build, "replace_file", stop_after)
     with pytest.raises(KeyboardInterrupt):
         change(tmp_path / "s")
     with pytest.raises(StoreIncompleteError, match="resume"):
         open_datastore(tmp_path / "s")
     again = []
-    monkeypatch.setattr(dense_keys, "replace_file", lambda p, c: (again.append(p.name), replace_file(p, c)))
+    monkeypatch.setattr(dense_build, "replace_file", lambda p, c: (again.append(p.name), replace_file(p, c)))
     change(tmp_path / "s", resume=True)
     assert not set(written) & set(again)
     assert keys_of(tmp_path / "s") == keys_of(tmp_path / "whole")

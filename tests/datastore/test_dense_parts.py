@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.dense_faiss import build_index, choose_kind, kind_of, nearest, open_index, recall
-from retrieve_spec.datastore.dense_keys import (
+from retrieve_spec.datastore.dense import build_index, choose_kind, kind_of, nearest, open_index, recall
+from retrieve_spec.datastore.dense_build import (
     LONGEST,
     choose_windows,
     fit_transform,

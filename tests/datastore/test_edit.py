@@ -19,7 +19,6 @@ from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, StoreIncompleteError, TokenizerMismatchError
-from retrieve_spec.kernels.ngram import EXTENT, KEY, START
 
 
 @pytest.fixture
@@ -28,28 +27,6 @@ def store(tokenizer, texts, records, tmp_path):
     build_datastore(path, Source(str(texts), "MIT"), tokenizer)
     add_documents(path, Source(str(records), "GPL-3.0", field="output"))
     return path
-
-
-def followers(opened):
-    """Every token that an n-gram table of a store knows as a continuation."""
-    found = set()
-    for table in opened.ngrams:
-        used = table.slots[table.slots[:, KEY] != 0]
-        for start, extent in used[:, [START, EXTENT]].tolist():
-            found |= set(table.succ_tokens[start : start + (extent >> 16)].tolist())
-    return found
-
-
-def test_removed_documents_are_not_found(store):
-    assert search_datastore(open_datastore(store), "def cat").matched == 7
-    report = remove_documents(store, ["c.py"])
-    assert (report.documents, report.tokens) == (1, 29)
-    opened = open_datastore(store)
-    assert search_datastore(opened, "def cat").matched == 4  # " cat" of other documents
-    assert "c.py" not in contents(store)
-    assert opened.manifest.documents == 8
-    assert opened.tokenizer.encode("(").ids[0] not in followers(opened)
-    verify_datastore(store)
 
 
 def test_remove_by_glob_and_by_condition(store):
@@ -153,12 +130,12 @@ def test_a_condition_that_is_no_sql(where, store):
 
 
 def test_interrupted_merge_names_its_command(store, tmp_path, monkeypatch):
-    from retrieve_spec.datastore import union
+    from retrieve_spec.datastore import edit
 
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(union, "link_files", stop)
+    monkeypatch.setattr(edit, "link_files", stop)
     with pytest.raises(KeyboardInterrupt):
         merge_datastores(tmp_path / "out", [store])
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from byte_tokenizers import byte_tokenizer
 from test_build import contents
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import shards
+from retrieve_spec.datastore import sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import (
     compact_datastore,
@@ -36,7 +36,7 @@ KILLS = int(os.environ.get("RETRIEVE_SPEC_KILLS", "12"))
 
 
 def attempt(change, resume):
-    shards.SHARD_BYTES = 60  # of this process: several shards, so that some can be done and others not
+    sources.SHARD_BYTES = 60  # of this process: several shards, so that some can be done and others not
     with contextlib.suppress(BuildError):  # nothing to resume
         change(resume=resume)
 

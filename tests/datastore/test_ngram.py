@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.ngrams import build_ngrams
+from retrieve_spec.datastore.indexes import build_ngrams
 from retrieve_spec.datastore.segment import suffix_array
 from retrieve_spec.kernels.ngram import EXTENT, ngram_hash
 

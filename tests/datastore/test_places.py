@@ -8,7 +8,7 @@ import pytest
 from dense_models import save_model
 
 from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore import stages, union
+from retrieve_spec.datastore import edit, stages
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores
 from retrieve_spec.datastore.store import open_datastore
@@ -66,7 +66,7 @@ def stop_reading(monkeypatch, change):
 
     with monkeypatch.context() as patch:
         patch.setattr(stages, "replace_file", stop)
-        patch.setattr(union, "link_files", stop)
+        patch.setattr(edit, "link_files", stop)
         with pytest.raises(KeyboardInterrupt):
             change()
 

@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.readahead import read_ahead
-from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.store import open_datastore, read_ahead
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no posix_fadvise")
 

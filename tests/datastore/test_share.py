@@ -299,13 +299,3 @@ def test_commands(store, tmp_path, capfd):
     copied = shutil.copytree(tmp_path / "remote", tmp_path / "copied")  # a plain copy is a store
     verify_datastore(copied)
     assert digest(copied / "segments") == digest(store / "segments")
-
-
-@pytest.mark.parametrize("content", ["[]", '{"%s": 5}', '"x"', "\0"])
-def test_what_was_seen_of_remotes_may_be_damaged(content, store, tmp_path):
-    url = (tmp_path / "r").as_uri()
-    push_datastore(store, url)
-    (store / share.REMOTES).write_text(content.replace("%s", url))
-    assert push_datastore(store, url).version == 1
-    (store / share.REMOTES).write_text(content.replace("%s", url))
-    assert pull_datastore(url, store).documents == 0

@@ -3,14 +3,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import zstandard
 
-from retrieve_spec.datastore import fingerprint, shards, stages
+from retrieve_spec.datastore import fingerprint, sources, stages
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.fingerprint import encode
@@ -101,22 +100,6 @@ def test_bomb_is_huge_before_it_is_unpacked(tokenizer, tmp_path):
     assert outcome(read(tokenizer, path)) == {"bomb.txt.gz": Reason.LARGE}
 
 
-def test_checkout_gives_what_git_does_not_ignore(tokenizer, texts):
-    git = ["git", "-C", str(texts), "-c", "user.name=t", "-c", "user.email=t@t"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    (texts / ".gitignore").write_text("b.txt\n")
-    subprocess.run([*git, "add", "."], check=True)
-    (texts / "untracked.txt").write_text("new")
-    assert outcome(read(tokenizer, texts)) == {
-        ".gitignore": "",
-        "a.txt": "",
-        "b.txt": Reason.IGNORED,
-        "c.py": "",
-        "sub/d.txt": "",
-        "untracked.txt": "",
-    }
-
-
 def test_records(tokenizer, records, tmp_path):
     results = read(tokenizer, Source(str(records), "MIT", field="output"))
     assert [r.path for r in results] == [f"answers.jsonl#{i}" for i in range(1, 6)]
@@ -193,10 +176,10 @@ def test_parts_of_a_large_file_of_records_are_the_whole(tokenizer, tmp_path, mon
     path = tmp_path / "many.jsonl"
     path.write_text("".join(json.dumps({"text": f"line {i} " * (1 + i % 7)}) + "\n" * (1 + i % 3) for i in range(40)))
     whole = [(r.path, r.skip, r.ids.tolist()) for r in read(tokenizer, path)]
-    monkeypatch.setattr(shards, "SHARD_BYTES", step)
-    monkeypatch.setattr(shards, "_BLOCK", 17)
+    monkeypatch.setattr(sources, "SHARD_BYTES", step)
+    monkeypatch.setattr(sources, "_BLOCK", 17)
     given = (Source(str(path)),)
-    files = [part for file in list_files(given) for part in shards._parts(file)]
+    files = [part for file in list_files(given) for part in sources._divided(file)]
     assert len(files) > 1
     assert sum(file.size for file in files) == path.stat().st_size
     parts = tokenise(files, given, tokenizer, LIMIT)
@@ -206,9 +189,9 @@ def test_parts_of_a_large_file_of_records_are_the_whole(tokenizer, tmp_path, mon
 def test_a_part_of_a_file_that_shrank_meanwhile_is_counted(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "many.jsonl"
     path.write_text('{"text": "a record of some length"}\n' * 40)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 400)
+    monkeypatch.setattr(sources, "SHARD_BYTES", 400)
     given = (Source(str(path)),)
-    files = [part for file in list_files(given) for part in shards._parts(file)]
+    files = [part for file in list_files(given) for part in sources._divided(file)]
     path.write_text('{"text": "one"}\n' * 40)
     results = list(tokenise(files, given, tokenizer, LIMIT))
     assert [r.skip for r in results].count(Reason.CHANGING) == sum(file.end > path.stat().st_size for file in files) > 0

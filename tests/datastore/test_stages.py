@@ -14,15 +14,14 @@ from byte_tokenizers import byte_tokenizer
 from test_build import contents, digest
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import build, shards, stages
+from retrieve_spec.datastore import build, sources, stages
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import WorkFolder
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import Manifest, read_manifest
-from retrieve_spec.datastore.shards import SegmentShard, segment_shards
 from retrieve_spec.datastore.sources import Source
-from retrieve_spec.datastore.stages import Stages
+from retrieve_spec.datastore.stages import SegmentShard, Stages, segment_shards
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, StoreCorruptError
 
@@ -33,7 +32,7 @@ SMALL = StoreConfig(segment_tokens=200)
 def many(tmp_path, monkeypatch):
     """A folder of which every few files make a shard, and processes of their own for however little work."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    monkeypatch.setattr(shards, "SHARD_BYTES", 150)
+    monkeypatch.setattr(sources, "SHARD_BYTES", 150)
     monkeypatch.setattr(build, "SPAWN_WORK", 0)
     folder = tmp_path / "many"
     folder.mkdir()
@@ -66,7 +65,7 @@ def test_ranks_in_any_order_and_repeated_write_the_same_bytes(tokenizer, many, t
     build_datastore(tmp_path / "a", str(many), tokenizer, config=SMALL, workers=1)
 
     def backwards(self, stage, ranks, size):
-        return [stages.run_rank(Stages(WorkFolder(tmp_path / "b")), stage, rank) for rank in [*ranks[::-1], *ranks[:2]]]
+        return [getattr(Stages(WorkFolder(tmp_path / "b")), stage)(rank) for rank in [*ranks[::-1], *ranks[:2]]]
 
     monkeypatch.setattr(build.Workers, "run", backwards)
     build_datastore(tmp_path / "b", str(many), tokenizer, config=SMALL, workers=1)
@@ -102,21 +101,6 @@ def test_a_limit_of_tokens_reads_no_more_than_it_needs(tokenizer, many, tmp_path
     assert ranks == list(range(4))
 
 
-def test_shards_that_hold_little_do_not_make_a_limit_of_tokens_read_all(tokenizer, tmp_path, monkeypatch):
-    """The first few hold one token between them, and what follows as much as is wanted."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(400):
-        (folder / f"{number:03}.txt").write_text("x" if number < 4 else f"{number:03} " * 20)
-    monkeypatch.setattr(shards, "SHARD_FILES", 1)
-    ranks = []
-    tokens = Stages.tokens
-    monkeypatch.setattr(Stages, "tokens", lambda self, rank: ranks.append(rank) or tokens(self, rank))
-    report = build_datastore(tmp_path / "s", str(folder), tokenizer, workers=1, max_tokens=400)
-    assert report.tokens == 1 + 4 * 80
-    assert ranks == list(range(4 + 8 * 4))
-
-
 def die(store, stage, rank):
     os._exit(1)
 
@@ -147,7 +131,7 @@ def test_errors_of_workers_are_those_of_the_library(many, tmp_path, monkeypatch)
 
 def build_slowly(store, source):
     """A build of two workers, which wait for ever."""
-    build.SPAWN_WORK, shards.SHARD_BYTES, build._run_rank = 0, 150, wait_for_ever
+    build.SPAWN_WORK, sources.SHARD_BYTES, build._run_rank = 0, 150, wait_for_ever
     build_datastore(store, source, byte_tokenizer(), workers=2)
 
 

@@ -16,7 +16,7 @@ from test_build import contents
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import entry_filter, segment, shards, sync
+from retrieve_spec.datastore import entry_filter, segment, stages, sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.edit import remove_documents
@@ -115,7 +115,7 @@ def test_segments_that_are_not_small_are_left_alone(folder, tokenizer, tmp_path)
 
 def test_segments_that_a_text_was_shared_out_among_are_left_alone(folder, tokenizer, tmp_path, monkeypatch):
     """Joined, they would be shared out again: every change would write the whole store anew."""
-    monkeypatch.setattr(shards, "_PIECE", 100)
+    monkeypatch.setattr(stages, "_PIECE", 100)
     for number in range(90):
         (folder / f"{number}.txt").write_text(f"{number:09}")  # with its separator ten entries
     store = tmp_path / "s"
@@ -209,17 +209,6 @@ def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, wri
     (folder / "new.txt").write_text("a new text")
     assert sync_datastore(store, [folder]).documents == 1
     assert contents(store) == before | {"new.txt": "a new text"}
-
-
-@pytest.mark.parametrize("part", [0, 0.3, 0.9])
-def test_a_memory_of_folders_that_is_cut_counts_for_nothing(folder, tokenizer, tmp_path, part):
-    (folder / "r.jsonl").write_text('{"text": "a record"}\n')
-    sync_datastore(tmp_path / "s", [folder], tokenizer)
-    content = (tmp_path / "s" / "sync.json").read_bytes()
-    assert sync.read_state(tmp_path / "s")
-    (tmp_path / "s" / "sync.json").write_bytes(content[: int(part * len(content))])
-    assert sync.read_state(tmp_path / "s") == {}
-    assert sync_datastore(tmp_path / "s", [folder]).documents == 0
 
 
 @given(
@@ -328,6 +317,22 @@ def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
     assert contents(store) == {}
     (folder / "new.txt").write_text("new text")
     assert sync_datastore(store, [folder]).documents == 1
+    verify_datastore(store)
+
+
+def test_what_is_to_be_forgotten_stands_in_no_file(folder, tokenizer, tmp_path):
+    store = tmp_path / "s"
+    sync_datastore(store, [folder], tokenizer)
+    gone = (folder / "a.txt").read_text()
+    (folder / "a.txt").write_text("now another text")
+    sync_datastore(store, [folder])
+    held = [len(part.documents) for part in open_datastore(store).segments]
+    assert sum(held) == len(contents(store)) + 1  # the old text is hidden
+    sync_datastore(store, [folder], forget=True)
+    segments = open_datastore(store).segments
+    assert (
+        sum(len(part.documents) for part in segments) == len(contents(store)) and gone not in contents(store).values()
+    )
     verify_datastore(store)
 
 

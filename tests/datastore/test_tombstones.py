@@ -13,7 +13,7 @@ from store_cursors import CorpusSource, NgramSource
 from test_build import contents, digest
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import removal
+from retrieve_spec.datastore import edit
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents
 from retrieve_spec.datastore.search import search_datastore
@@ -47,7 +47,7 @@ def test_only_what_is_left_is_found_and_drafted(places, tokenizer, most, texts, 
     gone = data.draw(st.sets(st.integers(0, len(texts) - 1), min_size=1, max_size=len(texts) - 1))
     left = [text for i, text in enumerate(texts) if i not in gone]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(removal, "MOST_TOKENS", most)
+        patch.setattr(edit, "MOST_TOKENS", most)
         for i in sorted(gone, reverse=data.draw(st.booleans())):
             remove_documents(store, [f"{i}.txt"])
     verify_datastore(store)

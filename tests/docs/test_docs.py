@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import generate_docs
 import pytest
 
 import retrieve_spec
@@ -28,39 +28,29 @@ PAGES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def generator():
-    sys.path.insert(0, str(ROOT / "scripts"))  # what the script itself imports beside it
-    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "scripts" / "generate_docs.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_generated_parts_are_current(generator):
-    stale = [str(path.relative_to(ROOT)) for path in generator.stale()]
+def test_generated_parts_are_current():
+    stale = [str(path.relative_to(ROOT)) for path in generate_docs.stale()]
     assert not stale, f"out of date: {', '.join(stale)}; run `make docs`"
 
 
-def test_every_option_of_every_config_is_described(generator):
-    classes = generator.config_classes()
+def test_every_option_of_every_config_is_described():
+    classes = generate_docs.config_classes()
     assert classes
     for cls in classes:
-        described = generator.attributes(cls)
+        described = generate_docs.attributes(cls)
         assert set(described) == {field.name for field in dataclasses.fields(cls)}, cls.__name__
         assert all(described.values()), cls.__name__
 
 
-def test_every_environment_variable_in_the_code_is_documented(generator):
+def test_every_environment_variable_in_the_code_is_documented():
     used = set()
     for path in (ROOT / "retrieve_spec").rglob("*.py"):
         used |= set(re.findall(r"\bRETRIEVE_SPEC_[A-Z_]+\b", path.read_text()))
-    assert used <= set(generator.ENVIRONMENT), f"undocumented: {used - set(generator.ENVIRONMENT)}"
+    assert used <= set(generate_docs.ENVIRONMENT), f"undocumented: {used - set(generate_docs.ENVIRONMENT)}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -196,9 +186,9 @@ def test_make_targets_in_the_docs_exist():
             assert target in targets, f"{page}: make {target}"
 
 
-def test_every_table_has_its_place_in_one_page(generator):
-    placed = [match["name"] for page in PAGES for match in generator.PART.finditer((ROOT / page).read_text())]
-    assert sorted(placed) == sorted(generator.PARTS)
+def test_every_table_has_its_place_in_one_page():
+    placed = [match["name"] for page in PAGES for match in generate_docs.PART.finditer((ROOT / page).read_text())]
+    assert sorted(placed) == sorted(generate_docs.PARTS)
 
 
 def test_every_data_file_names_its_machine_and_command():

@@ -11,7 +11,6 @@ import retrieve_spec
 PACKAGE = Path(retrieve_spec.__file__).parent
 ORDER = [
     {"_version", "errors", "openmp"},
-    {"forks"},
     {"config", "paths", "model_layers", "reference_model"},
     {"kernels"},
     {"datastore"},

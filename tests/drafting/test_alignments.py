@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from retrieve_spec.bench.ablation import FreshDrafter
+from retrieve_spec.bench.methods import FreshDrafter
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter

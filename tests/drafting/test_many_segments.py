@@ -8,7 +8,7 @@ import pytest
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import store as store_module
-from retrieve_spec.datastore.ngrams import ContextFilter
+from retrieve_spec.datastore.indexes import ContextFilter
 from retrieve_spec.kernels.ngram import MAX_ORDER, longest_marked, ngram_find, ngram_hash
 
 SEGMENTS = 70
@@ -58,13 +58,13 @@ def test_drafts_are_those_without_the_filter(many, monkeypatch, seed):
 
 
 def test_few_tables_and_large_ones_are_asked_one_by_one(many, monkeypatch):
-    from retrieve_spec.datastore import ngrams
+    from retrieve_spec.datastore import indexes
 
     tables = [segment.ngram for segment in many.segments]
-    assert ngrams.filter_contexts(tables[:3]).columns == (-1, -1, -1)
-    assert ngrams.filter_contexts([*tables[:3], None, *tables[3:6]]).columns == (0, 1, 2, -1, 3, 4, 5)
-    monkeypatch.setattr(ngrams, "_SMALL_SLOTS", 0)
-    assert set(ngrams.filter_contexts(tables).columns) == {-1}
-    monkeypatch.setattr(ngrams, "_SMALL_SLOTS", 1 << 18)
-    monkeypatch.setattr(ngrams, "_FILTER_BYTES", 1 << 10)
-    assert ngrams.filter_contexts(tables).marks.nbytes <= 1 << 10
+    assert indexes.filter_contexts(tables[:3]).columns == (-1, -1, -1)
+    assert indexes.filter_contexts([*tables[:3], None, *tables[3:6]]).columns == (0, 1, 2, -1, 3, 4, 5)
+    monkeypatch.setattr(indexes, "_SMALL_SLOTS", 0)
+    assert set(indexes.filter_contexts(tables).columns) == {-1}
+    monkeypatch.setattr(indexes, "_SMALL_SLOTS", 1 << 18)
+    monkeypatch.setattr(indexes, "_FILTER_BYTES", 1 << 10)
+    assert indexes.filter_contexts(tables).marks.nbytes <= 1 << 10

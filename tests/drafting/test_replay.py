@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from tokenizers import processors
 
-from retrieve_spec.bench.cli_replay import replay as replay_command
+from retrieve_spec.bench.cli import replay as replay_command
 from retrieve_spec.bench.replay import Replay, TraceRow, halves, read_trace, replay_trace, walk
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree

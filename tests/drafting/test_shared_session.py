@@ -17,7 +17,7 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.engine.siblings import Siblings
+from retrieve_spec.engine.memories import Siblings
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.session import SessionMemory
 

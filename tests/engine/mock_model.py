@@ -10,8 +10,8 @@ import torch
 
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.cost import CostModel, Costs
+from retrieve_spec.engine.drafters import DrafterLease
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.lent_drafter import LentDrafter
 from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.sampling.acceptance import GreedySampler, Sampler
 from retrieve_spec.sampling.stopping import Stopper
@@ -91,7 +91,7 @@ def sequence(
     return Sequence(
         VerifierInputs(torch.tensor([prompt]), max_length=max_length),
         verifier,
-        LentDrafter(lambda: drafter or "drafting is off", np.array(prompt, np.int32), None, on_pass),
+        DrafterLease(lambda: drafter or "drafting is off", np.array(prompt, np.int32), None, on_pass),
         sampler or GreedySampler(),
         stopper,
         Limits(**{"nodes": 8, "max_depth": 100, "max_length": max_length} | limits),
@@ -100,9 +100,7 @@ def sequence(
 
 def passes(made: Sequence, cost: CostModel | None = None) -> Iterator[list[int]]:
     """What every pass of a sequence makes visible."""
-    costs = Costs()
-    costs.alone = cost or CostModel()
-    for _, visible in Engine(costs).run([made]):
+    for _, visible in Engine(Costs(cost)).run([made]):
         if visible is not None:
             yield visible.tolist()
     if made.error is not None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from batch_rows import drawn_trees, tree_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.engine.budget import fewer_paths
 from retrieve_spec.engine.cost import CostModel, Costs
 
 
@@ -189,44 +183,6 @@ def test_numbers_of_sequences_within_an_eighth_share_what_is_measured() -> None:
     assert len({id(costs.of(n)) for n in range(1, 65)}) == 15 + 8 + 8 + 1
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), path_seconds=st.sampled_from([0.0, 0.05, 0.3, 1.0]))
-def test_the_paths_that_stay_are_those_that_pay_most(data: st.DataObject, path_seconds: float) -> None:
-    """Where nodes cost nothing no other set of paths gives more tokens per second."""
-    for tree in drawn_trees(data):
-        kept = fewer_paths(tree, np.ones(20, np.float32), path_seconds)
-        leaves = np.setdiff1d(np.arange(len(tree)), tree.parent)
-        most = 1.0
-        for count in range(1, len(leaves) + 1):
-            for chosen in itertools.combinations(leaves, count):
-                seen = tree.ancestor_mask()[list(chosen)].any(axis=0)
-                rate = (1.0 + np.exp(tree.log_p[seen]).sum()) / (1.0 + path_seconds * (count - 1))
-                most = max(most, float(rate))
-        got = (1.0 + kept.expected_accepted) / (1.0 + path_seconds * max(kept.paths - 1, 0))
-        assert got == pytest.approx(most, rel=1e-4)
-
-
-def test_a_path_goes_when_it_costs_more_than_it_brings() -> None:
-    tree = tree_of([0.9, 0.8, 0.05, 0.3], [-1, 0, 0, -1])
-    free = np.ones(5, np.float32)
-    assert fewer_paths(tree, free, 0.0).paths == 3
-    assert fewer_paths(tree, free, 0.1).token_ids.tolist() == [0, 1, 3]
-    assert fewer_paths(tree, free, 0.5).token_ids.tolist() == [0, 1]
-
-
-def test_what_paths_cost_is_learned_from_passes_over_trees() -> None:
-    """A plain pass takes a second, four nodes two, every further path half a second."""
-    costs, tree, chain = Costs(), tree_of([0.5] * 4, [-1, 0, -1, 2]), tree_of([0.5] * 4, [-1, 0, 1, 2])
-    assert costs.without_paths([tree], 4, 100, 2.5) == 2.5  # paths cost nothing of their own
-    costs.path_share = 0.0
-    for _ in range(200):
-        for nodes, drafts, seconds in ((0, [], 1.0), (4, [chain], 2.0), (4, [tree], 2.5)):
-            costs.alone.observe(nodes, 100, costs.without_paths(drafts, nodes, 100, seconds))
-            costs.alone.seconds(100, 4)
-    assert costs.path_seconds == pytest.approx(0.5, rel=0.1)
-    assert costs.alone.seconds(100, 4)[[0, 4]] == pytest.approx([1.0, 2.0], rel=0.05)
-
-
 def test_after_a_change_one_pass_says_what_all_take() -> None:
     costs = Costs()
     for _ in range(60):
@@ -236,16 +192,3 @@ def test_after_a_change_one_pass_says_what_all_take() -> None:
     costs.doubt()
     costs.alone.observe(0, 100, 3.0)
     assert costs.alone.seconds(100, 64)[[0, 64]] == pytest.approx([3.0, 12.0], rel=0.1)
-
-
-def test_what_a_draft_leaves_to_the_next_pass_is_its_own_price() -> None:
-    costs = Costs()
-    assert costs.is_plain(0, True, 100, 9.0)  # models without states that stay behind
-    costs.path_share = 0.0
-    for _ in range(100):
-        for nodes, before, seconds in ((4, False, 2.0), (0, True, 1.4), (0, False, 1.0)):
-            if costs.is_plain(nodes, before, 100, seconds):
-                costs.alone.observe(nodes, 100, seconds)
-                costs.alone.seconds(100, 4)
-    assert costs.seconds(1, 100)[[0, 4]] == pytest.approx([1.0, 2.4], rel=0.05)
-    assert costs.alone.seconds(100, 4)[[0, 4]] == pytest.approx([1.0, 2.0], rel=0.05)

@@ -32,7 +32,7 @@ def sort():
     return suffix_array(np.random.default_rng(0).integers(1, 200, 3000).astype(np.uint16))
 
 def index():
-    from retrieve_spec.datastore.dense_faiss import build_index, nearest
+    from retrieve_spec.datastore.dense import build_index, nearest
     keys = np.random.default_rng(0).standard_normal((2000, 8), np.float32)
     return nearest(build_index(keys / np.linalg.norm(keys, axis=1, keepdims=True), "hnsw"), keys[:300], 5)[1]
 

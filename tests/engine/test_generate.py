@@ -132,7 +132,7 @@ def test_report(tiny: Any, prompt: torch.Tensor) -> None:
     assert last.accepted_by_source == {"script": 20}
     assert last.seconds > 0
     assert last.verify_ms > 0
-    assert last.as_dict()["tokens_per_pass"] == 6.0
+    assert last.tokens_per_pass == 6.0
 
 
 def test_draft_off_and_nodes_per_call(tiny: Any, prompt: torch.Tensor) -> None:

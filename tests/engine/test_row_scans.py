@@ -16,10 +16,9 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.mixers import find_mixers
-from retrieve_spec.verify.row_mixer import RowMixer, StateBehind, replaceable
-from retrieve_spec.verify.row_scans import SsdRows, convolve, scan_delta, scan_ssd, unit
-from retrieve_spec.verify.row_state import RowState
-from retrieve_spec.verify.row_tree import RowTree
+from retrieve_spec.verify.recurrent import RowState
+from retrieve_spec.verify.row_mixer import LaggingState, RowMixer, replaceable
+from retrieve_spec.verify.row_scans import RowTree, SsdRows, convolve, scan_delta, scan_ssd, unit
 
 TREES = ([[1, 2, 3], [1, 4], [5, 6]], [[7]], [], [[1, 2, 3, 4, 5, 6]], [[1], [2], [3]])
 CPU = torch.device("cpu")
@@ -59,16 +58,16 @@ def in_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowTree, "_seeing", classmethod(doubled))
 
 
-def test_parents_are_those_of_the_trees_at_the_right_of_a_pass() -> None:
+def test_parents_are_those_of_the_trees_at_the_left_of_a_pass() -> None:
     tree, trees = row_tree(5, roots=2)
     assert tree.width == 5 + 6
     for text, draft in enumerate(trees):
         roots = 2 + text
-        first = tree.width - roots - len(draft)
-        assert tree.parent[text, : first + 1].tolist() == [-1] * (first + 1)
-        assert path_to(tree, text, first + roots - 1) == list(range(first, first + roots))
+        size = roots + len(draft)
+        assert tree.parent[text, size:].tolist() == [-1] * (tree.width - size)
+        assert path_to(tree, text, roots - 1) == list(range(roots))
         for node, parent in enumerate(draft.parent):
-            assert tree.parent[text, first + roots + node] == first + roots + (parent if parent >= 0 else -1)
+            assert tree.parent[text, roots + node] == roots + (parent if parent >= 0 else -1)
         for row in range(tree.width):
             assert np.flatnonzero(tree.above[text, row]).tolist() == sorted(path_to(tree, text, row))
 
@@ -175,7 +174,7 @@ def test_a_state_is_brought_up_once() -> None:
     state = torch.ones(1, 2, 3, 4)
     rows = SsdRows(torch.ones(1, 2, 2, 3), torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 2))
     layer = SimpleNamespace(recurrent_states={0: state})
-    behind = StateBehind(state, rows, torch.tensor([0, 1]), None)
+    behind = LaggingState(state, rows, torch.tensor([0, 1]), None)
     for _ in range(3):
         behind.settle(layer)
         assert torch.equal(layer.recurrent_states[0], torch.full_like(state, 3.0))

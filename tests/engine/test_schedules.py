@@ -14,7 +14,7 @@ import pytest
 from interrupting import ctrl_c, python_handles_it
 
 import retrieve_spec as rs
-from retrieve_spec.engine import batches
+from retrieve_spec.engine import engine as batches
 from retrieve_spec.engine.sequence import Sequence
 
 COUNT = int(os.environ.get("RETRIEVE_SPEC_SCHEDULES", "100"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import retrieve_spec as rs
-from retrieve_spec.engine import batches
+from retrieve_spec.engine import engine
 from retrieve_spec.sampling import pass_logits
 from retrieve_spec.sampling.pass_logits import read_logits, read_side_by_side
 
@@ -57,7 +57,7 @@ def test_a_batch_is_read_at_once_and_says_the_same(tiny: Any, sample: bool, monk
     rs.accelerate(tiny, recorded_pass="always")
     alone = [tiny.generate(ids, **options, seed=5)]
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "read_side_by_side", _raise)  # then each looks for itself
+        patch.setattr(engine, "read_side_by_side", _raise)  # then each looks for itself
         alone.append(tiny.generate(ids, **options, seed=5))
     counts: list[int] = []
     read = pass_logits.read_logits

@@ -11,9 +11,9 @@ import torch
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.engine import siblings as siblings_module
+from retrieve_spec.engine import memories as siblings_module
 from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.engine.siblings import Siblings
+from retrieve_spec.engine.memories import Siblings
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.session import SessionMemory
 

@@ -12,9 +12,8 @@ from scripted_drafter import ScriptedDrafter
 from transformers import DynamicCache, GenerationConfig
 
 import retrieve_spec as rs
-from retrieve_spec.engine.streaming import TextDecoder
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.generation.streams import _pieces
+from retrieve_spec.generation.streams import TextDecoder, _pieces
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 

@@ -80,25 +80,6 @@ def test_texts_are_those_without_drafts():
     assert llama.draft_model.statistics()["under_way"] == 1, "texts that ended are forgotten"
 
 
-@pytest.mark.parametrize("context", [97, 98, 99, 100])
-def test_drafts_that_fit_batch_and_context(context):
-    llama = Llama(DraftModel(num_pred_tokens=64), n_ctx=context, n_batch=4)
-    llama.draft_model.drafter.measured = lambda seconds: None  # then every draft is as long as it may be
-    asked = []
-    draft = llama.draft_model
-
-    class Watched:
-        def __call__(self, ids):
-            found = draft(ids)
-            asked.append((len(ids), len(found)))
-            return found
-
-    llama.draft_model = Watched()
-    assert llama.write([1], context - 1) == plain([1], context - 1)
-    assert max(most for _, most in asked) == 3
-    assert all(length + most <= context for length, most in asked)
-
-
 class Naive:
     """The plain way: a drafter of one request is told what happens to texts, which it keeps as lists."""
 
@@ -189,14 +170,6 @@ def test_a_step_is_measured_from_draft_to_draft(monkeypatch):
     assert len(steps) == 2
 
 
-def test_greedy_and_sampled_texts_are_apart():
-    llama = Llama(DraftModel())
-    list(zip(range(3), llama.generate([1, 2], temp=0.0), strict=False))
-    assert [text.sampled for text in llama.draft_model._texts.values()] == [False]
-    list(zip(range(3), llama.generate([1, 2], temp=0.7), strict=False))
-    assert [text.sampled for text in llama.draft_model._texts.values()] == [True]
-
-
 def test_what_cannot_be_verified_goes_without_drafts(caplog):
     prompt = list(range(9)) * 3
     llama = Llama(DraftModel(), recurrent=True)
@@ -207,13 +180,6 @@ def test_what_cannot_be_verified_goes_without_drafts(caplog):
     assert llama.steps == 30
     with pytest.raises(ConfigError, match="Pass logits_all=True"):
         Llama(DraftModel(), scores=32).write(prompt, 30)
-
-
-def test_other_callers():
-    draft = DraftModel(num_pred_tokens=4)
-    assert draft(np.array([1, 2, 3, 4] * 4, np.intc)).tolist() == [1, 2, 3, 4]
-    assert draft(np.array([1, 2, 3, 4] * 5, np.int64), top_k=3).dtype == np.intc
-    assert draft.statistics()["requests"] == 1
 
 
 def test_an_expected_answer_is_drafted_once():
@@ -233,15 +199,6 @@ def test_a_llama_that_is_gone_leaves_no_text():
     assert len(draft.drafter.session.texts) == 4
     draft.close()
     assert draft.statistics()["under_way"] == 0
-
-
-def test_state_is_kept(tmp_path):
-    for _ in range(2):
-        draft = DraftModel(session=True, state=tmp_path / "state")
-        known = len(draft.drafter.session)
-        Llama(draft).write([1], 60)
-        draft.close()
-    assert known > 30
 
 
 def test_a_failure_leaves_the_text_and_ends_drafting(caplog, monkeypatch):

@@ -12,8 +12,6 @@ import importlib.util
 import inspect
 import json
 import logging
-import os
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
@@ -27,9 +25,7 @@ import sglang_engine as engine
 import torch
 from made_up_model import plain
 
-from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations import options, sglang
-from retrieve_spec.integrations.tree_corpus import mask_of
 
 for needed in ("sglang", "msgspec", "orjson", "zmq"):
     if importlib.util.find_spec(needed) is None:
@@ -139,18 +135,6 @@ def test_arguments_are_resolved_as_those_of_ngram(registered, monkeypatch, given
     assert view(arguments).speculative_ngram_capacity == sglang._SPARE
 
 
-def test_mistakes_stop_the_server(registered, monkeypatch):
-    record = importlib.import_module("sglang.srt.server_args").ServerArgs
-    resolve = importlib.import_module("sglang.srt.arg_groups.speculative_hook").handle_speculative_decoding
-    given = {"model_path": "none", "device": "cuda", "speculative_algorithm": sglang.NAME}
-    monkeypatch.setattr(options, "installed_version", lambda name: "0.5.22")
-    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.23, got 0\.5\.22"):
-        resolve(record(**given))
-    monkeypatch.setattr(options, "installed_version", lambda name: "0.5.23")
-    with pytest.raises(ConfigError, match="Build a store"):
-        resolve(record(**given, speculative_ngram_external_corpus_path="x.jsonl"))
-
-
 def ngram_module(**names):
     """The n-gram worker of the wheel itself, over stand-ins for kernels, pools and the target."""
     spec_info = importlib.import_module("sglang.srt.speculative.spec_info")
@@ -226,9 +210,9 @@ def test_texts_behind_the_released_worker(wheel, monkeypatch, overlap):
         scheduler.add(f"r{i}", **wanted[f"r{i}"])
     assert scheduler.serve() == {name: plain(w["prompt"], w["max_new_tokens"]) for name, w in wanted.items()}
     assert scheduler.accepted > scheduler.steps / 2
-    assert worker.ngram_corpus.trees.statistics()["failures"] == 0
+    assert worker.ngram_corpus.statistics()["failures"] == 0
     worker.clear_cache_pool()
-    assert not len(worker.ngram_corpus.trees.drafter)
+    assert not len(worker.ngram_corpus.drafter)
 
 
 def test_what_is_overridden_is_what_the_worker_calls(wheel):
@@ -269,96 +253,3 @@ def test_what_is_looked_at_is_there(wheel):
     assert {"dp_rank", "world_rank"} <= set(context.SpawnRanks.__struct_fields__)
     modes = names_set_in("srt/model_executor/forward_batch_info.py", "ForwardMode")
     assert {"is_extend", "is_decode", "is_target_verify"} <= modes
-
-
-def test_requests_say_what_they_wish_and_how_they_sample(wheel):
-    parameters = importlib.import_module("sglang.srt.sampling.sampling_params").SamplingParams
-    greedy = parameters(temperature=0, max_new_tokens=5, custom_params={"retrieve_spec_prediction": "text"})
-    assert greedy.top_k == 1 and parameters(temperature=0.7).top_k != 1 and greedy.max_new_tokens == 5
-    assert greedy.custom_params == {"retrieve_spec_prediction": "text"}
-
-
-def parents(rng, rows=6, width=engine.WIDTH):
-    made = [[-1, *(int(rng.integers(0, i)) for i in range(1, width))] for _ in range(rows)]
-    return np.array(made, np.int32)
-
-
-def test_links_are_those_that_sglang_derives(wheel):
-    mask = mask_of(parents(np.random.default_rng(0)))
-    theirs = ngram_module()["_derive_tree_links"](mask.astype(np.int64), *mask.shape[:2])
-    for one, other in zip(engine.links(mask), theirs, strict=True):
-        assert (one == other.numpy()).all()
-
-
-KERNELS = """
-import sys
-import numpy as np
-import torch
-import triton
-import triton.language as tl
-sys.path.insert(0, {tests!r})
-import sglang_engine as engine
-from retrieve_spec.integrations.tree_corpus import mask_of
-
-{kernels}
-
-rng = np.random.default_rng(2)
-rows, width = 6, engine.WIDTH
-parent = np.array([[-1, *(int(rng.integers(0, i)) for i in range(1, width))] for _ in range(rows)])
-mask = mask_of(parent.astype(np.int32))
-lengths = torch.arange(rows) + 10
-positions = torch.zeros(rows * width, dtype=torch.long)
-index, child, sibling = torch.zeros(3, rows, width, dtype=torch.long)
-_reconstruct_tree_mask_kernel[(rows,)](
-    torch.from_numpy(mask).flatten(), lengths, positions, index, child, sibling, width, 16
-)
-below, beside = engine.links(mask)
-assert (child.numpy() == below).all() and (sibling.numpy() == beside).all()
-assert (positions.reshape(rows, width).numpy() == mask.sum(-1) - 1 + lengths.numpy()[:, None]).all()
-lengths_seen = set()
-for seed in range(20):
-    candidates, said = torch.from_numpy(rng.integers(0, 3, (2, rows, width)))
-    predict = torch.zeros(rows * width, dtype=torch.int32)
-    accepted = torch.full((rows, width), -1, dtype=torch.int32)
-    number = torch.zeros(rows, dtype=torch.int32)
-    verify_tree_greedy_kernel_triton[(rows,)](
-        predict, accepted, number, candidates, index, child, sibling, said, rows, width, width
-    )
-    for b in range(rows):
-        walked = engine.walk_greedy(*(one[b].tolist() for one in (candidates, child, sibling, said)))
-        lengths_seen.add(len(walked))
-        assert number[b] == len(walked) - 1
-        assert accepted[b, : len(walked)].tolist() == [b * width + node for node in walked]
-        assert [int(predict[b * width + node]) for node in walked] == [int(said[b, node]) for node in walked]
-assert len(lengths_seen) > 2
-print("same")
-"""
-
-
-def test_the_walk_is_that_of_sglangs_kernels(wheel, tmp_path):
-    """Their Triton kernels, interpreted: links and positions from a mask, and greedy verification."""
-    pytest.importorskip("triton")
-    found = []
-    for path, name in (
-        ("kernels/ops/speculative/reconstruct_tree.py", "_reconstruct_tree_mask_kernel"),
-        ("kernels/ops/speculative/spec_tree.py", "verify_tree_greedy_kernel_triton"),
-    ):
-        source = (ROOT / path).read_text(encoding="utf-8")
-        found.append("@triton.jit\n" + ast.get_source_segment(source, definition(path, name)))
-    script = tmp_path / "kernels.py"
-    script.write_text(KERNELS.format(tests=str(Path(__file__).parent), kernels="\n\n".join(found)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "same", done.stderr[-2000:]
-
-
-def test_the_sampling_kernel_still_counts_children_one_by_one(wheel):
-    """What `walk_sampled` does by coins stands in CUDA alone: its lines are looked for, so that a change is seen."""
-    source = (ROOT / "kernels/jit/include/sgl_kernel/speculative/sampling.cuh").read_text()
-    for line in (
-        "prob_acc += target_prob_single;",
-        "coin < prob_acc / threshold_acc",
-        "cur_index = retrive_next_sibling[bx * num_draft_tokens + cur_index];",
-        "coin = uniform_samples[bx * num_draft_tokens + cur_index];",
-    ):
-        assert line in source

@@ -7,7 +7,7 @@ from doors import Doors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieve_spec.datastore.ngrams import build_grams, suffix_beginnings
+from retrieve_spec.datastore.indexes import build_grams, suffix_beginnings
 from retrieve_spec.datastore.segment import bits_of, suffix_array
 from retrieve_spec.kernels import grams, source_table
 from retrieve_spec.kernels.follow import MATCH, follow_all

@@ -10,7 +10,6 @@ import torch
 from batch_rows import LENGTHS, drawn_trees, left_padded, script, small_model, tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupting import ctrl_c, python_handles_it
 from scripted_drafter import ScriptedDrafter
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -19,7 +18,7 @@ from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine import batches, joining
+from retrieve_spec.engine import engine, joining
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine.budget import Backoff, Progress, gain, pruned, room, row_cost, share_out, worth
 from retrieve_spec.engine.cost import CostModel, Costs
@@ -206,26 +205,6 @@ def test_a_drafter_that_was_given_serves_one_text(tiny: Any) -> None:
     assert "the drafter that was given serves one text" in tiny.speculation.last.reason
 
 
-def test_an_interrupted_batch_leaves_the_model_usable(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, options = left_padded(), {"max_new_tokens": 20, "do_sample": False}
-    plain = tiny.generate(**inputs, **options)
-    drafters = script(tiny, monkeypatch, plain, "half", recorded_pass="always")
-    together, calls = batches.forward_together, []
-
-    def failing(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 4:  # the first reads the prompts
-            ctrl_c()
-        return together(*given)
-
-    monkeypatch.setattr(batches, "forward_together", failing)
-    with python_handles_it(), pytest.raises(KeyboardInterrupt):
-        tiny.generate(**inputs, **options)
-    assert [d.finished for d in drafters] == [1] * 4
-    assert tiny.speculation.last.passes == 4
-    assert torch.equal(tiny.generate(**inputs, **options), plain)
-
-
 def test_samples_of_one_prompt(tiny: Any) -> None:
     """`num_return_sequences`: every sample has noise of its own, and is the same with drafts and without."""
     inputs = left_padded((5, 9))
@@ -260,7 +239,7 @@ def test_a_pass_that_cannot_be_shared_is_taken_alone(tiny: Any, monkeypatch: pyt
     def failing(*given: Any) -> Any:
         raise torch.OutOfMemoryError("too much at once")
 
-    monkeypatch.setattr(batches, "forward_together", failing)
+    monkeypatch.setattr(engine, "forward_together", failing)
     rs.accelerate(tiny, recorded_pass="always")
     assert torch.equal(tiny.generate(**inputs, **options), plain)
 

@@ -14,10 +14,9 @@ from small_decoders import build, ids
 import retrieve_spec as rs
 import retrieve_spec.kernels
 from retrieve_spec.config import PassConfig
-from retrieve_spec.recorded import recorded_pass, recorded_verifier, slab
-from retrieve_spec.recorded.cuda import pass_graphs
-from retrieve_spec.recorded.cuda.pass_graphs import CudaGraphCapture
-from retrieve_spec.recorded.pass_buffer import DeviceFields
+from retrieve_spec.recorded import kv_buffer, pass_graphs, recorded_pass, recorded_verifier
+from retrieve_spec.recorded.packed_pass import DeviceFields
+from retrieve_spec.recorded.pass_graphs import CudaGraphCapture
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 
 DEVICE = torch.device("cuda", 0)
@@ -105,7 +104,7 @@ def test_slabs_grow_under_captured_passes(gpu: PretendCuda, with_triton: None, m
     """Graphs read where slabs stand: a text that outgrows its slabs captures nothing again."""
     monkeypatch.setattr(recorded_verifier, "MAX_NODES", 0)
     monkeypatch.setattr(recorded_verifier, "PASS", PassConfig(cache_block=8))
-    monkeypatch.setattr(slab, "PASS", PassConfig(cache_block=8))
+    monkeypatch.setattr(kv_buffer, "PASS", PassConfig(cache_block=8))
     placed = Placed(gpu)
     options: dict[str, Any] = {"max_new_tokens": 200, "do_sample": False}
     expected = placed.host.generate(ids(30), **options)

@@ -8,8 +8,7 @@ import torch
 from small_decoders import build
 from transformers import DynamicCache
 
-from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
-from retrieve_spec.recorded.slab import Slab
+from retrieve_spec.recorded.kv_buffer import KVBuffer, Slab, cache_windows
 
 
 def test_sliding_slab_holds_a_window() -> None:

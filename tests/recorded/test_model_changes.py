@@ -202,24 +202,6 @@ def test_a_forward_that_counts_its_calls_is_not_recorded() -> None:
     assert model.speculation._passes._known[0] is known
 
 
-def test_recording_again_is_paid_for_by_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifier_factory, "STATES", 1)
-    model = accelerate(build("llama"))
-    config = model.model.layers[0].self_attn
-    config.scaling *= 2
-    check(model)
-    config.scaling *= 0.5
-    assert check(model, "plain").pass_reason == "the model changes too often to be probed each time"
-    kinds = []
-    for _ in range(verifier_factory.PER_RECORDING + 1):
-        model.generate(ids(20), **OPTIONS)
-        kinds.append(model.speculation.last.pass_kind)
-    assert kinds[0] == "plain" and kinds[-1] == "recorded"
-    config.scaling *= 2
-    model.speculation.invalidate()
-    check(model)
-
-
 def test_the_report_names_the_pass() -> None:
     model = build("llama")
     rs.accelerate(model, recorded_pass="off")

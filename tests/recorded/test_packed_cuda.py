@@ -16,10 +16,10 @@ from small_decoders import ids
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
-from retrieve_spec.recorded import packed_pass, recorded_pass, recorded_verifier, slab
-from retrieve_spec.recorded.cuda.pass_graphs import PassGraphs
+from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_pass, recorded_verifier
+from retrieve_spec.recorded.kv_buffer import Slab
+from retrieve_spec.recorded.pass_graphs import PassGraphs
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.recorded.slab import Slab
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import read_interface
 
@@ -68,7 +68,7 @@ def test_rows_of_a_batch_attend_in_one_launch(
     """One launch per layer serves all rows, whose slabs move as they grow, under captured passes, too."""
     monkeypatch.setattr(recorded_verifier, "MAX_NODES", 0)
     monkeypatch.setattr(recorded_verifier, "PASS", PassConfig(cache_block=1))
-    monkeypatch.setattr(slab, "PASS", PassConfig(cache_block=1))
+    monkeypatch.setattr(kv_buffer, "PASS", PassConfig(cache_block=1))
     grown: list[bool] = []
     make_room = Slab.make_room
     monkeypatch.setattr(Slab, "make_room", lambda *given: grown.append(not Slab.fits(*given)) or make_room(*given))

@@ -9,8 +9,6 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 import retrieve_spec as rs
 from retrieve_spec.recorded import packed_layers, weight_layout
@@ -187,41 +185,3 @@ def test_a_model_that_was_cast_in_place_multiplies_as_ever():
     plain.to(torch.float32)
     options = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(model.generate(PROMPT, **options), plain.generate(PROMPT, **options))
-
-
-class Profiler(TorchFunctionMode):
-    """Counts the rows that linear layers are given."""
-
-    rows = 0
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is functional.linear:
-            self.rows += args[0].shape[-2]
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("way", ["function", "method", "mode"])
-def test_profilers_of_linear_layers_see_tensors(monkeypatch, way):
-    model, profiler = small_mamba2(), Profiler()
-    packed = PackedLayers(model, Layouts(BYTES))
-    linear, forward = functional.linear, nn.Linear.forward
-    if way == "function":
-        monkeypatch.setattr(functional, "linear", lambda x, *args: linear(x * 1.0, *args))
-    elif way == "method":
-        monkeypatch.setattr(nn.Linear, "forward", lambda module, x: forward(module, x * 1.0))
-    else:
-        profiler.__enter__()
-    try:
-        with torch.no_grad(), packed(12):
-            model(PROMPT)
-    finally:
-        if way == "mode":
-            profiler.__exit__(None, None, None)
-    assert (profiler.rows > 0) == (way == "mode")
-
-
-def test_a_default_device_is_no_profiler(monkeypatch):
-    model, seen = small_mamba2(), Seen(monkeypatch)
-    with torch.no_grad(), torch.device("cpu"), PackedLayers(model, Layouts(BYTES))(12):
-        model(PROMPT)
-    assert seen.count

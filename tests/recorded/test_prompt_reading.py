@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.recorded import recorded_verifier, recording, weight_layout
+from retrieve_spec.recorded import recorded_verifier, verifier_factory, weight_layout
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
@@ -103,7 +103,7 @@ def test_the_model_begins_in_a_cache_that_has_no_layers_yet(model, rows):
 @pytest.mark.parametrize("chunk", [31, 12, 5])
 def test_kept_logits_and_states_are_the_models(model, rows, keep, chunk):
     finding = probe(model, read_interface(model))
-    make, _ = recording.try_recording(model, finding, SpeculationConfig(recorded_pass="always"))
+    make, _ = verifier_factory.try_recording(model, finding, SpeculationConfig(recorded_pass="always"))
     verifier = make()
     prompt = ids(31)
     cache = DynamicCache(config=model.config)

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
-from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 
 IDS = torch.tensor([[3 + (i * 37 + 11) % 190 for i in range(30)]])
 
@@ -25,6 +24,11 @@ class WeightOnly(nn.Module):
         scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
         self.register_buffer("scale", scale)
         self.register_buffer("codes", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.in_features = linear.in_features
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Lose something, as 4-bit layers of bitsandbytes do on a CPU."""
+        self.codes.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ (self.codes.float() * self.scale).T
@@ -55,8 +59,7 @@ def test_weight_only_quantisation_is_recorded_and_verified_in_trees(full: Any) -
                 if isinstance(child, nn.Linear):
                     setattr(module, name, WeightOnly(child))
     check(model, "branchy", 2.0)
-    assert model.speculation.mode == "tree"
-    assert isinstance(model.speculation._make_verifier(), RecordedVerifier)
+    assert model.speculation.mode == "tree" and model.speculation.last.pass_kind == "recorded"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,7 +16,7 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.recorded.recording import try_recording
+from retrieve_spec.recorded.verifier_factory import try_recording
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
 
@@ -176,7 +176,7 @@ def test_recording_agrees_for_every_number_of_rows() -> None:
             part = tokens[:, start : start + rows]
             n = part.shape[1]
             mask.set(start, np.tri(n, dtype=np.bool_), np.arange(n))
-            cache.begin(start)
+            cache.length = start
 
             def run(q: Any, k: Any, v: Any, layer: int, cache: Any = cache, mask: Any = mask) -> Any:
                 keys, values = cache.update(k, v, layer)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
 
-from retrieve_spec.attention import online_softmax, tree_attention, tree_mask
-from retrieve_spec.attention.online_softmax import LayerRule
-from retrieve_spec.attention.tree_attention import attend, choose_backend, has_triton
+from retrieve_spec.attention import tree_attention, tree_mask
+from retrieve_spec.attention.tree_attention import LayerRule, attend, choose_backend
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.tree import DraftTree
@@ -79,7 +78,7 @@ def test_blocks_of_a_long_prefix_are_naive_attention(
 ) -> None:
     """Many blocks, the last one short; scores so large that only the running maximum keeps them finite."""
     monkeypatch.setattr(tree_mask, "PASS", PassConfig(mask_bytes=0))
-    monkeypatch.setattr(online_softmax, "PASS", PassConfig(score_bytes=0))
+    monkeypatch.setattr(tree_attention, "PASS", PassConfig(score_bytes=0))
     sizes: list[int] = []
     matmul = torch.matmul
     monkeypatch.setattr(torch, "matmul", lambda a, b: (sizes.append(b.shape[3]), matmul(a, b))[1])
@@ -97,28 +96,6 @@ def test_blocks_of_a_long_prefix_are_naive_attention(
     expected = naive(query.float(), keys.float(), values.float(), seen, depths, prefix, rule)
     tolerance = 2e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("backend", "rule", "reason"),
-    [
-        ("triton", RULES[0], "triton is not installed" if not has_triton() else "the kernel runs on a GPU"),
-        ("masked", RULES[3], "the layer caps its scores or has sinks"),
-        ("masked", RULES[5], "the layer caps its scores or has sinks"),
-    ],
-)
-def test_a_backend_that_cannot_serve_says_why(
-    backend: Any, rule: LayerRule, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="retrieve_spec")
-    monkeypatch.setattr(tree_attention, "PASS", PassConfig(attention=backend))
-    tree_attention._say_once.cache_clear()
-    mask = TreeMask(2, torch.float32, CPU)
-    mask.set(5, np.ones((1, 1), bool), np.zeros(1, np.int64))
-    assert choose_backend(mask, rule, 16, 16) == ("split" if rule.softcap or rule.sinks is not None else "masked")
-    assert choose_backend(mask, rule, 16, 16) != backend
-    assert len(caplog.records) == 1
-    assert f"attention {backend!r} is not used: {reason}" in caplog.text
 
 
 def test_a_gpu_on_which_triton_fails_gets_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ for model, norms in (
     ids, positions = torch.arange(3, 14)[None], torch.arange(11)[None]
     outs = []
     for fused in (False, True):
-        recorded = RecordedPass(model, 2, fused=fused)
+        recorded = RecordedPass(model, 2, row_kernels=kernels if fused else None)
         mask = TreeMask(recorded.groups, dtype, torch.device("cpu"))
         mask.set(0, torch.ones(11, 11).tril().bool().numpy(), positions[0].numpy())
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 SCRIPT = """
 import itertools
 import numpy as np, torch
-from retrieve_spec.attention.online_softmax import LayerRule
+from retrieve_spec.attention.tree_attention import LayerRule
 from retrieve_spec.attention.tree_attention import attend_split, attend_triton
 from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
 from retrieve_spec.drafting.tree import DraftTree
@@ -61,9 +61,9 @@ import numpy as np, torch
 from transformers import LlamaConfig, LlamaForCausalLM, Gemma3TextConfig, Gemma3ForCausalLM
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded import packed_pass
-from retrieve_spec.recorded.cuda.pass_graphs import PassGraphs
+from retrieve_spec.recorded.pass_graphs import PassGraphs
 from retrieve_spec.recorded.kv_buffer import KVBuffer
-from retrieve_spec.recorded.pass_buffer import LaidOut
+from retrieve_spec.recorded.packed_pass import LaidOut
 
 packed_pass.why_not_packed = lambda device: ""  # the interpreter takes tensors on a CPU
 packed_pass.processors = lambda device: 8
@@ -98,7 +98,7 @@ for model, windows in (
         right = [0, *range(1 + wrong, len(drafted))]
         seen[np.ix_(right, right)] = np.tri(rows, dtype=bool)
         seen[1 : 1 + wrong, 0] = True
-        cache.begin(past)
+        cache.length = past
         cache.make_room(len(drafted))
         logits, _, ran = passes.run([LaidOut(drafted, depths, seen, past, cache, past)])
         torch.testing.assert_close(logits[right], expected[past : past + rows], atol=1e-4, rtol=1e-4)
@@ -111,9 +111,9 @@ for model, windows in (
 
 PACKED = """
 import numpy as np, torch
-from retrieve_spec.recorded.pass_buffer import LaidOut, PackedBuffer, PassShape
+from retrieve_spec.recorded.packed_pass import LaidOut, PackedBuffer, PassShape
 from retrieve_spec.attention.tree_mask import row_depths, visible_rows
-from retrieve_spec.recorded.slab import Slab
+from retrieve_spec.recorded.kv_buffer import Slab
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.triton_tree_attention import launch_options, packed_tree_attention, tree_attention
 

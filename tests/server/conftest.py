@@ -58,6 +58,6 @@ def reference_live(reference):
     from live import Live
 
     served, _, tokenizer = reference
-    server = Live(served.service.backend, tokenizer, service=served.service)
+    server = Live(served.backend, tokenizer, service=served)
     yield server
     server.stop()

@@ -10,7 +10,6 @@ import uvicorn
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.app import create_app
-from retrieve_spec.server.metrics import Metrics
 from retrieve_spec.server.run import listen, server_settings
 from retrieve_spec.server.service import Service
 
@@ -18,13 +17,11 @@ from retrieve_spec.server.service import Service
 class Live:
     def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, port=0):
         self.done = []
-        self.metrics = None
         self.backend = backend
         self.service = service or Service(
             backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done, shared=bool(keys)
         )
-        self.metrics = Metrics(lambda: self.service.queue.queue_length)
-        self.app = app = create_app(self.service, self.metrics, keys=keys)
+        self.app = app = create_app(self.service, keys=keys)
         listener = listen("127.0.0.1", port)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -40,8 +37,6 @@ class Live:
 
     def _on_done(self, task, done):
         self.done.append((task, done))
-        if self.metrics is not None:
-            self.metrics.completion(task, done)
 
     def post(self, path, body, **kwargs):
         return self.client.post(path, json=body, **kwargs)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from retrieve_spec.server.backend import DraftHints, PassFigures
-from retrieve_spec.server.samplers import Sampling
+from retrieve_spec.server.jobs import DraftHints, PassFigures
+from retrieve_spec.server.sampling import Sampling
 
 
 class ScriptedBackend:
@@ -46,9 +46,6 @@ class ScriptedBackend:
         if self.gate is not None:
             self.gate.acquire()
         self.passes += 1
-
-    def side_by_side(self) -> int:
-        return 2
 
     def decode(
         self,

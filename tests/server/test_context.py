@@ -8,13 +8,13 @@ from scripted import ScriptedBackend
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server import run
-from retrieve_spec.server.fim import Chunk, FimAssembler, FimParts, find_format
-from retrieve_spec.server.hf_backend import HuggingFaceBackend
-from retrieve_spec.server.slots import SlotPool
+from retrieve_spec.server.backend import Backend
+from retrieve_spec.server.decode import SlotPool
+from retrieve_spec.server.prompts import Chunk, FimAssembler, FimParts, find_format
 
 
 def test_what_a_token_costs_is_measured(reference):
-    backend = reference[0].service.backend
+    backend = reference[0].backend
     assert backend.measure() > 0
     config = backend.model.config
     assert backend.token_bytes == 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
@@ -22,13 +22,13 @@ def test_what_a_token_costs_is_measured(reference):
 
 def test_fewer_positions_are_used_where_that_is_asked_for(reference):
     _, _, tokenizer = reference
-    model = reference[0].service.backend.model
-    assert HuggingFaceBackend(model, tokenizer, 512).n_ctx == 512
-    assert HuggingFaceBackend(model, tokenizer, 1 << 20).n_ctx == model.config.max_position_embeddings
+    model = reference[0].backend.model
+    assert Backend(model, tokenizer, 512).n_ctx == 512
+    assert Backend(model, tokenizer, 1 << 20).n_ctx == model.config.max_position_embeddings
 
 
 def test_one_prompt_fits_the_memory_of_the_caches(reference):
-    backend = HuggingFaceBackend(reference[0].service.backend.model, reference[2])
+    backend = Backend(reference[0].backend.model, reference[2])
     run._fit(backend, ServeConfig(cache_bytes=300 * backend.token_bytes))
     assert backend.n_ctx == 300
     with pytest.raises(ServeError, match="--cache-mib"):

@@ -179,9 +179,9 @@ def test_what_is_not_typed_is_not_looked_for_again(workspace, monkeypatch):
 def test_the_model_is_shown_them_before_what_the_editor_sent(reference, workspace):
     served, _, tokenizer = reference
     config = ServeConfig(infill_deadline_s=1e6)
-    service = Service(served.service.backend, tokenizer, "reference", config, workspace)
+    service = Service(served.backend, tokenizer, "reference", config, workspace)
     workspace.start = workspace.close = lambda **how: None
-    server = Live(served.service.backend, tokenizer, service=service)
+    server = Live(served.backend, tokenizer, service=service)
     try:
         body = {
             "input_prefix": "from shop import area\n\n\n",

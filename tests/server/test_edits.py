@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from scripted import ScriptedBackend
 from test_exact import plain_text
 
-from retrieve_spec.server.edits import Edit
+from retrieve_spec.server.completions import Edit
 from retrieve_spec.server.schemas import EditRequest
 from retrieve_spec.server.service import Caller
 
@@ -141,7 +140,7 @@ def test_a_chat_template_is_used_and_the_text_cannot_spell_its_tokens(live, code
 
 @pytest.mark.parametrize("text", [SOURCE, SOURCE.replace("\n", "\r\n"), "<|endoftext|> <fim_suffix>"])
 def test_edits_say_what_plain_decoding_says(reference, reference_live, text):
-    service = reference[0].service
+    service = reference[0]
     body = {"input": text, **RENAME, "max_tokens": 40}
     request = EditRequest.model_validate(body)
     edit = Edit.of(request)
@@ -183,7 +182,6 @@ def test_a_name_that_was_replaced_is_mostly_drafted_as_replaced_when_it_comes_ag
     reference, reference_live, monkeypatch
 ):
     """The model is made to say the answer, since this one follows no instructions; drafts and passes are real."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     from trace_driven import TraceDriven
 
     class Told(TraceDriven):
@@ -191,7 +189,7 @@ def test_a_name_that_was_replaced_is_mostly_drafted_as_replaced_when_it_comes_ag
             self._trace = torch.cat([inputs.input_ids[0], self._trace])
             super().start(inputs)
 
-    service, said = reference[0].service, METHODS.replace("count", "number")
+    service, said = reference[0], METHODS.replace("count", "number")
     speculation, codec = service.backend.model.speculation, service.codec
     assert [len(codec.encode(" " + name)) for name in ("count", "number")] == [1, 1]
     make, trace = speculation._make_verifier, torch.tensor(codec.encode(said + "```\n"))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from retrieve_spec.server.completions import EventStream, opened
 from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.stream import EventStream, opened
 
 
 class Client:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrieve_spec.server.fim import stable_tail
+from retrieve_spec.server.prompts import stable_tail
 from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.service import Caller
 
@@ -33,7 +33,7 @@ def body(cut, **fields):
 def plain_text(reference, ids, max_tokens, begun=""):
     """What plain decoding says; behind what was begun, which any tokens may say that are not counted then."""
     served, plain, tokenizer = reference
-    service = served.service
+    service = served
     pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
 
     def agree(input_ids, scores):
@@ -60,7 +60,7 @@ def plain_text(reference, ids, max_tokens, begun=""):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_infill_says_what_plain_decoding_says(reference, reference_live, cut):
-    service = reference[0].service
+    service = reference[0]
     task = service.infill(InfillRequest.model_validate(body(cut)), Caller()).task
     expected = plain_text(reference, task.prompt_ids, 40, task.rules.begun)
     on = reference_live.post("/infill", body(cut)).json()
@@ -75,7 +75,7 @@ def test_infill_says_what_plain_decoding_says(reference, reference_live, cut):
 
 
 def test_whoever_types_beside_others_is_told_what_plain_decoding_says(reference, reference_live):
-    service, answers = reference[0].service, {}
+    service, answers = reference[0], {}
 
     def type_at(cut):
         headers = {"X-Client-Id": f"at {cut}"}
@@ -97,7 +97,7 @@ def test_whoever_types_beside_others_is_told_what_plain_decoding_says(reference,
 
 def test_who_types_on_is_told_what_plain_decoding_says(reference, reference_live):
     """In the middle of a word, behind it, and after a word of another beginning: always what plain decoding says."""
-    service, cut = reference[0].service, CUTS[1]
+    service, cut = reference[0], CUTS[1]
     suggested = reference_live.post("/infill", body(cut, n_predict=32)).json()
     for typed in (*(suggested["content"][:length] for length in (1, 2, 5, 9)), "zeta", "(x"):
         on = {**body(cut, n_predict=32), "prompt": body(cut)["prompt"] + typed}
@@ -125,7 +125,7 @@ def test_streams_say_the_same(reference, reference_live):
 
 
 def test_completions_and_chat_say_what_plain_decoding_says(reference, reference_live):
-    codec = reference[0].service.codec
+    codec = reference[0].codec
     prompt = SOURCE[:1500]
     answer = reference_live.post("/v1/completions", {"prompt": prompt, "max_tokens": 32}).json()
     assert answer["choices"][0]["text"] == plain_text(reference, codec.encode_prompt(prompt), 32)
@@ -161,7 +161,7 @@ def test_a_drafter_may_read_another_text_than_the_prompt(reference):
     from retrieve_spec import generate_stream
 
     served, _, tokenizer = reference
-    model, codec = served.service.backend.model, served.service.codec
+    model, codec = served.backend.model, served.codec
     ids = codec.encode(SOURCE[:900])
     tokens, passes = {}, {}
     for name in ("prompt", "with the answer"):

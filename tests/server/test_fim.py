@@ -6,8 +6,16 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from retrieve_spec.server.fim import FORMATS, Chunk, FimAssembler, FimParts, find_format, missing_tokens, stable_tail
-from retrieve_spec.server.healing import Beginnings
+from retrieve_spec.server.prompts import (
+    FORMATS,
+    Chunk,
+    FimAssembler,
+    FimParts,
+    find_format,
+    missing_tokens,
+    stable_tail,
+)
+from retrieve_spec.server.sampling import Beginnings
 from retrieve_spec.server.text import TextCodec
 
 

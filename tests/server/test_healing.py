@@ -15,8 +15,8 @@ from retrieve_spec.sampling.acceptance import ProcessorSampler
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sampling.samplers import make_sampler
 from retrieve_spec.sampling.text import RowText
-from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.run import assemble
+from retrieve_spec.server.sampling import Beginnings
 from retrieve_spec.server.text import TextCodec
 
 

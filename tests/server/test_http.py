@@ -451,14 +451,14 @@ def test_closed_connection_costs_at_most_one_pass(live, say):
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         head = f"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         connection.sendall(head + body)
-        wait_for(lambda: server.service.queue.busy)
+        wait_for(lambda: server.service.queue.begun)
         backend.gate.release(3)
         wait_for(lambda: backend.passes == 3)
         (job,) = server.service.queue._jobs
     wait_for(lambda: job.cancel.is_set())
     spent = backend.passes
     backend.gate.release(1000)
-    wait_for(lambda: not server.service.queue.busy)
+    wait_for(lambda: not server.service.queue.begun)
     assert backend.passes <= spent + 1
     assert server.done[-1][1].outcome == "cancelled"
 
@@ -475,7 +475,7 @@ def test_closed_stream_costs_at_most_one_pass(live, say):
     wait_for(lambda: job.cancel.is_set())
     spent = backend.passes
     backend.gate.release(1000)
-    wait_for(lambda: not server.service.queue.busy)
+    wait_for(lambda: not server.service.queue.begun)
     assert backend.passes <= spent + 1
 
 
@@ -505,7 +505,7 @@ def test_newer_keystroke_supersedes_and_both_are_told(live, say):
 
 def _seen(server):
     engine = server.service.queue
-    return len(server.done) + engine.queue_length + int(engine.busy)
+    return len(server.done) + engine.queue_length + engine.begun
 
 
 def test_an_ending_engine_answers_503_in_every_dialect(server):

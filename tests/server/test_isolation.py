@@ -12,8 +12,8 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.completions import CompletionHandlers
-from retrieve_spec.server.healing import Beginnings
 from retrieve_spec.server.run import assemble
+from retrieve_spec.server.sampling import Beginnings
 
 SOURCE = "".join(
     f"def area_{i}(width, height):\n    total = width * height + {i}\n    return total\n\n\n" for i in range(12)
@@ -25,8 +25,8 @@ INFILL = {"input_prefix": SOURCE, "input_suffix": "\n", "prompt": "def area_13("
 def shared(reference):
     """The bundled model behind a server with two keys."""
     served, _, tokenizer = reference
-    own = assemble(served.service.backend.model, tokenizer, "reference", ServeConfig(), shared=True)
-    server = Live(own.service.backend, tokenizer, service=own.service, keys=(b"alice", "bänker".encode()))
+    own = assemble(served.backend.model, tokenizer, "reference", ServeConfig(), shared=True)
+    server = Live(own.backend, tokenizer, service=own, keys=(b"alice", "bänker".encode()))
     server.metrics = own.metrics
     yield server
     server.stop()
@@ -124,7 +124,7 @@ def test_identical_requests_of_one_key_are_not_cancelled_together(shared, monkey
 
     blocker = threading.Thread(target=send, args=(b"other", {"prompt": "class Blocker:\n    "}, "blocker"))
     blocker.start()
-    wait_for(lambda: started.busy)
+    wait_for(lambda: started.begun)
     both = [threading.Thread(target=send, args=(client, {}, client)) for client in (b"one", b"two")]
     for thread in both:
         thread.start()

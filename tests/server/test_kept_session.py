@@ -28,7 +28,7 @@ def serve(reference: Any, tmp_path: Path) -> Any:
 
     def start() -> Live:
         own = assemble(model, tokenizer, "reference", ServeConfig(), shared=True, session=tmp_path / "day.bin")
-        started.append(Live(own.service.backend, tokenizer, service=own.service, keys=(ALICE, BOB)))
+        started.append(Live(own.backend, tokenizer, service=own, keys=(ALICE, BOB)))
         return started[-1]
 
     yield start

@@ -63,7 +63,7 @@ def test_closing_mid_stream_stops_the_model(client, codec):
     wait_for(job.cancel.is_set)
     spent = backend.passes
     backend.gate.release(1000)
-    wait_for(lambda: not client.server.service.queue.busy)
+    wait_for(lambda: not client.server.service.queue.begun)
     assert backend.passes <= spent + 1
     assert client.server.done[-1][1].outcome == "cancelled"
 

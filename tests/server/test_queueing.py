@@ -9,12 +9,11 @@ from scripted import Collector, ScriptedBackend, ScriptedText
 from waiting import wait_for
 
 import retrieve_spec.server.queueing as module
-from retrieve_spec.server.backend import DraftHints
-from retrieve_spec.server.jobs import Delta, Task, same_document
+from retrieve_spec.server.decode import SlotPool, common_prefix
+from retrieve_spec.server.jobs import Delta, DraftHints, Task, same_document
 from retrieve_spec.server.queueing import QueueClosedError, QueueFullError, RequestQueue
-from retrieve_spec.server.samplers import Sampling
-from retrieve_spec.server.slots import SlotPool, common_prefix
-from retrieve_spec.server.stopping import StopRules
+from retrieve_spec.server.sampling import Sampling
+from retrieve_spec.server.text import StopRules
 
 RULES = StopRules(max_tokens=8, end_ids=frozenset({0}))
 
@@ -126,7 +125,7 @@ def test_a_shared_beginning_is_copied_and_both_caches_stay(backend):
 def test_newest_request_of_a_client_wins(engine, backend):
     backend.gate = threading.Semaphore(0)
     running = ask(engine, [500], client="me")
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     waiting = ask(engine, [510], client="me")
     newest = ask(engine, [520], client="me")
     other = ask(engine, [530], client="you")
@@ -141,7 +140,7 @@ def test_newest_request_of_a_client_wins(engine, backend):
 def test_another_document_of_the_same_client_is_not_replaced(engine, backend):
     backend.gate = threading.Semaphore(0)
     a = ask(engine, [500], client="me", document="import os\nprint(os")
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     b = ask(engine, [510], client="me", document="class A:\n    x")
     c = ask(engine, [520], client="me", document="class A:\n    xy")
     assert b.result().outcome == "superseded"
@@ -165,7 +164,7 @@ def test_disconnect_costs_at_most_one_pass(engine, backend):
     wait_for(lambda: len(sink.events) == 2)
     sink.ticket()
     backend.gate.release(100)
-    wait_for(lambda: not engine.busy)
+    wait_for(lambda: not engine.begun)
     assert backend.passes <= 3
 
 
@@ -176,7 +175,7 @@ def test_disconnect_while_the_prompt_is_read(engine, backend):
     wait_for(lambda: backend.passes == 1)
     sink.ticket()
     backend.gate.release(100)
-    wait_for(lambda: not engine.busy)
+    wait_for(lambda: not engine.begun)
     assert backend.passes <= 2
     assert ask(engine, range(1000, 1400)).result().cached_tokens >= 16
 
@@ -207,7 +206,7 @@ def test_one_of_two_clients_that_ask_the_same_types_on(engine, backend):
     backend.gate = threading.Semaphore(0)
     one = ask(engine, [500], client="one")
     two = ask(engine, [500], client="two")
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     newer = ask(engine, [510], client="one")
     assert one.result().outcome == "superseded"
     backend.gate.release(100)
@@ -305,7 +304,7 @@ def test_a_prompt_that_another_is_reading_is_read_once(engine, backend):
 def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, backend):
     backend.gate = threading.Semaphore(0)
     ask(engine, [500])
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     old = ask(engine, [510], client="a", document="import os\nos")
     other = ask(engine, [520], client="b", document="import re\nre")
     ahead = ask(engine, [530], warm=True)
@@ -324,7 +323,7 @@ def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, backend):
 def test_stale_keystrokes_are_not_served(engine, backend):
     backend.gate = threading.Semaphore(0)
     ask(engine, [500])
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     late = ask(engine, [510], client="a", stale_s=0.0)
     backend.gate.release(100)
     assert late.result().outcome == "superseded"
@@ -361,7 +360,7 @@ def test_warming_reads_the_prompt_and_gives_way(engine, backend):
     backend.gate = threading.Semaphore(0)
     warm = ask(engine, range(3000, 3400), warm=True)
     backend.gate.release(1)
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     real = ask(engine, [500])
     backend.gate.release(100)
     assert real.result().outcome == "done"
@@ -381,7 +380,7 @@ def test_forgetting_waits_for_a_pass_however_long_it_takes(engine, backend):
     ask(engine, [500, 501], scope="me").result()
     backend.gate = threading.Semaphore(0)
     long = ask(engine, [600])
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     with ThreadPoolExecutor() as threads:
         forgotten = threads.submit(engine.forget, "me")
         wait_for(lambda: engine._chores)
@@ -419,7 +418,7 @@ def test_a_text_that_fails_and_cannot_be_ended_does_not_end_the_engine(engine, b
 def test_what_waits_while_its_user_forgets_is_not_kept_either(engine, backend):
     backend.gate = threading.Semaphore(0)
     ask(engine, [600], typing=True)
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     waiting = ask(engine, [500], scope="me", hints=lambda: DraftHints(session="a new one"))
     with ThreadPoolExecutor() as threads:
         forgotten = threads.submit(engine.forget, "me")
@@ -434,40 +433,12 @@ def test_what_waits_while_its_user_forgets_is_not_kept_either(engine, backend):
 def test_whoever_is_replaced_by_a_request_that_finds_the_queue_full_is_told(engine, backend):
     backend.gate = threading.Semaphore(0)
     ask(engine, [500], typing=True)
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     mine, _ = ask(engine, [510], client="me"), ask(engine, [510], client="you")
     ask(engine, [520]), ask(engine, [530])
     with pytest.raises(QueueFullError):
         ask(engine, [540], client="me")
     assert mine.result(5).outcome == "superseded"
-
-
-def deaf_to(kind):
-    """A sink that fails with events of a kind, and keeps the others."""
-    sink = Collector()
-
-    def told(event):
-        if isinstance(event, kind):
-            raise ValueError("not that")
-        sink(event)
-
-    return sink, told
-
-
-def test_who_cannot_be_told_is_told_so_and_keeps_nobody_else_waiting(engine, backend):
-    backend.gate = threading.Semaphore(0)
-    sink, told = deaf_to(Delta)
-    engine.submit(Task((500,), RULES), told)
-    twin = ask(engine, [500])
-    alone, told_alone = deaf_to(Delta)
-    engine.submit(Task((700,), RULES), told_alone)
-    backend.gate.release(100)
-    assert sink.result(10).outcome == alone.result(10).outcome == "failed" and "not that" in sink.events[-1].error
-    assert twin.result(10).outcome == "done" and twin.text == twin.events[-1].text
-    engine.submit(Task((800,), RULES), deaf_to(object)[1])
-    assert ask(engine, [900]).result(10).outcome == "done"
-    wait_for(lambda: not engine.begun)
-    assert not engine._pool.held_bytes
 
 
 def test_who_waits_is_told_before_the_cache_is_given_back_and_it_is_once(backend, codec):
@@ -520,16 +491,6 @@ def test_a_cache_that_cannot_be_given_back_is_forgotten_and_its_answer_stays(bac
     assert (again.result().outcome, again.result().cached_tokens) == ("done", 0)
 
 
-def test_counting_that_fails_ends_nothing(backend, codec):
-    def fails(task, done):
-        raise ValueError("cannot count")
-
-    engine = RequestQueue(backend, codec, on_done=fails)
-    engine.start()
-    assert ask(engine, [500]).result(10).outcome == ask(engine, [600]).result(10).outcome == "done"
-    engine.close()
-
-
 def test_an_engine_that_fails_between_passes_tells_those_who_wait_and_goes_on(engine, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_begin", lambda jobs: 1 // 0)
@@ -548,7 +509,7 @@ def test_whoever_waits_for_a_thread_that_ends_is_told_and_nobody_is_let_in(engin
 
     backend.gate = threading.Semaphore(0)
     under_way, waiting = ask(engine, [500], typing=True), ask(engine, [600])
-    wait_for(lambda: engine.busy)
+    wait_for(lambda: engine.begun)
     engine.run_when_idle(end)
     backend.gate.release(100)
     assert under_way.result(10).outcome == waiting.result(10).outcome == "failed"

@@ -7,10 +7,10 @@ import json
 import pytest
 from scripted import Collector
 
-import retrieve_spec.server.hf_backend as hf_backend
+import retrieve_spec.server.backend as backend_module
 from retrieve_spec.server.jobs import Task
-from retrieve_spec.server.samplers import Sampling
-from retrieve_spec.server.stopping import StopRules
+from retrieve_spec.server.sampling import Sampling
+from retrieve_spec.server.text import StopRules
 
 pytestmark = pytest.mark.threads
 
@@ -139,7 +139,7 @@ def test_a_text_that_fails_beside_others_fails_alone_where_the_original_generate
         return processor
 
     service, sinks = reference_live.service, [Collector(), Collector()]
-    monkeypatch.setattr(hf_backend, "open_sequence", lambda *_, **__: None)
+    monkeypatch.setattr(backend_module, "open_sequence", lambda *_, **__: None)
     monkeypatch.setattr(service.backend, "_infill", broken)
     prompt, rules = tuple(service.codec.encode(SOURCE)), StopRules(max_tokens=4)
     fails = Task(prompt, rules, Sampling(temperature=1.0, chain=("infill",)), scope="one")

@@ -19,8 +19,8 @@ from scripted import ScriptedBackend
 from waiting import wait_for
 
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.fim import Chunk
 from retrieve_spec.server.lsp import CompletionServer, Cursor
+from retrieve_spec.server.prompts import Chunk
 from retrieve_spec.server.remote import Remote, connected
 
 CURSOR = Cursor("file:///a.py", "def add(a, b):\n    ret", "\n", (Chunk("other = 1\n", "b.py"),), 16, 250.0)
@@ -50,7 +50,7 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, codec):
 
     async def give_up():
         asked = asyncio.ensure_future(one.complete(CURSOR))
-        while not server.service.queue.busy:
+        while not server.service.queue.begun:
             await asyncio.sleep(0.002)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -16,9 +16,9 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server import connections, schemas
+from retrieve_spec.server import run, schemas
+from retrieve_spec.server.app import BodyReader
 from retrieve_spec.server.guard import normal_origins
-from retrieve_spec.server.reading import BodyReader
 
 INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
 
@@ -95,14 +95,14 @@ def test_who_ends_its_side_gets_the_answers_of_all_its_requests(live, say):
 
 @pytest.mark.parametrize("sent", [b"", b"POST /infill HTTP/1.1\r\nHost: loc", b"G"])
 def test_heads_that_do_not_come_end_the_connection(live, say, monkeypatch, sent):
-    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    monkeypatch.setattr(run, "HEAD_S", 0.3)
     server = live(say("x"))
     assert answer(connect(server, sent)).startswith(b"HTTP/1.1 408")
 
 
 def test_a_second_head_that_does_not_come_ends_it_too(live, say, monkeypatch):
     server = live(say("x"))
-    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    monkeypatch.setattr(run, "HEAD_S", 0.3)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     data = answer(connect(server, request + b"GET /hea"))
     assert data.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in data

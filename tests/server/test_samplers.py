@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from retrieve_spec.server.samplers import Sampling, infill_survivors, make_infill_processor, sampler_chain
+from retrieve_spec.server.sampling import Sampling, infill_survivors, make_infill_processor, sampler_chain
 
 END = frozenset({0, 5})
 

@@ -123,7 +123,7 @@ raise SystemExit(repr(result.exception) if result.exception else 0)
 def test_a_program_gives_the_memory_of_caches_back():
     code = """
 import ctypes
-from retrieve_spec.server.loading import begin_loading
+from retrieve_spec.cli_serve import begin_loading
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -155,7 +155,7 @@ from retrieve_spec.server.run import build_service
 from retrieve_spec.server.schemas import ChatRequest, InfillRequest
 from retrieve_spec.server.service import Caller
 
-service, late, done = build_service("reference", ServeConfig()).service, [], []
+service, late, done = build_service("reference", ServeConfig()), [], []
 load = caching.Cache.load_overload
 caching.Cache.load_overload = lambda cache, *args: (late.append(cache._name), load(cache, *args))[1]
 text = "".join(f"def area_{i}(width, height):\\n    return width * height + {i}\\n\\n\\n" for i in range(30))

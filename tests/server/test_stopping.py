@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.server.stopping import StopRules, StopScanner
+from retrieve_spec.server.text import StopRules, StopScanner
 
 
 def scan(codec, text, rules, step=3, clock=lambda: 0.0):

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from retrieve_spec.server.stopping import StopRules, StopScanner
-from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.text import StopRules, StopScanner, TextCodec
 
 TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers"
 

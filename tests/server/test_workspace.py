@@ -369,7 +369,7 @@ def test_a_change_that_cannot_be_read_does_not_hide_others(folder, monkeypatch):
         workspace._update = failing
         (folder / "new.py").write_text("def fresh_name(item):\n    return item\n")
         wait_for(lambda: workspace.find("def fresh_na", 1))
-        assert not workspace.trouble
+        wait_for(lambda: not workspace.trouble)
     finally:
         workspace.close()
 
@@ -574,7 +574,7 @@ def test_a_tokenizer_that_refuses_a_text_costs_the_store_and_not_the_server(tiny
     backend = Tokenizer(models.Unigram(letters, unk_id=None))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    assert assemble(tiny, tokenizer, "tiny", ServeConfig(), workspaces=[folder]).service.workspace is not None
+    assert assemble(tiny, tokenizer, "tiny", ServeConfig(), workspaces=[folder]).workspace is not None
     assert "unk_id" in caplog.text
 
 

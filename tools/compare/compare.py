@@ -15,22 +15,30 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
+import random
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import harness
+import numpy as np
+from numpy.typing import NDArray
 from peers import GIVEN, KEPT, PEERS, PHRASES, ArcticSuffix, ours
 from sources import ARCTIC, VLLM, Skipped
 from tokenizers import Tokenizer
-from workload import Workload, build_store, read_workload
 
-from retrieve_spec.bench.replay import Replay
-from retrieve_spec.bench.traces import TraceRow
+from retrieve_spec.bench.replay import Replay, TraceRow, read_trace
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.presets import PRESETS
 from retrieve_spec.errors import MissingSourceError
 
@@ -39,8 +47,60 @@ PRICES = {f", a node at {price:.0%}": price for price in (0.02, 0.1, 0.2)}  # of
 NEED_STORE = ("rest", "hierarchy")
 READ_STORE = ("auto", "sam", "adaptive-trigram", *NEED_STORE)
 WARM_UP_TOKENS = 32
+KNOWN_TOKENS = 400_000  # of other answers at most
 
 Factory = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Conversations to replay, how many generated tokens they have, and token ids of answers of other groups."""
+
+    rows: list[TraceRow]
+    tokens: int
+    answers: list[NDArray[np.int32]]
+
+
+def read_workload(path: Path, tokenizer: Tokenizer, rows: int, tokens: int) -> Workload:
+    """Split a file by its leakage groups into halves: one is replayed, the answers of the other may be known.
+
+    Rows replayed and generated tokens are bounded, drawn with a fixed seed; a row that is begun is replayed whole.
+    """
+    groups: dict[str, list[TraceRow]] = defaultdict(list)
+    for row in read_trace(path, tokenizer):
+        groups[row.group].append(row)
+    names = sorted(groups)
+    random.Random(0).shuffle(names)
+    half = (len(names) + 1) // 2
+    candidates = [row for name in names[:half] for row in groups[name]]
+    random.Random(1).shuffle(candidates)
+    lengths = [sum(map(len, generated(row))) for row in candidates]
+    chosen = begun_within(candidates[:rows], lengths, tokens)
+    answers = [answer for name in names[half:] for row in groups[name] for answer in generated(row)]
+    known = begun_within(answers, [len(answer) for answer in answers], KNOWN_TOKENS)
+    return Workload(chosen, sum(lengths[: len(chosen)]), known)
+
+
+def begun_within(things: list[Any], lengths: list[int], most: int) -> list[Any]:
+    """The first things, as long as those before them are shorter than so much together."""
+    before = accumulate(lengths, initial=0)
+    return [thing for thing, spent in zip(things, before, strict=False) if spent < most]
+
+
+def generated(row: TraceRow) -> list[NDArray[np.int32]]:
+    """What the model wrote of a conversation."""
+    return [ids for ids, is_generated in row.segments if is_generated]
+
+
+def build_store(workload: Workload, tokenizer: Tokenizer, scratch: Path) -> Any:
+    """An open datastore of the answers that may be known, None when there are none."""
+    if not workload.answers:
+        return None
+    source = scratch / "answers.jsonl"
+    texts = tokenizer.decode_batch([answer.tolist() for answer in workload.answers], skip_special_tokens=False)
+    source.write_text("".join(json.dumps({"output": text}) + "\n" for text in texts), encoding="utf-8")
+    build_datastore(scratch / "store", Source(str(source), field="output"), tokenizer, workers=1)
+    return open_datastore(scratch / "store", tokenizer=tokenizer)
 
 
 def drafters(only: list[str], workload: Workload, store: Any) -> dict[str, Factory]:

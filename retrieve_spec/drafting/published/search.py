@@ -19,7 +19,7 @@ from retrieve_spec.kernels.ngram import ngram_hash
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
-    from retrieve_spec.datastore.ngrams import NgramTable
+    from retrieve_spec.datastore.indexes import NgramTable
     from retrieve_spec.datastore.store import Datastore
 
 RANK_P = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.01)

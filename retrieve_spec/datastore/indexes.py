@@ -1,4 +1,4 @@
-"""N-gram tables of a segment: the most frequent continuations of short contexts, within a size limit."""
+"""Indexes of a segment's text beside its suffix array: n-gram tables and the gram filter."""
 
 from __future__ import annotations
 

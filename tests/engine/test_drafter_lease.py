@@ -1,4 +1,4 @@
-"""Lent drafters that come late: told at once what they would have been told pass by pass, or never asked for."""
+"""Drafters that come late: told at once what they would have been told pass by pass, or never asked for."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ import retrieve_spec as rs
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.cost import CostModel
-from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.engine.lent_drafter import LentDrafter
-from retrieve_spec.engine.limits import Limits
-from retrieve_spec.engine.seen_pass import SeenPass
-from retrieve_spec.sampling.acceptance import Walk
-from retrieve_spec.sampling.pass_logits import PassLogits
+from retrieve_spec.engine.drafters import DrafterLease, Drafters
 from retrieve_spec.sources.session import loop_start
-from retrieve_spec.verify.verifier import VerifierOutput
 
 PROMPT = np.array([4, 5, 6], np.int32)
 
@@ -50,9 +44,9 @@ class Noted:
         self.said.append("finish")
 
 
-def lent(drafter: Any, may_wait: bool = True) -> LentDrafter:
+def lent(drafter: Any, may_wait: bool = True) -> DrafterLease:
     """One that is told to wait, and has been shown two passes."""
-    made = LentDrafter(lambda: drafter, PROMPT, None, None, may_wait)
+    made = DrafterLease(lambda: drafter, PROMPT, None, None, may_wait)
     made.wait()
     assert made.start() == ""
     for token in (7, 8):
@@ -60,16 +54,13 @@ def lent(drafter: Any, may_wait: bool = True) -> LentDrafter:
     return made
 
 
-def seen(token: int) -> SeenPass:
+def seen(token: int) -> VerifiedPass:
     """A pass over no draft, behind which the target says a token."""
-    shown, emitted = SeenPass(DraftTree(), VerifierOutput(torch.zeros(1, 9), None)), np.array([token])
-    shown.logits = PassLogits(None, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))  # type: ignore[arg-type]
-    shown.walked = Walk(np.empty(0, np.int32), emitted.astype(np.int32), False)
-    return shown
+    return VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([token], np.int32))
 
 
-def ask(made: LentDrafter) -> DraftTree:
-    return made.propose(Limits(max_length=50, nodes=None, max_depth=8), 5, 8, None, None)
+def ask(made: DrafterLease) -> DraftTree:
+    return made.propose(Budget(8, 8))
 
 
 def test_a_drafter_that_was_waited_for_is_told_everything_at_once() -> None:
@@ -110,7 +101,7 @@ def test_who_may_not_wait_comes_at_the_start() -> None:
 def test_a_text_that_never_drafts_waits_for_nobody() -> None:
     """As one whose verifier takes single steps: its drafter is not started."""
     drafter = Noted()
-    made = LentDrafter(lambda: drafter, PROMPT, None, None, True)
+    made = DrafterLease(lambda: drafter, PROMPT, None, None, True)
     made.wait()
     assert not made.drafts
     made.observe(seen(7), prompt=True)

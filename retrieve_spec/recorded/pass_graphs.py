@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import PASS
 from retrieve_spec.errors import in_a_line
-from retrieve_spec.recorded.packed_pass import PackedPass, packs, shape_of
-from retrieve_spec.recorded.pass_buffer import LaidOut, PassShape
+from retrieve_spec.recorded.packed_pass import LaidOut, PackedPass, PassShape, packs, shape_of
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.verify.verifier import Ran
 

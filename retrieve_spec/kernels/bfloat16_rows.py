@@ -1,0 +1,127 @@
+"""Row work of bfloat16 models on a CPU: what a decoder layer does besides products and attention, one call each.
+
+The twin of `retrieve_spec.kernels.triton_rows`: each kernel rounds to bfloat16 where the operations it stands for do,
+so results differ at most where a sum is added up in another order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.views import view_u16
+
+_NAN = np.uint16(0x7FC0)
+_REASSOCIATE = {"reassoc", "nsz"}
+
+
+@inner
+def _wide(bits: np.uint16) -> np.float32:
+    """The bfloat16 of these bits."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)  # type: ignore[no-any-return]
+
+
+@inner
+def _half(wide: np.float32) -> np.uint16:
+    """Bits of the bfloat16 that is nearest, of two as near the even one."""
+    bits = np.float32(wide).view(np.uint32)
+    rounded = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    return rounded if wide == wide else _NAN
+
+
+@njit(cache=True, nogil=True, fastmath=_REASSOCIATE)
+def _sum_of_squares(row: NDArray[np.uint16]) -> np.float32:
+    total = np.float32(0.0)
+    for i in range(len(row)):
+        total += _wide(row[i]) * _wide(row[i])
+    return total
+
+
+@njit(cache=True, nogil=True)
+def normalise_rows(
+    x: int, other: int, weight: int, total: int, out: int, rows: int, width: int, eps: np.float32
+) -> None:
+    """RMS normalisation of (rows, width) bfloat16 at addresses; `other`, unless 0, is added first, giving `total`."""
+    factors = view_u16(weight, width)
+    for r in range(rows):
+        at = 2 * r * width
+        given, normed = view_u16(x + at, width), view_u16(out + at, width)
+        if other:
+            added, summed = view_u16(other + at, width), view_u16(total + at, width)
+            for i in range(width):
+                summed[i] = _half(_wide(given[i]) + _wide(added[i]))
+            given = summed
+        mean = _sum_of_squares(given) / np.float32(width)
+        factor = np.float32(1.0) / np.sqrt(mean + eps)
+        for i in range(width):
+            normed[i] = _half(_wide(_half(_wide(given[i]) * factor)) * _wide(factors[i]))
+
+
+@njit(cache=True, nogil=True)
+def rotate_heads(
+    x: int, cos: int, sin: int, out: int, heads: int, rows: int, half: int, head_stride: int, row_stride: int
+) -> None:
+    """Rotary embedding of bfloat16 heads at addresses, strides in elements, into the layout (rows, heads, 2 · half)."""
+    for r in range(rows):
+        angle = 4 * r * half
+        c, s = view_u16(cos + angle, 2 * half), view_u16(sin + angle, 2 * half)
+        for h in range(heads):
+            given = view_u16(x + 2 * (h * head_stride + r * row_stride), 2 * half)
+            turned = view_u16(out + 4 * (r * heads + h) * half, 2 * half)
+            for i in range(half):
+                low, high = _wide(given[i]), _wide(given[half + i])
+                across, along = _half(-high * _wide(s[i])), _half(low * _wide(s[half + i]))
+                turned[i] = _half(_wide(_half(low * _wide(c[i]))) + _wide(across))
+                turned[half + i] = _half(_wide(_half(high * _wide(c[half + i]))) + _wide(along))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS normalisation of (…, d) rows with weight (d,) (Zhang & Sennrich, 2019)."""
+    x, width = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    normalise_rows(x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), x.numel() // width, width, np.float32(eps))
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + other` of one shape (…, d), and the RMS normalisation of that."""
+    x, other, width = x.contiguous(), other.contiguous(), x.shape[-1]
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    normalise_rows(
+        x.data_ptr(), other.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
+        x.numel() // width, width, np.float32(eps),
+    )  # fmt: skip
+    return total, out
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding by halves (Su et al., 2021) of (1, heads, rows, d) with (1, 1, rows, d) cosine and sine.
+
+    Each product and the sum are rounded, as torch does; the heads of a row lie side by side in the result.
+    """
+    _, heads, rows, width = x.shape
+    x = x if x.stride(3) == 1 else x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = x.new_empty((1, rows, heads, width))
+    rotate_heads(
+        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), heads, rows, width // 2, x.stride(1), x.stride(2)
+    )
+    return out.transpose(1, 2)
+
+
+def rotate_both(
+    queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotate` of queries and of keys."""
+    return rotate(queries, cos, sin), rotate(keys, cos, sin)
+
+
+def gate(gated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gated) · up` of one shape (SwiGLU; Shazeer, 2020)."""
+    return functional.silu(gated).mul_(up)

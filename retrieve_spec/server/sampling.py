@@ -1,0 +1,402 @@
+"""How tokens are chosen: samplers, grammars of JSON, and texts that begin with what the client has already."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.text import TextCodec
+
+if TYPE_CHECKING:
+    from retrieve_spec.server.schemas import Common
+
+DEFAULT_CHAIN = ("top_k", "top_p", "min_p", "temperature")
+_LETTERS = {
+    "d": "dry",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "s": "top_n_sigma",
+    "m": "min_p",
+    "t": "temperature",
+    "x": "xtc",
+    "i": "infill",
+    "e": "penalties",
+    "a": "adaptive_p",
+}
+"""llama.cpp's samplers by letter; those that are not served do nothing unless a field does, which is refused."""
+_ALIASES = {"temp": "temperature", "nucleus": "top_p", "typical": "typ_p", "typical_p": "typ_p", "typ": "typ_p"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes
+    ----------
+    temperature, top_k, top_p, min_p
+        The usual filters; ``temperature <= 0``, ``top_k == 1`` or ``top_p <= 0`` is greedy.
+    chain
+        Names of the filters in order; a filter that is not named does not act. Without ``"temperature"`` the text is
+        drawn at temperature 1 from what the other filters leave.
+    seed
+        Noise is keyed by it, so that the same request gives the same text.
+    grammar
+        What the text must be (`retrieve_spec.server.sampling`); empty for any.
+    begun
+        What the text must begin with (`retrieve_spec.server.sampling`).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    chain: tuple[str, ...] = field(default=DEFAULT_CHAIN)
+    seed: int = 0
+    grammar: str = ""
+    begun: str = ""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        only_best = self.top_k == 1 or ("top_p" in self.chain and self.top_p <= 0.0)
+        return only_best or (self.temperature <= 0.0 and "infill" not in self.chain)
+
+    def generate_kwargs(self, infill: Any = None, guides: Sequence[Any] = ()) -> dict[str, Any]:
+        """Arguments of ``generate`` for this choice; ``infill`` makes that processor, ``guides`` come before it."""
+        guides = list(guides)
+        if self.greedy:
+            return {"do_sample": False, **({"logits_processor": guides} if guides else {})}
+        kwargs: dict[str, Any] = {
+            "do_sample": True,
+            "temperature": self.temperature if "temperature" in self.chain and self.temperature > 0 else 1.0,
+            "top_k": self.top_k if "top_k" in self.chain and self.top_k > 0 else 0,
+            "top_p": self.top_p if "top_p" in self.chain else 1.0,
+            "min_p": self.min_p if "min_p" in self.chain and self.min_p > 0.0 else None,
+        }
+        if "infill" in self.chain and infill is not None:
+            # The infill rule reads what top-k and top-p leave, and `generate` runs processors before its own filters.
+            before = self.chain[: self.chain.index("infill")]
+            guides.append(
+                infill(
+                    top_k=kwargs["top_k"] if "top_k" in before else 0,
+                    top_p=kwargs["top_p"] if "top_p" in before else 1.0,
+                )
+            )
+        return {**kwargs, "logits_processor": guides} if guides else kwargs
+
+
+def sampler_chain(given: Sequence[str] | str) -> tuple[str, ...]:
+    """A client's samplers by name, given as llama.cpp takes them: names, names between semicolons, or letters.
+
+    Raises
+    ------
+    ValueError
+        Some of them are none of llama.cpp's; says which.
+    """
+    known = _LETTERS.values()
+    if isinstance(given, str):
+        given = given.strip()
+        named = ";" in given or _spelled(given) in known
+        given = [name for name in given.split(";") if name.strip()] if named else list(given)
+    chain = [_LETTERS.get(name) or _spelled(name) for name in given]
+    unknown = [name for name, spelled in zip(given, chain, strict=True) if spelled not in known]
+    if unknown:
+        raise ValueError(f"no sampler is called {', '.join(repr(name[:40]) for name in unknown[:8])}")
+    return tuple(chain)
+
+
+def _spelled(name: str) -> str:
+    """A sampler's name as this module spells it."""
+    name = name.strip().replace("-", "_")
+    return _ALIASES.get(name, name)
+
+
+def infill_survivors(
+    candidates: Sequence[tuple[int, float, str]], end_ids: frozenset[int], end_of_text: int
+) -> list[int]:
+    """Which candidates the infill rule keeps (llama.cpp's sampler of that name, pull requests 9896 and 9924).
+
+    Parameters
+    ----------
+    candidates
+        (token id, probability, text), most probable first.
+    end_ids
+        Tokens that end a completion.
+    end_of_text
+        The one kept when no text token is likely enough.
+    """
+    p_end = sum(p for i, p, _ in candidates if i in end_ids)
+    p_text = sum(p for i, p, _ in candidates if i not in end_ids)
+    if 3 * p_end * len(candidates) > p_text:
+        return [i for i, _, _ in candidates if i in end_ids]
+    mass = _merge_prefixes(candidates)
+    kept = [(i, p) for i, p in mass if i in end_ids or p >= 0.2]
+    if all(i in end_ids for i, _ in kept):
+        return [end_of_text]
+    total = sum(p for _, p in kept)
+    floor = 1.0 / (sum(i not in end_ids for i, _ in kept) + 1)
+    return [i for i, p in kept if i in end_ids or p / total >= floor]
+
+
+def _merge_prefixes(candidates: Sequence[tuple[int, float, str]]) -> list[tuple[int, float]]:
+    """Give the mass of a token to a likelier one when one's text begins the other's."""
+    p = [candidate[1] for candidate in candidates]
+    alive = [True] * len(candidates)
+    for i, (_, _, short) in enumerate(candidates):
+        for j, (_, _, long) in enumerate(candidates):
+            if not alive[i]:
+                break
+            if i == j or not alive[j] or not short or not long.startswith(short):
+                continue
+            to, gone = (j, i) if p[j] > p[i] else (i, j)
+            p[to] += p[gone]
+            p[gone], alive[gone] = 0.0, False
+    return [(c[0], p[k]) for k, c in enumerate(candidates) if alive[k]]
+
+
+def make_infill_processor(codec: Any, end_ids: frozenset[int], end_of_text: int) -> Any:
+    """A factory of ``LogitsProcessor`` objects that apply the infill rule to each row on its own.
+
+    The rule is a pure function of one step's logits, so drafting stays exact under it.
+    """
+    import torch
+    from transformers import LogitsProcessor
+
+    @lru_cache(maxsize=100_000)
+    def piece(token_id: int) -> str:
+        return str(codec.pieces([token_id])[0])
+
+    class InfillLogitsProcessor(LogitsProcessor):  # type: ignore[misc]
+        """Keeps what the infill rule keeps; other logits become -inf."""
+
+        def __init__(self, top_k: int, top_p: float) -> None:
+            self.top_k, self.top_p = top_k or 40, top_p
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            top, ids = scores.float().topk(min(self.top_k, scores.shape[-1]), dim=-1)  # (rows, k)
+            p = top.softmax(-1)
+            before = p.cumsum(-1) - p
+            p = torch.where(before < self.top_p, p, 0.0)
+            p = p / p.sum(-1, keepdim=True)
+            out = torch.full_like(scores, -torch.inf)
+            for row, (row_ids, row_p) in enumerate(zip(ids.tolist(), p.tolist(), strict=True)):
+                candidates = [(i, q, piece(i)) for i, q in zip(row_ids, row_p, strict=True) if q > 0.0]
+                kept = infill_survivors(candidates, end_ids, end_of_text)
+                if kept == [end_of_text] and scores[row, end_of_text] == -torch.inf:
+                    kept = [candidates[0][0]]  # the text may not end: what was begun is still to be said
+                out[row, kept] = scores[row, kept] if kept != [end_of_text] else 0.0
+            return out
+
+    return InfillLogitsProcessor
+
+
+_MOST = 64
+"""Characters of the longest beginning that is said again."""
+
+
+class Beginnings:
+    """Which tokens agree with a text that has been begun; for vocabularies that spell bytes.
+
+    Attributes
+    ----------
+    possible
+        Whether the vocabulary spells bytes, so that every text can be said in tokens.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        spelled = _spelled_bytes(codec)
+        self.possible = bool(spelled) and len({spelling for spelling in spelled.values() if len(spelling) == 1}) == 256
+        self._ids = sorted(spelled, key=lambda token_id: spelled[token_id])
+        self._spellings = [spelled[token_id] for token_id in self._ids]
+        self._spelled = spelled
+        self._split = codec.split
+
+    def of(self, line: str) -> str:
+        """The end of a line that may be the beginning of a token, "" where there is none, or an overlong one.
+
+        Tokenizers cut a text into words first, and each word into tokens: that is the last word.
+        """
+        words = self._split(line[-2 * _MOST :]) if self.possible else []
+        return words[-1] if words and len(words[-1]) <= _MOST else ""
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - one for each model, which lives as long
+    def agreeing(self, rest: bytes) -> tuple[int, ...]:
+        """Tokens whose bytes begin a text, or begin with it."""
+        found: list[int] = []
+        for length in range(1, len(rest) + 1):
+            at = bisect_left(self._spellings, rest[:length])
+            while at < len(self._ids) and self._spellings[at] == rest[:length]:
+                found.append(self._ids[at])
+                at += 1
+        while at < len(self._ids) and self._spellings[at].startswith(rest):
+            found.append(self._ids[at])
+            at += 1
+        return tuple(found)
+
+    def forget(self) -> None:
+        """Drop what is remembered of words that were begun."""
+        Beginnings.agreeing.cache_clear()
+
+    def processor(self, begun: str, prompt_length: int) -> Any:
+        """A ``LogitsProcessor`` for one text behind a prompt of so many tokens."""
+        return BeginningProcessor(self, begun.encode(), prompt_length)
+
+    def rest(self, begun: bytes, said: list[int]) -> bytes:
+        """What of a text is still to be said."""
+        for token_id in said:
+            if not begun:
+                break
+            begun = begun[len(self._spelled.get(token_id, begun)) :]
+        return begun
+
+
+class BeginningProcessor:
+    """Makes every token impossible that does not agree with what was begun; a `LogitsProcessor` in all but its base."""
+
+    def __init__(self, beginnings: Beginnings, begun: bytes, prompt_length: int) -> None:
+        self._beginnings, self._begun, self._prompt_length = beginnings, begun, prompt_length
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """(1, vocab) scores behind a text (1, n)."""
+        import torch
+
+        if not (rest := self._rest(input_ids[0])):
+            return scores
+        allowed = torch.tensor(self._beginnings.agreeing(rest), device=scores.device)
+        out = torch.full_like(scores, -torch.inf)
+        out[:, allowed] = scores[:, allowed]
+        return out
+
+    def acts_on(self, ids: Any) -> bool:
+        """Whether what was begun is still to be said behind a text (n,)."""
+        return bool(self._rest(ids))
+
+    def _rest(self, ids: Any) -> bytes:
+        if len(ids) - self._prompt_length >= len(self._begun):  # every token says a byte or more
+            return b""
+        return self._beginnings.rest(self._begun, ids[self._prompt_length :].tolist())
+
+
+def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
+    """Bytes of every token that is no control token; empty where the vocabulary spells something else."""
+    described = json.loads(codec.plain_description)
+    if (described.get("decoder") or {}).get("type") != "ByteLevel":
+        return {}
+    byte_of = _letters_of_bytes()
+    spelled = {
+        token_id: bytes(byte_of[letter] for letter in spelling)
+        for spelling, token_id in described["model"]["vocab"].items()
+        if spelling and all(letter in byte_of for letter in spelling)
+    }
+    added = codec.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    kept = {token["id"]: token["content"].encode() for token in described.get("added_tokens") or []}
+    return {i: text for i, text in spelled.items() if i not in added} | kept
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """How vocabularies of bytes write them (Radford and others, 2019): printable ones as they are, others from 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    letters = {chr(byte): byte for byte in printable}
+    for number, byte in enumerate(sorted(set(range(256)) - set(printable))):
+        letters[chr(256 + number)] = byte
+    return letters
+
+
+_EXTRA = "pip install 'retrieve-spec[json]'"
+_SPACE = r"( |\n[ \t]{0,40})?"
+"""Space between the parts of a document: bounded, since some models never stop indenting."""
+
+
+class Grammars:
+    """Grammars for the vocabulary of one model."""
+
+    def __init__(self, tokenizer: Any, end_ids: Collection[int]) -> None:
+        self._tokenizer, self._end_ids = tokenizer, sorted(end_ids)
+        self._vocabulary: Any = None
+        self._lock = Lock()
+
+    def of(self, request: Common) -> str:
+        """The grammar of what a request asks for; empty where it asks for any text.
+
+        Raises
+        ------
+        Refusal
+            400: the library is not installed, or the schema is none that it knows.
+        """
+        schema, name = request.wanted_json()
+        if schema is None:
+            return ""
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise Refusal(400, f'"{name}" needs the package llguidance: {_EXTRA}', "unsupported_field") from None
+        vocabulary = self._read_vocabulary(name)
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
+        if problem := LLMatcher.validate_grammar(grammar, vocabulary):
+            if problem.startswith("WARNING"):
+                return str(grammar)
+            raise Refusal(400, f'"{name}": {problem.splitlines()[0]}')
+        return str(grammar)
+
+    def _read_vocabulary(self, name: str) -> Any:
+        """The tokenizer as llguidance wants it, read once."""
+        from llguidance.hf import from_tokenizer
+
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids)
+                except (ValueError, RuntimeError) as error:
+                    raise Refusal(400, f'"{name}" cannot be served with this model: {error}') from error
+            return self._vocabulary
+
+    def processor(self, grammar: str, prompt_length: int) -> Any:
+        """A ``LogitsProcessor`` for one text behind a prompt of so many tokens."""
+        from llguidance import LLMatcher
+
+        return GrammarProcessor(LLMatcher(self._vocabulary, grammar, log_level=0), prompt_length)
+
+
+class GrammarProcessor:
+    """Makes every token impossible that the grammar does not allow next; a `LogitsProcessor` in all but its base.
+
+    It is called with longer and longer texts, as plain decoding calls processors; a text that does not go on from the
+    last one is followed anew from where they part. The tokens of the prompt are not the grammar's.
+    """
+
+    def __init__(self, matcher: Any, prompt_length: int) -> None:
+        self._matcher, self._prompt_length = matcher, prompt_length
+        self._said: list[int] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """(1, vocab) scores behind a text (1, n)."""
+        import torch
+
+        self._follow(input_ids[0, self._prompt_length :].tolist())
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.zeros(scores.shape[-1], np.bool_)
+        known = np.unpackbits(bits, bitorder="little")[: len(allowed)].astype(np.bool_)
+        allowed[: len(known)] = known
+        return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
+
+    def _follow(self, said: list[int]) -> None:
+        """Let the matcher stand behind a text."""
+        kept = 0
+        for old, new in zip(self._said, said, strict=False):
+            if old != new:
+                break
+            kept += 1
+        if kept < len(self._said):
+            self._matcher.rollback(len(self._said) - kept)
+        if kept < len(said) and not self._matcher.consume_tokens(said[kept:]):
+            raise RuntimeError(f"the grammar cannot be followed: {self._matcher.get_error()}")
+        self._said = said
