@@ -50,6 +50,7 @@ class ErrorBody(BaseModel):
 _ERRORS = {
     401: "A key is required.",
     403: "Browser pages of other origins are refused.",
+    404: "No model of that name is served.",
     400: "The request is not right, or asks for what is not served; the message says why.",
     408: "The body did not come in time.",
     413: "The body is too large.",
@@ -120,6 +121,9 @@ def _add_information(app: FastAPI, h: InformationHandlers) -> None:
         app.post(path, responses=_errors(400, 408, 413, 503))(handler)
     for path in ("/v1/models", "/models"):
         app.get(path, include_in_schema=path == "/v1/models")(h.models)
+        app.head(path, include_in_schema=False)(h.models)
+    app.get("/v1/models/{name:path}", responses=_errors(404))(h.model)
+    app.head("/v1/models/{name:path}", include_in_schema=False)(h.model)
     for path in ("/health", "/v1/health"):
         app.get(path, include_in_schema=path == "/health")(h.health)
     app.get("/props")(h.props)
@@ -240,11 +244,22 @@ class InformationHandlers:
 
     async def models(self) -> Response:
         """The model, and the alias under which Continue sends predictions."""
+        return JSONResponse({"object": "list", "data": list(self._models().values())})
+
+    async def model(self, name: str) -> Response:
+        """One of these, by its name, which may have slashes."""
+        models = self._models()
+        if name not in models:
+            raise Refusal(404, f"no model {name!r} is served here; there are {', '.join(models)}")
+        return JSONResponse(models[name])
+
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """What is said of each model, by name."""
         service = self.service
         meta = {"n_ctx": service.backend.n_ctx, "n_vocab": service.backend_vocabulary, "fim": self._family()}
         names = [service.name, f"{service.name}-Fast-Apply"]
-        data = [{"id": n, "object": "model", "created": 0, "owned_by": "retrieve-spec", "meta": meta} for n in names]
-        return JSONResponse({"object": "list", "data": data})
+        said = {"object": "model", "created": 0, "owned_by": "retrieve-spec", "meta": meta}
+        return {name: {"id": name, **said} for name in names}
 
     async def health(self) -> Response:
         """What is served, and what it drafts from."""

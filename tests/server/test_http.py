@@ -298,6 +298,10 @@ def test_small_endpoints(server):
     assert server.client.get("/v1/health").json() == server.client.get("/health").json()
     ids = [model["id"] for model in server.client.get("/v1/models").json()["data"]]
     assert ids == ["tiny", "tiny-Fast-Apply"]
+    assert server.client.get("/v1/models/tiny").json() == server.client.get("/v1/models").json()["data"][0]
+    assert server.client.head("/v1/models/tiny").status_code == server.client.head("/v1/models").status_code == 200
+    unknown = server.client.get("/v1/models/owner/other")
+    assert unknown.status_code == 404 and "'owner/other'" in unknown.json()["error"]["message"]
     assert server.client.get("/props").json()["default_generation_settings"]["n_ctx"] == 4096
     tokens = server.post("/tokenize", {"content": "<|fim_prefix|>x"}).json()["tokens"]
     assert tokens[0] == 1
