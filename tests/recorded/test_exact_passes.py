@@ -51,6 +51,19 @@ def test_drafts_do_not_change_a_bit(family: str, dtype: torch.dtype) -> None:
     assert model.speculation.last.pass_kind == "recorded"
 
 
+def test_rows_of_a_batch_are_what_they_are_alone() -> None:
+    model = made("llama", torch.bfloat16)
+    rs.accelerate(model, nodes=12, recorded_pass="always", exact=True)
+    prompts = torch.cat([IDS, IDS.flip(1), IDS.roll(60, 1)])
+    alone = [model.generate(ids[None], draft="off", return_dict_in_generate=True, return_logprobs=True, **GREEDY)
+             for ids in prompts]  # fmt: skip
+    batch = model.generate(prompts, return_dict_in_generate=True, return_logprobs=True, **GREEDY)
+    assert model.speculation.last.nodes > 0
+    for row, one in enumerate(alone):
+        assert torch.equal(batch.sequences[row], one.sequences[0])
+        assert torch.equal(batch.logprobs[row], one.logprobs[0])
+
+
 def test_calls_that_are_not_recorded_are_not_drafted_for() -> None:
     model = made("llama", torch.bfloat16)
     plain = model.generate(inputs_embeds=model.get_input_embeddings()(IDS), **GREEDY)
