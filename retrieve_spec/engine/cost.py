@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence as Many
 from operator import itemgetter
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.pass_cost import learn_passes
-from retrieve_spec.verify.interface import input_device
-from retrieve_spec.verify.steps import prepare_call
-from retrieve_spec.verify.verifier import Verifier, VerifierInputs
-
-if TYPE_CHECKING:
-    from retrieve_spec.engine.speculation import Speculation
 
 _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 NODE_KNOTS = np.array(_KNOTS)
@@ -273,60 +262,3 @@ def _alike(sequences: int) -> int:
     """The least of the numbers of sequences that share what is measured: the first four binary digits of one."""
     digits = max(sequences.bit_length() - 4, 0)
     return sequences >> digits << digits
-
-
-_CONTEXT = 128
-_WIDTHS = (0, 4, 16, 64)
-_REPEATS = 3
-_SECONDS = 0.6
-_ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
-
-
-def measure_passes(model: Any, speculation: Speculation) -> None:
-    """Time passes over chains of a few widths until a time limit; wider ones are skipped when time runs out."""
-    if speculation.mode in ("plain", "delegated"):
-        return
-    vocab = model.config.get_text_config(decoder=True).vocab_size
-    seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes
-    limits = (speculation.interface.max_positions, speculation.interface.max_slots)
-    positions = min((limit for limit in limits if limit), default=_CONTEXT + max(_WIDTHS) + 1)
-    context = max(min(_CONTEXT, positions - max(_WIDTHS) - 1), 1)
-    prompt = torch.as_tensor((np.arange(context) * 31 + 7) % vocab, device=input_device(model))[None]
-    verifier = speculation.verifiers()[0]
-    with torch.no_grad():
-        call = prepare_call(model, prompt, torch.ones_like(prompt))
-        verifier.start(VerifierInputs(prompt, call.take(), max_length=context + max(_WIDTHS) + _REPEATS * 8))
-        verifier.forward(prompt[0].cpu().numpy().astype(np.int32))
-        verifier.commit(_NOTHING)
-        verifier.forward(_ROOT)  # the first pass of a kind pays for set-up
-        verifier.commit(_NOTHING)
-        began = perf_counter()
-        for width in _WIDTHS:
-            if width > positions - context - 8:
-                break
-            tree = DraftTree.from_paths([[(i * 17 + 3) % vocab for i in range(width)]])
-            times: list[float] = []
-            if prompt.device.type == "cuda":  # the first pass of a width may compile kernels and capture a graph
-                started = perf_counter()
-                float(verifier.forward(_ROOT, tree).logits[0, 0])
-                verifier.commit(_NOTHING)
-                began += perf_counter() - started
-            for _ in range(_REPEATS):
-                times.append(_timed(verifier, tree))
-                if perf_counter() - began > seconds:
-                    break
-            speculation.cost.observe(width, context, min(times))
-            if perf_counter() - began > seconds:
-                break
-        speculation.cost.seconds(context, 0)  # takes them in: no call waits for the kernel that does
-        verifier.finish()
-
-
-def _timed(verifier: Verifier, tree: DraftTree) -> float:
-    """Seconds of a pass over a draft, nothing of which is accepted."""
-    started = perf_counter()
-    output = verifier.forward(_ROOT, tree)
-    float(output.logits[0, 0])  # waits for the device
-    seconds = perf_counter() - started
-    verifier.commit(_NOTHING)
-    return seconds
