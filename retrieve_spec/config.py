@@ -64,8 +64,8 @@ class SpeculationConfig:
     rollouts
         A `RolloutMemory`: answers of earlier calls that samples of the same prompt draft from.
     exact
-        Give every token the same logits bit for bit with drafts and without, in any number format: greedy and sampled
-        text is then that of `draft="off"`. On a CPU; a model for which that cannot be had is decoded without drafts.
+        Give every token the same logits bit for bit with drafts and without: greedy and sampled text is then that of
+        `draft="off"`. For dense models in 16 bits on a CPU; others are decoded without drafts.
     recorded_pass
         Record the model's forward once and verify with the recording and a preallocated cache, where that agrees with
         the model: `"auto"` (models of a million parameters and more), `"always"` or `"off"`.

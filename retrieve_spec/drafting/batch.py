@@ -100,7 +100,10 @@ class BatchRow(MixtureDrafter):
         if not keep:
             self._history = []
         super().finish()
+        session, use = self.session, self._use
+        self.session = None  # meanwhile it may exchange its automata: one at rest does not hold them
         super().start(_NO_TOKENS)
+        self.session, self._use = session, use
 
 
 class RequestDiverged(Exception):

@@ -208,6 +208,8 @@ class ServingDrafter(Requests):
             slots = self._slots
             if slots is None or self._slots_of is not requests or self._texts is not texts:
                 slots = self._fill_slots(requests, texts, lengths, places, longest, max_nodes)
+            if any(lengths[place] > self._width for place in places):  # a kernel would read what lies behind
+                raise ConfigError(f"lengths up to {self._width}", f"{lengths[list(places)]}", "See `step`.")
             plan, pace, rows = self._plan, self._pace, len(requests)
             context, sampled = int(plan[CONTEXT]), self._samples
             if rows and pace.goes_without(rows, sampled):
@@ -247,6 +249,7 @@ class ServingDrafter(Requests):
         begin, stride = texts.__array_interface__["data"][0], texts.strides[0]
         self._slots = Slots([state.row for state in rows], [begin + stride * i for i in places], places, longest)
         self._slots_of, self._texts, self._samples = requests, texts, _samples(rows)
+        self._width = texts.shape[1]
         self._plan[DEEPEST] = min(max_nodes, self.config.max_depth, MAX_NODES)
         return self._slots
 

@@ -127,7 +127,10 @@ class RecordedVerifier:
         if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
             self.not_recorded = self.not_recorded or f"hidden states of layer {want_hidden} are not recorded"
         if self.not_recorded or (self._unread > 0 and not self._reads(roots, keep)):
-            return self.own.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
+            least = max(keep, min(self.recorded.exact, roots))  # of one order with any more of them
+            output = self.own.forward(root_ids, tree, keep=least, want_hidden=want_hidden)
+            rows = slice(least - keep, None)
+            return VerifierOutput(output.logits[rows], None if output.hidden is None else output.hidden[rows])
         with self.recorded.on_device():
             if self._unread > 0:
                 root_ids = self._read(root_ids, keep)

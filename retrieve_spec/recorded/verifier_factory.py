@@ -27,7 +27,7 @@ from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.candidates import PROMPT, same_way
 from retrieve_spec.verify.hf import CallKinds, HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache, read_interface
-from retrieve_spec.verify.number_format import is_exact, rows_for_one_order
+from retrieve_spec.verify.number_format import is_exact, rows_for_one_order, why_not_one_order
 from retrieve_spec.verify.probe import REACH, Finding, Trial, check_verifier, float32_copy, why_not_exact
 from retrieve_spec.verify.shrink import shrunk
 from retrieve_spec.verify.steps import StepVerifier, held_by, keeping_texts
@@ -117,6 +117,8 @@ def _row_kernels(model: Any) -> Any:
 
 def _record_exactly(model: Any, finding: Finding, layer: Layer) -> tuple[Recording | None, str]:
     """A recording whose passes give a row the same logits bit for bit with drafts and without; or why there is none."""
+    if why := why_not_one_order(model):
+        return None, why
     with torch.inference_mode():
         rows = rows_for_one_order(model)
     if not rows:

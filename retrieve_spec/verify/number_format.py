@@ -22,10 +22,12 @@ _LARGEST = {torch.float64: 1e-6, torch.float32: 2e-4}
 _MOST = {torch.float64: 1e-6, torch.float32: 2e-3}
 _READINGS = 4.0
 """… or so many times the difference between two plain readings, but not more than `_MOST`."""
-_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 64, 65, 129, 257)
-_MOST_ROWS, _FROM_FEW = 8, 64
-"""Numbers of rows whose products are held against one another, how many a pass may be filled up to, and how many rows
-are multiplied by few at a time: two orders seldom round one number differently."""
+_ROWS = (4, 5, 7, 8, 9, 16, 17, 33, 64, 65, 129, 257)
+_MOST_ROWS = 8
+"""Numbers of rows whose products are held against one another, and how many a pass is filled up to at most."""
+_NUMBERS, _MOST_TRIED = 1 << 20, 1 << 13
+"""Numbers of a product that are compared, and rows at most: two orders seldom round one of them differently."""
+_VECTOR = 64
 _ROOT_MEAN_SQUARE = 2.0
 """How many times the largest root mean square of plain readings a pass may be off in the other formats."""
 
@@ -134,27 +136,51 @@ def rows_change_one_another(model: Any) -> str:
     return ""
 
 
+def why_not_one_order(model: Any) -> str:
+    """Why rows of a model's passes cannot be computed in one order whatever stands beside them; empty where they may.
+
+    Vectors of elementwise operations end with rows whose width is a multiple of theirs; experts, and layers that are no
+    `torch.nn.Linear`, multiply in ways of their own.
+    """
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"it is for 16 bits, the model is in {model.dtype}"
+    linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
+    linear |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and id(parameter) not in linear:
+            return f"{name} is not the weight of a linear layer"
+        if parameter.dtype != model.dtype:
+            return f"{name} is in {parameter.dtype}"
+    odd = [module for module in model.modules() if type(module) is nn.Linear and module.in_features % _VECTOR]
+    return f"a layer is {odd[0].in_features} wide, which is no multiple of {_VECTOR}" if odd else ""
+
+
 def rows_for_one_order(model: Any) -> int:
     """Fewest rows from which linear layers add up every row in one order, whatever stands beside it; 0 where none is.
 
-    Libraries choose that order by the shape of a product: oneDNN's of 16-bit numbers is one for any number of rows but
-    a single one, MKL's of float32 one from four rows on.
+    Libraries choose that order by the shape of a product. oneDNN's of 16-bit numbers is one for any number of rows but
+    the first few.
     """
-    fewest, tried = 1, set[tuple[type, torch.Size]]()
+    fewest, most, tried = _ROWS[0], _ROWS[-1], set[torch.Size]()
     for module in model.modules():
-        weight: Any = getattr(module, "weight", None)
-        if not hasattr(module, "in_features") or (kind := (type(module), weight.shape)) in tried:
+        if type(module) is not nn.Linear or module.weight.shape in tried:
             continue
-        tried.add(kind)
+        tried.add(module.weight.shape)
+        many = most * max(min(_NUMBERS // module.out_features, _MOST_TRIED) // most, 1)
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn((1, _ROWS[-1], int(module.in_features)), generator=generator).to(model.device, model.dtype)
-        whole = module(rows)[0]
+        rows = torch.randn((1, many, module.in_features), generator=generator).to(model.device, model.dtype)
+        whole = _in_parts(module, rows, most)
         for count in reversed(_ROWS[:-1]):
-            parts = [module(rows[:, i : i + count])[0] for i in range(0, max(_FROM_FEW // count * count, count), count)]
-            together = torch.cat(parts)
-            if count >= fewest and not torch.equal(together, whole[: len(together)]):
+            parts = _in_parts(module, rows[:, : many if count <= _MOST_ROWS else most], count)
+            if count >= fewest and not torch.equal(parts, whole[: len(parts)]):
                 fewest = _ROWS[_ROWS.index(count) + 1]
                 break
         if fewest > _MOST_ROWS:
             return 0
     return fewest
+
+
+def _in_parts(layer: nn.Module, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """(rows, out) what a layer makes of (1, rows, in), so many at a time, without a rest."""
+    whole = rows.shape[1] // count * count
+    return torch.cat([layer(rows[:, i : i + count])[0] for i in range(0, whole, count)])

@@ -67,6 +67,16 @@ def test_a_store_says_what_its_folder_says(tokenizer, tmp_path_factory, states):
     verify_datastore(place / "s")
 
 
+def test_a_store_built_of_a_relative_folder_forgets_what_is_deleted(folder, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    build_datastore(tmp_path / "s", [folder.name], tokenizer)
+    before, gone = contents(tmp_path / "s"), next(folder.rglob("*.txt"))
+    gone.unlink()
+    sync_datastore(tmp_path / "s", [folder.name], tokenizer)
+    del before[str(gone.relative_to(folder))]
+    assert contents(tmp_path / "s") == before
+
+
 def test_only_what_changed_is_read(folder, tokenizer, tmp_path, monkeypatch):
     store = tmp_path / "s"
     for path in folder.rglob("*"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -251,3 +253,27 @@ def test_requests_given_up_while_they_begin(monkeypatch):
     monkeypatch.undo()
     drafter.start("a", [1, 2, 3])
     assert "a" in drafter
+
+
+def test_lengths_beyond_the_texts_are_refused():
+    drafter = ServingDrafter()
+    texts = np.tile(np.arange(9, dtype=np.int32), (2, 5))
+    drafter.start("a", texts[0, :20])
+    with pytest.raises(ConfigError, match="lengths up to 45"):
+        drafter.step(["a"], texts, np.array([46, 45], np.int32), [0], [90], 4)
+
+
+def test_drafters_at_rest_hold_no_automata_of_the_session():
+    drafter = ServingDrafter(SpeculationConfig(session=True, session_tokens=300))
+    rng = np.random.default_rng(0)
+    alive = weakref.WeakSet()
+    for at_once in (12, 6, 1, 1, 1):
+        names = [str(i) for i in range(at_once)]
+        for name in names:
+            drafter.start(name, rng.integers(0, 999, 20).astype(np.int32))
+            drafter.feed(name, rng.integers(0, 999, 100).astype(np.int32))
+            alive.update(drafter.session.automata)
+        for name in names:
+            drafter.finish(name)
+    gc.collect()
+    assert set(alive) <= set(drafter.session.automata)

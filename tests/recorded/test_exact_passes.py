@@ -8,7 +8,14 @@ import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import retrieve_spec as rs
 from retrieve_spec.verify.number_format import rows_for_one_order
@@ -73,32 +80,50 @@ def test_calls_that_are_not_recorded_are_not_drafted_for() -> None:
 
 
 class OrderByRows(nn.Linear):
-    """A linear layer that adds up otherwise where it is given fewer than four rows."""
+    """A linear layer that adds up otherwise where it is given fewer rows than `from_rows`."""
+
+    from_rows = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1.0 if x.shape[-2] >= 4 else 1.0078125)
+        return super().forward(x) * (1.0 if x.shape[-2] >= self.from_rows else 1.0078125)
 
 
-class NoOrder(nn.Linear):
-    """A linear layer whose products differ with every number of rows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + x.shape[-2]
-
-
-def test_rows_from_which_there_is_one_order() -> None:
-    layers = [nn.Linear(32, 16), OrderByRows(32, 16), NoOrder(32, 16)]
-    of_layers = [nn.ModuleList([layer]).to(torch.float16) for layer in layers]
-    for module in of_layers:
-        module.device, module.dtype = torch.device("cpu"), torch.float16
-    with torch.inference_mode():
-        assert [rows_for_one_order(module) for module in of_layers] == [1, 4, 0]
+def test_rows_from_which_there_is_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrieve_spec.verify.number_format.nn.Linear", OrderByRows)
+    module: Any = nn.ModuleList([OrderByRows(64, 16)]).to(torch.float16)
+    module.device, module.dtype = torch.device("cpu"), torch.float16
+    found = []
+    for OrderByRows.from_rows in (1, 4, 7, 100):
+        with torch.inference_mode():
+            found.append(rows_for_one_order(module))
+    assert found == [4, 4, 7, 0]
 
 
-def test_a_model_without_one_order_is_decoded_plainly() -> None:
-    model = made("llama", torch.float16)
-    model.lm_head.__class__ = NoOrder
-    plain = model.generate(IDS, **GREEDY)
-    rs.accelerate(model, recorded_pass="always", exact=True)
-    assert torch.equal(model.generate(IDS, **GREEDY), plain)
-    assert model.speculation.last.mode == "plain" and "in another order" in model.speculation.last.reason
+def test_models_without_one_order_are_decoded_plainly() -> None:
+    experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).to(torch.bfloat16).eval()
+    narrow = LlamaForCausalLM(LlamaConfig(**{**SIZES, "intermediate_size": 80})).to(torch.bfloat16).eval()
+    for model, why in (
+        (made("llama", torch.float32), "for 16 bits"),
+        (experts, "is not the weight of a linear layer"),
+        (narrow, "80 wide"),
+    ):
+        plain = model.generate(IDS, **GREEDY)
+        rs.accelerate(model, recorded_pass="always", exact=True)
+        assert torch.equal(model.generate(IDS, **GREEDY), plain)
+        assert model.speculation.last.mode == "plain" and why in model.speculation.last.reason
+
+
+def test_the_first_token_is_exact_too() -> None:
+    torch.manual_seed(0)
+    wide = {**SIZES, "hidden_size": 1536, "vocab_size": 4000, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**wide)).to(torch.bfloat16).eval()
+    rs.accelerate(model, nodes=8, recorded_pass="always", exact=True)
+    for shift in range(12):
+        ids = (IDS + 97 * shift) % 4000
+        drafted, alone = (
+            model.generate(
+                ids, max_new_tokens=2, do_sample=False, draft=draft, output_logits=True, return_dict_in_generate=True
+            )
+            for draft in ("auto", "off")
+        )
+        assert all(map(torch.equal, drafted.logits, alone.logits))
