@@ -12,7 +12,9 @@ split
 triton
     both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
 
-Many rows of a prompt, on a CPU, go by `retrieve_spec.attention.tree_attention` where that is faster.
+Many rows of a prompt, on a CPU, go by `attend_prompt` where that is faster: oneDNN's products, block by block to no
+more keys than rows see. oneDNN prepares a product for each shape anew, so blocks end where the text is a multiple of
+`ROWS` tokens long: prompts have few shapes and share them.
 """
 
 from __future__ import annotations

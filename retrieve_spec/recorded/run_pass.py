@@ -35,7 +35,7 @@ class RowAttention:
         ends = np.cumsum([len(text.ids) for text in laid]).tolist()
         self._spans = spans = [slice(end - len(text.ids), end) for text, end in zip(laid, ends, strict=True)]
         self._recorded, self._parts = recorded, parts
-        single = [] if recorded.exact else [i for i, text in enumerate(laid) if _is_served(text)]
+        single = [i for i, text in enumerate(laid) if _is_served(text)]
         single.sort(key=lambda i: laid[i].cache.prefixes[:, 0].tobytes())  # those with one prompt side by side
         self._others = sorted(set(range(len(laid))) - set(single))
         self._rows = np.array([spans[i].start for i in single], np.int64)

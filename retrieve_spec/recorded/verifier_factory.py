@@ -91,15 +91,16 @@ def try_recording(
         return None, why
     recording = None
     try:
-        if why := _why_not_structure(model, finding.interface, layer, config.exact):
+        exact = rows_for_one_order(model) if config.exact else 0
+        if config.exact and not exact:
+            return None, "linear layers add up a row in another order when there are more of them"
+        if why := _why_not_structure(model, finding.interface, layer, exact):
             return None, why
-        if config.exact:
-            return _record_exactly(model, finding, layer)
         row_kernels = _row_kernels(model)
-        recording, why = _record(model, finding, layer, row_kernels, layouts)
+        recording, why = _record(model, finding, layer, row_kernels, layouts, exact)
         if recording is None and row_kernels is not None:
             logger.info("the pass is recorded again without kernels for rows: %s", why)
-            recording, why = _record(model, finding, layer, None, layouts)
+            recording, why = _record(model, finding, layer, None, layouts, exact)
     except RecordingError as error:
         return None, str(error)
     return recording, why
@@ -115,26 +116,12 @@ def _row_kernels(model: Any) -> Any:
     return None if why_not_triton(device) else importlib.import_module("retrieve_spec.kernels.triton_rows")
 
 
-def _record_exactly(model: Any, finding: Finding, layer: Layer) -> tuple[Recording | None, str]:
-    """A recording whose passes give a row the same logits bit for bit with drafts and without; or why there is none."""
-    if why := why_not_one_order(model):
-        return None, why
-    with torch.inference_mode():
-        rows = rows_for_one_order(model)
-    if not rows:
-        return None, "linear layers add up a row in another order when there are more of them"
-    recorded = RecordedPass(model, len(cache_windows(new_cache(model))), layer, _row_kernels(model), exact=rows)
-    recording = Recording(model, finding.interface, recorded)
-    why = check_verifier(model, recording(), "tree", finding.texts) or why_not_exact(model, recording, finding.texts)
-    return (None, why) if why else (recording, "")
-
-
 def _record(
-    model: Any, finding: Finding, layer: Layer, row_kernels: Any, layouts: Layouts | None
+    model: Any, finding: Finding, layer: Layer, row_kernels: Any, layouts: Layouts | None, exact: int
 ) -> tuple[Recording | None, str]:
     """A recording, with CUDA graphs where they agree with the model; or why there is none."""
     windows = cache_windows(new_cache(model))
-    recorded = RecordedPass(model, len(windows), layer, row_kernels, layouts)
+    recorded = RecordedPass(model, len(windows), layer, row_kernels, layouts, exact)
     if why := _why_not_windows(recorded, windows):
         return None, why
     graphs = PASS.cuda_graphs and recorded.device.type == "cuda"
@@ -142,13 +129,15 @@ def _record(
     for captured in (PassGraphs(recorded), None) if graphs else (None,):
         recording = Recording(model, finding.interface, recorded, captured)
         why = check_verifier(model, recording(), "tree", finding.texts)
+        if exact and not why:
+            why = why_not_exact(model, recording, finding.texts)
         if not why:
             return recording, ""
         logger.debug("the recorded pass %s graphs is not used: %s", "without" if captured is None else "with", why)
     return None, why
 
 
-def _why_not_structure(model: Any, interface: ModelInterface, layer: Layer, exact: bool) -> str:
+def _why_not_structure(model: Any, interface: ModelInterface, layer: Layer, exact: int) -> str:
     """What is wrong with recorded passes of float32 copies of a model, past its windows too; empty when nothing is."""
     copies = [] if is_exact(model) else [float32_copy(model)]
     if any(cache_windows(new_cache(model))):
@@ -158,7 +147,7 @@ def _why_not_structure(model: Any, interface: ModelInterface, layer: Layer, exac
             continue
         windows = cache_windows(new_cache(copied))
         way = same_way(copied, interface)
-        recording = Recording(copied, way, RecordedPass(copied, len(windows), layer, exact=int(exact)))
+        recording = Recording(copied, way, RecordedPass(copied, len(windows), layer, exact=exact))
         longest = max(windows)
         for trial in [Trial(PROMPT, 0)] + [Trial(longest + 3, 0, 2)] * (0 < longest <= REACH):
             if why := check_verifier(copied, recording(), trial=trial):
@@ -181,8 +170,8 @@ def why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) ->
         return why
     if model.config.is_encoder_decoder:
         return "the model has an encoder"
-    if config.exact and input_device(model).type != "cpu":
-        return "exact passes are for a CPU"
+    if config.exact and (why := why_not_one_order(model)):
+        return why
     if finding.interface.places:
         return "the model derives positions itself"
     if Ranks.of(model) is not None:

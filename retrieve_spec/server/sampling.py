@@ -50,9 +50,9 @@ class Sampling:
     seed
         Noise is keyed by it, so that the same request gives the same text.
     grammar
-        What the text must be (`retrieve_spec.server.sampling`); empty for any.
+        What the text must be (`Grammars`); empty for any.
     begun
-        What the text must begin with (`retrieve_spec.server.sampling`).
+        What the text must begin with (`Beginnings`).
     """
 
     temperature: float = 0.0

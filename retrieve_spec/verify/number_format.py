@@ -142,19 +142,23 @@ def why_not_one_order(model: Any) -> str:
     Vectors of elementwise operations end with rows whose width is a multiple of theirs; experts, and layers that are no
     `torch.nn.Linear`, multiply in ways of their own.
     """
+    if model.device.type != "cpu":
+        return f"it is for a CPU, the model is on {model.device}"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"it is for 16 bits, the model is in {model.dtype}"
-    linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
-    linear |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    linear = {id(module.weight) for module in (*layers, *tables)}
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and id(parameter) not in linear:
             return f"{name} is not the weight of a linear layer"
         if parameter.dtype != model.dtype:
             return f"{name} is in {parameter.dtype}"
-    odd = [module for module in model.modules() if type(module) is nn.Linear and module.in_features % _VECTOR]
-    return f"a layer is {odd[0].in_features} wide, which is no multiple of {_VECTOR}" if odd else ""
+    odd = [layer.in_features for layer in layers if layer.in_features % _VECTOR]
+    return f"a layer is {odd[0]} wide, which is no multiple of {_VECTOR}" if odd else ""
 
 
+@torch.inference_mode()
 def rows_for_one_order(model: Any) -> int:
     """Fewest rows from which linear layers add up every row in one order, whatever stands beside it; 0 where none is.
 
