@@ -1,6 +1,6 @@
 """How often texts part in a number format, with drafts and between plain ways of reading the same prompts.
 
-    python scripts/near_ties.py MODEL [--prompts spec-bench:question.jsonl] [--formats bfloat16] [--new-tokens 96]
+    python scripts/near_ties.py MODEL --prompts spec-bench:question.jsonl --formats bfloat16 --new-tokens 48
 
 Greedy text of a folder or hub id, on a CPU. Ways to write it are compared with transformers' own `generate`: the same
 with eager attention, in a batch of two, by this library without drafts, with drafts, and exactly. Where two texts part,
@@ -18,10 +18,11 @@ from typing import Any
 
 import harness
 import torch
-from retrieve_spec.bench.prompts import encode, read_prompts
 
 import retrieve_spec as rs
+from retrieve_spec.bench.workloads import encode, read_prompts
 from retrieve_spec.reference_model import load_model
+from retrieve_spec.verify.interface import attention_implementation
 
 CONTEXT = 256
 """Tokens of a prompt at most: its last ones."""
@@ -71,11 +72,8 @@ def of_format(name: str, options: argparse.Namespace) -> dict[str, Any]:
     plain = one_by_one(model, prompts, tokens)
 
     def eager() -> Texts:
-        own = model.config._attn_implementation
-        model.set_attn_implementation("eager")
-        texts = one_by_one(model, prompts, tokens)
-        model.set_attn_implementation(own)
-        return texts
+        with attention_implementation(model, "eager"):
+            return one_by_one(model, prompts, tokens)
 
     def exact(**arguments: Any) -> Texts:
         rs.restore(model)
