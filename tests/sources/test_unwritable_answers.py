@@ -172,7 +172,7 @@ import sys
 import numpy as np
 from retrieve_spec.sources.answers import RolloutMemory, answers_by_scope
 kind, path, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-memory = RolloutMemory(path, answers=1000) if kind == "rollouts" else answers_by_scope(path, "tokenizer", 1 << 20)
+memory = RolloutMemory(path, answers=100_000) if kind == "rollouts" else answers_by_scope(path, "tokenizer", 1 << 20)
 key = memory.key("")
 memory.add(memory.key("large"), np.arange(200_000, dtype=np.int32))
 for number in range(rounds):
@@ -210,7 +210,7 @@ def test_processes_that_are_killed_while_they_save_lose_nothing_that_was_saved(m
         writer.stdout.close()
     assert writers[3].wait(120) == 0
     assert said[3] == 24
-    memory = RolloutMemory(path, answers=1000) if make is rollouts else answers_by_scope(path, "tokenizer", 1 << 20)
+    memory = RolloutMemory(path, answers=100_000) if make is rollouts else answers_by_scope(path, "tokenizer", 1 << 20)
     kept = set(map(tuple, known(memory)))
     assert {(name, number) for name in range(4) for number in range(said[name] + 1)} <= kept
     memory.save()  # nothing holds the lock any more
