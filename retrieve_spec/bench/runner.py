@@ -119,18 +119,41 @@ def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[
 
 
 def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, reference: Record) -> dict[str, Any] | None:
-    """Where a method's answers leave the reference's, and the gap of the two highest logits there."""
+    """Where a method's answers leave the reference's, and the gap there (`parting`)."""
     for turn, (ours, theirs) in enumerate(zip(record.token_ids, reference.token_ids, strict=True)):
-        if ours == theirs:
-            continue
-        apart = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-        at = next(apart, min(len(ours), len(theirs)))
-        before = encode(bench.tokenizer, prompt, reference.texts[:turn], plan.template)[0].tolist()
-        ids = torch.tensor([before + theirs[:at]], device=bench.model.device)
-        with torch.no_grad():
-            top = bench.model(ids).logits[0, -1].float().topk(2).values
-        return {"turn": turn, "position": at, "gap": float(top[0] - top[1])}
+        before = encode(bench.tokenizer, prompt, reference.texts[:turn], plan.template)[0]
+        if (parted := parting(bench.model, before, ours, theirs)) is not None:
+            return {"turn": turn, "position": parted[0], "gap": parted[1]}
     return None
+
+
+def parting(model: Any, prompt_ids: torch.Tensor, ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
+    """Where two texts behind a prompt part.
+
+    Parameters
+    ----------
+    model
+        Whose logits tell how near the two are.
+    prompt_ids
+        (n,) token ids.
+    ours, theirs
+        Token ids of the texts.
+
+    Returns
+    -------
+    tuple of int and float, or None
+        Number of the first token that differs, and the gap between the logits of the two tokens there (between the two
+        highest ones where a text ends); None where the texts are the same.
+    """
+    if ours == theirs:
+        return None
+    shorter = min(len(ours), len(theirs))
+    at = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    ids = torch.cat([prompt_ids.cpu(), torch.tensor(theirs[:at], dtype=torch.long)])
+    with torch.no_grad():
+        logits = model(ids[None].to(model.device)).logits[0, -1].float()
+    two = logits[[ours[at], theirs[at]]] if at < shorter else logits.topk(2).values
+    return at, float(abs(two[0] - two[1]))
 
 
 def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, earlier: Sequence[str]) -> Record:
