@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.files import FileEntry, check_mapped, map_array
+from retrieve_spec.datastore.files import FileEntry, check_content, map_array
 from retrieve_spec.datastore.manifest import DenseRecord
 from retrieve_spec.errors import ConfigError, ModelMismatchError, StoreCorruptError
 from retrieve_spec.openmp import survive_forks
@@ -120,7 +120,7 @@ class DenseIndex:
     def _checked(self) -> dict[str, NDArray[Any]]:
         """Contents of the files, as they were written."""
         for name, array in self._mapped.items():
-            check_mapped(array, self._folder / name, self._files[name])
+            check_content(self._folder / name, self._files[name], array)
         return self._mapped
 
     @cached_property
@@ -203,18 +203,13 @@ class DenseIndex:
             valid = (numbers >= 0) & (numbers < self.count)
             positions = np.where(valid, self.positions[np.where(valid, numbers, 0)], -1).astype(np.int64)
             valid &= (positions < int(self._starts[-1])) & np.isfinite(similarity)
-            if len(self._removed):
-                documents = np.searchsorted(self._starts, positions, side="right") - 1
-                valid &= ~np.isin(documents, self._removed)
+            valid &= ~np.isin(np.searchsorted(self._starts, positions, side="right") - 1, self._removed)
             if wanted >= self.count or not len(self._removed) or (valid.sum(1) >= k).all():
                 break
             wanted = min(2 * wanted, self.count)
-        if wanted > k or not valid.all():
-            similarity, positions = np.where(valid, similarity, -1), np.where(valid, positions, -1)
-            order = np.argsort(~valid, axis=1, kind="stable")[:, :k]
-            similarity = np.take_along_axis(similarity, order, 1)
-            positions = np.take_along_axis(positions, order, 1)
-        return similarity.astype(np.float32, copy=False), positions
+        order = np.argsort(~valid, axis=1, kind="stable")[:, :k]
+        similarity = np.take_along_axis(np.where(valid, similarity, -1), order, 1)
+        return similarity.astype(np.float32, copy=False), np.take_along_axis(np.where(valid, positions, -1), order, 1)
 
 
 def continuation(segment: Segment, position: int, most: int) -> NDArray[np.int32]:

@@ -12,7 +12,7 @@ from numba import njit
 
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.ngram import EXTENT, MAX_ORDER, START, TOTAL, ngram_find, ngram_hash
-from retrieve_spec.kernels.suffix_array import TOP_SHIFT
+from retrieve_spec.kernels.suffix_array import TOP_SHIFT, pack
 
 
 @njit(cache=True, nogil=True)
@@ -73,12 +73,7 @@ def hide_tops(tokens, sa, ranks, bits, top):  # type: ignore[no-untyped-def]
         if rank & ((1 << TOP_SHIFT) - 1):
             continue
         start = np.int64(sa[rank])
-        key = np.uint64(0)
-        for j in range(width):
-            key <<= np.uint64(bits)
-            if start + j < len(tokens):
-                key |= np.uint64(tokens[start + j])
-        top[rank >> TOP_SHIFT] = key
+        top[rank >> TOP_SHIFT] = pack(tokens, start, min(width, len(tokens) - start), width, bits)
 
 
 @njit(cache=True, nogil=True)
