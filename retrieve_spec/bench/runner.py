@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,20 +83,6 @@ class Plan:
                 if len(prompt.turns) > 1:
                     order.sort(key=lambda method: method != self.reference)
                 yield run, prompt, order
-
-
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Fingerprint of a workload, so that figures of different workloads are not compared."""
-    text = json.dumps([[p.name, p.task, p.turns, p.prediction, p.raw] for p in prompts])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def warm_up(bench: Bench, plan: Plan) -> None:
-    """Let every method generate a little, untimed, so that compilation is no part of the figures."""
-    ids = encode(bench.tokenizer, plan.prompts[0], [], plan.template)
-    for method in plan.methods:
-        bench.generate(method, ids, max_new_tokens=WARM_UP_TOKENS)
-        bench.forget(method)
 
 
 def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[[], object]) -> None:
@@ -227,13 +213,15 @@ def run_bench(
     session = state != "cold"
     bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=session, seed=seed, options=sampling)
     which = f", {tasks} only" if tasks else ""
+    # So that figures of different workloads are not compared.
+    digest = hashlib.sha256(json.dumps([astuple(question) for question in questions]).encode()).hexdigest()[:16]
     header = {
         "command": command,
         "machine": machine_facts(),
         "model": model,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": str(lm.device),
-        "prompts": f"{prompts}{which} ({len(questions)} prompts, digest {prompts_digest(questions)})",
+        "prompts": f"{prompts}{which} ({len(questions)} prompts, digest {digest})",
         "methods": list(methods),
         "stores": {path: sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file()) for path in stores},
         "state": state,
@@ -245,7 +233,10 @@ def run_bench(
         "template": template,
     }
     folder = ResultsFolder(out, header)  # made only when all options are right
-    warm_up(bench, plan)
+    first = encode(tokenizer, questions[0], [], template)
+    for method in chosen:  # so that compilation is no part of the figures
+        bench.generate(method, first, max_new_tokens=WARM_UP_TOKENS)
+        bench.forget(method)
     others = OtherWork()
     try:
         with tqdm(total=len(questions) * runs, unit="prompt", disable=quiet) as bar:
