@@ -37,16 +37,14 @@ from retrieve_spec.datastore.segment import (
 )
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import StoreCorruptError
-from retrieve_spec.kernels.ngram import EXTENT, KEY, START, ngram_hash
-from retrieve_spec.kernels.suffix_array import sa_search, sa_top_table
+from retrieve_spec.kernels.ngram import EXTENT, KEY, START
+from retrieve_spec.kernels.suffix_array import sa_top_table
 
 _ATTEMPTS = 5
-QUERIES = 32
-"""Sampled queries per segment."""
 
 
 def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) -> dict[str, Any]:
-    """Check a datastore completely: checksums, structure, and sampled queries of the indexes.
+    """Check a datastore completely: checksums, and whether the arrays belong together.
 
     Parameters
     ----------
@@ -58,7 +56,7 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     Returns
     -------
     dict
-        ``segments``, ``documents``, ``tokens``, ``files``, ``bytes`` and ``queries`` that were checked.
+        ``segments``, ``documents``, ``tokens``, ``files`` and ``bytes`` that were checked.
 
     Raises
     ------
@@ -90,9 +88,9 @@ def _size(files: Iterable[tuple[str, FileEntry]]) -> int:
     return sum(entry.bytes for _, entry in files)
 
 
-def _checked(manifest: Manifest, files: int, size: int, queries: int = 0) -> dict[str, Any]:
+def _checked(manifest: Manifest, files: int, size: int) -> dict[str, Any]:
     counts = {"segments": len(manifest.segments), "documents": manifest.documents, "tokens": manifest.tokens}
-    return {**counts, "files": files, "bytes": size, "queries": queries}
+    return {**counts, "files": files, "bytes": size}
 
 
 def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
@@ -104,7 +102,6 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
         for place, entry in files:
             check_content(store.path / place, entry)
             advance(entry.bytes)
-    queries = 0
     for part in manifest.segments:
         segment = open_segment(store.path / SEGMENTS / part.name, part, manifest.vocabulary, manifest.dense)
         _require(content_name(part.files) == part.name, segment, "the name of its content")
@@ -115,8 +112,7 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
             _check_dense(segment, segment.dense)
         if segment.ngram is not None:
             _check_table(segment, segment.ngram)
-        queries += _check_queries(segment)
-    return _checked(manifest, len(files) + 1, _size(files), queries)
+    return _checked(manifest, len(files) + 1, _size(files))
 
 
 def _require(holds: Any, segment: Segment, rule: str) -> None:
@@ -180,29 +176,6 @@ def _check_table(segment: Segment, table: NgramTable) -> None:
     counted = int(kept.sum()) == len(table.succ_tokens) == len(table.succ_counts)
     _require(counted, segment, "a token and a count for every continuation")
     _require(int(table.succ_tokens.max(initial=0)) < segment.vocabulary, segment, "n-gram tokens of the tokenizer")
-
-
-def _check_queries(segment: Segment) -> int:
-    """Search for texts of the segment: the index finds their places, and the n-gram table has what followed there."""
-    tokens, sa = np.asarray(segment.tokens), segment.suffix_array
-    if not len(sa):
-        return 0
-    random = np.random.default_rng(len(sa))
-    for rank in random.integers(len(sa), size=QUERIES).tolist():
-        start = int(sa[rank])
-        pattern = tokens[start : start + int(random.integers(1, 6))].astype(np.int64)
-        pattern = pattern[: np.flatnonzero(pattern == 0)[0]] if (pattern == 0).any() else pattern
-        lo, hi = sa_search(tokens, sa, segment.top, segment.bits, pattern, 0, len(pattern))
-        _require(lo <= rank < hi, segment, "the place of a sampled text among its matches")
-        if segment.ngram is not None:
-            h = np.uint64(0)
-            for token in segment.to_global[pattern[::-1]]:
-                h = np.uint64(ngram_hash(h, token))
-            found = segment.ngram.look_up(h)
-            continued = int((tokens[sa[lo:hi].astype(np.int64) + len(pattern)] != 0).sum())
-            rare = continued == 0 or len(pattern) > 1  # then it may have been left out
-            _require(rare if found is None else found[0] == continued, segment, "counts of a sampled n-gram")
-    return QUERIES
 
 
 def _check_tombstones(store: Path, segment: Segment, entry: SegmentEntry) -> None:
