@@ -8,8 +8,10 @@ A segment's tombstones, what counts as removed of it, are up to three files of t
 ``…-documents.bin``, the numbers of removed documents; ``…-ranks.bin``, where their suffixes stand in its suffix array;
 and ``…-copies.bin``, the numbers of documents whose text another segment has too: those are not listed, but what they
 say may be drafted. A segment with tombstones is mapped privately, and the pages that a removed document touches are
-altered in memory (`retrieve_spec.kernels.tombstones`). So it costs time and memory in proportion to what was removed:
-beyond `MOST_TOKENS` of a segment, a removal writes the segment anew instead.
+altered in memory: a removed suffix shows its nearest neighbour in the suffix array instead, so the array stays sorted
+and as long as it was, every search works as before, and an interval is empty unless a text that is left goes on that
+way. A neighbour's count grows by the suffixes that it stands for. It costs time and memory in proportion to what was
+removed: beyond `MOST_TOKENS` of a segment, a removal writes the segment anew instead.
 """
 
 from __future__ import annotations
@@ -37,9 +39,8 @@ from retrieve_spec.datastore.indexes import (
 from retrieve_spec.datastore.manifest import TOMBSTONES, DenseRecord, SegmentEntry
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.induced_sort import sort_suffixes
-from retrieve_spec.kernels.ngram import SLOT
-from retrieve_spec.kernels.suffix_array import sa_top_table
-from retrieve_spec.kernels.tombstones import forget_document, hide_suffixes, hide_tops, ranks_of
+from retrieve_spec.kernels.ngram import SLOT, forget_document
+from retrieve_spec.kernels.suffix_array import TOP_SHIFT, sa_top_table
 
 HASHES, PATHS, PATH_ENDS, ORIGINS = "document_hashes", "document_paths", "document_path_ends", "document_origins"
 TABLE = (HASHES, PATHS, PATH_ENDS, ORIGINS)
@@ -224,6 +225,7 @@ class DocumentTable:
 
 MOST_TOKENS = 1 << 17
 """Removed tokens of one segment up to which tombstones are kept."""
+_STEP = 1 << 20
 DOCUMENTS, RANKS, COPIES = "documents", "ranks", "copies"
 _NONE = np.empty(0, np.uint32)
 
@@ -293,11 +295,15 @@ def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequ
     gone = np.zeros(last - first, np.bool_)
     for number in numbers:
         gone[int(starts[number]) - first : int(starts[number + 1]) - 1 - first] = True
-    ranks = np.empty(int(gone.sum()), np.uint32)
+    found = []
     with read_in_order(sa):
-        found = ranks_of(sa, first, last, np.packbits(gone, bitorder="little"), ranks)
-    if found < len(ranks):
-        raise StoreCorruptError(f"{len(ranks):,} suffixes of removed documents in a suffix array", f"{found:,}")
+        for at in range(0, len(sa), _STEP):
+            inside = sa[at : at + _STEP] - np.uint32(first)  # beyond the last for what is in front, too
+            near = np.flatnonzero(inside < last - first)
+            found.append(at + near[gone[inside[near]]])
+    ranks = np.concatenate(found).astype(np.uint32)
+    if len(ranks) != np.count_nonzero(gone):
+        raise StoreCorruptError(f"{np.count_nonzero(gone):,} suffixes of removed documents", f"{len(ranks):,}")
     return ranks
 
 
@@ -568,8 +574,13 @@ def _hide(segment: Segment, ranks: NDArray[np.uint32], documents: Iterable[int])
     if len(sa):
         if not (ranks[1:] > ranks[:-1]).all() or len(ranks) >= len(sa) or int(ranks.max(initial=0)) >= len(sa):
             raise StoreCorruptError(f"tombstones of {len(sa):,} suffixes of segment {segment.name}", "others")
-        hide_suffixes(sa, ranks)
-        hide_tops(tokens, sa, ranks, segment.bits, top)
+        first = np.flatnonzero(np.diff(ranks.astype(np.int64), prepend=-2) != 1)  # of ranks that follow one another
+        shown = ranks[first].astype(np.int64) - 1
+        if shown.size and shown[0] < 0:  # none is in front: the next one behind
+            shown[0] = first[1] if len(first) > 1 else len(ranks)
+        sa[ranks] = np.repeat(sa[shown], np.diff(first, append=len(ranks)))
+        sampled = ranks[ranks & ((1 << TOP_SHIFT) - 1) == 0]
+        top[sampled >> TOP_SHIFT] = sa_top_table(tokens, np.repeat(sa[sampled], 1 << TOP_SHIFT), segment.bits)
     if ngrams is not None:
         altered += [ngrams.slots, ngrams.succ_tokens, ngrams.succ_counts]
         for number in documents:

@@ -21,7 +21,6 @@ from retrieve_spec.errors import (
     BuildError,
     ConfigError,
     ModelMismatchError,
-    TokenizerMismatchError,
 )
 from retrieve_spec.reference_model import load_model
 
@@ -194,13 +193,6 @@ def test_another_model_is_an_error_naming_both(model, store, tmp_path):
         open_datastore(store).dense[0][1].search(np.zeros((1, 32), np.float32), 1)
 
 
-def test_the_model_must_have_the_stores_tokenizer(model, texts, tmp_path):
-    from byte_tokenizers import byte_tokenizer
-
-    with pytest.raises(TokenizerMismatchError):
-        build_datastore(tmp_path / "s", str(texts), byte_tokenizer(offset=1), config=dense(model))
-
-
 def test_hidden_states_that_are_not_finite(store, tmp_path, model, tokenizer, texts):
     states = np.full((1, 16), np.nan, np.float32)
     with pytest.raises(ConfigError, match="finite"):
@@ -212,12 +204,6 @@ def test_hidden_states_that_are_not_finite(store, tmp_path, model, tokenizer, te
     load_model(model)[1].save_pretrained(tmp_path / "nan")
     with pytest.raises(BuildError, match="NaN"):
         build_datastore(tmp_path / "s2", str(texts), tokenizer, config=dense(str(tmp_path / "nan")))
-
-
-@pytest.mark.parametrize(("options", "words"), [({"dims": 17}, "hidden size"), ({"layer": 3}, "layer from 1 to 2")])
-def test_settings_the_model_does_not_have(model, tokenizer, texts, tmp_path, options, words):
-    with pytest.raises(ConfigError, match=words):
-        build_datastore(tmp_path / "s", str(texts), tokenizer, config=dense(model, **options))
 
 
 @pytest.mark.parametrize("options", [{"layer": 0}, {"layer": "first"}, {"dims": 0}, {"overlap": 32}, {"index": "lsh"}])

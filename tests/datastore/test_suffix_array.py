@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.datastore.segment import bits_of, suffix_array
+from retrieve_spec.datastore.segment import suffix_array
 from retrieve_spec.kernels.induced_sort import sort_suffixes
 from retrieve_spec.kernels.suffix_array import sa_longest, sa_narrow, sa_search, sa_successors, sa_top_table
 
@@ -93,29 +93,9 @@ def test_sample_is_fair_where_a_first_5000_would_not_be():
     assert shares[1] + shares[2] == 1.0
 
 
-def test_no_match_crosses_a_document():
-    array, sa, top = index([1, 2, 0, 3, 4, 0])
-    lo, hi = sa_search(array, sa, top, 3, np.array([2, 3]), 0, 2)
-    assert lo == hi
-    lo, hi = sa_search(array, sa, top, 3, np.array([2]), 0, 1)
-    assert hi - lo == 1
-    n, total = sa_successors(array, sa, lo, hi, 1, 4, np.zeros(4, np.int32), np.zeros(4, np.int64))
-    assert (n, total) == (0, 1)
-
-
 def test_a_damaged_array_reads_nothing_outside_the_text():
     array, sa, top = index([1, 2, 1, 2, 0])
     sa[:] = 2**32 - 1
     assert sa_search(array, sa, top, 3, np.array([1, 2]), 0, 2) in [(0, 0), (0, 4), (4, 4)]
     n, _ = sa_successors(array, sa, 0, 4, 1, 4, np.zeros(4, np.int32), np.zeros(4, np.int64))
     assert n == 0
-
-
-def test_empty_index():
-    array, sa, top = index([0])
-    assert sa_search(array, sa, top, 3, np.array([1]), 0, 1) == (0, 0)
-    assert sa_longest(array, sa, top, 3, np.array([1]), 1, 8) == (0, 0, 0)
-
-
-def test_bits_hold_every_local_id():
-    assert [bits_of(v) for v in (0, 1, 2, 3, 4, 255, 256, 65535, 65536)] == [1, 1, 2, 2, 3, 8, 9, 16, 17]
