@@ -127,12 +127,10 @@ class DenseIndex:
     def transform(self) -> Transform:
         """Mean, scale and principal components."""
         mean, scale, components = arrays = [self._checked[name] for name in TRANSFORM]
-        sizes = (len(mean), len(scale), len(components))
-        expected = (self.hidden_size, self.hidden_size, self.hidden_size * self.dims)
-        if sizes != expected:
-            raise StoreCorruptError(f"a transform of sizes {expected} in {self._folder}", f"{sizes}")
-        if not all(np.isfinite(a).all() for a in arrays) or (scale <= 0).any():
-            raise StoreCorruptError(f"finite mean, scale and components in {self._folder}", "others")
+        sizes = (self.hidden_size, self.hidden_size, self.hidden_size * self.dims)
+        fit = tuple(map(len, arrays)) == sizes and all(np.isfinite(a).all() for a in arrays) and (scale > 0).all()
+        if not fit:
+            raise StoreCorruptError(f"a transform of sizes {sizes} and finite numbers in {self._folder}", "another")
         return Transform(mean, scale, components.reshape(self.hidden_size, self.dims))
 
     @cached_property
@@ -143,12 +141,9 @@ class DenseIndex:
         except (RuntimeError, MemoryError) as error:
             got = next(iter(str(error).splitlines()), "") or "more than the memory holds"
             raise StoreCorruptError(f"a FAISS index in {path}", got) from error
-        if index.d != self.dims:
-            raise StoreCorruptError(f"keys of {self.dims} dimensions in {path}", f"{index.d}")
-        if index.ntotal == 0:
-            raise StoreCorruptError(f"keys in {path}", "an empty index")
-        if index.ntotal != self.count:
-            raise StoreCorruptError(f"{self.count:,} keys in {path}", f"{index.ntotal:,}")
+        if not self.count or (index.ntotal, index.d) != (self.count, self.dims):
+            expected = f"{self.count:,} keys of {self.dims} dimensions in {path}"
+            raise StoreCorruptError(expected, f"{index.ntotal:,} of {index.d}")
         return index
 
     def prepare(self) -> None:

@@ -304,27 +304,6 @@ def _forget(slots, slot, succ_tokens, succ_counts, token):  # type: ignore[no-un
 
 
 @njit(cache=True, nogil=True)
-def mark_contexts(slots: NDArray[np.uint32], column: int, marks: NDArray[np.uint64]) -> None:
-    """Mark what an n-gram table holds.
-
-    Parameters
-    ----------
-    slots
-        (n, SLOT) uint32, the table's.
-    column
-        Of the table.
-    marks
-        (buckets, words) uint64, buckets a power of two; bits are only set.
-    """
-    mask = np.int64(len(marks) - 1)
-    word = column >> 6
-    bit = _ONE << np.uint64(column & 63)
-    for i in range(len(slots)):
-        if slots[i, KEY] != 0:
-            marks[np.int64(slots[i, KEY]) & mask, word] |= bit
-
-
-@njit(cache=True, nogil=True)
 def longest_marked(address: int, buckets: int, words: int, column: int, hashes: NDArray[np.uint64], order: int) -> int:
     """The longest context, of at most ``order`` tokens, that a table may hold; 0 for none.
 

@@ -126,8 +126,8 @@ def index_of(kind, *options, count=3):
         (INDEX, index_of(faiss.IndexFlatL2, 8), "a FAISS index"),
         (INDEX, index_of(faiss.IndexScalarQuantizer, 8, faiss.ScalarQuantizer.QT_8bit), "a FAISS index"),
         (INDEX, index_of(faiss.IndexFlatIP, 4), "keys of 8 dimensions"),
-        (INDEX, index_of(faiss.IndexFlatIP, 8, count=0), "an empty index"),
-        (INDEX, index_of(faiss.IndexFlatIP, 8), "keys in"),
+        (INDEX, index_of(faiss.IndexFlatIP, 8, count=0), "keys of 8 dimensions"),
+        (INDEX, index_of(faiss.IndexFlatIP, 8), "keys of 8 dimensions"),
         ("dense_mean.bin", bytes(4 * 15), "transform"),
     ],
 )
