@@ -203,8 +203,15 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
         mine = existing_manifest(store)
         plan = _begin_pull(work, mine, url)
         pulled = _assemble(work, remote, there, mine, progress)
-        ahead = mine is not None and _seen(store).get(url, {}).get("content") != mine.content
-        report = _take(work, mine if ahead else None, there, pulled, plan, progress)
+        if mine is not None and _seen(store).get(url, {}).get("content") != mine.content:
+            _check_dense(store, mine, there)  # it has segments that the remote has not seen
+            report = unite(work, mine, plan, [store, pulled], progress)
+        else:
+            replace_file(store / there.tokenizer_name, (pulled / there.tokenizer_name).read_bytes())
+            base = first_manifest(store, there.tokenizer_name)
+            base = replace(base, config=there.config, history=there.history, dense=there.dense)
+            base = replace(base, generation=mine.generation if mine else 0)
+            report = unite(work, base, plan, [pulled], progress)
     _remember(store, url, version, there.content)
     return report
 
@@ -232,20 +239,6 @@ def _assemble(work: WorkFolder, remote: Remote, there: Manifest, mine: Manifest 
                 remote.fetch(place, folder / place, file, advance)
     write_manifest(folder, there)
     return folder
-
-
-def _take(
-    work: WorkFolder, mine: Manifest | None, there: Manifest, pulled: Path, plan: dict[str, Any], progress: bool
-) -> ChangeReport:
-    """Publish what was pulled, with the store's own segments where it has some that the remote has not seen."""
-    if mine is not None:
-        _check_dense(work.store, mine, there)
-        return unite(work, mine, plan, [work.store, pulled], progress)
-    replace_file(work.store / there.tokenizer_name, (pulled / there.tokenizer_name).read_bytes())
-    generation = existing.generation if (existing := existing_manifest(work.store)) else 0
-    base = first_manifest(work.store, there.tokenizer_name)
-    base = replace(base, config=there.config, history=there.history, dense=there.dense, generation=generation)
-    return unite(work, base, plan, [pulled], progress)
 
 
 def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:

@@ -139,14 +139,19 @@ def test_wrong_names_of_methods(name):
         parse_method(name)
 
 
-def test_unknown_methods_and_prompts_are_explained(tmp_path, capsys):
-    assert cli.run(["bench", "run", "--methods", "plain,plain", "--out", str(tmp_path)]) == 2
-    assert cli.run(["bench", "run", "--methods", "plain,atuo", "--out", str(tmp_path), "--device", "cpu"]) == 1
-    assert "'atuo'" in capsys.readouterr().err
-    assert cli.run(["bench", "run", "--methods", "auto~recyclin", "--out", str(tmp_path), "--device", "cpu"]) == 1
-    assert "'recyclin'" in capsys.readouterr().err
-    assert cli.run(["bench", "run", "--prompts", "/no/such.jsonl", "--out", str(tmp_path)]) == 1
-    assert "/no/such.jsonl" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--methods", "plain,plain"], 2, "each method once"),
+        (["--methods", "plain,atuo"], 1, "'atuo'"),
+        (["--methods", "auto~recyclin"], 1, "'recyclin'"),
+        (["--methods", "sam~context"], 1, "another preset"),
+        (["--prompts", "/no/such.jsonl"], 1, "/no/such.jsonl"),
+    ],
+)
+def test_unknown_methods_and_prompts_are_explained(tmp_path, capsys, words, code, message):
+    assert cli.run(["bench", "run", *words, "--out", str(tmp_path), "--device", "cpu"]) == code
+    assert message in capsys.readouterr().err
     with pytest.raises(TraceError):
         write_report(tmp_path)
 
