@@ -158,19 +158,6 @@ def test_at_most_so_many_vectors(model, tokenizer, texts, tmp_path):
     verify_datastore(tmp_path / "s")
 
 
-def test_thinning_keeps_what_exact_matching_gets_wrong(model, tokenizer, tmp_path):
-    (tmp_path / "t").mkdir()
-    for name, text in {"a": "the cat sat on the mat", "b": "the cat sat on the hat", "c": "zq"}.items():
-        (tmp_path / "t" / f"{name}.txt").write_text(text)
-    build_datastore(tmp_path / "s", str(tmp_path / "t"), tokenizer, config=dense(model, thin=True))
-    (segment,) = open_datastore(tmp_path / "s").segments
-    positions = set(segment.dense.positions.tolist())
-    a, b, c = segment.document_starts[:3].tolist()
-    fork = len("the cat sat on the ") - 1
-    assert {a + fork, b + fork, c} <= positions  # the documents differ behind it; nothing like the last
-    assert not {a + fork - 3, b + fork - 3} & positions  # "on t" goes on alike in both
-
-
 def test_fingerprints_tell_models_apart_and_not_dtypes(model, tmp_path):
     base = load_model(model)[0]
     fingerprint = model_fingerprint(base)
