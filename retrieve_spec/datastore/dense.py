@@ -406,9 +406,6 @@ def recall(index: Any, keys: NDArray[np.float32]) -> float:
     flat.add(keys)
     _, exact = flat.search(keys[chosen], 11)
     _, found = nearest(index, keys[chosen], 11)
-    hits = wanted = 0
-    for own, near, got in zip(chosen.tolist(), exact.tolist(), found.tolist(), strict=True):
-        right = set(near) - {own, -1}
-        hits += len(right & set(got))
-        wanted += len(right)
-    return hits / max(wanted, 1)
+    right = (exact != chosen[:, None]) & (exact >= 0)
+    hits = (exact[:, :, None] == found[:, None, :]).any(2) & right
+    return float(hits.sum() / max(right.sum(), 1))

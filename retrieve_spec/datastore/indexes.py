@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,6 @@ class NgramTable:
     def contexts(self) -> int:
         """Contexts in the table."""
         return int(np.count_nonzero(self.slots[:, ngram.KEY]))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all arrays in bytes."""
-        return sum(getattr(self, f.name).nbytes for f in fields(self))
 
     def look_up(
         self, h: np.uint64, vocabulary: int = 1 << 32
