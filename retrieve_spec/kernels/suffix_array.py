@@ -149,7 +149,7 @@ def sa_successors(tokens, sa, lo, hi, depth, max_reads, out_tokens, out_counts):
 
 
 @inner
-def _pack(tokens, start, n_tokens, width, bits):  # type: ignore[no-untyped-def]
+def pack(tokens, start, n_tokens, width, bits):  # type: ignore[no-untyped-def]
     """Pack the first `width` of `n_tokens` tokens from `start` into one uint64, missing ones as 0."""
     key = np.uint64(0)
     for i in range(width):
@@ -167,35 +167,17 @@ def sa_top_table(tokens, sa, bits):  # type: ignore[no-untyped-def]
     top = np.empty(m, np.uint64)
     for j in range(m):
         start = np.int64(sa[j << TOP_SHIFT])
-        top[j] = _pack(tokens, start, min(width, len(tokens) - start), width, bits)
+        top[j] = pack(tokens, start, min(width, len(tokens) - start), width, bits)
     return top
 
 
 @inner
-def _first_not_below(top, key):  # type: ignore[no-untyped-def]
-    """First index of a sorted uint64 array that holds at least `key`."""
-    lo = 0
+def _first_beyond(top, lo, key, above):  # type: ignore[no-untyped-def]
+    """First index from `lo` on of a sorted uint64 array that holds at least `key` (`above` 1: more than it)."""
     hi = len(top)
     while lo < hi:
         mid = (lo + hi) >> 1
-        if top[mid] < key:
-            lo = mid + 1
-        else:
-            hi = mid
-    return lo
-
-
-@inner
-def _first_above(top, lo, key):  # type: ignore[no-untyped-def]
-    """First index from `lo` on of a sorted uint64 array that holds more than `key`, galloping: it is often near."""
-    step = 1
-    while lo + step <= len(top) and top[lo + step - 1] <= key:
-        lo += step
-        step <<= 1
-    hi = min(lo + step, len(top))
-    while lo < hi:
-        mid = (lo + hi) >> 1
-        if top[mid] <= key:
+        if top[mid] < key or (above == 1 and top[mid] == key):
             lo = mid + 1
         else:
             hi = mid
@@ -249,14 +231,14 @@ def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-unty
         if pattern[i] <= 0 or pattern[i] >> bits:
             return 0, 0
     spare = np.uint64((64 // bits - width) * bits)
-    low = _pack(pattern, start, width, width, bits) << spare
+    low = pack(pattern, start, width, width, bits) << spare
     high = low | ((np.uint64(1) << spare) - np.uint64(1))
-    a = _first_not_below(top, low)
-    b = _first_above(top, a, high)
+    zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the search would be compiled once more
+    a = _first_beyond(top, zero, low, zero)
+    b = _first_beyond(top, a, high, one)
     # Suffixes between the last sample below and the first sample above.
     left = max(a - 1, 0) << TOP_SHIFT
     right = min(b << TOP_SHIFT, len(sa))
-    zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the search would be compiled once more
     left = _suffix_not_below(tokens, sa, left, min(a << TOP_SHIFT, right), zero, pattern, start, width, zero)
     right = _suffix_not_below(tokens, sa, max(left, (b - 1) << TOP_SHIFT), right, zero, pattern, start, width, one)
     if n > width and left < right:

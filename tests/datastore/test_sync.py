@@ -245,16 +245,15 @@ def test_no_change_alters_indexes_in_memory_for_what_was_removed(folder, tokeniz
     (folder / "a.txt").write_text("another text")
     sync_datastore(store, [folder])
     assert any(entry.tombstones for entry in read_manifest(store).segments)
-    monkeypatch.setattr(segment, "hide", None)  # takes time in proportion to all that was ever removed
-    monkeypatch.setattr(segment, "forget", None)
+    monkeypatch.setattr(segment, "_hide", None)  # takes time in proportion to all that was ever removed
     (folder / "a.txt").write_text("a third one")
     sync_datastore(store, [folder])
     (folder / "d.txt").write_text("one more")
     add_documents(store, str(folder / "d.txt"))
-    remove_documents(store, [before.path(1)])
+    remove_documents(store, [before[1].path])
     monkeypatch.undo()
     verify_datastore(store)
-    assert before.path(1) not in contents(store)
+    assert before[1].path not in contents(store)
 
 
 def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_path, monkeypatch):
