@@ -148,7 +148,11 @@ def _check_text(segment: Segment) -> None:
     ends = np.flatnonzero(np.asarray(tokens) == 0)
     _require(np.array_equal(ends + 1, starts[1:]), segment, "separators at the ends of documents")
     _require(tokens[-1] == 0 and int(tokens.max()) < len(ids), segment, "tokens of its vocabulary")
-    _require(np.array_equal(np.sort(sa), np.flatnonzero(tokens)), segment, "every position once")
+    _require(int(sa.max(initial=0)) < len(tokens), segment, "positions inside the text")
+    listed = np.zeros(len(tokens), np.bool_)
+    listed[sa] = True
+    expected = np.asarray(tokens) != 0
+    _require(len(sa) == expected.sum() and np.array_equal(listed, expected), segment, "every position once")
     _require(_out_of_order(tokens, sa) < 0, segment, "a sorted suffix array")
     _require(np.array_equal(sa_top_table(tokens, sa, segment.bits), segment.top), segment, "a matching top table")
     if len(segment.grams):
