@@ -171,18 +171,17 @@ class ContextFilter:
 
 def filter_contexts(tables: Sequence[NgramTable | None]) -> ContextFilter:
     """Filter of the contexts of a store's tables, None for a segment without; some milliseconds per million."""
-    small = [i for i, table in enumerate(tables) if table is not None and len(table.slots) <= _SMALL_SLOTS]
+    small = [(i, table) for i, table in enumerate(tables) if table is not None and len(table.slots) <= _SMALL_SLOTS]
     if len(small) < _FEW_TABLES:
         return ContextFilter(np.zeros((0, 0), np.uint64), (-1,) * len(tables))
     columns = [-1] * len(tables)
-    fingerprints = [table.slots[:, ngram.KEY] for i in small if (table := tables[i]) is not None]
     words = -(-len(small) // 64)
-    largest = int(max(map(np.count_nonzero, fingerprints)))
+    largest = max(table.contexts for _, table in small)
     buckets = 1 << (_BUCKETS_EACH * largest - 1).bit_length()
     while buckets * words * 8 > _FILTER_BYTES:
         buckets //= 2
     marks = np.zeros((buckets, words), np.uint64)
-    for column, (i, held) in enumerate(zip(small, fingerprints, strict=True)):
-        columns[i] = column
+    for column, (i, table) in enumerate(small):
+        columns[i], held = column, table.slots[:, ngram.KEY]
         marks[held[held != 0] & np.uint32(buckets - 1), column >> 6] |= np.uint64(1 << (column & 63))
     return ContextFilter(marks, tuple(columns))

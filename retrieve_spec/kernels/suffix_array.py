@@ -149,7 +149,7 @@ def sa_successors(tokens, sa, lo, hi, depth, max_reads, out_tokens, out_counts):
 
 
 @inner
-def pack(tokens, start, n_tokens, width, bits):  # type: ignore[no-untyped-def]
+def _pack(tokens, start, n_tokens, width, bits):  # type: ignore[no-untyped-def]
     """Pack the first `width` of `n_tokens` tokens from `start` into one uint64, missing ones as 0."""
     key = np.uint64(0)
     for i in range(width):
@@ -167,7 +167,7 @@ def sa_top_table(tokens, sa, bits):  # type: ignore[no-untyped-def]
     top = np.empty(m, np.uint64)
     for j in range(m):
         start = np.int64(sa[j << TOP_SHIFT])
-        top[j] = pack(tokens, start, min(width, len(tokens) - start), width, bits)
+        top[j] = _pack(tokens, start, min(width, len(tokens) - start), width, bits)
     return top
 
 
@@ -231,7 +231,7 @@ def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-unty
         if pattern[i] <= 0 or pattern[i] >> bits:
             return 0, 0
     spare = np.uint64((64 // bits - width) * bits)
-    low = pack(pattern, start, width, width, bits) << spare
+    low = _pack(pattern, start, width, width, bits) << spare
     high = low | ((np.uint64(1) << spare) - np.uint64(1))
     zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the search would be compiled once more
     a = _first_beyond(top, zero, low, zero)
