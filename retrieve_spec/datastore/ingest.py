@@ -247,14 +247,22 @@ class Tokenised:
 
 
 class Gate:
-    """What decides about the texts of one source: its filter, and the licences that it may be under."""
+    """What decides about the texts of one source: its filter, and the licences that it may be under.
+
+    Attributes
+    ----------
+    place
+        Where the source lies, whatever folder it was named in: what documents have as theirs.
+    """
 
     def __init__(self, source: Source, limit: int) -> None:
         self.source, self.limit = source, limit
+        anywhere = source.path == STDIN or is_address(source.path)
+        self.place = source.path if anywhere else os.path.realpath(source.path)
         self._filters: dict[str, EntryFilter] = {}
         self.rule: LicenceRule | None = None
         if source.licences:
-            root = Path(source.path).resolve()
+            root = Path(self.place)
             top = root if root.is_dir() else root.parent
             self.rule = LicenceRule([top], allow_list(source.licences), source.licence)
 
@@ -264,7 +272,7 @@ class Gate:
             root, named = self.source.path, location.rstrip("/") == self.source.path
         else:
             named = self.source.path == STDIN or not os.path.isdir(self.source.path)
-            root = os.path.dirname(location) if named else os.path.realpath(self.source.path)
+            root = os.path.dirname(location) if named else self.place
         if root not in self._filters:
             self._filters[root] = self.source.entry_filter(Path(root), self.limit, named=named)
         return self._filters[root]
@@ -305,7 +313,7 @@ def tokenise(
     for text in texts_of(files, sources, limit):
         rules = gate(text.file.source)
         content, size, skip = rules.read(text)
-        licence, source = text.file.licence, rules.source.path
+        licence, source = text.file.licence, rules.place
         if rules.rule is not None and not skip:
             is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)
             # (rows are not under the licence of a collection)

@@ -22,6 +22,7 @@ from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.edit import remove_documents
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
 from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore, watch_folders
@@ -75,6 +76,21 @@ def test_a_store_built_of_a_relative_folder_forgets_what_is_deleted(folder, toke
     sync_datastore(tmp_path / "s", [folder.name], tokenizer)
     del before[str(gone.relative_to(folder))]
     assert contents(tmp_path / "s") == before
+
+
+def test_what_lies_in_another_folder_of_the_same_name_stays(folder, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    build_datastore(tmp_path / "s", [folder.name], tokenizer)
+    push_datastore(tmp_path / "s", f"file://{tmp_path}/there")
+    pull_datastore(f"file://{tmp_path}/there", tmp_path / "pulled")
+    mine = tmp_path / "elsewhere" / folder.name
+    mine.mkdir(parents=True)
+    (mine / "mine.txt").write_text("said here alone")
+    monkeypatch.chdir(mine.parent)
+    for store in (tmp_path / "s", tmp_path / "pulled"):
+        before = contents(store)
+        sync_datastore(store, [folder.name])
+        assert contents(store) == before | {"mine.txt": "said here alone"}
 
 
 def test_only_what_changed_is_read(folder, tokenizer, tmp_path, monkeypatch):
