@@ -241,6 +241,8 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
     found = dict.fromkeys((DOCUMENTS, RANKS, COPIES), _NONE)
     for name, file in entry.tombstones.items():
         kind = name.removesuffix(SUFFIX).rpartition("-")[2]
+        if kind not in found:  # a later kind, maybe, that hides more
+            raise StoreCorruptError(f"tombstones of {', '.join(found)} in {store}", name)
         found[kind] = map_array(store / TOMBSTONES / name, file)
     return found
 
@@ -556,6 +558,9 @@ def open_segment(
         dense,
         ranks,
     )
+    suffixes, shown = len(segment.suffix_array), len(segment.top) << TOP_SHIFT
+    if not 0 <= shown - suffixes < 1 << TOP_SHIFT or (suffixes and not len(segment.tokens)):
+        raise StoreCorruptError(f"a text, its {suffixes:,} suffixes and their top table in {folder}", "another size")
     if hiding:
         _hide(segment, ranks, gone.tolist())
     return segment
@@ -571,8 +576,8 @@ def _hide(segment: Segment, ranks: NDArray[np.uint32], documents: Iterable[int])
     """
     tokens, sa, top, ngrams = segment.tokens, segment.suffix_array, segment.top, segment.ngram
     altered: list[NDArray[Any]] = [sa, top]
-    if len(sa):
-        if not (ranks[1:] > ranks[:-1]).all() or len(ranks) >= len(sa) or int(ranks.max(initial=0)) >= len(sa):
+    if len(ranks):
+        if not (ranks[1:] > ranks[:-1]).all() or len(ranks) >= len(sa) or int(ranks[-1]) >= len(sa):
             raise StoreCorruptError(f"tombstones of {len(sa):,} suffixes of segment {segment.name}", "others")
         first = np.flatnonzero(np.diff(ranks.astype(np.int64), prepend=-2) != 1)  # of ranks that follow one another
         shown = ranks[first].astype(np.int64) - 1

@@ -164,6 +164,42 @@ def test_wrong_structure_with_right_checksums_is_found(store, name, change):
         verify_datastore(store)
 
 
+@pytest.mark.parametrize("removed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("top", lambda array: array[:-1]),
+        ("top", lambda array: np.append(array, array[-1:])),
+        ("suffix_array", lambda array: array[:0]),
+        ("tokens", lambda array: array[:0]),
+    ],
+)
+def test_sizes_that_do_not_belong_together_are_found_by_opening(plain, name, change, removed):
+    if removed:
+        remove_documents(plain, ["b.txt"])
+        assert any(segment.removed for segment in open_datastore(plain).segments)
+    forge(plain, name, change)
+    for read in (open_datastore, verify_datastore):
+        with pytest.raises(StoreCorruptError):
+            read(plain)
+
+
+def test_tombstones_of_a_kind_that_is_not_known_are_refused(store):
+    def other(name):
+        return name.rsplit("-", 1)[0] + "-other.bin"
+
+    def rename(body):
+        (segment,) = [s for s in body["segments"] if s["tombstones"]]
+        segment["tombstones"] = {other(name): file for name, file in segment["tombstones"].items()}
+        for path in (store / "tombstones").iterdir():
+            path.rename(path.with_name(other(path.name)))
+
+    rewrite(store, rename)
+    for read in (open_datastore, verify_datastore):
+        with pytest.raises(StoreCorruptError):
+            read(store)
+
+
 def test_document_tables_of_another_store_are_found(store, tokenizer, records, tmp_path):
     build_datastore(tmp_path / "t", Source(str(records), field="output"), tokenizer)
     (other,) = (tmp_path / "t" / "segments").iterdir()
