@@ -300,10 +300,14 @@ def store_card(store: Datastore, manifest: Manifest) -> bytes:
 def _card(store: Datastore, manifest: Manifest) -> Iterator[str]:
     tokens: Counter[str] = Counter()
     documents: Counter[str] = Counter()
-    for document in store.documents():
-        tokens[document.licence or "not stated"] += document.tokens
-        documents[document.licence or "not stated"] += 1
-    sources = sorted({source for entry in manifest.segments for _, source in entry.origins})
+    named = set()  # of what was removed nothing is told
+    for segment, own, shared in zip(store.segments, store.manifest.segments, manifest.segments, strict=True):
+        names = dict(zip(own.origins, shared.origins, strict=True))
+        for document in segment.documents.live():
+            tokens[document.licence or "not stated"] += document.tokens
+            documents[document.licence or "not stated"] += 1
+            named.add(names[document.licence, document.source][1])
+    sources = sorted(named)
     yield "---\ntags:\n- retrieve-spec\n- speculative-decoding\n---\n"
     yield f"{_TITLE}\n"
     yield "Text that drafts may come from, indexed. Open it with"

@@ -82,6 +82,16 @@ def test_places_of_this_machine_stay_here(store, texts, url, tmp_path):
     assert {document.source for document in open_datastore(tmp_path / "u").documents()} == {str(texts)}
 
 
+def test_a_card_names_no_source_that_nothing_is_left_of(texts, tokenizer, url, tmp_path):
+    (tmp_path / "withdrawn").mkdir()
+    (tmp_path / "withdrawn" / "w.txt").write_text("said, and taken back")
+    build_datastore(tmp_path / "s", [str(texts), str(tmp_path / "withdrawn")], tokenizer)
+    remove_documents(tmp_path / "s", ["w.txt"])
+    push_datastore(tmp_path / "s", url)
+    fs, root = fsspec.core.url_to_fs(url)
+    assert "Sources: texts." in fs.cat_file(f"{root}/README.md").decode()
+
+
 def test_what_others_wrote_at_a_remote_stays(store, url):
     fs, root = fsspec.core.url_to_fs(url)
     fs.makedirs(root, exist_ok=True)
