@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_wide
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from retrieve_spec.attention.tree_attention import LayerRule, rule_from_call
+from retrieve_spec.attention import LayerRule, rule_from_call
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
@@ -201,7 +201,7 @@ class RecordedPass:
         Copies of the model's weights that other recordings share.
     exact
         Give a row the same logits bit for bit whatever stands beside it: attend row by row, and fill passes up to so
-        many rows (`retrieve_spec.verify.number_format.rows_for_one_order`). 0: not so.
+        many rows (`retrieve_spec.verify.comparison.rows_for_one_order`). 0: not so.
 
     Attributes
     ----------

@@ -14,21 +14,28 @@ from typing import Any
 
 import torch
 
-from retrieve_spec.attention.tree_attention import why_not_triton
+from retrieve_spec.attention import why_not_triton
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.recorded.kv_buffer import cache_windows, why_not_preallocated
 from retrieve_spec.recorded.model_state import ModelState
-from retrieve_spec.recorded.packed_layers import PackedLayers
-from retrieve_spec.recorded.pass_graphs import PassGraphs
+from retrieve_spec.recorded.packed_pass import PassGraphs
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, why_not_recordable, why_single_steps
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.recorded.weight_layout import Layouts
-from retrieve_spec.verify.candidates import PROMPT, same_way
+from retrieve_spec.recorded.weight_layout import Layouts, PackedLayers
+from retrieve_spec.verify.comparison import is_exact, rows_for_one_order, why_not_one_order
 from retrieve_spec.verify.hf import CallKinds, HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache, read_interface
-from retrieve_spec.verify.number_format import is_exact, rows_for_one_order, why_not_one_order
-from retrieve_spec.verify.probe import REACH, Finding, Trial, check_verifier, float32_copy, why_not_exact
+from retrieve_spec.verify.probe import (
+    PROMPT,
+    REACH,
+    Finding,
+    Trial,
+    check_verifier,
+    float32_copy,
+    same_way,
+    why_not_exact,
+)
 from retrieve_spec.verify.shrink import shrunk
 from retrieve_spec.verify.steps import StepVerifier, held_by, keeping_texts
 from retrieve_spec.verify.tensor_parallel import Ranks

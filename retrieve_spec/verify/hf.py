@@ -28,9 +28,8 @@ from retrieve_spec.verify.cache import (
     same_rows,
     set_recording,
 )
-from retrieve_spec.verify.comparison import by_passes, by_single_steps, drafts_for
+from retrieve_spec.verify.comparison import Rounding, by_passes, by_single_steps, drafts_for
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, weaker
-from retrieve_spec.verify.number_format import Rounding
 from retrieve_spec.verify.pass_inputs import NO_TREE, PassInputs
 from retrieve_spec.verify.positions import DerivedPositions
 from retrieve_spec.verify.recurrent import state_of

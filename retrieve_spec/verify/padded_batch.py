@@ -24,10 +24,10 @@ from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
 from retrieve_spec.model_layers import evaluating
 from retrieve_spec.verify.cache import GROW_BY_ROWS, TAKE_TREES
-from retrieve_spec.verify.candidates import start
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
 from retrieve_spec.verify.pass_inputs import as_mask
+from retrieve_spec.verify.probe import start
 from retrieve_spec.verify.recurrent import state_of
 from retrieve_spec.verify.shrink import lengths_of
 from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens, vocabulary

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers.cache_utils import Cache
 
-from retrieve_spec.attention.tree_mask import row_depths
+from retrieve_spec.attention import row_depths
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.mixers import Mixer, ScratchLayer

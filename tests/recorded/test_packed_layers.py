@@ -13,8 +13,7 @@ from torch import nn
 import retrieve_spec as rs
 from retrieve_spec.recorded import packed_layers, weight_layout
 from retrieve_spec.recorded.model_state import ModelState
-from retrieve_spec.recorded.packed_layers import PackedLayers
-from retrieve_spec.recorded.weight_layout import Layout, Layouts
+from retrieve_spec.recorded.weight_layout import Layout, Layouts, PackedLayers
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
 BYTES = 1 << 26
