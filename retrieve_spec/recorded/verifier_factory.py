@@ -32,11 +32,10 @@ from retrieve_spec.verify.probe import (
     Finding,
     Trial,
     check_verifier,
-    float32_copy,
     same_way,
     why_not_exact,
 )
-from retrieve_spec.verify.shrink import shrunk
+from retrieve_spec.verify.shrink import float32_copy, shrunk
 from retrieve_spec.verify.steps import StepVerifier, held_by, keeping_texts
 from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import PassKind, Verifier
@@ -148,7 +147,7 @@ def _why_not_structure(model: Any, interface: ModelInterface, layer: Layer, exac
     """What is wrong with recorded passes of float32 copies of a model, past its windows too; empty when nothing is."""
     copies = [] if is_exact(model) else [float32_copy(model)]
     if any(cache_windows(new_cache(model))):
-        copies.append(shrunk(model)[0])
+        copies.append(shrunk(model))
     for copied in copies:
         if copied is None:
             continue

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,8 @@ from retrieve_spec.verify.hf import CallKinds, HFVerifier
 from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, Way, new_cache, read_interface, weaker
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
-from retrieve_spec.verify.row_mixer import replaceable
-from retrieve_spec.verify.shrink import CHOICES, first_layers, lengths_of, shrunk
+from retrieve_spec.verify.recurrent import replaceable
+from retrieve_spec.verify.shrink import CHOICES, float32_copy, lengths_of, shrunk
 from retrieve_spec.verify.steps import prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 
@@ -151,16 +152,6 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
     return itself
 
 
-def float32_copy(model: Any) -> Any:
-    """What the structure of a model's passes is judged on where rounding is coarse: its first layers, or a small copy
-    with random weights; None where neither can be made."""
-    first, why = first_layers(model)
-    if first is None:
-        logger.debug("a small copy stands for its first layers: %s", why)
-        first, _ = shrunk(model, lengths_of(model.config))
-    return first
-
-
 def _structure(model: Any, interface: ModelInterface, mode: Mode, reason: str, limits: dict[str, int]) -> Finding:
     """The strongest mode whose logits, rollbacks, windows and padding are those of single steps.
 
@@ -185,9 +176,9 @@ def _structure(model: Any, interface: ModelInterface, mode: Mode, reason: str, l
 
 def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
     """Hold a finding against small copies of the model whose windows are short enough to go beyond them."""
-    small, why = shrunk(model)
+    small = shrunk(model)
     if small is None:
-        return _up_to(found, lengths, why)
+        return _up_to(found, lengths, "no small copy can be made")
     most = max(lengths_of(small.config).values(), default=0)
     trials = [Trial(most // 2 + 1, 0, 3), Trial(most + 3, 0, 2), Trial(most + 3, _PADDING, 2)]
     beyond = _of_copy(small, found, trials)
@@ -199,7 +190,7 @@ def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
         return _both(_both(again, found), beyond)
     for some in (CHOICES, lengths.keys()):
         longer = {name: length for name, length in lengths.items() if name in some}
-        small, why = shrunk(model, longer) if longer else (None, "")
+        small = shrunk(model, longer) if longer else None
         if small is None:
             continue
         least = min(length for name, length in lengths_of(small.config).items() if name in longer)
@@ -238,7 +229,8 @@ def check_verifier(
     trial: Trial = Trial(PROMPT, 0),
 ) -> str:
     """Say what is wrong with a verifier's passes over drafts, by the same comparison; empty when nothing is."""
-    return str(_problem(model, mode, [trial], lambda: verifier, PlainTexts() if texts is None else texts) or "")
+    problem = _problem(model, mode, [trial], lambda: verifier, PlainTexts() if texts is None else texts)
+    return "" if problem is None else problem[1]
 
 
 def why_not_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainTexts) -> str:
@@ -275,10 +267,11 @@ def _strongest(
         why = reason
         modes: list[Mode] = ["tree", "chain"] if mode == "tree" else [mode]
         for tried in modes:
-            problems = []
-            for candidate in _ways(model, interface, tried):
+            problems: list[tuple[float, str]] = []
+            by_tree = tried == "tree" or interface.recurrent
+            for candidate in candidates(model, interface) if by_tree else (interface, unplaced(interface)):
                 if isinstance(candidate, str):
-                    problems.append(Problem(candidate))
+                    problems.append((math.inf, candidate))
                     continue
                 if layout and tried == "tree" and layout_of(candidate) != layout:
                     continue
@@ -289,16 +282,9 @@ def _strongest(
                         kinds = CallKinds(texts.rounding)
                         return Finding(tried, "" if tried == "tree" else why, way, kinds, texts)
                     problems.append(problem)
-            why = str(min(problems, key=lambda problem: problem.excess, default=why))
+            why = min(problems, key=itemgetter(0), default=(0.0, why))[1]
         first = first or why
     return Finding("plain", first, interface)
-
-
-def _ways(model: Any, interface: ModelInterface, mode: Mode) -> Iterable[ModelInterface | str]:
-    """The interfaces to try in a mode."""
-    if mode == "tree" or interface.recurrent:
-        return candidates(model, interface)
-    return (interface, unplaced(interface))
 
 
 def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
@@ -310,21 +296,10 @@ def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
         return "plain", f"no cache can be made for it ({in_a_line(error)})"
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What is wrong with a way to verify, and how many times farther off it is than allowed."""
-
-    text: str
-    excess: float = math.inf
-
-    def __str__(self) -> str:
-        return self.text
-
-
 def _problem(
     model: Any, mode: Mode, trials: list[Trial], verifier: Callable[[], Verifier], texts: PlainTexts
-) -> Problem | None:
-    """What is wrong with a mode; None when nothing is."""
+) -> tuple[float, str] | None:
+    """How many times farther off a mode is than allowed, and what is wrong with it; None when nothing is."""
     try:
         with torch.no_grad():
             for trial in trials:
@@ -332,12 +307,10 @@ def _problem(
                 got = _verified(text, mode, verifier(), trial.rounds)
                 deviation = text.rounding.compare(got, text.reference.rows)
                 if not deviation.is_rounding:
-                    what = f"a {mode} pass gives other logits than single steps ({deviation})"
-                    return Problem(what, deviation.excess)
+                    return deviation.excess, f"a {mode} pass gives other logits than single steps ({deviation})"
     except Exception as error:  # whatever a model's own code raises: the mode is not usable, and plain decoding is
         logger.debug("probing %s failed", mode, exc_info=True)
-        said = str(error).splitlines()[0] if str(error) else ""
-        return Problem(f"a {mode} pass fails ({type(error).__name__}: {said})")
+        return math.inf, f"a {mode} pass fails ({in_a_line(error)})"
     return None
 
 
