@@ -121,17 +121,22 @@ def _is_float32(weights: list[torch.Tensor]) -> bool:
     return all(w.dtype == torch.float32 for w in weights if w.is_floating_point())
 
 
-def why_not_repeatable(graph: fx.Graph) -> str:
-    """Why running a graph twice may give two results; empty when it gives one."""
+def check_repeatable(graph: fx.Graph) -> None:
+    """Look for what gives another result each time.
+
+    Raises
+    ------
+    NotImplementedError
+        When there is any.
+    """
     for node in graph.nodes:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
             continue
         if target is aten.dropout.default and not _changes_nothing(node):
-            return "its forward drops values at random"
+            raise NotImplementedError("its forward drops values at random")
         if torch.Tag.nondeterministic_seeded in target.tags and target is not aten.dropout.default:
-            return f"its forward draws random numbers ({target})"
-    return ""
+            raise NotImplementedError(f"its forward draws random numbers ({target})")
 
 
 def drop_noops(graph: fx.Graph) -> None:

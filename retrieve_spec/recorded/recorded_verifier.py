@@ -21,6 +21,7 @@ from retrieve_spec.recorded.packed_pass import LaidOut, PackedPass, PassGraphs, 
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.pass_inputs import NO_TREE
 from retrieve_spec.verify.verifier import Mode, PassKind, Ran, VerifierInputs, VerifierOutput
 
 CHUNK = 256
@@ -132,7 +133,7 @@ class RecordedVerifier:
         with self.recorded.on_device():
             if self._unread > 0:
                 root_ids = self._read(root_ids, keep)
-            return self._pass(root_ids, tree, keep, want_hidden)
+            return forward_together([self], [root_ids], [tree or NO_TREE], want_hidden, [keep])[0]
 
     def _reads(self, roots: int, keep: int) -> bool:
         """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
@@ -169,29 +170,19 @@ class RecordedVerifier:
         chunk = CHUNK if self.graphs is None else PASS.graph_rows[-1]
         while len(prompt_ids) > max(chunk, keep):
             piece = prompt_ids[: min(chunk, len(prompt_ids) - keep)]
-            self._pass(piece, None, 1, None)
+            forward_together([self], [piece], [NO_TREE], None, [1])
             self._past, self._unread = self._past + len(piece), self._unread - len(piece)
             prompt_ids = prompt_ids[len(piece) :]
         self._pending = len(prompt_ids)
         return prompt_ids
 
-    def _pass(
-        self, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int, want_hidden: Layer | None
-    ) -> VerifierOutput:
-        """Run the recorded pass over root tokens and a tree."""
-        roots, nodes = len(root_ids), 0 if tree is None else len(tree)
-        laid = self.lay_out(root_ids, tree)
-        wanted = None if keep == roots else np.arange(roots - keep, roots + nodes)
-        logits, hidden, ran = run_pass(self.recorded, [laid], [self.attend], wanted, self.graphs)
-        return VerifierOutput(logits, hidden[-keep - nodes :] if want_hidden is not None else None, ran)
-
-    def lay_out(self, root_ids: NDArray[np.int32], tree: DraftTree | None) -> LaidOut:
+    def lay_out(self, root_ids: NDArray[np.int32], tree: DraftTree) -> LaidOut:
         """Make cache and mask ready for a pass over root tokens and a tree."""
         self._pending = len(root_ids)
         if self._slabs is None:
             self._slabs = self._adopt()
         slabs = self._slabs
-        ids = root_ids if tree is None or not len(tree) else np.concatenate([root_ids, tree.token_ids])
+        ids = root_ids if not len(tree) else np.concatenate([root_ids, tree.token_ids])
         depths, seen = (_ROOT, _ITSELF) if len(ids) == 1 else (row_depths(len(root_ids), tree), None)
         self._mask.set(self._past, visible_rows(len(root_ids), tree) if seen is None else seen, depths)
         slabs.length = self._past
@@ -321,13 +312,10 @@ class RowAttention:
         self._prefixes = [
             np.array(by_text) for by_text in zip(*(text.cache.prefixes for text in self._laid), strict=True)
         ]
-        self._places = self._by_slab() if single else np.empty((0, 0, 4), np.int64)
-
-    def _by_slab(self) -> NDArray[np.int64]:
-        """(slabs, texts, 4): where the keys and values of a slab's first layer lie, its capacity, and rows held."""
-        addresses = np.array([text.cache.addresses for text in self._laid])
-        held = np.array([[text.held - slab.offset for slab in text.cache.slabs] for text in self._laid])
-        return np.concatenate([addresses, held[:, :, None]], axis=2).swapaxes(0, 1)
+        if single:  # (slabs, texts, 4): where keys and values of a slab's first layer lie, its capacity, and rows held
+            addresses = np.array([text.cache.addresses for text in self._laid])
+            held = np.array([[text.held - slab.offset for slab in text.cache.slabs] for text in self._laid])
+            self._places = np.concatenate([addresses, held[:, :, None]], axis=2).swapaxes(0, 1)
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values and attend: (1, heads, rows, d) in, (1, rows, heads, dv) out."""

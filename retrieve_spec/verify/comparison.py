@@ -32,7 +32,17 @@ class Draft:
 
 def drafts_for(mode: Mode, rounds: int, model: Any) -> list[Draft]:
     """Passes one after another: the second branch partly right, none, all wrong, the first branch right."""
-    return list(_drafts(mode, rounds, ordinary_tokens(model), special_tokens(model.config)))
+    tokens, special = ordinary_tokens(model), special_tokens(model.config)
+    trees, drafts = mode == "tree", []
+    for i in range(rounds):
+        a, b, c, d, e, f = _six(tokens, special, 100 * i)
+        second, first = ([[a, b], [c, d, a]], [2, 3]) if trees else ([[c, d, a, b]], [0, 1])
+        drafts += [Draft(f, second, first), Draft(e, [], [])]
+        if rounds == 1:
+            return drafts
+        drafts.append(Draft(a, [[b, c], [d], [e, f]] if trees else [[b, c, d]], []))
+        drafts.append(Draft(d, [[e, f, c], [a]] if trees else [[e, f, c]], [0, 1, 2]))
+    return [*drafts, Draft(_six(tokens, special, 7)[0], [], [])]
 
 
 def special_tokens(config: Any) -> set[int]:
@@ -42,19 +52,6 @@ def special_tokens(config: Any) -> set[int]:
         value for part in parts for name, value in vars(part).items() if name.endswith(("_token_id", "_token_index"))
     ]
     return {value for value in named if isinstance(value, int)}
-
-
-def _drafts(mode: Mode, rounds: int, tokens: range, special: set[int]) -> Iterator[Draft]:
-    for i in range(rounds):
-        a, b, c, d, e, f = _six(tokens, special, 100 * i)
-        second, first = ([[a, b], [c, d, a]], [2, 3]) if mode == "tree" else ([[c, d, a, b]], [0, 1])
-        yield Draft(f, second, first)
-        yield Draft(e, [], [])
-        if rounds == 1:
-            return
-        yield Draft(a, [[b, c], [d], [e, f]] if mode == "tree" else [[b, c, d]], [])
-        yield Draft(d, [[e, f, c], [a]] if mode == "tree" else [[e, f, c]], [0, 1, 2])
-    yield Draft(_six(tokens, special, 7)[0], [], [])
 
 
 def _six(tokens: range, special: set[int], first: int) -> list[int]:

@@ -39,7 +39,7 @@ from retrieve_spec.verify.comparison import (
     row_texts,
     rows_change_one_another,
 )
-from retrieve_spec.verify.hf import CallKinds, HFVerifier
+from retrieve_spec.verify.hf import HFVerifier, SignatureModes
 from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, Way, new_cache, read_interface, weaker
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
@@ -55,6 +55,10 @@ PROMPT = 12
 _PADDING = 3
 REACH = 48
 """Lengths up to this one are crossed on the model itself."""
+
+
+class VerificationError(Exception):
+    """A way to verify is not used for a model; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +116,13 @@ class PlainTexts:
 class Finding:
     """What a probe found: how a model can be verified, why not better, and the interface that worked.
 
-    `kinds` is what calls with more than text have shown since; `texts` what the model itself was held against.
+    `signatures` is what calls with more than text have shown since; `texts` what the model itself was held against.
     """
 
     mode: Mode
     reason: str
     interface: ModelInterface
-    kinds: CallKinds = field(default_factory=CallKinds)
+    signatures: SignatureModes = field(default_factory=SignatureModes)
     texts: PlainTexts = field(default_factory=PlainTexts, compare=False)
 
 
@@ -227,15 +231,27 @@ def check_verifier(
     mode: Mode = "tree",
     texts: PlainTexts | None = None,
     trial: Trial = Trial(PROMPT, 0),
-) -> str:
-    """Say what is wrong with a verifier's passes over drafts, by the same comparison; empty when nothing is."""
+) -> None:
+    """Hold a verifier's passes over drafts against single steps.
+
+    Raises
+    ------
+    VerificationError
+        Where they give other logits, or fail.
+    """
     problem = _problem(model, mode, [trial], lambda: verifier, PlainTexts() if texts is None else texts)
-    return "" if problem is None else problem[1]
+    if problem is not None:
+        raise VerificationError(problem[1])
 
 
-def why_not_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainTexts) -> str:
-    """Say where a verifier's passes over drafts give other logits than its passes without, bit for bit; empty if
-    nowhere."""
+def check_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainTexts) -> None:
+    """Hold a verifier's passes over drafts against its passes without, bit for bit.
+
+    Raises
+    ------
+    VerificationError
+        Where they give other logits.
+    """
     trial = Trial(PROMPT, 0)
     text = texts.read(model, trial, "tree")
     with torch.no_grad():
@@ -244,8 +260,7 @@ def why_not_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainText
             one_by_one = replace(text, drafts=[Draft(token, [], []) for token in tokens])
             alone = _verified(one_by_one, "tree", verifier(), trial.rounds)[-1]
             if not torch.equal(drafted[row], alone):
-                return "a row's logits depend on the drafts beside it"
-    return ""
+                raise VerificationError("a row's logits depend on the drafts beside it")
 
 
 def _strongest(
@@ -279,8 +294,8 @@ def _strongest(
                     way = replace(candidate, takes_padding=padded, takes_pieces=pieces)
                     problem = _problem(model, tried, of_these, partial(HFVerifier, model, way, tried), texts)
                     if problem is None:
-                        kinds = CallKinds(texts.rounding)
-                        return Finding(tried, "" if tried == "tree" else why, way, kinds, texts)
+                        signatures = SignatureModes(texts.rounding)
+                        return Finding(tried, "" if tried == "tree" else why, way, signatures, texts)
                     problems.append(problem)
             why = min(problems, key=itemgetter(0), default=(0.0, why))[1]
         first = first or why

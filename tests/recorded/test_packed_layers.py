@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import retrieve_spec as rs
-from retrieve_spec.recorded import packed_layers, weight_layout
+from retrieve_spec.recorded import weight_layout
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.weight_layout import Layout, Layouts, PackedLayers
 
@@ -66,7 +66,7 @@ def test_a_lone_row_is_multiplied_by_copies_of_large_weights_that_serve_one(monk
     monkeypatch.setattr(
         weight_layout, "rows_that_pay", lambda weight, _packed, _others: 1 if weight.shape[0] == 96 else 2
     )
-    monkeypatch.setattr(packed_layers, "_LONE_BYTES", 96 * 64 * 4)
+    monkeypatch.setattr(weight_layout, "_LONE_BYTES", 96 * 64 * 4)
     model, seen = small_mamba2(), Seen(monkeypatch)
     packed = PackedLayers(model, Layouts(BYTES))
     with torch.no_grad():

@@ -13,7 +13,7 @@ from retrieve_spec import attention
 from retrieve_spec.attention import LayerRule, TreeMask, attend, choose_backend, row_depths, visible_rows
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.recorded.kv_buffer import KVBuffer, why_not_preallocated
+from retrieve_spec.recorded.kv_buffer import KVBuffer
 
 TREE = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6, 7, 8], [9]])
 CPU = torch.device("cpu")
@@ -170,9 +170,3 @@ def test_cache_goes_back_where_it_came_from() -> None:
     cache.unload(dynamic, cache.length)
     assert dynamic.get_seq_length() == 7
     assert dynamic.layers[1].keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 5, 51, 53]
-
-
-def test_which_caches_are_preallocated() -> None:
-    assert why_not_preallocated(LlamaConfig(num_hidden_layers=2)) == ""
-    chunked = LlamaConfig(num_hidden_layers=2, attention_chunk_size=8)
-    assert "chunks" in why_not_preallocated(chunked)
