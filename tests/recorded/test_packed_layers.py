@@ -95,16 +95,6 @@ def test_other_threads_multiply_as_ever(monkeypatch):
         assert seen.count == 0
 
 
-def test_hooks_of_others_see_tensors():
-    model = small_mamba2()
-    packed = PackedLayers(model, Layouts(BYTES))
-    seen = []
-    model.lm_head.register_forward_hook(lambda _module, args, _out: seen.append(type(args[0])))
-    with torch.no_grad(), packed(12):
-        model(PROMPT)
-    assert seen == [torch.Tensor]
-
-
 def test_a_forward_that_somebody_set_meanwhile_stays_and_runs():
     model = small_mamba2()
     packed, state = PackedLayers(model, Layouts(BYTES)), ModelState(model)
@@ -164,13 +154,6 @@ def test_generations_multiply_by_copies_and_say_the_same(monkeypatch, sample):
         drafted = model.generate(PROMPT, prediction=torch.tensor(prediction), **options)
         assert torch.equal(drafted, plain.generate(PROMPT, **options))
     assert seen.count
-    rs.restore(model)
-
-
-def test_only_models_that_ask_for_faster_passes_have_copies():
-    model = small_mamba2()
-    rs.accelerate(model, recorded_pass="off")
-    assert model.speculation._make_verifier.layouts.nbytes == 0
     rs.restore(model)
 
 

@@ -217,7 +217,7 @@ COMPILED = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from retrieve_spec.kernels import triton_tree_kernels as kernels
+from retrieve_spec.kernels import triton_tree_attention as kernels
 from retrieve_spec.kernels.triton_tree_attention import launch_options
 
 INTS = ("words", "depths", "prefix", "starts", "tiles", "text_of", "places", "sources")
