@@ -133,7 +133,8 @@ class RecordedVerifier:
         with self.recorded.on_device():
             if self._unread > 0:
                 root_ids = self._read(root_ids, keep)
-            return forward_together([self], [root_ids], [tree or NO_TREE], want_hidden, [keep])[0]
+            keeps = None if keep == len(root_ids) else [keep]
+            return forward_together([self], [root_ids], [tree or NO_TREE], want_hidden, keeps)[0]
 
     def _reads(self, roots: int, keep: int) -> bool:
         """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
