@@ -1,15 +1,18 @@
 """Triton tree attention: queries of draft trees over prefix and tree in one launch, a merge in another.
 
-The trees of several texts take the same launches as one, behind one that writes their keys and values to their slabs.
-With TRITON_INTERPRET=1 the kernels run on the CPU.
+Queries that share a key head are stacked, so a key is read once per group; the tree block's mask is one bit per pair of
+rows, and the prefix has none; a long context is split over programs whose partial results are merged by log-sum-exp.
+Lengths are read from device memory, so that a captured CUDA graph can be replayed as the cache grows, and numbers that
+change from pass to pass are no reason to compile again. The trees of several texts, each with a cache of its own, take
+the same launches as one, behind one that writes their keys and values to their slabs: where rows and slabs stand is
+read from device memory, too. With TRITON_INTERPRET=1 the kernels run on the CPU.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
-
-from retrieve_spec.kernels.triton_tree_kernels import attend_split, merge_splits, move_kept_rows, store_rows
+import triton.language as tl
 
 MAX_SPLITS = 32
 _KEYS_PER_SPLIT = 256
@@ -213,3 +216,253 @@ def _launch(
         D=width, BLOCK_D=options["BLOCK_D"], BLOCK_S=max(2, triton.next_power_of_2(splits)), SINKS=sinks is not None,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _scores(q, keys, row_stride, n, inside, d, scale, softcap, D: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores of a block of keys."""
+    k = tl.load(keys + n[:, None] * row_stride + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAPPED:
+        s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0)
+    return s
+
+
+@triton.jit
+def _fold(s, values, row_stride, n, inside, d, best, weight, acc, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Online softmax: the running maximum, sum and output with a block of values."""
+    top = tl.maximum(best, tl.max(s, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp(s - base[:, None])
+    shrink = tl.exp(best - base)
+    v = tl.load(values + n[:, None] * row_stride + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return top, weight * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _slab_of(slabs, text, layer, head, heads, keys, values, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a text keeps the keys and values of one head of a layer, of the types that `keys` and `values` have."""
+    at = (layer * heads + head) * tl.load(slabs + 3 * text + 2) * D
+    key_slab = tl.multiple_of(tl.load(slabs + 3 * text).to(keys.dtype), 16)
+    value_slab = tl.multiple_of(tl.load(slabs + 3 * text + 1).to(values.dtype), 16)
+    return key_slab + at, value_slab + at
+
+
+@triton.jit(
+    do_not_specialize=["total", "groups", "num_words", "layer"],
+    do_not_specialize_on_alignment=["words", "depths", "prefix", "starts", "tiles", "slabs"],
+)
+def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotations
+    query,  # (heads, total, d), strides given; the heads of a group stand together
+    keys,  # (kv_heads, capacity, d), strides given; PACKED: of the type that slabs hold
+    values,
+    words,  # (total, num_words) int32: bit j of row i: row i sees row j of its text in the pass
+    depths,  # (total,) int32: position of a row minus the position of its text's first row in the pass
+    prefix,  # (1,) int32: cached rows before the pass; PACKED: (texts,)
+    starts,  # PACKED: (texts + 1,) int32: where a text's rows begin
+    tiles,  # PACKED: (tiles, 2) int32: text and first query of a program's block, text -1 where there is none
+    slabs,  # PACKED: (texts, 3) int64: addresses of keys and values (layers, kv_heads, capacity, d), capacity
+    out,  # (splits, kv_heads, groups * total, d) float32
+    lse,  # (splits, kv_heads, groups * total) float32
+    scale,
+    softcap,
+    total,
+    groups,
+    num_words,
+    layer,
+    query_head_stride,
+    query_row_stride,
+    key_head_stride,
+    key_row_stride,
+    value_head_stride,
+    value_row_stride,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Attention of a block of queries to a share of the keys, and the logarithm of its softmax denominator."""
+    head = tl.program_id(0).to(tl.int64)  # a long cache of many heads has more elements than 32 bits count
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
+    d = tl.arange(0, BLOCK_D)
+    if PACKED:
+        text = tl.load(tiles + 2 * tl.program_id(1))
+        if text < 0:
+            return
+        m = tl.load(tiles + 2 * tl.program_id(1) + 1) + tl.arange(0, BLOCK_M)
+        begin = tl.load(starts + text)
+        rows = tl.load(starts + text + 1) - begin
+        past = tl.load(prefix + text)
+        keys, values = _slab_of(slabs, text, layer, head, tl.num_programs(0), keys, values, D)
+        key_row: tl.constexpr = D
+        value_row: tl.constexpr = D
+        words += begin * num_words
+        depths += begin
+        query += begin * query_row_stride
+    else:
+        m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = total
+        past = tl.load(prefix)
+        keys += head * key_head_stride
+        values += head * value_head_stride
+        key_row = key_row_stride
+        value_row = value_row_stride
+    row = m % rows
+    height = groups * rows
+    query_head = head * groups + m // rows
+    q = tl.load(
+        query + query_head[:, None] * query_head_stride + row[:, None] * query_row_stride + d[None, :],
+        (m[:, None] < height) & (d[None, :] < D),
+        0.0,
+    )
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if WINDOW > 0:
+        depth = tl.load(depths + row)
+
+    share = tl.cdiv(tl.cdiv(past, splits), BLOCK_N) * BLOCK_N
+    start = split * share
+    stop = tl.minimum(start + share, past)
+    if WINDOW > 0:  # no row sees further back than the first one
+        start = tl.maximum(start, tl.maximum(past - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
+    for first in range(start, stop, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        inside = n < stop
+        s = _scores(q, keys, key_row, n, inside, d, scale, softcap, D, CAPPED)
+        seen = inside[None, :]
+        if WINDOW > 0:
+            seen = seen & (depth[:, None] + past - n[None, :] < WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        best, weight, acc = _fold(s, values, value_row, n, inside, d, best, weight, acc, D)
+
+    tl.static_assert(BLOCK_N <= 64, "a block of the tree has two words of bits at most")
+    keys += past.to(tl.int64) * key_row
+    values += past.to(tl.int64) * value_row
+    for first in range(0, tl.where(split == splits - 1, rows, 0), BLOCK_N):  # the last share is the smallest
+        n = first + tl.arange(0, BLOCK_N)
+        inside = n < rows
+        s = _scores(q, keys, key_row, n, inside, d, scale, softcap, D, CAPPED)
+        word = first // 32
+        bits = tl.load(words + row * num_words + word)[:, None]
+        if BLOCK_N > 32:
+            more = tl.load(words + row * num_words + word + 1, word + 1 < num_words, 0)[:, None]
+            bits = tl.where((n // 32)[None, :] == word, bits, more)
+        seen = inside[None, :] & (((bits >> (n % 32)[None, :]) & 1) == 1)
+        if WINDOW > 0:
+            seen = seen & (depth[:, None] - tl.load(depths + n, inside, 0)[None, :] < WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        best, weight, acc = _fold(s, values, value_row, n, inside, d, best, weight, acc, D)
+
+    m_out = m // rows * total + begin + row if PACKED else m
+    at_out = (split * tl.num_programs(0) + head) * groups * total + m_out
+    share_of_row = tl.where(weight > 0.0, weight, 1.0)
+    tl.store(
+        out + at_out[:, None] * D + d[None, :], acc / share_of_row[:, None], (m[:, None] < height) & (d[None, :] < D)
+    )
+    tl.store(lse + at_out, tl.where(weight > 0.0, best + tl.log(share_of_row), float("-inf")), m < height)
+
+
+@triton.jit(do_not_specialize=["rows", "height", "splits"])
+def merge_splits(  # type: ignore[no-untyped-def]
+    parts,  # (splits, kv_heads, groups * rows, d) float32
+    lse,  # (splits, kv_heads, groups * rows) float32
+    sinks,  # (heads,) logits of a key without a value, any float type; not read unless SINKS
+    out,  # (rows, heads, d)
+    rows,
+    height,
+    splits,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Partial outputs weighed by their share of the softmax denominator."""
+    m = tl.program_id(0)  # of a model with one key head there may be more than the 65,535 of another axis
+    head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    groups = height // rows
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    at = (s * kv_heads + head) * height + m
+    share = tl.load(lse + at, s < splits, float("-inf"))
+    best = tl.max(share, 0)
+    if SINKS:
+        sink = tl.load(sinks + head * groups + m // rows).to(tl.float32)
+        best = tl.maximum(best, sink)
+    weight = tl.exp(share - best)
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp(sink - best)
+    part = tl.load(parts + at[:, None] * D + d[None, :], (s[:, None] < splits) & (d[None, :] < D), 0.0)
+    merged = tl.sum(part * weight[:, None], 0) / total
+    tl.store(out + ((m % rows) * kv_heads * groups + head * groups + m // rows) * D + d, merged, d < D)
+
+
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["text_of", "starts", "prefix", "slabs"])
+def store_rows(  # type: ignore[no-untyped-def]
+    keys,  # (kv_heads, total, d), strides given
+    values,
+    text_of,  # (total,) int32
+    starts,  # as for attend_split
+    prefix,
+    slabs,
+    layer,
+    key_head_stride,
+    key_row_stride,
+    value_head_stride,
+    value_row_stride,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write one row's keys and values of one head behind what its text's slab holds."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    text = tl.load(text_of + row)
+    slot = tl.load(prefix + text) + row - tl.load(starts + text)
+    key_slab, value_slab = _slab_of(slabs, text, layer, head, tl.num_programs(1), keys, values, D)
+    at = slot.to(tl.int64) * D + d
+    tl.store(key_slab + at, tl.load(keys + head * key_head_stride + row * key_row_stride + d, d < D), d < D)
+    tl.store(value_slab + at, tl.load(values + head * value_head_stride + row * value_row_stride + d, d < D), d < D)
+
+
+@triton.jit(do_not_specialize_on_alignment=["places", "slabs", "prefix", "starts", "sources"])
+def move_kept_rows(  # type: ignore[no-untyped-def]
+    kind,  # of the type that slabs hold; not read
+    places,  # (2, layers) int32: the slab of a layer, and its place there
+    slabs,  # (slabs, texts, 3) int64: as for attend_split
+    prefix,  # (slabs, texts) int32: rows a text's slab holds before the pass
+    starts,  # (texts + 1,) int32: where a text's sources begin
+    sources,  # int32, ascending: where the last rows held still stand, counted from the first of them
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Move the last rows held of one text, of one head of a layer, to where they belong.
+
+    No source lies before its row, so that going through them in order overwrites none that is still to be read.
+    """
+    layer = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    text = tl.program_id(2)
+    texts = tl.num_programs(2)
+    begin = tl.load(starts + text)
+    count = tl.load(starts + text + 1) - begin
+    if count == 0:
+        return
+    slab = tl.load(places + layer)
+    place = tl.load(places + tl.num_programs(0) + layer)
+    own = slabs + 3 * slab * texts
+    keys, values = _slab_of(own, text, place, head, tl.num_programs(1), kind, kind, D)
+    first = tl.load(prefix + slab * texts + text) - count
+    d = tl.arange(0, BLOCK_D)
+    for i in range(count):
+        source = (first + tl.load(sources + begin + i)).to(tl.int64) * D + d
+        target = (first + i).to(tl.int64) * D + d
+        tl.store(keys + target, tl.load(keys + source, d < D), d < D)
+        tl.store(values + target, tl.load(values + source, d < D), d < D)

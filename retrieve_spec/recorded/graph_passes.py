@@ -1,6 +1,7 @@
 """Graph passes: an exported program becomes a short Python function over live weights, by rewriting its graph.
 
-Knows tensor operations, not models.
+Knows tensor operations, not models. Rewrites for float32 graphs change how floats are rounded; those for 16-bit graphs
+(`fuse_half`) keep where the model rounds to 16 bits.
 """
 
 from __future__ import annotations
@@ -13,20 +14,11 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from retrieve_spec.recorded.graph_rewrites import (
-    Inputs,
-    Node,
-    fuse_half,
-    fuse_rms_norm,
-    fuse_rotary,
-    is_call,
-    lay_out_weights,
-    nodes_of,
-    value,
-)
-from retrieve_spec.recorded.weight_layout import Layouts, WeightCopies, packed_linear
+from retrieve_spec.recorded.weight_layout import Layout, Layouts, WeightCopies, packed_linear
 
 aten = torch.ops.aten
+Node = Any
+"""An `fx.Node`; its arguments are of any type, which a static checker cannot follow."""
 
 ASSERTIONS = {
     aten._assert_tensor_metadata.default,
@@ -121,17 +113,22 @@ def _is_float32(weights: list[torch.Tensor]) -> bool:
     return all(w.dtype == torch.float32 for w in weights if w.is_floating_point())
 
 
-def why_not_repeatable(graph: fx.Graph) -> str:
-    """Why running a graph twice may give two results; empty when it gives one."""
+def check_repeatable(graph: fx.Graph) -> None:
+    """Look for what gives another result each time.
+
+    Raises
+    ------
+    NotImplementedError
+        When there is any.
+    """
     for node in graph.nodes:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
             continue
         if target is aten.dropout.default and not _changes_nothing(node):
-            return "its forward drops values at random"
+            raise NotImplementedError("its forward drops values at random")
         if torch.Tag.nondeterministic_seeded in target.tags and target is not aten.dropout.default:
-            return f"its forward draws random numbers ({target})"
-    return ""
+            raise NotImplementedError(f"its forward draws random numbers ({target})")
 
 
 def drop_noops(graph: fx.Graph) -> None:
@@ -208,3 +205,260 @@ def rows_of(x: torch.Tensor, wanted: int | torch.Tensor) -> torch.Tensor:
     if isinstance(wanted, torch.Tensor):
         return x.index_select(1, wanted)
     return x[:, wanted:] if wanted else x
+
+
+def value(node: Any) -> Any:
+    """What tracing knew of a node: a stand-in tensor, or a number."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def nodes_of(graph: fx.Graph) -> list[Node]:
+    """Nodes of a graph as a list, so that the graph can change under it."""
+    return list(graph.nodes)
+
+
+def is_call(node: Any, target: Any) -> bool:
+    """Whether a node calls a function."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is target
+
+
+def normalise_rows(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, share: float) -> torch.Tensor:
+    """RMS normalisation of (…, d) with weight (d,): five small operations where the reference takes eight."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    return torch.rsqrt(torch.addcmul(eps, norm, norm, value=share)).mul(x).mul_(weight)
+
+
+def rotate_rows(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, half: int) -> torch.Tensor:
+    """Rotary embedding of (…, 2 · half): the halves change places, the sine carries the sign."""
+    return torch.addcmul(torch.mul(x, cos), torch.roll(x, half, -1), signed_sin)
+
+
+class Inputs:
+    """The weights of a program, to which rewrites add constants and copies of their own."""
+
+    def __init__(self, graph: fx.Graph, weights: list[torch.Tensor]) -> None:
+        self.graph, self.weights = graph, weights
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self._last = placeholders[len(weights) - 1]
+        self.of_node = dict(zip(placeholders, weights, strict=False))
+        self._added: dict[Any, Node] = {}
+        self.copies: list[tuple[int, Layout]] = []
+        """Places of copies of weights among the inputs."""
+
+    def add_copy(self, layout: Layout) -> Node:
+        """Node of a weight's copy."""
+        before = len(self.weights)
+        node = self.add(id(layout), layout.tensor)
+        if len(self.weights) > before:
+            self.copies.append((before, layout))
+        return node
+
+    def add(self, key: Any, tensor: torch.Tensor) -> Node:
+        """Node of a further input; equal keys share one."""
+        if key not in self._added:
+            with self.graph.inserting_after(self._last):
+                self._last = self.graph.placeholder(f"added_{len(self.weights)}")
+            self._last.meta["val"] = tensor
+            self._added[key] = self._last
+            self.weights.append(tensor)
+        return self._added[key]
+
+
+def fuse_rms_norm(graph: fx.Graph, inputs: Inputs) -> None:
+    """Rewrite weight · (x · rsqrt(mean(x²) + eps))."""
+    for node in nodes_of(graph):
+        match = _match_norm(node)
+        if match is None:
+            continue
+        x, weight, eps = match
+        eps_node = inputs.add(("eps", eps), torch.tensor(eps, device=value(x).device))
+        with graph.inserting_before(node):
+            fused = graph.call_function(normalise_rows, (x, weight, eps_node, 1.0 / value(x).shape[-1]))
+        _replace(node, fused)
+    graph.eliminate_dead_code()
+
+
+def _replace(node: Node, by: Node) -> None:
+    by.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(by)
+
+
+def _match_norm(node: Node, half: bool = False) -> tuple[Node, Node, float] | None:
+    """(x, weight, eps) when a node is the last product of an RMS normalisation over the last axis.
+
+    `half`: x, weight and result are of one 16-bit type, and all but the product with the weight is computed in float32.
+    """
+    if not is_call(node, aten.mul.Tensor) or (half and value(node).dtype.itemsize != 2):
+        return None
+    for weight, normed in (node.args, node.args[::-1]):
+        if not (isinstance(weight, fx.Node) and value(weight).ndim == 1 and (_is_cast(normed) or not half)):
+            continue
+        normed = normed.args[0] if half else normed
+        if not (is_call(normed, aten.mul.Tensor) and is_call(normed.args[1], aten.rsqrt.default)):
+            continue
+        x, eps = normed.args[0], _mean_square(normed.args[1], normed.args[0])
+        if half:
+            if not (_is_cast(x) and value(x).dtype == torch.float32):
+                continue
+            x = x.args[0]
+            if not (value(x).dtype == value(node).dtype == value(weight).dtype and value(x).shape == value(node).shape):
+                continue
+        if eps is not None and value(x).shape[-1] == value(weight).shape[0]:
+            return x, weight, eps
+    return None
+
+
+def fuse_rotary(graph: fx.Graph, inputs: Inputs) -> None:
+    """Rewrite x · cos + [−x₂, x₁] · sin, where x₁ and x₂ are the halves of x."""
+    signed: dict[Node, Node] = {}
+    for node in nodes_of(graph):
+        match = _match_rotary(node)
+        if match is None:
+            continue
+        x, cos, sin, half = match
+        if sin not in signed:
+            signs = torch.ones(2 * half, device=value(x).device)
+            signs[:half] = -1.0
+            signs_node = inputs.add(("signs", half), signs)
+            with graph.inserting_after(sin):
+                signed[sin] = graph.call_function(torch.mul, (sin, signs_node))
+            signed[sin].meta["val"] = value(sin)
+        with graph.inserting_before(node):
+            _replace(node, graph.call_function(rotate_rows, (x, cos, signed[sin], half)))
+    graph.eliminate_dead_code()
+
+
+def _match_rotary(node: Node) -> tuple[Node, Node, Node, int] | None:
+    """(x, cos, sin, half) when a node is the sum of a rotary embedding by halves."""
+    if not (is_call(node, aten.add.Tensor) and all(is_call(side, aten.mul.Tensor) for side in node.args)):
+        return None
+    (x, cos), (turned, sin) = node.args[0].args, node.args[1].args
+    if not (is_call(turned, aten.cat.default) and _last_axis(turned.args[1:], turned) and len(turned.args[0]) == 2):
+        return None
+    negated, first = turned.args[0]
+    half = value(x).shape[-1] // 2
+    if not (is_call(negated, aten.neg.default) and value(x).shape[-1] == 2 * half == value(sin).shape[-1]):
+        return None
+    if _is_part(first, x, 0, half) and _is_part(negated.args[0], x, half, 2 * half):
+        return x, cos, sin, half
+    return None
+
+
+def _last_axis(args: tuple[Any, ...], node: Node) -> bool:
+    return bool(args) and args[0] in (-1, value(node).ndim - 1)
+
+
+def _is_part(node: Any, x: Node, start: int, stop: int) -> bool:
+    """Whether a node is x[..., start:stop]."""
+    if not (is_call(node, aten.slice.Tensor) and node.args[0] is x and _last_axis(node.args[1:], node)):
+        return False
+    return bool(node.args[2] == start and min(node.args[3], value(x).shape[-1]) == stop and len(node.args) == 4)
+
+
+def fuse_half(graph: fx.Graph, kernels: Any) -> None:
+    """Let a 16-bit graph run normalisation, rotary embeddings and gates in one call each."""
+    for node in nodes_of(graph):
+        call: tuple[Any, tuple[Any, ...]] | None = None
+        if (norm := _match_norm(node, half=True)) is not None:
+            call = (kernels.rms_norm, norm)
+        elif (rotary := _match_rotary(node)) is not None and _is_half_by_heads(*rotary[:3]):
+            call = (kernels.rotate, rotary[:3])
+        elif (gate := _match_gate(node)) is not None:
+            call = (kernels.gate, gate)
+        if call is not None:
+            with graph.inserting_before(node):
+                _replace(node, graph.call_function(*call))
+    _fuse_sums(graph, kernels)
+    _pair_rotary(graph, kernels)
+    graph.eliminate_dead_code()
+
+
+def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
+    """Let residual sums of one shape and type run in the launch that normalises them."""
+    for norm in nodes_of(graph):
+        total: Node = norm.args[0] if is_call(norm, kernels.rms_norm) else None
+        if not (is_call(total, aten.add.Tensor) and len(total.args) == 2 and not total.kwargs):
+            continue
+        if any(getattr(value(side), "shape", None) != value(total).shape for side in total.args):
+            continue
+        if {value(side).dtype for side in total.args} != {value(total).dtype}:
+            continue
+        with graph.inserting_before(total):
+            both = graph.call_function(kernels.add_rms_norm, (*total.args, *norm.args[1:]))
+            _take(graph, both, (total, norm))
+
+
+def _pair_rotary(graph: fx.Graph, kernels: Any) -> None:
+    """Let queries and keys with the same angles be rotated in one launch."""
+    waiting: dict[tuple[Node, Node], Node] = {}
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    for node in nodes_of(graph):
+        if not is_call(node, kernels.rotate):
+            continue
+        first = waiting.pop(node.args[1:], None)
+        if first is None or any(places[user] < places[node] for user in first.users):
+            waiting[node.args[1:]] = node
+            continue
+        with graph.inserting_before(node):
+            both = graph.call_function(kernels.rotate_both, (first.args[0], node.args[0], *node.args[1:]))
+            _take(graph, both, (first, node))
+
+
+def _take(graph: fx.Graph, both: Node, nodes: tuple[Node, Node]) -> None:
+    """Let the results of one call stand for two nodes."""
+    for i, node in enumerate(nodes):
+        with graph.inserting_after(both):
+            _replace(node, graph.call_function(operator.getitem, (both, i)))
+
+
+def _is_half_by_heads(x: Node, cos: Node, sin: Node) -> bool:
+    """Whether 16-bit x is (1, heads, rows, d), and cosine and sine are the same for all heads."""
+    if value(x).ndim != 4 or any(value(a).ndim != 4 or value(a).shape[1] != 1 for a in (cos, sin)):
+        return False
+    return bool(value(x).dtype == value(cos).dtype == value(sin).dtype and value(x).dtype.itemsize == 2)
+
+
+def _mean_square(factor: Node, x: Node) -> float | None:
+    """Eps when a node is rsqrt(mean(x²) + eps) over the last axis."""
+    if not is_call(factor.args[0], aten.add.Tensor):
+        return None
+    mean, eps = factor.args[0].args
+    if not (is_call(mean, aten.mean.dim) and isinstance(eps, float) and list(mean.args[1]) == [-1]):
+        return None
+    square = mean.args[0]
+    return eps if is_call(square, aten.pow.Tensor_Scalar) and square.args == (x, 2) else None
+
+
+def _is_cast(node: Any) -> bool:
+    return is_call(node, aten.to.dtype) or is_call(node, aten._to_copy.default)
+
+
+def _match_gate(node: Node) -> tuple[Node, Node] | None:
+    """(gate, up) when a node is silu(gate) · up of one shape and type."""
+    if not is_call(node, aten.mul.Tensor) or value(node).dtype.itemsize != 2:
+        return None
+    for opened, up in (node.args, node.args[::-1]):
+        if is_call(opened, aten.silu.default) and isinstance(up, fx.Node) and len(opened.users) == 1:
+            gate = opened.args[0]
+            if value(gate).shape == value(up).shape and value(gate).dtype == value(up).dtype == value(node).dtype:
+                return gate, up
+    return None
+
+
+def lay_out_weights(graph: fx.Graph, inputs: Inputs, layouts: Layouts) -> None:
+    """Let linear layers read copies of their weights in a faster layout, where there is one."""
+    for node in nodes_of(graph):
+        if not is_call(node, aten.linear.default) or node.args[1] not in inputs.of_node:
+            continue
+        layout = layouts.of(inputs.of_node[node.args[1]])
+        if layout is None or value(node.args[0]).ndim < 2:
+            continue
+        copy = inputs.add_copy(layout)
+        if not layout.from_rows:
+            node.replace_input_with(node.args[1], copy)
+            continue
+        bias = node.args[2] if len(node.args) > 2 else None
+        with graph.inserting_before(node):
+            product = graph.call_function(packed_linear, (node.args[0], node.args[1], copy, bias, layout.from_rows))
+        _replace(node, product)
+    graph.eliminate_dead_code()

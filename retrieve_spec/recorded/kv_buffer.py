@@ -8,16 +8,14 @@ the rows of a window and some spare ones, however long the text is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from retrieve_spec.config import MAX_NODES, PASS
-from retrieve_spec.errors import UnsupportedModelError
 
 
 class Slab:
@@ -42,11 +40,6 @@ class Slab:
         self._layers = num_layers
         spare = max(window // 4, PASS.cache_block) + MAX_NODES + 1
         self.capacity = min(capacity, window + spare) if window else capacity
-
-    @property
-    def is_host_float32(self) -> bool:
-        """Whether there are tensors, in float32 on a CPU."""
-        return bool(self.tensors) and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in self.tensors)
 
     def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(1, kv_heads, capacity, head_dim) keys and values of one layer."""
@@ -80,36 +73,16 @@ class Slab:
             del old
         self.capacity = grown
 
-    def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
-        """Allocate tensors for such keys and values, once; return whether that was done.
-
-        Raises
-        ------
-        UnsupportedModelError
-            When they differ from those the slab was made for.
-        """
-        given = (key_states, value_states)
+    def fit(self, *states: torch.Tensor) -> None:
+        """Allocate tensors for such keys and values, once."""
         if not self.tensors:
-            self.tensors = tuple(_empty(s, (self._layers, s.shape[1], self.capacity, s.shape[3])) for s in given)
-            return True
-        for slab, states in zip(self.tensors, given, strict=True):
-            if states.shape[0] != 1 or states.shape[1] != slab.shape[1] or states.shape[3] != slab.shape[3]:
-                raise UnsupportedModelError(
-                    f"one row of text and {slab.shape[1]} heads of width {slab.shape[3]} in every layer",
-                    f"{states.shape[0]} rows, {states.shape[1]} heads of width {states.shape[3]}",
-                    "Use the ordinary cache for this model.",
-                )
-        return False
+            self.tensors = tuple(_empty(s, (self._layers, s.shape[1], self.capacity, s.shape[3])) for s in states)
 
-    def copies(self, sources: NDArray[np.int64]) -> list[torch.Tensor]:
-        """The rows `sources` of the text, in all layers at once: keys, values."""
+    def move(self, sources: NDArray[np.int64], target: int) -> None:
+        """Let the rows `sources` of the text be rows `target …`, in all layers at once."""
         index = torch.from_numpy(sources - self.offset).to(self.tensors[0].device, non_blocking=True)
-        return [tensor.index_select(2, index) for tensor in self.tensors]
-
-    def write(self, copies: list[torch.Tensor], target: int) -> None:
-        """Let copies of rows be rows `target …`."""
-        for tensor, rows in zip(self.tensors, copies, strict=True):
-            tensor.narrow(2, target - self.offset, rows.shape[2]).copy_(rows)
+        for tensor in self.tensors:
+            tensor.narrow(2, target - self.offset, len(sources)).copy_(tensor.index_select(2, index))
 
 
 def _empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -156,11 +129,6 @@ class KVBuffer:
         Whether every slab has its tensors, in float32 on a CPU.
     addresses
         (slabs, 3) int64: where the first layer's keys and values lie in memory, and rows that there is room for.
-
-    Raises
-    ------
-    UnsupportedModelError
-        From `update`, when layers with one window differ in their heads, or more than one row of text is given.
     """
 
     def __init__(self, windows: Sequence[int], capacity: int, moves_later: bool = False) -> None:
@@ -187,8 +155,10 @@ class KVBuffer:
                 self.layer_slabs[i] = self.slabs[slab].of_layer(self.layer_in_slab[i])
         for at, each in zip(self.addresses, self.slabs, strict=True):
             at[:] = (*(tensor.data_ptr() for tensor in each.tensors), each.capacity) if each.tensors else 0
-        self.is_host_float32 = all(slab.is_host_float32 for slab in self.slabs)
-        kinds = {(t.shape[1], t.shape[3], t.dtype) for slab in self.slabs for t in slab.tensors}
+        tensors = [tensor for slab in self.slabs for tensor in slab.tensors]
+        filled = len(tensors) == 2 * len(self.slabs)
+        self.is_host_float32 = filled and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+        kinds = {(t.shape[1], t.shape[3], t.dtype) for t in tensors}
         self.kind = kinds.pop() if len(kinds) == 1 else None
         self._fits = 0
 
@@ -220,7 +190,8 @@ class KVBuffer:
         """Write a layer's (1, kv_heads, rows, head_dim) behind the rows held; views of all that its slab holds then."""
         slab, rows = self.slabs[self.slab_of[layer]], keys.shape[2]
         self.settle()
-        if not slab.tensors and slab.fit(keys, values):
+        if not slab.tensors:
+            slab.fit(keys, values)
             self.refresh()
         if self.length - slab.offset + rows > slab.capacity:
             self.make_room_in(slab, self.length, rows)
@@ -266,7 +237,7 @@ class KVBuffer:
         if len(moves):
             first = self.length - len(moves)
             for slab in self.slabs:
-                slab.write(slab.copies(moves.astype(np.int64) + first), first)
+                slab.move(moves.astype(np.int64) + first, first)
 
     def load(self, cache: DynamicCache, length: int, common: bool = False) -> None:
         """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards.
@@ -335,13 +306,3 @@ def cache_windows(cache: DynamicCache) -> tuple[int, ...]:
     return tuple(
         int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in cache.layers
     )
-
-
-def why_not_preallocated(config: Any) -> str:
-    """Say why a model's cache cannot be held in slabs; empty when it can."""
-    if getattr(config, "attention_chunk_size", None):
-        return "its attention is cut into chunks"
-    for layer in DynamicCache(config=config).layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return f"its cache has layers of type {type(layer).__name__}"
-    return ""

@@ -24,48 +24,56 @@ from torch.nn.modules import module as torch_wide
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from retrieve_spec.attention.tree_attention import LayerRule, rule_from_call
+from retrieve_spec.attention import LayerRule, rule_from_call
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded import graph_passes
 from retrieve_spec.recorded.weight_layout import Layouts
 from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
+from retrieve_spec.verify.probe import VerificationError
 
 
-def why_not_recordable(model: Any) -> str:
-    """Why a recording would not stand for the model's forward; empty when it would."""
+class RecordingError(VerificationError):
+    """A forward cannot be recorded; the message completes "the pass is not recorded because …"."""
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules with forward hooks, and where the functions of these come from."""
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            yield module, getattr(getattr(hook, "func", hook), "__module__", "")
+
+
+def check_recordable(model: Any) -> None:
+    """Look for what a recording would not follow.
+
+    Raises
+    ------
+    RecordingError
+        When a recording would not stand for the model's forward.
+    """
     if model.training:
-        return "the model is in training mode"
+        raise RecordingError("the model is in training mode")
     if not model._supports_attention_backend:
-        return "its layers do not use transformers' attention interface"
+        raise RecordingError("its layers do not use transformers' attention interface")
     if torch_wide._global_forward_hooks or torch_wide._global_forward_pre_hooks:
-        return "torch has forward hooks for all modules"
-    for module in model.modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            # transformers' own hooks stay behind after output_hidden_states=True and do nothing unless it is asked for
-            if not getattr(hook, "__module__", "").startswith("transformers."):
-                return f"{type(module).__name__} has forward hooks"
-    return ""
+        raise RecordingError("torch has forward hooks for all modules")
+    for module, origin in _hooks(model):
+        # transformers' own hooks stay behind after output_hidden_states=True and do nothing unless it is asked for
+        if not origin.startswith("transformers."):
+            raise RecordingError(f"{type(module).__name__} has forward hooks")
 
 
-def why_single_steps(model: Any) -> str:
-    """Why a model has to be run token by token, as `generate` does: hooks of `peft` that belong to one call."""
-    for module in model.modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if getattr(getattr(hook, "func", hook), "__module__", "").startswith("peft."):  # they count rows of passes
-                return "adapters are chosen for this call alone"
-    return ""
+def has_adapters_of_a_call(model: nn.Module) -> bool:
+    """Whether `peft` has hooked a model for one call; such hooks count rows, and take one for each text."""
+    return any(origin.startswith("peft.") for _, origin in _hooks(model))
 
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 RECORDER = "retrieve_spec_recorder"
 _MOSTLY = 0.8
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
-
-
-class RecordingError(Exception):
-    """A forward cannot be recorded; the message completes "the pass is not recorded because …"."""
 
 
 @torch.library.custom_op("retrieve_spec::attend", mutates_args=())
@@ -201,7 +209,7 @@ class RecordedPass:
         Copies of the model's weights that other recordings share.
     exact
         Give a row the same logits bit for bit whatever stands beside it: attend row by row, and fill passes up to so
-        many rows (`retrieve_spec.verify.number_format.rows_for_one_order`). 0: not so.
+        many rows (`retrieve_spec.verify.comparison.rows_for_one_order`). 0: not so.
 
     Attributes
     ----------
@@ -227,15 +235,12 @@ class RecordedPass:
         layouts: Layouts | None = None,
         exact: int = 0,
     ) -> None:
-        if why := why_not_recordable(model):
-            raise RecordingError(why)
+        check_recordable(model)
         recording = _Recording(model, num_layers, layer)
         self.layer, self.exact = layer, exact
         self.device = input_device(model)
         with attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet():
             program = self._export(recording)
-        if why := graph_passes.why_not_repeatable(program.graph_module.graph):
-            raise RecordingError(why)
         layouts = Layouts(PASS.layout_bytes) if layouts is None else layouts
         self._code, self._weights, self._copies = graph_passes.compile_program(program, recording, layouts, row_kernels)
         self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
@@ -253,7 +258,9 @@ class RecordedPass:
         shapes = {"input_ids": {1: rows}, "position_ids": {1: rows}}
         token = _log.set(recording.log)
         try:
-            return torch.export.export(recording, (ids, positions), dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(recording, (ids, positions), dynamic_shapes=shapes, strict=False)
+            graph_passes.check_repeatable(program.graph_module.graph)
+            return program
         except (RecordingError, NotImplementedError) as error:
             raise RecordingError(str(error)) from error
         except Exception as error:  # whatever a model's own code raises while it is traced

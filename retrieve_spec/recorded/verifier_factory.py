@@ -14,22 +14,30 @@ from typing import Any
 
 import torch
 
-from retrieve_spec.attention.tree_attention import why_not_triton
+from retrieve_spec.attention import why_not_triton
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.recorded.kv_buffer import cache_windows, why_not_preallocated
+from retrieve_spec.recorded.kv_buffer import cache_windows
 from retrieve_spec.recorded.model_state import ModelState
-from retrieve_spec.recorded.packed_layers import PackedLayers
-from retrieve_spec.recorded.pass_graphs import PassGraphs
-from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, why_not_recordable, why_single_steps
+from retrieve_spec.recorded.packed_pass import PassGraphs
+from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, check_recordable, has_adapters_of_a_call
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.recorded.weight_layout import Layouts
-from retrieve_spec.verify.candidates import PROMPT, same_way
-from retrieve_spec.verify.hf import CallKinds, HFVerifier
+from retrieve_spec.recorded.weight_layout import Layouts, PackedLayers
+from retrieve_spec.verify.cache import GROW_BY_ROWS
+from retrieve_spec.verify.comparison import is_exact, rows_for_one_order, why_not_one_order
+from retrieve_spec.verify.hf import HFVerifier, SignatureModes
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache, read_interface
-from retrieve_spec.verify.number_format import is_exact, rows_for_one_order, why_not_one_order
-from retrieve_spec.verify.probe import REACH, Finding, Trial, check_verifier, float32_copy, why_not_exact
-from retrieve_spec.verify.shrink import shrunk
+from retrieve_spec.verify.probe import (
+    PROMPT,
+    REACH,
+    Finding,
+    Trial,
+    VerificationError,
+    check_exact,
+    check_verifier,
+    same_way,
+)
+from retrieve_spec.verify.shrink import float32_copy, shrunk
 from retrieve_spec.verify.steps import StepVerifier, held_by, keeping_texts
 from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import PassKind, Verifier
@@ -56,9 +64,9 @@ class Recording:
     recorded: RecordedPass
     graphs: PassGraphs | None = None
 
-    def __call__(self, state: ModelState | None = None, kinds: CallKinds | None = None) -> RecordedVerifier:
-        """Make a verifier, which refuses a model that is not in `state` any more; `kinds`: as of `HFVerifier`."""
-        own = HFVerifier(self.model, self.interface, kinds=kinds)
+    def __call__(self, state: ModelState | None = None, signatures: SignatureModes | None = None) -> RecordedVerifier:
+        """Make a verifier, which refuses a model that is not in `state` any more; `signatures`: as of `HFVerifier`."""
+        own = HFVerifier(self.model, self.interface, signatures=signatures)
         return RecordedVerifier(self.model, own, self.recorded, self.graphs, state)
 
 
@@ -87,23 +95,22 @@ def try_recording(
     reason
         Why there is none.
     """
-    if why := why_not_recorded(model, finding, config):
-        return None, why
-    recording = None
     try:
+        check_recorded(model, finding, config)
         exact = rows_for_one_order(model) if config.exact else 0
         if config.exact and not exact:
-            return None, "linear layers add up a row in another order when there are more of them"
-        if why := _why_not_structure(model, finding.interface, layer, exact):
-            return None, why
+            raise RecordingError("linear layers add up a row in another order when there are more of them")
+        _check_structure(model, finding.interface, layer, exact)
         row_kernels = _row_kernels(model)
-        recording, why = _record(model, finding, layer, row_kernels, layouts, exact)
-        if recording is None and row_kernels is not None:
-            logger.info("the pass is recorded again without kernels for rows: %s", why)
-            recording, why = _record(model, finding, layer, None, layouts, exact)
-    except RecordingError as error:
+        try:
+            return _record(model, finding, layer, row_kernels, layouts, exact), ""
+        except VerificationError as error:
+            if row_kernels is None:
+                raise
+            logger.info("the pass is recorded again without kernels for rows: %s", error)
+            return _record(model, finding, layer, None, layouts, exact), ""
+    except VerificationError as error:
         return None, str(error)
-    return recording, why
 
 
 def _row_kernels(model: Any) -> Any:
@@ -118,76 +125,83 @@ def _row_kernels(model: Any) -> Any:
 
 def _record(
     model: Any, finding: Finding, layer: Layer, row_kernels: Any, layouts: Layouts | None, exact: int
-) -> tuple[Recording | None, str]:
-    """A recording, with CUDA graphs where they agree with the model; or why there is none."""
+) -> Recording:
+    """A recording that agrees with the model, with CUDA graphs where these do."""
     windows = cache_windows(new_cache(model))
     recorded = RecordedPass(model, len(windows), layer, row_kernels, layouts, exact)
-    if why := _why_not_windows(recorded, windows):
-        return None, why
-    graphs = PASS.cuda_graphs and recorded.device.type == "cuda"
-    why = ""
-    for captured in (PassGraphs(recorded), None) if graphs else (None,):
-        recording = Recording(model, finding.interface, recorded, captured)
-        why = check_verifier(model, recording(), "tree", finding.texts)
-        if exact and not why:
-            why = why_not_exact(model, recording, finding.texts)
-        if not why:
-            return recording, ""
-        logger.debug("the recorded pass %s graphs is not used: %s", "without" if captured is None else "with", why)
-    return None, why
+    for at, (rule, window) in enumerate(zip(recorded.rules, windows, strict=True)):
+        if window and rule.window != window:
+            raise RecordingError(f"the attention of layer {at} does not name the window of its cache")
+    graphs = PassGraphs(recorded) if PASS.cuda_graphs and recorded.device.type == "cuda" else None
+    recording = Recording(model, finding.interface, recorded, graphs)
+    try:
+        check_verifier(model, recording(), "tree", finding.texts)
+    except VerificationError as error:
+        if graphs is None:
+            raise
+        logger.debug("the recorded pass with graphs is not used: %s", error)
+        recording = replace(recording, graphs=None)
+        check_verifier(model, recording(), "tree", finding.texts)
+    if exact:
+        check_exact(model, recording, finding.texts)
+    return recording
 
 
-def _why_not_structure(model: Any, interface: ModelInterface, layer: Layer, exact: int) -> str:
-    """What is wrong with recorded passes of float32 copies of a model, past its windows too; empty when nothing is."""
+def _check_structure(model: Any, interface: ModelInterface, layer: Layer, exact: int) -> None:
+    """Look for faults of recorded passes of float32 copies of a model, past its windows too."""
     copies = [] if is_exact(model) else [float32_copy(model)]
     if any(cache_windows(new_cache(model))):
-        copies.append(shrunk(model)[0])
-    for copied in copies:
-        if copied is None:
-            continue
+        copies.append(shrunk(model))
+    for copied in (copied for copied in copies if copied is not None):
         windows = cache_windows(new_cache(copied))
-        way = same_way(copied, interface)
-        recording = Recording(copied, way, RecordedPass(copied, len(windows), layer, exact=exact))
+        recorded = RecordedPass(copied, len(windows), layer, exact=exact)
+        recording = Recording(copied, same_way(copied, interface), recorded)
         longest = max(windows)
         for trial in [Trial(PROMPT, 0)] + [Trial(longest + 3, 0, 2)] * (0 < longest <= REACH):
-            if why := check_verifier(copied, recording(), trial=trial):
-                return why
-    return ""
+            check_verifier(copied, recording(), trial=trial)
 
 
-def _why_not_windows(recorded: RecordedPass, windows: tuple[int, ...]) -> str:
-    for layer, (rule, window) in enumerate(zip(recorded.rules, windows, strict=True)):
-        if window and rule.window != window:
-            return f"the attention of layer {layer} does not name the window of its cache"
-    return ""
+def check_recorded(model: Any, finding: Finding, config: SpeculationConfig) -> None:
+    """Look for what stands in the way of a recording, as far as can be told without trying.
 
-
-def why_not_recorded(model: Any, finding: Finding, config: SpeculationConfig) -> str:
-    """Why a model is not to be recorded, as far as can be told without trying; empty when it is."""
+    Raises
+    ------
+    RecordingError
+        When something does.
+    """
     if finding.mode != "tree":
-        return f"drafts are verified in {finding.mode} mode"
-    if why := why_unasked(model, config):
-        return why
+        raise RecordingError(f"drafts are verified in {finding.mode} mode")
+    check_asked(model, config)
     if model.config.is_encoder_decoder:
-        return "the model has an encoder"
+        raise RecordingError("the model has an encoder")
     if config.exact and (why := why_not_one_order(model)):
-        return why
+        raise RecordingError(why)
     if finding.interface.places:
-        return "the model derives positions itself"
+        raise RecordingError("the model derives positions itself")
     if Ranks.of(model) is not None:
-        return "the model is spread over several processes"
+        raise RecordingError("the model is spread over several processes")
     if len({parameter.device for parameter in model.parameters()}) > 1:
-        return "the model is spread over several devices"
-    return why_not_recordable(model) or why_not_preallocated(model.config.get_text_config(decoder=True))
+        raise RecordingError("the model is spread over several devices")
+    check_recordable(model)
+    if getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None):
+        raise RecordingError("its attention is cut into chunks")
+    for layer in new_cache(model).layers:
+        if type(layer) not in GROW_BY_ROWS:
+            raise RecordingError(f"its cache has layers of type {type(layer).__name__}")
 
 
-def why_unasked(model: Any, config: SpeculationConfig) -> str:
-    """Why a config asks for no faster pass than the model's own; empty when it does."""
+def check_asked(model: Any, config: SpeculationConfig) -> None:
+    """Look whether a config asks for a faster pass than the model's own.
+
+    Raises
+    ------
+    RecordingError
+        When it does not.
+    """
     if config.recorded_pass == "off":
-        return "recorded_pass is off"
+        raise RecordingError("recorded_pass is off")
     if config.recorded_pass == AUTO and model.num_parameters() < PASS.min_parameters:
-        return f"the model has fewer than {PASS.min_parameters:,} parameters"
-    return ""
+        raise RecordingError(f"the model has fewer than {PASS.min_parameters:,} parameters")
 
 
 STATES = 16
@@ -278,7 +292,7 @@ class VerifierFactory:
         """A verifier for a generation that begins now."""
         autocast = torch.is_autocast_enabled(input_device(self._model).type)
         if self._is_frozen and not autocast and (recording := self.recording) is not None:
-            return recording(None, self._known[0].finding.kinds)
+            return recording(None, self._known[0].finding.signatures)
         known = self._current()
         found = known.finding
         if found.mode == "plain":
@@ -288,12 +302,12 @@ class VerifierFactory:
         known.follow()
         if known.recording is None or autocast:
             packed = None if autocast else known.packed
-            own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.kinds, packed)
+            own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.signatures, packed)
             own.pass_reason = "autocast is on" if autocast else known.why
             return own
         if known.recording.graphs is not None and known.state.has_moved():
             known.recording.graphs.clear()  # they kept addresses
-        return known.recording(known.state, found.kinds)
+        return known.recording(known.state, found.signatures)
 
     def assume_frozen(self) -> None:
         """Take a model that is recorded for what it is, without a look at it and its weights before generations."""
@@ -318,7 +332,8 @@ class VerifierFactory:
 
     def _examine(self) -> _Known:
         """Probe the model, record it if it may be, and remember both for its state."""
-        if why := why_single_steps(self._model):  # for this call only: nothing to remember
+        if has_adapters_of_a_call(self._model):  # nothing to remember
+            why = "adapters are chosen for this call alone"
             self.finding = Finding("plain", why, read_interface(self._model))
             return _Known(ModelState(self._model), self.finding)
         if self._known:
@@ -367,16 +382,18 @@ class VerifierFactory:
 
     def _pack(self, finding: Finding) -> PackedLayers | None:
         """Layers that multiply by copies of their weights in passes of the model's own forward, if these agree."""
-        if self._model.training or why_unasked(self._model, self._config):
+        if self._model.training:
             return None
-        packed = PackedLayers(self._model, self.layouts)
-        if not len(packed):
+        try:
+            check_asked(self._model, self._config)
+            packed = PackedLayers(self._model, self.layouts)
+            if len(packed):
+                own = HFVerifier(self._model, finding.interface, finding.mode, around=packed)
+                check_verifier(self._model, own, finding.mode, finding.texts)
+        except VerificationError as error:
+            logger.debug("layers are not packed: %s", error)
             return None
-        own = HFVerifier(self._model, finding.interface, finding.mode, around=packed)
-        if why := check_verifier(self._model, own, finding.mode, finding.texts):
-            logger.debug("layers are not packed: %s", why)
-            return None
-        return packed
+        return packed if len(packed) else None
 
 
 def _is_text(value: Any) -> bool:

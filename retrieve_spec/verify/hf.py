@@ -28,9 +28,8 @@ from retrieve_spec.verify.cache import (
     same_rows,
     set_recording,
 )
-from retrieve_spec.verify.comparison import by_passes, by_single_steps, drafts_for
+from retrieve_spec.verify.comparison import Rounding, by_passes, by_single_steps, drafts_for
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, weaker
-from retrieve_spec.verify.number_format import Rounding
 from retrieve_spec.verify.pass_inputs import NO_TREE, PassInputs
 from retrieve_spec.verify.positions import DerivedPositions
 from retrieve_spec.verify.recurrent import state_of
@@ -64,23 +63,23 @@ class InputSignature:
 
     @classmethod
     def of(cls, config: Any, inputs: PassInputs, length: int) -> InputSignature:
-        """The kind of a call with a prompt of `length` tokens, cached ones included, of a model of this `config`."""
-        names = inputs.extras.kind
+        """That of a call with a prompt of `length` tokens, cached ones included, of a model of this `config`."""
+        names = inputs.names
         if not names:
             return cls(names)
         return cls(names, inputs.is_padded, sum(length > other for other in lengths_of(config).values()))
 
 
 @dataclass(slots=True)
-class CallKinds:
-    """What is known of the kinds of calls of one model in one state.
+class SignatureModes:
+    """What is known of calls of one model in one state, by their signatures.
 
     Attributes
     ----------
     rounding
         How far passes may be from single steps; None for a model that is not drafted for.
     known
-        The strongest mode of each, and why not better.
+        The strongest mode for each signature, and why not better.
     """
 
     rounding: Rounding | None = None
@@ -88,14 +87,14 @@ class CallKinds:
 
     def examine(
         self,
-        kind: InputSignature,
+        signature: InputSignature,
         at_most: tuple[Mode, str],
         model: Any,
         steps: Callable[[], SingleSteps],
         verifier: Callable[[Mode], Verifier],
         room: int | None,
     ) -> tuple[Mode, str]:
-        """The strongest mode for a kind: known, or found out behind the prompt that was just read.
+        """The strongest mode for a signature: known, or found out behind the prompt that was just read.
 
         Parameters
         ----------
@@ -106,16 +105,18 @@ class CallKinds:
         room
             Positions behind the prompt that the model was made for, None if unknown.
         """
-        if (known := self.known.get(kind)) is not None:
+        if (known := self.known.get(signature)) is not None:
             return known
-        names = ", ".join(sorted(kind.names))
+        names = ", ".join(sorted(signature.names))
         if room is not None and room < _AHEAD:
             return "plain", f"too few positions are left to see what {names} changes"
         began = perf_counter()
-        with torch.no_grad(), keeping_texts(model):
-            found, final = self._strongest(names, at_most, model, steps, verifier)
-        if final:
-            self.known[kind] = found
+        try:
+            with torch.no_grad(), keeping_texts(model):
+                found = self.known[signature] = self._strongest(names, at_most, model, steps, verifier)
+        except Exception as error:  # a lack of memory, or of positions: no fault of the drafts
+            logger.debug("single steps behind %s fail", names, exc_info=True)
+            return "plain", f"what {names} changes cannot be seen ({type(error).__name__})"
         seconds = perf_counter() - began
         logger.info("calls with %s: %s mode%s (found in %.0f ms)", names, found[0],
                     f", {found[1]}" if found[1] else "", seconds * 1e3)  # fmt: skip
@@ -128,32 +129,27 @@ class CallKinds:
         model: Any,
         steps: Callable[[], SingleSteps],
         verifier: Callable[[Mode], Verifier],
-    ) -> tuple[tuple[Mode, str], bool]:
-        """The mode and why not better, and whether that says something of calls to come."""
+    ) -> tuple[Mode, str]:
+        """The mode, and why not better."""
         mode, reason = at_most
         modes: list[Mode] = ["tree", "chain"] if mode == "tree" else ["chain"]
         for tried in modes:
             drafts = drafts_for(tried, 1, model)
-            try:
-                wanted = by_single_steps(steps(), drafts).rows
-            except Exception as error:  # a lack of memory, or of positions: no fault of the drafts
-                logger.debug("single steps behind %s fail", names, exc_info=True)
-                return ("plain", f"single steps behind {names} fail ({type(error).__name__})"), False
+            wanted = by_single_steps(steps(), drafts).rows
             try:
                 got = by_passes(verifier(tried), drafts)
             except torch.OutOfMemoryError:
-                return ("plain", f"too little memory to see what {names} changes"), False
+                raise
             except Exception as error:  # whatever a model's own code raises
                 logger.debug("a %s pass behind %s fails", tried, names, exc_info=True)
-                problem = f"a {tried} pass fails ({type(error).__name__})"
-            else:
-                assert self.rounding is not None  # a model that is not drafted for is not examined
-                deviation = self.rounding.compare(got, wanted)
-                if deviation.is_rounding:
-                    return (tried, reason), True
-                problem = f"a {tried} pass gives other logits than single steps ({deviation})"
-            reason = f"behind {names}, {problem}"
-        return ("plain", reason), True
+                reason = f"behind {names}, a {tried} pass fails ({type(error).__name__})"
+                continue
+            assert self.rounding is not None  # a model that is not drafted for is not examined
+            deviation = self.rounding.compare(got, wanted)
+            if deviation.is_rounding:
+                return tried, reason
+            reason = f"behind {names}, a {tried} pass gives other logits than single steps ({deviation})"
+        return "plain", reason
 
 
 _PADDED = "padding in front of a text changes what several tokens see"
@@ -168,7 +164,7 @@ class HFVerifier:
         The model, and what its forward takes.
     mode, reason
         How a probe found that it verifies, and why not better.
-    kinds
+    signatures
         What is known of calls that give the model more than text; the first of each kind is held to single steps.
         None: nothing is looked at.
     around
@@ -194,7 +190,7 @@ class HFVerifier:
         interface: ModelInterface,
         mode: Mode = "tree",
         reason: str = "",
-        kinds: CallKinds | None = None,
+        signatures: SignatureModes | None = None,
         around: Callable[[int], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.model = model
@@ -208,7 +204,7 @@ class HFVerifier:
         self.whole_prompts = self._reads_whole
         self._device = input_device(model)
         self._model_mode: tuple[Mode, str] = (mode, reason)
-        self.kinds = kinds
+        self.signatures = signatures
         self._state = state_of(interface.recurrence)
         self._derived = DerivedPositions(interface.places) if interface.places else None
         self._take_cache(None)
@@ -226,7 +222,7 @@ class HFVerifier:
 
     def fresh(self) -> HFVerifier:
         """Another verifier that knows what this one does of the model, for another text."""
-        return HFVerifier(self.model, self.interface, *self._model_mode, self.kinds, self.around)
+        return HFVerifier(self.model, self.interface, *self._model_mode, self.signatures, self.around)
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation; the mode may weaken when the cache cannot be rolled back, or by the kind of call."""
@@ -240,7 +236,7 @@ class HFVerifier:
         self.inputs = PassInputs(
             self.model, self.interface, self._device, inputs.input_ids, kwargs, inputs.past_length, self._uncached
         )
-        self.whole_prompts = self._reads_whole or bool(self.inputs.extras.kind)
+        self.whole_prompts = self._reads_whole or bool(self.inputs.names)
         if self._state is not None and self.inputs.is_padded:
             self.whole_prompts = True  # such layers do not look at the mask of a lone token
         self._signature = InputSignature.of(self.model.config, self.inputs, self.past + self._uncached)
@@ -248,7 +244,7 @@ class HFVerifier:
         self._mode_here = weaker(self._model_mode, cache_mode(self.cache))
         if self.inputs.is_padded and not self.interface.takes_padding:
             self._mode_here = "plain", _PADDED
-        if self.kinds is not None and (known := self.kinds.known.get(self._signature)) is not None:
+        if self.signatures is not None and (known := self.signatures.known.get(self._signature)) is not None:
             self._mode_here = weaker(self._mode_here, known)
         self.mode, self.reason = self._mode_here
         axes = self.inputs.axes
@@ -316,10 +312,10 @@ class HFVerifier:
     def _behind_prompt(self, roots: int, outputs: Any) -> None:
         """See how a text goes on whose prompt has just been read, and what its kind of call allows."""
         past = self.past + roots
-        if self.inputs.extras.kind:
-            self.inputs.extras.went_on(self.model, outputs)
+        if self.inputs.names:
+            self.inputs.has_read(outputs)
         self.inputs.behind_prompt(self.cache, past)
-        if self.kinds is None or not (self._signature.names or self.reason == _PADDED):
+        if self.signatures is None or not (self._signature.names or self.reason == _PADDED):
             return
         if self.mode != "plain":
 
@@ -327,7 +323,7 @@ class HFVerifier:
                 return SingleSteps.behind(self.model, self._prompt, self._given, outputs)
 
             end = self.interface.rope_switch or self.interface.max_positions
-            found = self.kinds.examine(
+            found = self.signatures.examine(
                 self._signature,
                 self._mode_here,
                 self.model,

@@ -24,10 +24,10 @@ from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
 from retrieve_spec.model_layers import evaluating
 from retrieve_spec.verify.cache import GROW_BY_ROWS, TAKE_TREES
-from retrieve_spec.verify.candidates import start
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device
+from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, new_cache
 from retrieve_spec.verify.pass_inputs import as_mask
+from retrieve_spec.verify.probe import start
 from retrieve_spec.verify.recurrent import state_of
 from retrieve_spec.verify.shrink import lengths_of
 from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens, vocabulary
@@ -35,6 +35,8 @@ from retrieve_spec.verify.verifier import VerifierOutput
 
 logger = logging.getLogger(__name__)
 
+PADDED_LAYERS = (*TAKE_TREES, LinearAttentionLayer)
+"""Layers of caches that texts share passes over."""
 _NOBODY = np.empty(0, np.bool_)
 _REACH = 48
 """Windows up to this length are gone beyond when a pass is tried."""
@@ -61,8 +63,8 @@ class PaddedBatch:
     @staticmethod
     def takes(text: HFVerifier) -> bool:
         """Whether a text that has read its prompt can share passes now."""
-        kinds = (*TAKE_TREES, LinearAttentionLayer)
-        return text.mode == "tree" and text.is_plain_text and all(type(layer) in kinds for layer in text.cache.layers)
+        known = all(type(layer) in PADDED_LAYERS for layer in text.cache.layers)
+        return text.mode == "tree" and text.is_plain_text and known
 
     def forward(
         self,
@@ -197,6 +199,8 @@ def why_not_shared(model: Any, interface: ModelInterface) -> str:
         return "it verifies no trees"
     if interface.recurrent and (recurrence is None or recurrence.way != "rows"):
         return "its recurrent state advances by single tokens"
+    if any(type(layer) not in PADDED_LAYERS for layer in new_cache(model).layers):
+        return "a layer of its cache holds a recurrent state and keys together"
     if interface.derives_positions or (interface.attends and interface.mask_form not in ("bool", "float")):
         return "its attention takes no positions and masks by row"
     longest = max(lengths_of(model.config).values(), default=0)

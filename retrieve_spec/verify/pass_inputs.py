@@ -33,64 +33,6 @@ def kwargs_behind(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int 
     return after
 
 
-class Extras:
-    """Extra arguments of one generation, in step with its text.
-
-    Parameters
-    ----------
-    given
-        The arguments.
-
-    Attributes
-    ----------
-    by_rows
-        Whether some of them have a place for every row of a pass, so that they are made anew for each.
-    """
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
-        self.by_rows = False
-        self._grown: dict[str, tuple[torch.Tensor, int, int]] = {}
-
-    @property
-    def kind(self) -> frozenset[str]:
-        """Names of the arguments that say something about the prompt, and of what is in them where they have parts."""
-        return frozenset(name for given in self.given.items() for name in telling(*given))
-
-    def up_to(self, slots: int, length: int) -> dict[str, Any]:
-        """The arguments of a pass that ends at `slots` of a prompt of `length` tokens."""
-        if slots == length:
-            return dict(self.given)
-        return {name: value[..., :slots] if name in TOKEN_TYPES and isinstance(value, torch.Tensor) else value
-                for name, value in self.given.items()}  # fmt: skip
-
-    def went_on(self, model: Any, outputs: Any) -> None:
-        """Let the model say what becomes of the arguments behind the prompt, which it has just read."""
-        before = dict(self.given)
-        after = kwargs_behind(model, outputs, {**before, "use_cache": True})
-        caches = (*CACHE_NAMES, "use_cache")
-        self.given = {name: value for name, value in after.items() if name not in caches or name in before}
-        for name, value in self.given.items():
-            axis = _grew_along(before.get(name), value)
-            if axis is not None:
-                self._grown[name] = (value, axis, value.shape[axis])
-
-    def ahead(self, tokens: int) -> dict[str, Any]:
-        """The arguments at a text of so many tokens behind the prompt, 1 or more."""
-        given = dict(self.given)
-        for name, (value, axis, length) in self._grown.items():
-            if tokens > 1:
-                last = value.narrow(axis, length - 1, 1)
-                given[name] = torch.cat([value, last.repeat_interleave(tokens - 1, dim=axis)], dim=axis)
-        return given
-
-    def see_rows(self, one: dict[str, Any], two: dict[str, Any]) -> None:
-        """Compare what the model makes of the arguments for a pass of one row and for one of two rows."""
-        pairs = ((value, two.get(name)) for name, value in one.items() if name not in SET_EACH_PASS)
-        shapes = ((a.shape, b.shape) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor))
-        self.by_rows = bool(self._grown) or any(a != b for a, b in shapes)
-
-
 def telling(name: str, value: Any) -> Iterator[str]:
     """Names of an argument, or of parts of it, that are more than settings."""
     if isinstance(value, Mapping):
@@ -98,14 +40,6 @@ def telling(name: str, value: Any) -> Iterator[str]:
             yield from telling(f"{name}.{key}", part)
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         yield name
-
-
-def _grew_along(before: Any, after: Any) -> int | None:
-    """The axis along which a tensor has one place more."""
-    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.ndim == after.ndim):
-        return None
-    more = [axis for axis in range(before.ndim) if after.shape[axis] != before.shape[axis]]
-    return more[0] if len(more) == 1 and after.shape[more[0]] == before.shape[more[0]] + 1 else None
 
 
 NO_TREE = DraftTree()
@@ -132,8 +66,9 @@ class PassInputs:
 
     Attributes
     ----------
-    extras
-        What the model is given besides ids, positions and masks.
+    names
+        Of the arguments besides ids, positions and masks that say something about the prompt, and of what is in them
+        where they have parts.
     """
 
     def __init__(
@@ -153,7 +88,8 @@ class PassInputs:
         self._position_ids = given.pop(interface.positions_name, None)
         given.pop("logits_to_keep", None)
         given.pop("use_cache", None)
-        self.extras = Extras(given)
+        self._take(given)
+        self._extras_by_rows = False  # some have a place for every row of a pass, so that they are made anew for each
         self._uncached = uncached
         self._length = past + uncached  # of the prompt
         self._template: dict[str, Any] | None = None
@@ -197,7 +133,10 @@ class PassInputs:
         stop = self._prompt.shape[1] - self._uncached + fed + num_tokens
         slots = past + num_tokens
         mask, positions = self._attention_mask, self._position_ids
-        extras = self.extras.up_to(stop, self._prompt.shape[1])
+        extras = dict(self._extras)
+        for name in TOKEN_TYPES:
+            if isinstance(value := extras.get(name), torch.Tensor):
+                extras[name] = value[..., :stop]
         if positions is not None:  # of all tokens, or of those that the cache does not hold
             behind = self._uncached - fed - num_tokens
             extras[self._interface.positions_name] = positions[..., : positions.shape[-1] - behind]
@@ -210,6 +149,16 @@ class PassInputs:
             kwargs["logits_to_keep"] = keep
         return kwargs
 
+    def has_read(self, outputs: Any) -> None:
+        """Let the model say what becomes of the arguments behind the prompt, which it has just read."""
+        after = kwargs_behind(self._model, outputs, {**self._extras, "use_cache": True})
+        unnamed = {*CACHE_NAMES, "use_cache"} - self._extras.keys()
+        self._take({name: value for name, value in after.items() if name not in unnamed})
+
+    def _take(self, extras: dict[str, Any]) -> None:
+        self._extras = extras
+        self.names = frozenset(name for argument in extras.items() for name in telling(*argument))
+
     def behind_prompt(self, cache: Any, past: int) -> None:
         """Take down what the model adds to a decoding pass behind `past` cached tokens, and its next position.
 
@@ -219,9 +168,12 @@ class PassInputs:
         self._read_positions(kwargs.get(self._interface.positions_name), past)
         self._masks_padding = self._attention_mask is not None and kwargs.get(self._interface.mask_name) is not None
         self._template = self._settings(kwargs)
-        if self.extras.kind:
+        if self.names:
             self._make_room(past + 2)
-            self.extras.see_rows(self._template, self._settings(self._prepared(cache, past, 2)))
+            two = self._settings(self._prepared(cache, past, 2))
+            pairs = ((value, two.get(name)) for name, value in self._template.items())
+            tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
+            self._extras_by_rows = any(a.shape != b.shape for a, b in tensors)
 
     def decoding(
         self, cache: Any, rows: Any, past: int, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int,
@@ -242,7 +194,7 @@ class PassInputs:
         if self._template is None:
             self.behind_prompt(cache, past)
         assert self._template is not None
-        kwargs = self._settings(self._prepared(cache, past, length)) if self.extras.by_rows else dict(self._template)
+        kwargs = self._settings(self._prepared(cache, past, length)) if self._extras_by_rows else dict(self._template)
         kwargs[self._interface.cache_name] = cache
         drafted = NO_TREE if tree is None else tree
         fill_inputs(
@@ -272,7 +224,7 @@ class PassInputs:
 
     def _prepared(self, cache: Any, past: int, rows: int) -> dict[str, Any]:
         """What the model itself prepares for a pass over `rows` tokens behind the cached ones."""
-        extras = self.extras.ahead(past + rows - self._length)
+        extras = dict(self._extras)
         if self._position_ids is not None:
             ahead = torch.arange(past + 1 - self._length, past + 1 - self._length + rows)
             extras[self._interface.positions_name] = self._position_ids[..., -1:] + self._to_device(ahead)

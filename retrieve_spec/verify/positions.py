@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from retrieve_spec.attention.tree_mask import row_depths, visible_rows
+from retrieve_spec.attention import row_depths, visible_rows
 from retrieve_spec.drafting.tree import DraftTree
 
 Kind = Literal["positions", "distances", "past", "bias", "mask"]

@@ -8,38 +8,57 @@ text goes beyond every one of them: on the model itself where they are short, el
 (sparse attention whose choice of keys turns on rounding), nothing is drafted beyond the first.
 
 A model in 16 bits, or with quantised weights, is probed in two tiers: all of this on its first layers in float32
-(`retrieve_spec.verify.first_layers`; a small copy where its weights cannot be cast), then one text on the model itself,
-where passes may be as far from single steps as other plain ways to read it (`retrieve_spec.verify.number_format`).
+(`retrieve_spec.verify.shrink`; a small copy where its weights cannot be cast), then one text on the model itself,
+where passes may be as far from single steps as other plain ways to read it (`retrieve_spec.verify.comparison`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.verify.cache import cache_mode
-from retrieve_spec.verify.candidates import PROMPT, candidates, layout_of, unplaced
-from retrieve_spec.verify.comparison import Draft, PlainText, by_passes, drafts_for, row_texts
-from retrieve_spec.verify.first_layers import first_layers
-from retrieve_spec.verify.hf import CallKinds, HFVerifier
-from retrieve_spec.verify.interface import ModelInterface, new_cache, read_interface, weaker
-from retrieve_spec.verify.number_format import Rounding, is_exact, rows_change_one_another
-from retrieve_spec.verify.shrink import CHOICES, lengths_of, shrunk
+from retrieve_spec.verify.comparison import (
+    Draft,
+    PlainText,
+    Rounding,
+    by_passes,
+    drafts_for,
+    is_exact,
+    row_texts,
+    rows_change_one_another,
+)
+from retrieve_spec.verify.hf import HFVerifier, SignatureModes
+from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, Way, new_cache, read_interface, weaker
+from retrieve_spec.verify.mixers import find_mixers
+from retrieve_spec.verify.positions import Place, noting_places, outermost
+from retrieve_spec.verify.recurrent import replaceable
+from retrieve_spec.verify.shrink import CHOICES, float32_copy, lengths_of, shrunk
+from retrieve_spec.verify.steps import prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 
 logger = logging.getLogger(__name__)
 
+PROMPT = 12
+"""Tokens of a prompt that is shorter than every window."""
 _PADDING = 3
 REACH = 48
 """Lengths up to this one are crossed on the model itself."""
+
+
+class VerificationError(Exception):
+    """A way to verify is not used for a model; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +116,13 @@ class PlainTexts:
 class Finding:
     """What a probe found: how a model can be verified, why not better, and the interface that worked.
 
-    `kinds` is what calls with more than text have shown since; `texts` what the model itself was held against.
+    `signatures` is what calls with more than text have shown since; `texts` what the model itself was held against.
     """
 
     mode: Mode
     reason: str
     interface: ModelInterface
-    kinds: CallKinds = field(default_factory=CallKinds)
+    signatures: SignatureModes = field(default_factory=SignatureModes)
     texts: PlainTexts = field(default_factory=PlainTexts, compare=False)
 
 
@@ -137,16 +156,6 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
     return itself
 
 
-def float32_copy(model: Any) -> Any:
-    """What the structure of a model's passes is judged on where rounding is coarse: its first layers, or a small copy
-    with random weights; None where neither can be made."""
-    first, why = first_layers(model)
-    if first is None:
-        logger.debug("a small copy stands for its first layers: %s", why)
-        first, _ = shrunk(model, lengths_of(model.config))
-    return first
-
-
 def _structure(model: Any, interface: ModelInterface, mode: Mode, reason: str, limits: dict[str, int]) -> Finding:
     """The strongest mode whose logits, rollbacks, windows and padding are those of single steps.
 
@@ -171,9 +180,9 @@ def _structure(model: Any, interface: ModelInterface, mode: Mode, reason: str, l
 
 def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
     """Hold a finding against small copies of the model whose windows are short enough to go beyond them."""
-    small, why = shrunk(model)
+    small = shrunk(model)
     if small is None:
-        return _up_to(found, lengths, why)
+        return _up_to(found, lengths, "no small copy can be made")
     most = max(lengths_of(small.config).values(), default=0)
     trials = [Trial(most // 2 + 1, 0, 3), Trial(most + 3, 0, 2), Trial(most + 3, _PADDING, 2)]
     beyond = _of_copy(small, found, trials)
@@ -185,7 +194,7 @@ def _beyond(model: Any, found: Finding, lengths: dict[str, int]) -> Finding:
         return _both(_both(again, found), beyond)
     for some in (CHOICES, lengths.keys()):
         longer = {name: length for name, length in lengths.items() if name in some}
-        small, why = shrunk(model, longer) if longer else (None, "")
+        small = shrunk(model, longer) if longer else None
         if small is None:
             continue
         least = min(length for name, length in lengths_of(small.config).items() if name in longer)
@@ -222,14 +231,27 @@ def check_verifier(
     mode: Mode = "tree",
     texts: PlainTexts | None = None,
     trial: Trial = Trial(PROMPT, 0),
-) -> str:
-    """Say what is wrong with a verifier's passes over drafts, by the same comparison; empty when nothing is."""
-    return str(_problem(model, mode, [trial], lambda: verifier, PlainTexts() if texts is None else texts) or "")
+) -> None:
+    """Hold a verifier's passes over drafts against single steps.
+
+    Raises
+    ------
+    VerificationError
+        Where they give other logits, or fail.
+    """
+    problem = _problem(model, mode, [trial], lambda: verifier, PlainTexts() if texts is None else texts)
+    if problem is not None:
+        raise VerificationError(problem[1])
 
 
-def why_not_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainTexts) -> str:
-    """Say where a verifier's passes over drafts give other logits than its passes without, bit for bit; empty if
-    nowhere."""
+def check_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainTexts) -> None:
+    """Hold a verifier's passes over drafts against its passes without, bit for bit.
+
+    Raises
+    ------
+    VerificationError
+        Where they give other logits.
+    """
     trial = Trial(PROMPT, 0)
     text = texts.read(model, trial, "tree")
     with torch.no_grad():
@@ -238,8 +260,7 @@ def why_not_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainText
             one_by_one = replace(text, drafts=[Draft(token, [], []) for token in tokens])
             alone = _verified(one_by_one, "tree", verifier(), trial.rounds)[-1]
             if not torch.equal(drafted[row], alone):
-                return "a row's logits depend on the drafts beside it"
-    return ""
+                raise VerificationError("a row's logits depend on the drafts beside it")
 
 
 def _strongest(
@@ -261,10 +282,11 @@ def _strongest(
         why = reason
         modes: list[Mode] = ["tree", "chain"] if mode == "tree" else [mode]
         for tried in modes:
-            problems = []
-            for candidate in _ways(model, interface, tried):
+            problems: list[tuple[float, str]] = []
+            by_tree = tried == "tree" or interface.recurrent
+            for candidate in candidates(model, interface) if by_tree else (interface, unplaced(interface)):
                 if isinstance(candidate, str):
-                    problems.append(Problem(candidate))
+                    problems.append((math.inf, candidate))
                     continue
                 if layout and tried == "tree" and layout_of(candidate) != layout:
                     continue
@@ -272,19 +294,12 @@ def _strongest(
                     way = replace(candidate, takes_padding=padded, takes_pieces=pieces)
                     problem = _problem(model, tried, of_these, partial(HFVerifier, model, way, tried), texts)
                     if problem is None:
-                        kinds = CallKinds(texts.rounding)
-                        return Finding(tried, "" if tried == "tree" else why, way, kinds, texts)
+                        signatures = SignatureModes(texts.rounding)
+                        return Finding(tried, "" if tried == "tree" else why, way, signatures, texts)
                     problems.append(problem)
-            why = str(min(problems, key=lambda problem: problem.excess, default=why))
+            why = min(problems, key=itemgetter(0), default=(0.0, why))[1]
         first = first or why
     return Finding("plain", first, interface)
-
-
-def _ways(model: Any, interface: ModelInterface, mode: Mode) -> Iterable[ModelInterface | str]:
-    """The interfaces to try in a mode."""
-    if mode == "tree" or interface.recurrent:
-        return candidates(model, interface)
-    return (interface, unplaced(interface))
 
 
 def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
@@ -296,21 +311,10 @@ def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
         return "plain", f"no cache can be made for it ({in_a_line(error)})"
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What is wrong with a way to verify, and how many times farther off it is than allowed."""
-
-    text: str
-    excess: float = math.inf
-
-    def __str__(self) -> str:
-        return self.text
-
-
 def _problem(
     model: Any, mode: Mode, trials: list[Trial], verifier: Callable[[], Verifier], texts: PlainTexts
-) -> Problem | None:
-    """What is wrong with a mode; None when nothing is."""
+) -> tuple[float, str] | None:
+    """How many times farther off a mode is than allowed, and what is wrong with it; None when nothing is."""
     try:
         with torch.no_grad():
             for trial in trials:
@@ -318,12 +322,10 @@ def _problem(
                 got = _verified(text, mode, verifier(), trial.rounds)
                 deviation = text.rounding.compare(got, text.reference.rows)
                 if not deviation.is_rounding:
-                    what = f"a {mode} pass gives other logits than single steps ({deviation})"
-                    return Problem(what, deviation.excess)
+                    return deviation.excess, f"a {mode} pass gives other logits than single steps ({deviation})"
     except Exception as error:  # whatever a model's own code raises: the mode is not usable, and plain decoding is
         logger.debug("probing %s failed", mode, exc_info=True)
-        said = str(error).splitlines()[0] if str(error) else ""
-        return Problem(f"a {mode} pass fails ({type(error).__name__}: {said})")
+        return math.inf, f"a {mode} pass fails ({in_a_line(error)})"
     return None
 
 
@@ -343,3 +345,84 @@ def _verified(text: PlainText, mode: Mode, verifier: Verifier, rounds: int) -> t
         return by_passes(verifier, text.drafts)
     finally:
         verifier.finish()
+
+
+def layout_of(interface: ModelInterface) -> str:
+    """Which of the candidates an interface is."""
+    way = interface.recurrence.way if interface.recurrence is not None else ""
+    inside = interface.masks_inside
+    return f"{sorted(interface.masks)}{way}{bool(interface.places)}{inside}{interface.takes_position_ids}"
+
+
+def same_way(copied: Any, interface: ModelInterface) -> ModelInterface:
+    """How a copy of a model runs in the way that worked for the model."""
+    own = read_interface(copied)
+    ways = (way for way in candidates(copied, own) if not isinstance(way, str))
+    return next((way for way in ways if layout_of(way) == layout_of(interface)), own)
+
+
+def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface | str]:
+    """The interfaces to try: masks by layer type where the config names types, else one mask; ways of mixers."""
+    variants = [interface]
+    views = [view for view in interface.masks.values() if view is not None]
+    if "" not in interface.masks and len(views) == 1:
+        variants.append(replace(interface, masks={"": views[0]}))
+    if interface.derives_positions and not interface.recurrent:
+        ways = _find_places(model, interface)
+        if not ways:
+            yield DERIVES
+        yield from (replace(variant, places=places) for places in ways for variant in variants)
+        return
+    if not interface.recurrent:
+        yield from variants
+        if interface.takes_position_ids:
+            ways = _find_places(model, unplaced(interface))
+            yield from (replace(unplaced(variant), places=places) for places in ways for variant in variants)
+        return
+    try:
+        mixers = find_mixers(model, interface.cache_name, sample_tokens(model, 4))
+    except Exception as error:  # whatever a model's own code raises
+        mixers = f"its forward fails ({in_a_line(error)})"
+    if isinstance(mixers, str):
+        yield mixers
+        return
+    known: list[Way] = ["rows"] if all(replaceable(mixer.module) for mixer in mixers) else []
+    for way in (*known, "steps"):
+        recurrence = Recurrence(tuple(mixers), way)
+        yield from (replace(variant, recurrence=recurrence) for variant in variants)
+
+
+def unplaced(interface: ModelInterface) -> ModelInterface:
+    """The same model left to derive positions: some take them, are given none, and count from another number."""
+    return replace(interface, takes_position_ids=False)
+
+
+def _find_places(model: Any, interface: ModelInterface) -> list[tuple[Place, ...]]:
+    """Where a model hands on positions that it derives itself, and then also masks; nothing where it cannot be told."""
+    ids = sample_tokens(model, PROMPT)
+    root, *chain = (token % vocabulary(model) for token in range(5, 10))
+    verifier = HFVerifier(model, interface, "chain")
+    try:
+        with torch.no_grad():
+            prompt = start(model, verifier, ids)
+            verifier.forward(prompt)
+            verifier.commit(np.empty(0, np.int32))
+            with noting_places(model, len(prompt), 5) as places:
+                verifier.forward(np.array([root], np.int32), DraftTree.from_paths([chain]))
+    except Exception:  # whatever a model's own code raises: chains will tell
+        logger.debug("no chain passes", exc_info=True)
+        return []
+    finally:
+        verifier.finish()
+    ways = [outermost([place for place in places if place.kind != "mask"])]
+    if any(place.kind == "mask" for place in places):
+        ways.append(outermost(places))
+    return [way for way in ways if way]
+
+
+def start(model: Any, verifier: Verifier, ids: torch.Tensor) -> NDArray[np.int32]:
+    """Start a verifier on a prompt of (1, L) tokens; (m,) int32 what it is to read."""
+    call = prepare_call(model, ids, torch.ones_like(ids))
+    prompt: NDArray[np.int32] = call.input_ids[0].cpu().numpy().astype(np.int32)
+    verifier.start(VerifierInputs(call.input_ids, call.take(), max_length=len(prompt) + 64))
+    return prompt

@@ -1,16 +1,21 @@
-"""Recurrent state under drafts: layers of caches that stay as they are until a draft is accepted.
+"""Recurrent state by rows: the convolution and recurrence of mixers go over the rows of draft trees in passes of ours.
 
-Where all functions that a mixer calls are known, every row of a tree goes on from its parent's row, and the state
-behind the accepted ones is made for them (`RowState`). Where several tokens at once would ignore the cached state,
-every depth of a tree is one step of the mixer's one-token path, from its parents' states (`SteppedState`).
+Every row of a tree goes on from its parent's row, and the state behind the accepted ones is made for them (`RowState`).
+A mixer's own forward runs, on a copy of its function that calls ours for the two (`types.FunctionType`, with other
+globals); the model's code and modules stay as they are, but for an attribute `forward` of the mixer while a pass runs,
+which hands every other thread's call to the mixer itself. Which functions are meant, their arguments show, which
+are those of the packages that stand in for them where these are installed (`causal_conv1d`, `mamba_ssm`, `fla`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from threading import get_ident
 from typing import Any
@@ -18,36 +23,350 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from retrieve_spec.attention.tree_mask import row_depths
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.interface import Recurrence
-from retrieve_spec.verify.mixers import Mixer, ScratchLayer
-from retrieve_spec.verify.row_mixer import LaggingState, RowMixer, Running
-from retrieve_spec.verify.row_scans import RowTree
+from retrieve_spec.verify.mixers import Mixer, ScratchLayer, SteppedState, flushed
+from retrieve_spec.verify.row_scans import (
+    DeltaRows,
+    RowTree,
+    SsdRows,
+    convolve,
+    convolved,
+    scan_delta,
+    scan_long,
+    scan_ssd,
+    unit,
+)
 
-_LEAST, _HALF = 2.3e-308, 0.5
-"""The product of both is denormal."""
+
+class RowLayer(ScratchLayer):
+    """A cache layer that shows the states in front of a pass and keeps nothing."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        """See the rows alone: `convolve` knows the states."""
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        """States behind rows are made when these are accepted."""
+        return recurrent_states
 
 
-def are_flushed() -> bool:
-    """Whether this thread takes denormal numbers for zero."""
-    return _LEAST * _HALF == 0.0
+@dataclass(slots=True)
+class Running:
+    """The pass that mixers take part in.
+
+    Attributes
+    ----------
+    thread
+        That runs it; 0 when there is none.
+    tree
+        The rows of its drafts; None where rows follow one another and are written to the cache itself.
+    given, caches
+        The cache that the model is given, and by text those that hold states.
+    """
+
+    thread: int = 0
+    tree: RowTree | None = None
+    given: Any = None
+    caches: Sequence[Any] = ()
+
+    def begin(self, tree: RowTree | None, given: Any, caches: Sequence[Any]) -> None:
+        """Let this thread's calls of mixers be part of a pass."""
+        self.tree, self.given, self.caches, self.thread = tree, given, caches, get_ident()
+
+    def end(self) -> None:
+        """Let them be the mixers' own again."""
+        self.thread = 0
+        self.tree, self.given, self.caches = None, None, ()
 
 
-@contextmanager
-def flushed() -> Iterator[None]:
-    """Take denormal numbers for zero on this thread inside of the block; torch's other threads go on as they were."""
-    before = are_flushed()
-    try:
-        if not before:
-            torch.set_flush_denormal(True)
-        yield
-    finally:
-        if not before:
-            torch.set_flush_denormal(False)
+def _activated(x: torch.Tensor, activation: Any) -> torch.Tensor:
+    """What an activation, by its name, makes of a tensor."""
+    if activation is None:
+        return x
+    made: torch.Tensor = (ACT2FN[activation] if isinstance(activation, str) else activation)(x)
+    return made
+
+
+def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, positive: bool) -> torch.Tensor:
+    """(…, heads) time steps from what a projection made of them, rounded as single steps round them."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return (functional.softplus(dt) if positive else dt).float()
+
+
+_ARGUMENTS: dict[str, set[str]] = {
+    "convolve_step": {"hidden_states", "conv_state", "weight", "bias", "activation"},
+    "convolve": {"hidden_states", "weight", "bias", "activation"},
+    "scan_ssd": {"hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus",
+                  "dt_limit", "return_final_states"},
+    "step_ssd": {"state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus"},
+    "scan_delta": {"query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state",
+                    "use_qk_l2norm_in_kernel"},
+    "step_delta": {"query", "key", "value", "g", "beta", "initial_state", "output_final_state",
+                    "use_qk_l2norm_in_kernel"},
+}  # fmt: skip
+"""By the name of what stands in for it, arguments that a function takes; the first that fits is it."""
+_TOGETHER = (
+    {"convolve", "convolve_step", "scan_ssd", "step_ssd"},
+    {"convolve", "convolve_step", "scan_delta", "step_delta"},
+    {"convolve", "convolve_step"},
+)
+
+
+def replaceable(module: torch.nn.Module) -> dict[str, str]:
+    """By name in its file, which functions a mixer's forward calls that ours stand in for; empty when not all do."""
+    raw = _forward_of(module)
+    found: dict[str, str] = {}
+    for name in raw.__code__.co_names if raw is not None else ():
+        function = raw.__globals__.get(name)
+        if isinstance(function, types.FunctionType) and (role := _role(function)):
+            found[name] = role
+    return found if set(found.values()) in _TOGETHER and len(found) == len(set(found.values())) else {}
+
+
+def _forward_of(module: torch.nn.Module) -> Any:
+    """The function that a module's forward is, where nothing of other packages is around it."""
+    own = vars(module).get("forward")
+    if (own is not None and not is_ours(own)) or any(hasattr(child, "_hf_hook") for child in module.modules()):
+        return None
+    raw = inspect.unwrap(type(module).forward)
+    return raw if isinstance(raw, types.FunctionType) else None
+
+
+def _role(function: types.FunctionType) -> str:
+    if inspect.getclosurevars(function).nonlocals.get("is_new_implementation"):
+        return ""  # a kernel of a package is faster than products of matrices
+    taken = inspect.signature(function).parameters.keys()
+    return next((role for role, needed in _ARGUMENTS.items() if needed <= taken), "")
+
+
+@dataclass(slots=True)
+class LaggingState:
+    """A recurrent state, and rows that were accepted behind it: it is brought up to them when it is next read."""
+
+    state: torch.Tensor
+    rows: SsdRows | DeltaRows
+    accepted: torch.Tensor
+    spare: torch.Tensor | None
+
+    def settle(self, layer: Any) -> None:
+        """Bring the state in a cache layer up to the accepted rows."""
+        if layer.recurrent_states[0] is self.state:
+            layer.recurrent_states[0] = self.rows.behind(self.state, rows=self.accepted, out=self.spare)
+
+
+class RowMixer:
+    """One mixer in passes by row scans.
+
+    Parameters
+    ----------
+    mixer
+        The mixer, all of whose functions are `replaceable`.
+    running
+        The pass, which all mixers of a model share.
+
+    Attributes
+    ----------
+    layer
+        What the mixer is shown in place of the cache's.
+    """
+
+    def __init__(self, mixer: Mixer, running: Running) -> None:
+        self.mixer, self.module, self._running = mixer, mixer.module, running
+        raw, names = _forward_of(self.module), replaceable(self.module)
+        self._own_convolve: Callable[..., torch.Tensor] = next(
+            raw.__globals__[name] for name, role in names.items() if role == "convolve"
+        )
+        ours = {name: getattr(self, role) for name, role in names.items()}
+        self._bound = types.FunctionType(
+            raw.__code__, {**raw.__globals__, **ours}, raw.__name__, raw.__defaults__, raw.__closure__
+        )
+        self._bound.__kwdefaults__ = raw.__kwdefaults__
+        self._behind: LaggingState | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what the last pass computed."""
+        self.layer: Any = None
+        self._conv: Any = None  # the rows of the last pass over a draft as its convolution saw them: `ConvRows`
+        self._rows: Any = None  # and as its recurrence saw them: `SsdRows` or `DeltaRows`
+
+    def take(self, behind: LaggingState | None) -> None:
+        """Take the mixer's place until `leave`; `behind`: rows that the state of a lone text does not hold yet."""
+        self._behind = behind
+        vars(self.module)["forward"] = self.forward
+
+    def leave(self) -> None:
+        """Give the mixer its place back."""
+        self._behind = None
+        vars(self.module).pop("forward", None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The mixer's forward, ours where this thread runs a pass."""
+        running = self._running
+        if running.thread != get_ident():
+            return type(self.module).forward(self.module, *args, **kwargs)
+        at = self.mixer.layer_idx
+        if self._behind is not None:
+            self._behind.settle(running.caches[0].layers[at])
+        if running.tree is not None:
+            layers = [cache.layers[at] for cache in running.caches]
+            self.layer = RowLayer.beside(layers, range(len(layers))) if len(layers) > 1 else RowLayer(layers[0])
+            own = Cache(layers=[None] * at + [self.layer])
+            args = tuple(own if value is running.given else value for value in args)
+            kwargs = {name: own if value is running.given else value for name, value in kwargs.items()}
+            if kwargs.get("attention_mask") is not None:
+                kwargs["attention_mask"] = None  # nothing is padded behind the prompt
+        return self._bound(self.module, *args, **kwargs)
+
+    def states_behind(self, tree: RowTree, text: int, rows: torch.Tensor) -> ScratchLayer:
+        """What a cache layer of a text holds behind the last of some rows of it that follow one another."""
+        layer = ScratchLayer(self.layer)
+        layer.conv_states[0] = self._conv.behind(tree, text, int(rows[-1]))
+        state = layer.recurrent_states.get(0)
+        if state is not None:
+            only = slice(text, text + 1)
+            layer.recurrent_states[0] = self._rows.behind(state[only], only, rows)
+        return layer
+
+    def commit(self, tree: RowTree, rows: torch.Tensor, cache: Any, spare: torch.Tensor | None) -> LaggingState | None:
+        """Write the convolution state of a lone text behind accepted rows, and say what its recurrent state lacks."""
+        layer = cache.layers[self.mixer.layer_idx]
+        layer.conv_states[0].copy_(self._conv.behind(tree, 0, int(rows[-1])))
+        state = layer.recurrent_states.get(0)
+        return None if state is None else LaggingState(state, self._rows, rows, spare)
+
+    def convolve(
+        self,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Convolve (texts, channels, rows)."""
+        if self._running.tree is None:
+            return self._own_convolve(hidden_states, weight, bias, activation=activation, **kwargs)
+        out, self._conv = convolve(self._running.tree, hidden_states, self.layer.conv_states[0], weight, bias)
+        return _activated(out, activation).to(hidden_states.dtype)
+
+    def convolve_step(
+        self,
+        hidden_states: torch.Tensor,
+        conv_state: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: Any = None,
+        **_kwargs: Any,
+    ) -> torch.Tensor:
+        """Convolve one row (texts, channels, 1), and keep it."""
+        if self._running.tree is not None:
+            return self.convolve(hidden_states, weight, bias, activation)
+        seen = torch.cat([conv_state[..., 1:], hidden_states.to(conv_state.dtype)], -1)
+        conv_state.copy_(seen)
+        out = convolved(seen[..., -weight.shape[-1] :], weight, bias, -1)
+        return _activated(out, activation).to(hidden_states.dtype).unsqueeze(-1)
+
+    def scan_ssd(
+        self,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        chunk_size: int = 0,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        initial_states: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **_kwargs: Any,
+    ) -> Any:
+        """Mamba-2 over (texts, rows, heads, p)."""
+        x, steps = hidden_states.float(), _time_steps(dt, dt_bias, dt_softplus)
+        A, B, C, state = A.float(), B.float(), C.float(), initial_states
+        if (tree := self._running.tree) is not None:  # single steps do not clamp
+            out, self._rows = scan_ssd(tree, x, steps, B, C, self.layer.recurrent_states[0], A)
+        else:
+            if state is None:
+                state = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1])
+            parts = x, steps.clamp(*dt_limit), B, C
+            out, state = scan_long(functools.partial(scan_ssd, decay=A), parts, state)
+        out = (out if D is None else torch.addcmul(out, x, D.float().unsqueeze(-1))).contiguous()  # some view it
+        return (out, state) if return_final_states else out
+
+    def step_ssd(
+        self,
+        state: torch.Tensor,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        **_kwargs: Any,
+    ) -> torch.Tensor:
+        """Mamba-2 over one row (texts, heads, p), in the state itself."""
+        texts, heads, p = hidden_states.shape
+        x, decay, skip = hidden_states.float(), A[:, 0, 0].float(), None if D is None else D[:, 0].float()
+        steps = _time_steps(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
+        B, C = B.float(), C.float()
+        if (tree := self._running.tree) is not None:
+            before = self.layer.recurrent_states[0]
+            said, self._rows = scan_ssd(tree, x[:, None], steps[:, None], B[:, None], C[:, None], before, decay)
+            out = said[:, 0]
+        else:
+            flat = state.view(texts * B.shape[1], -1, B.shape[-1])
+            state.mul_((steps * decay).exp_()[..., None, None])
+            flat.baddbmm_((x * steps.unsqueeze(-1)).view(len(flat), -1, 1), B.reshape(len(flat), 1, -1))
+            out = torch.bmm(flat, C.reshape(len(flat), -1, 1)).view(texts, heads, p)
+        out = out if skip is None else torch.addcmul(out, x, skip.unsqueeze(-1))
+        return (out if z is None else out * functional.silu(z.float())).to(hidden_states.dtype)
+
+    def scan_delta(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_kwargs: Any,
+    ) -> Any:
+        """The gated delta rule over (texts, rows, heads, d)."""
+        if g.ndim != 3:
+            raise NotImplementedError("a decay for every channel")
+        q, k, v, state = query.float(), key.float(), value.float(), initial_state
+        if use_qk_l2norm_in_kernel:
+            q, k = unit(q), unit(k)
+        q = q * q.shape[-1] ** -0.5
+        if (times := v.shape[2] // k.shape[2]) > 1:
+            q, k = q.repeat_interleave(times, 2), k.repeat_interleave(times, 2)
+        parts = q, k, v, g.float(), beta.float()
+        if (tree := self._running.tree) is not None:
+            out, self._rows = scan_delta(tree, *parts, self.layer.recurrent_states[0])
+        else:
+            if state is None:
+                state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
+            out, state = scan_long(scan_delta, parts, state)
+        return out.to(query.dtype), state if output_final_state else None
+
+    step_delta = scan_delta
+
+
+def is_ours(forward: Any) -> bool:
+    """Whether a module's `forward` is a row mixer's."""
+    return isinstance(getattr(forward, "__self__", None), RowMixer)
 
 
 class RowState:
@@ -57,13 +376,13 @@ class RowState:
 
     Parameters
     ----------
-    recurrence
+    mixers
         The modules that keep state.
     """
 
-    def __init__(self, recurrence: Recurrence) -> None:
+    def __init__(self, mixers: Sequence[Mixer]) -> None:
         self._running = Running()
-        self._mixers = [RowMixer(mixer, self._running) for mixer in recurrence.mixers]
+        self._mixers = [RowMixer(mixer, self._running) for mixer in mixers]
         self._tree: RowTree | None = None  # of the last pass, until it is committed
         self._roots: Sequence[int] = ()  # by text
         self._behind: list[LaggingState | None] = []  # by mixer, of a lone text
@@ -74,17 +393,12 @@ class RowState:
         other._behind = []
         return other
 
-    def attach(self) -> None:
-        """Make ready for a text."""
-        self.detach()
-        self._mixers = [
-            own if own.tensors == own.mixer.tensors else RowMixer(own.mixer, self._running) for own in self._mixers
-        ]
-
     def detach(self) -> None:
         """Forget the last pass, and the text."""
         self.forget()
         self._behind = []
+
+    attach = detach
 
     @contextlib.contextmanager
     def _in_place(
@@ -97,12 +411,9 @@ class RowState:
             with flushed() if device.type == "cpu" else contextlib.nullcontext():
                 yield
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._running.end()
-        for mixer in self._mixers:
-            mixer.leave()
+            self._running.end()
+            for mixer in self._mixers:
+                mixer.leave()
 
     def verifying(
         self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device
@@ -160,189 +471,8 @@ class RowState:
                 mixer.forget()
 
 
-class SteppedState:
-    """The recurrent layers of a text's cache under drafts, step by step; passes without a draft are the model's own.
-
-    Parameters
-    ----------
-    recurrence
-        The modules that keep state.
-    """
-
-    def __init__(self, recurrence: Recurrence) -> None:
-        self._adapters = [MixerAdapter(mixer) for mixer in recurrence.mixers]
-        self._rows: NDArray[np.int64] | None = None  # of the last pass over a draft, where each stands in its depth
-        self._depths: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._roots = 0
-
-    def apart(self) -> SteppedState:
-        """The same modules for another text, between whose passes and those of this one there is no third."""
-        return copy.copy(self)
-
-    def attach(self) -> None:
-        """Make ready for a text."""
-        self.detach()
-        self._adapters = [
-            own if own.tensors == own.mixer.tensors else MixerAdapter(own.mixer) for own in self._adapters
-        ]
-
-    def detach(self) -> None:
-        """Forget the last pass."""
-        self._rows = None
-        for adapter in self._adapters:
-            adapter.forget()
-
-    @contextmanager
-    def verifying(
-        self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device
-    ) -> Iterator[None]:
-        """Let the pass inside verify the draft of a lone text (`RowState.verifying`)."""
-        self.detach()
-        (tree,), (self._roots,) = trees, roots
-        if not len(tree):
-            yield
-            return
-        above = np.where(tree.parent < 0, self._roots - 1, tree.parent + self._roots)
-        above = np.concatenate([np.arange(-1, self._roots - 1), above])
-        self._depths = row_depths(self._roots, tree)
-        self._rows = np.zeros(len(above), np.int64)
-        levels = []
-        for depth in range(int(self._depths.max()) + 1):
-            rows = np.flatnonzero(self._depths == depth)
-            self._rows[rows] = np.arange(len(rows))
-            levels.append(tuple(torch.from_numpy(part).to(device) for part in (rows, self._rows[above[rows]])))
-        with contextlib.ExitStack() as hooks, flushed() if device.type == "cpu" else contextlib.nullcontext():
-            for adapter in self._adapters:
-                adapter.begin(levels, given)
-                for hook in adapter.hooks():
-                    hooks.enter_context(hook)
-            yield
-
-    def commit(self, cache: Any, path: NDArray[np.int32], text: int = 0) -> None:
-        """Advance the states over the root tokens and the accepted nodes of the last pass."""
-        if self._rows is not None:
-            last = int(path[-1]) + self._roots if len(path) else self._roots - 1
-            for adapter in self._adapters:
-                layer = adapter.levels[int(self._depths[last])]
-                layer.write_to(cache.layers[adapter.mixer.layer_idx], int(self._rows[last]))
-            self.detach()
-
-    def settle(self, cache: Any) -> None:
-        """Nothing to bring up to the text."""
-
-
-class MixerAdapter:
-    """One mixer while a draft is verified step by step: its hooks, its twin, and the states at every depth.
-
-    Its projections are called once, with all rows of the pass.
-    """
-
-    def __init__(self, mixer: Mixer) -> None:
-        self.mixer, self.tensors = mixer, mixer.tensors
-        self.twin, self._given = mixer.twin((*mixer.inputs, *mixer.projections[-1:]))
-        self._levels: Sequence[tuple[torch.Tensor, ...]] = ()
-        self._cache: Any = None
-        self.forget()
-
-    def begin(self, levels: Sequence[tuple[torch.Tensor, ...]], cache: Any) -> None:
-        """Verify a pass of this thread that is given a cache; by depth, its rows and where their parents stand."""
-        self._levels, self._cache, self._thread = levels, cache, get_ident()
-
-    def forget(self) -> None:
-        """Let go of what the last pass computed."""
-        self.levels: list[ScratchLayer] = []
-        self._levels = ()
-        self._cache = None
-        self._hidden = self._out = torch.empty(0)
-        self._known: dict[str, torch.Tensor] = {}
-        self._thread = 0
-        for stand_in in self._given.values():
-            stand_in.value = None
-
-    def hooks(self) -> Iterator[Any]:
-        """Register on the mixer and its projections; hooks do nothing in other threads."""
-        module, last = self.mixer.module, self.mixer.projections[-1:]
-        yield module.register_forward_pre_hook(self._before, with_kwargs=True)
-        yield module.register_forward_hook(self._after)
-        for name in {*self.mixer.inputs, *last}:
-            child = module.get_submodule(name)
-            if name in last:
-                yield child.register_forward_pre_hook(self._before_output)
-                yield child.register_forward_hook(self._after_output)
-            else:
-                yield child.register_forward_pre_hook(self._before_input)
-                yield child.register_forward_hook(self._after_input(name))
-
-    @property
-    def _runs(self) -> bool:
-        return self._thread == get_ident()
-
-    def _call(self, states: torch.Tensor, layer: ScratchLayer) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The mixer's call with other hidden states and another cache."""
-        own = Cache(layers=[None] * self.mixer.layer_idx + [layer])
-        args = [own if value is self._cache else value for value in self._args]
-        kwargs = {name: own if value is self._cache else value for name, value in self._kwargs.items()}
-        if args:
-            args[0] = states
-        else:
-            kwargs["hidden_states"] = states
-        if kwargs.get("attention_mask") is not None:
-            kwargs["attention_mask"] = None  # nothing is padded behind the prompt
-        return tuple(args), kwargs
-
-    def _before(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._runs:
-            return None
-        self._args, self._kwargs = args, kwargs
-        self._hidden = args[0] if args else kwargs["hidden_states"]
-        layer = ScratchLayer(self._cache.layers[self.mixer.layer_idx])
-        layer.rows(torch.clone)
-        self.levels = [layer]
-        return self._call(self._hidden[:, :1], layer)
-
-    def _after(self, _module: nn.Module, _args: Any, out: Any) -> Any:
-        if not self._runs:
-            return None
-        return (self._out, *out[1:]) if isinstance(out, tuple) else self._out
-
-    def _before_input(self, _module: nn.Module, args: Any) -> Any:
-        return (self._hidden, *args[1:]) if self._runs else None
-
-    def _after_input(self, name: str) -> Any:
-        def after(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor | None:
-            if not self._runs:
-                return None
-            self._known[name] = out
-            return out[:, :1]
-
-        return after
-
-    def _before_output(self, _module: nn.Module, args: Any) -> Any:
-        if not self._runs:
-            return None
-        hidden = self._hidden
-        states = args[0].new_empty((1, hidden.shape[1], args[0].shape[-1]))
-        states[:, :1] = args[0]
-        for rows, above in self._levels[1:]:
-            layer = ScratchLayer(self.levels[-1])
-            layer.rows(lambda state, above=above: state.index_select(0, above))
-            for name in self.mixer.inputs:
-                self._given[name].value = self._known[name][0].index_select(0, rows)[:, None]
-            own, keywords = self._call(hidden[0].index_select(0, rows)[:, None], layer)
-            out = self.twin(*own, **keywords)
-            states[0].index_copy_(0, rows, (out[0] if isinstance(out, tuple) else out)[:, 0])
-            self.levels.append(layer)
-        return (states, *args[1:])
-
-    def _after_output(self, _module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor | None:
-        if not self._runs:
-            return None
-        self._out = out
-        return out[:, :1]
-
-
 def state_of(recurrence: Recurrence | None) -> RowState | SteppedState | None:
     """The recurrent layers of a model under drafts, None where it has none."""
     if recurrence is None:
         return None
-    return RowState(recurrence) if recurrence.way == "rows" else SteppedState(recurrence)
+    return (RowState if recurrence.way == "rows" else SteppedState)(recurrence.mixers)

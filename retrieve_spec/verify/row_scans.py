@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.attention.tree_mask import visible_rows
+from retrieve_spec.attention import visible_rows
 from retrieve_spec.drafting.tree import DraftTree
 
 

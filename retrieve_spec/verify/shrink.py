@@ -1,17 +1,24 @@
-"""Small twins: random copies of a model's architecture, whose windows are short enough to read beyond them."""
+"""Small copies of a model to judge its passes on, in float32, where rounding hides no fault.
+
+Random copies of its architecture have windows that are short enough to read beyond them; its first layers have its own
+weights.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from retrieve_spec.errors import in_a_line
+from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.verify.interface import attention_of, input_device
+
+logger = logging.getLogger(__name__)
 
 WINDOW, CHUNK = 8, 16
 _HEAD = 8
@@ -63,8 +70,17 @@ def lengths_of(config: Any) -> dict[str, int]:
     return {name: int(length) for name, length in found.items() if isinstance(length, (int, float)) and length > 0}
 
 
-def shrunk(model: Any, longer: Collection[str] = ()) -> tuple[Any, str]:
-    """A random float32 copy of a model with small layers and short windows, or None and why there is none.
+def float32_copy(model: Any) -> Any:
+    """The first layers of a model in float32, or a small copy with random weights; None where neither can be made."""
+    try:
+        return first_layers(model)
+    except Exception:  # whatever a config does not take, or weights that cannot be cast
+        logger.debug("a small copy stands for its first layers", exc_info=True)
+        return shrunk(model, lengths_of(model.config))
+
+
+def shrunk(model: Any, longer: Collection[str] = ()) -> Any:
+    """A random float32 copy of a model with small layers and short windows, None where none can be made.
 
     Lengths whose names are in `longer` are not as short.
     """
@@ -74,9 +90,10 @@ def shrunk(model: Any, longer: Collection[str] = ()) -> tuple[Any, str]:
             config = small_config(model.config, longer)
             small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention_of(model))
             randomise(small)
-        return small.to(input_device(model)).eval(), ""
-    except Exception as error:  # whatever a config does not take
-        return None, in_a_line(error)
+        return small.to(input_device(model)).eval()
+    except Exception:  # whatever a config does not take
+        logger.debug("no small copy can be made", exc_info=True)
+        return None
 
 
 def small_config(config: Any, longer: Collection[str] = ()) -> Any:
@@ -245,3 +262,72 @@ def randomise(model: Any) -> None:
         parts: list[Any] = list(embeddings) if isinstance(embeddings, nn.ModuleList) else [embeddings]
         for part in parts:
             part.weight.normal_(0.0, 1.0)
+
+
+_MOST_LAYERS = 8
+_MOST_BYTES = 8 << 30
+_VOCABULARY = 4096
+
+
+def first_layers(model: Any) -> Any:
+    """A float32 copy of a model's first layers and tokens, with its own weights.
+
+    It has two layers at least, and one of every kind that the model has.
+
+    Raises
+    ------
+    ValueError, TypeError
+        When that would be many layers, or weights are quantised.
+    """
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    if config.to_dict().get("per_layer_config") or text.to_dict().get("per_layer_config"):
+        raise ValueError("its layers have configs of their own")
+    keep_layers(text, range(_enough(model)))
+    for part in {id(part): part for part in (config, text, *parts_of(config))}.values():
+        shrink_vocabulary(part, _VOCABULARY)
+    with torch.random.fork_rng(devices=[]), torch.device(input_device(model)):
+        first = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention_of(model))
+    _take_weights(first, model)
+    return first.eval()
+
+
+def _enough(model: Any) -> int:
+    """How many layers have one of every kind among them: of the same modules, and of which the config says the same."""
+    blocks, text = decoder_blocks(model), model.config.get_text_config(decoder=True)
+    said = layer_lists(text, len(blocks))
+    sharing = len(blocks) - int(getattr(text, "num_kv_shared_layers", 0) or 0)
+    kinds = [
+        (_modules(block), [repr(value[i]) for value in said.values()], i >= sharing) for i, block in enumerate(blocks)
+    ]
+    count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
+    if count > _MOST_LAYERS or count > sharing:
+        raise ValueError(f"its first {_MOST_LAYERS} layers are not of every kind")
+    if 4 * sum(p.numel() for block in blocks[:count] for p in block.parameters()) > _MOST_BYTES:
+        raise ValueError("its first layers are large")
+    return min(count, len(blocks))
+
+
+def _modules(block: nn.Module) -> list[tuple[str, type, list[torch.Size]]]:
+    return [
+        (name, type(module), [tensor.shape for tensor in module.parameters(recurse=False)])
+        for name, module in block.named_modules()
+    ]
+
+
+def _take_weights(first: nn.Module, model: nn.Module) -> None:
+    """Cast the weights of the layers that are there, and of the tokens."""
+    given = {
+        name.replace(".base_layer.", "."): tensor  # an adapter's wrapper
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    }
+    with torch.no_grad():
+        for name, parameter in first.named_parameters(remove_duplicate=False):
+            tensor = given[name]
+            if type(tensor) not in (nn.Parameter, torch.Tensor) or not tensor.is_floating_point():
+                raise TypeError(f"{name} is quantised")
+            parameter.copy_(tensor[: len(parameter)])
+        for name, buffer in first.named_buffers(remove_duplicate=False):
+            if name in given and given[name].shape == buffer.shape:
+                buffer.copy_(given[name])

@@ -76,20 +76,19 @@ def _encoded(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 class SingleSteps:
     """A text that the model reads as plain `generate` would: the prompt in one pass, then token by token.
 
-    `row`: of a batch, whose logits are looked at; the others are fed the same tokens.
+    `row`: of a batch, whose logits are looked at; the others are fed the same tokens. `unread`: tokens at the end of
+    the text that the first pass reads; 0 where it has been read.
     """
 
-    def __init__(
-        self, model: Any, text: torch.Tensor, kwargs: dict[str, Any], row: int = 0, first: bool = True
-    ) -> None:
+    def __init__(self, model: Any, text: torch.Tensor, kwargs: dict[str, Any], row: int = 0, unread: int = 0) -> None:
         self._model, self._row = model, row
-        self._text, self._first = text, first
+        self._text, self.unread = text, unread
         self._kwargs = {**kwargs, "use_cache": True}
 
     @classmethod
     def of(cls, model: Any, call: Captured) -> SingleSteps:
         """A prompt that nothing of has been read."""
-        return cls(model, call.input_ids, call.take())
+        return cls(model, call.input_ids, call.take(), unread=call.input_ids.shape[1])
 
     @classmethod
     def behind(
@@ -97,29 +96,38 @@ class SingleSteps:
     ) -> SingleSteps:
         """A text (rows, L) that has been read with these arguments and outputs; their cache stays as it is."""
         after = kwargs_behind(model, outputs, {**model_kwargs, "use_cache": True})
-        return cls(model, text, _separate(after), row, first=False)
+        return cls(model, text, _separate(after), row)
 
     def feed(self, token: int | None = None) -> torch.Tensor:
         """(vocab,) logits behind the prompt, or behind one more token."""
         return self.feed_at_once([] if token is None else [token])[-1]
 
-    def feed_at_once(self, tokens: Sequence[int]) -> torch.Tensor:
-        """(rows, vocab) logits of one pass: the prompt, which may be all of the text, or some more tokens."""
+    def feed_at_once(self, tokens: Sequence[int], keep: int = 0) -> torch.Tensor:
+        """(rows, vocab) logits of one pass: the prompt, which may be all of the text, or some more tokens.
+
+        Of the last `keep` rows alone, if that is not 0.
+        """
         if tokens:
             more = torch.tensor([tokens], dtype=self._text.dtype, device=self._text.device)
             self._text = torch.cat([self._text, more.expand(len(self._text), len(tokens))], dim=-1)
         if len(tokens) > 1:
             self._kwargs = kwargs_behind(self._model, {}, self._kwargs, len(tokens) - 1)
-        length = self._text.shape[1] if self._first else len(tokens)
+        first, self.unread = self.unread, 0
         inputs = self._model.prepare_inputs_for_generation(
-            self._text, next_sequence_length=length, is_first_iteration=self._first, **self._kwargs
+            self._text, next_sequence_length=first or len(tokens), is_first_iteration=bool(first), **self._kwargs
         )
         inputs.pop("logits_to_keep", None)
+        if keep and self._model._supports_logits_to_keep():
+            inputs["logits_to_keep"] = keep
         outputs = self._model(**inputs, return_dict=True)
         self._kwargs = kwargs_behind(self._model, outputs, self._kwargs)
-        self._first = False
-        logits: torch.Tensor = outputs.logits[self._row]
+        logits: torch.Tensor = outputs.logits[self._row, -keep:]
         return logits.float()
+
+    @property
+    def cache(self) -> Any:
+        """The cache, whatever the model calls it, or what `generate` made where a model keeps its state to itself."""
+        return next((cache for name in CACHE_NAMES if (cache := self._kwargs.get(name)) is not None), None)
 
     def fork(self) -> SingleSteps:
         """The same text to be continued otherwise."""
@@ -170,23 +178,19 @@ class StepVerifier:
         self.whole_prompts = True
         self.pass_kind: PassKind = "plain"
         self.pass_reason = reason
-        self._takes_logits_to_keep = model._supports_logits_to_keep()
-        self._kwargs: dict[str, Any] = {}
-        self._outputs: Any = None
+        self._steps: SingleSteps | None = None
         self._held: list[tuple[nn.Module, str, Any]] = []
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
-        self._kwargs = {**inputs.model_kwargs, "use_cache": True}
-        self._text = inputs.input_ids
-        self._uncached = len(inputs.uncached_ids)
-        self._outputs, self._held = None, []
+        unread = len(inputs.uncached_ids)
+        self._steps = SingleSteps(self.model, inputs.input_ids, inputs.model_kwargs, unread=unread)
+        self._held = []
 
     def go_on(self, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any) -> None:
         """Take on a text, (1, L) long, that was read with these arguments and these outputs."""
-        self._kwargs = {**model_kwargs, "use_cache": True}
-        self._text, self._uncached = text, 0
-        self._outputs, self._held = outputs, held_by(self.model)
+        after = kwargs_behind(self.model, outputs, {**model_kwargs, "use_cache": True})
+        self._steps, self._held = SingleSteps(self.model, text, after), held_by(self.model)
 
     def forward(
         self,
@@ -198,40 +202,24 @@ class StepVerifier:
     ) -> VerifierOutput:
         """Run one pass over the whole uncached prompt or over one token (`Verifier.forward`)."""
         assert tree is None or not len(tree), "a plain verifier takes no drafts"
-        first = self._outputs is None
-        if first:
-            assert len(root_ids) == self._uncached, "a plain verifier takes the prompt in one piece"
-        else:
-            assert len(root_ids) == 1, "a plain verifier takes one token at a time"
-            token = torch.tensor([[int(root_ids[0])]], dtype=self._text.dtype, device=self._text.device)
-            self._text = torch.cat([self._text, token], dim=-1)
-            self._kwargs = kwargs_behind(self.model, self._outputs, self._kwargs)
-        if self._takes_logits_to_keep:
-            self._kwargs["logits_to_keep"] = keep
-        inputs = self.model.prepare_inputs_for_generation(
-            self._text, next_sequence_length=len(root_ids), is_first_iteration=first, **self._kwargs
-        )
+        assert self._steps is not None
+        first = self._steps.unread
+        assert len(root_ids) == (first or 1), "a plain verifier takes the prompt in one piece, then single tokens"
         for module, name, value in self._held:
             if getattr(module, name, None) is not value:
                 setattr(module, name, value)  # another text was read in between
-        self._outputs = self.model(**inputs, return_dict=True)
+        logits = self._steps.feed_at_once([] if first else root_ids.tolist(), keep)
         held = held_by(self.model) if first else self._held
         self._held = [(module, name, getattr(module, name, None)) for module, name, _ in held]
-        return VerifierOutput(self._outputs.logits[0, -keep:])
+        return VerifierOutput(logits)
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Nothing to drop: every token that was fed stays."""
 
     def finish(self) -> Any:
-        """Return the cache, whatever the model calls it."""
-        outputs, self._outputs = self._outputs, None
-        for name in CACHE_NAMES:
-            cache = getattr(outputs, name, None)
-            if cache is None:  # some models keep their state to themselves; `generate` hands back what it made
-                cache = self._kwargs.get(name)
-            if cache is not None:
-                return cache
-        return None
+        """Return the cache."""
+        steps, self._steps = self._steps, None
+        return None if steps is None else steps.cache
 
 
 @contextlib.contextmanager

@@ -69,9 +69,9 @@ def test_a_model_that_is_wrong_behind_pictures_alone(when: str, mode: str) -> No
 
 
 def test_without_it_the_text_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieve_spec.verify.hf import CallKinds
+    from retrieve_spec.verify.hf import SignatureModes
 
-    monkeypatch.setattr(CallKinds, "examine", lambda *args: ("tree", ""))
+    monkeypatch.setattr(SignatureModes, "examine", lambda *args: ("tree", ""))
     model = wrong_behind_pictures("got_ocr2", "siblings")
     inputs = picture_prompt(model)
     assert inputs is not None

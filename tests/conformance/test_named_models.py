@@ -25,28 +25,34 @@ def padded(model: Any, length: int = 24, padding: int = 7) -> dict[str, torch.Te
     return {"input_ids": ids, "attention_mask": torch.tensor([[0] * padding + [1] * length])}
 
 
+def drafted(model: Any, inputs: dict[str, Any], *scripts: str, new: int = 12, **options: Any) -> Any:
+    """Accelerate a model, and let it decode under drafts of some manners what it decodes by itself; the last report."""
+    decoding = {"max_new_tokens": new, "do_sample": False}
+    wanted, planted = model.generate(**inputs, **decoding), Planted()
+    rs.accelerate(model, drafter=planted, **{"nodes": 12} | options)
+    for script in scripts or ("branchy",):
+        planted.plant(wanted[0], wanted.shape[1] - new, script)
+        assert torch.equal(model.generate(**inputs, **decoding), wanted), script
+    return model.speculation.last
+
+
 @pytest.mark.parametrize("name", ["exaone4_5", "unlimited_ocr", "paligemma", "git", "kosmos-2.5"])
 def test_padded_rows_of_vision_models_with_text_alone(name: str) -> None:
     model = build(name, "image")
     inputs = padded(model)
-    wanted = model.generate(**inputs, **GREEDY)
-    for script in ("off", "branchy"):
-        drafter = None if script == "off" else ScriptedDrafter(wanted[0], script, vocab=200)
-        rs.accelerate(model, drafter=drafter, draft="off" if drafter is None else "auto", nodes=12)
-        assert torch.equal(model.generate(**inputs, **GREEDY), wanted), script
-        rs.restore(model)
+    drafted(model, inputs)
+    ours = model.generate(**inputs, **GREEDY, draft="off")
+    rs.restore(model)
+    assert torch.equal(model.generate(**inputs, **GREEDY), ours)
 
 
 @pytest.mark.parametrize("padding", [0, 3, 8])
 def test_a_padded_row_in_layers_of_a_kind_of_their_own(padding: int) -> None:
     """Their window slides over the mask of the padding, too: each single step moves it on by one token."""
     model = build("unlimited_ocr", "image")
-    inputs, options = padded(model, padding=padding), GREEDY | {"max_new_tokens": 40}
-    wanted = model.generate(**inputs, **options)
-    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "right", vocab=200), nodes=12)
-    assert torch.equal(model.generate(**inputs, **options), wanted)
-    assert (model.speculation.last.tokens_per_pass > 2) == (not padding)
-    assert ("slides over the padding" in model.speculation.last.reason) == bool(padding)
+    last = drafted(model, padded(model, padding=padding), "right", new=40)
+    assert (last.tokens_per_pass > 2) == (not padding)
+    assert ("slides over the padding" in last.reason) == bool(padding)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("git", "delegated"), ("exaone4_5", "tree")])
@@ -67,13 +73,9 @@ def test_a_batch_of_vision_models_with_text_alone_says_what_plain_generate_says(
 def test_positions_of_several_axes_with_text_alone(name: str) -> None:
     """Processors say of every token that it is text; hybrid layers beside (qwen3_5)."""
     model = build(name, "image")
-    inputs = {**padded(model), "mm_token_type_ids": torch.zeros(1, 31, dtype=torch.long)}
-    wanted = model.generate(**inputs, **GREEDY)
-    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=200), nodes=12)
-    assert model.speculation.mode == "tree"
-    assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
-    assert model.speculation.last.mode == "tree"
-    assert model.speculation.last.tokens_per_pass > 1.5
+    last = drafted(model, {**padded(model), "mm_token_type_ids": torch.zeros(1, 31, dtype=torch.long)})
+    assert model.speculation.mode == last.mode == "tree"
+    assert last.tokens_per_pass > 1.5
 
 
 @pytest.mark.parametrize(("family", "way"), [("mamba2", "rows"), ("mamba", "steps")])
@@ -112,13 +114,9 @@ def test_queries_that_are_scaled_anew_every_so_many_tokens() -> None:
     plain = next(family for family in FAMILIES if family.name == "llama4_text")
     extra = plain.extra | {"attn_temperature_tuning": True, "floor_scale": 400, "attn_scale": 4.0}
     model = build_family(Family("llama4_text", extra=extra | {"max_position_embeddings": 1024}), "sdpa")
-    ids = prompt(model, 388)
-    wanted = model.generate(ids, max_new_tokens=24, do_sample=False)
-    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=199), nodes=24)
+    last = drafted(model, {"inputs": prompt(model, 388)}, new=24, nodes=24)
     assert model.speculation.mode == "tree"
-    assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), wanted)
-    assert model.speculation.last.tokens_per_pass > 1.2
-    rs.restore(model)
+    assert last.tokens_per_pass > 1.2
 
 
 def test_a_model_with_a_generate_of_its_own_decodes_every_call_itself() -> None:
@@ -246,7 +244,7 @@ def test_sixteen_bits_are_no_excuse() -> None:
 def test_a_length_that_cannot_be_tried_is_not_drafted_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
     from retrieve_spec.verify import probe as probing
 
-    monkeypatch.setattr(probing, "shrunk", lambda model: (None, "no copy"))
+    monkeypatch.setattr(probing, "shrunk", lambda _model: None)
     model = _mistral(MistralForCausalLM, 60, torch.float32)
     ids = prompt(model, 50)
     wanted = model.generate(ids, max_new_tokens=24, do_sample=False)
@@ -274,15 +272,9 @@ def test_a_choice_of_keys_that_turns_on_rounding_is_not_drafted_beyond() -> None
 
 def test_a_hybrid_whose_attention_takes_no_trees_drafts_chains() -> None:
     model = build("qwen4_exp_text", "causal")
-    inputs = padded(model)
-    wanted = model.generate(**inputs, **GREEDY)
-    planted = Planted()
-    rs.accelerate(model, drafter=planted, nodes=12)
+    last = drafted(model, padded(model), "half", "branchy", "right")
     assert model.speculation.mode == "chain"
-    for script in ("half", "branchy", "right"):
-        planted.plant(wanted[0], wanted.shape[1] - 12, script)
-        assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
-    assert model.speculation.last.tokens_per_pass > 2
+    assert last.tokens_per_pass > 2
 
 
 def test_a_decoder_that_reads_padding_otherwise_in_several_rows_is_drafted_for_without_padding() -> None:
@@ -334,14 +326,9 @@ def test_an_encoder_that_does_not_say_what_it_embeds() -> None:
 def test_models_that_derive_positions_are_told_those_of_trees(name: str, mapping: str) -> None:
     """Buckets of distances, positions, or the number of cached tokens."""
     model = build(name, mapping)
-    ids = prompt(model, 30)
-    wanted = model.generate(ids, **GREEDY)
-    planted = Planted()
-    rs.accelerate(model, drafter=planted, nodes=12)
+    last = drafted(model, {"inputs": prompt(model, 30)})
     assert model.speculation.mode == "tree"
-    planted.plant(wanted[0], wanted.shape[1] - 12, "branchy")
-    assert torch.equal(model.generate(ids, **GREEDY), wanted)
-    assert model.speculation.last.tokens_per_pass > 1.5
+    assert last.tokens_per_pass > 1.5
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
@@ -354,17 +341,11 @@ def test_biases_by_key_are_those_of_nodes(name: str) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     length = {"max_seq_len": 40} if name == "mpt" else {}
     model = build_family(Family(family.model_type, extra=family.extra | length, without=family.without), "eager")
-    ids = prompt(model, 28)
-    wanted = model.generate(ids, **GREEDY)
-    planted = Planted()
-    rs.accelerate(model, drafter=planted, nodes=24)
+    last = drafted(model, {"inputs": prompt(model, 28)}, "right", "branchy", nodes=24)
     assert model.speculation.mode == "tree"
-    for script in ("branchy", "right"):
-        planted.plant(wanted[0], 28, script)
-        assert torch.equal(model.generate(ids, **GREEDY), wanted)
-        assert model.speculation.last.tokens_per_pass > 1.5
+    assert last.tokens_per_pass > 1.5
     rs.restore(model)
-    rs.accelerate(model.to(torch.bfloat16), drafter=planted, nodes=24)
+    rs.accelerate(model.to(torch.bfloat16), nodes=24)
     assert model.speculation.mode == "tree"
 
 
@@ -381,16 +362,13 @@ def test_a_hybrid_class_whose_layers_all_attend_keeps_no_state() -> None:
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     config = GraniteMoeHybridConfig(
-        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, layer_types=["attention"] * 2,
+        vocab_size=200, hidden_size=32, intermediate_size=48, num_hidden_layers=2, layer_types=["attention"] * 2,
         num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=4, mamba_d_head=16, shared_intermediate_size=24,
         num_local_experts=0, eos_token_id=None,
     )  # fmt: skip
     model = GraniteMoeHybridForCausalLM(config).eval()
-    ids = prompt(model, 20)
-    wanted = model.generate(ids, **GREEDY)
-    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=99), nodes=12)
+    drafted(model, {"inputs": prompt(model, 20)})
     assert model.speculation.mode == "tree"
-    assert torch.equal(model.generate(ids, **GREEDY), wanted)
     assert read_interface(build("deepseek_v4", "causal")).mode == "plain"
 
 
@@ -414,14 +392,9 @@ def test_behind_a_picture_decoding_is_text(name: str) -> None:
     model = build(name, "image")
     inputs = picture_prompt(model)
     assert inputs is not None
-    wanted = model.generate(**inputs, **GREEDY)
-    planted = Planted()
-    rs.accelerate(model, drafter=planted, nodes=12)
-    for script in ("branchy", "wrong", "right"):
-        planted.plant(wanted[0], inputs["input_ids"].shape[1], script)
-        assert torch.equal(model.generate(**inputs, **GREEDY), wanted), script
-        assert model.speculation.last.mode in ("tree", "chain")
-    assert model.speculation.last.tokens_per_pass > 2
+    last = drafted(model, inputs, "branchy", "wrong", "right")
+    assert last.mode in ("tree", "chain")
+    assert last.tokens_per_pass > 2
 
 
 def test_generations_beside_each_other_do_not_change_what_is_known_of_a_model(caplog: Any) -> None:
@@ -524,12 +497,9 @@ def test_a_prompt_with_a_picture_comes_in_one_piece(recorded: str) -> None:
 def test_a_model_that_reads_pieces_of_prompts_otherwise_reads_whole_ones() -> None:
     """Moshi makes the mask of a window wrongly where several tokens follow a cache that is longer than it."""
     model = build("moshi", "causal")
-    ids = prompt(model, 23)
-    wanted = model.generate(ids, **GREEDY)
-    rs.accelerate(model, drafter=ScriptedDrafter(wanted[0], "branchy", vocab=200), nodes=12, prefill_chunk=7)
+    drafted(model, {"inputs": prompt(model, 23)}, prefill_chunk=7)
     assert model.speculation.mode == "tree"
     assert not model.speculation.interface.takes_pieces
-    assert torch.equal(model.generate(ids, **GREEDY), wanted)
 
 
 @pytest.mark.parametrize(("name", "mapping"), [("m2m_100", "seq2seq"), ("kosmos-2.5", "image")])

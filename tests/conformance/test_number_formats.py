@@ -14,7 +14,7 @@ import torch
 from families import FAMILIES, Family, build
 from numpy.typing import NDArray
 
-from retrieve_spec.attention import tree_mask
+from retrieve_spec import attention
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.recorded import recorded_verifier
 from retrieve_spec.recorded.kv_buffer import KVBuffer, Slab
@@ -22,10 +22,10 @@ from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.verifier_factory import try_recording
 from retrieve_spec.verify import pass_inputs
 from retrieve_spec.verify.cache import KeptRows
-from retrieve_spec.verify.first_layers import first_layers
+from retrieve_spec.verify.comparison import is_exact
 from retrieve_spec.verify.interface import read_interface
-from retrieve_spec.verify.number_format import is_exact
 from retrieve_spec.verify.probe import probe
+from retrieve_spec.verify.shrink import first_layers
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -52,8 +52,8 @@ def test_first_layers_are_the_models_own_in_float32() -> None:
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 3,
     })  # fmt: skip
     model = build(family).to(torch.bfloat16)
-    first, why = first_layers(model)
-    assert not why and first.dtype == torch.float32 and is_exact(first) and not is_exact(model)
+    first = first_layers(model)
+    assert first.dtype == torch.float32 and is_exact(first) and not is_exact(model)
     assert len(first.model.layers) == 4 and first.config.layer_types == model.config.layer_types[:4]
     assert first.get_input_embeddings().weight.shape[0] == 4096
     for ours, theirs in zip(first.model.layers.parameters(), model.model.layers.parameters(), strict=False):
@@ -73,7 +73,7 @@ def masks(change: Callable[[NDArray[np.bool_], Any], None]) -> Callable[..., Non
 
 true_fill, true_inputs, true_keep = pass_inputs.fill_tree_mask, pass_inputs.fill_inputs, KeptRows.commit
 true_visible, true_depths, true_attend = (
-    tree_mask.visible_rows, tree_mask.row_depths, recorded_verifier.RecordedVerifier.attend,
+    attention.visible_rows, attention.row_depths, recorded_verifier.RecordedVerifier.attend,
 )  # fmt: skip
 true_commit, true_copies = KVBuffer.commit, Slab.copies
 

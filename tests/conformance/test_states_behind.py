@@ -15,7 +15,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.jobs import DraftHints
 from retrieve_spec.server.sampling import Sampling
-from retrieve_spec.verify.recurrent import are_flushed, flushed
+from retrieve_spec.verify.mixers import are_flushed, flushed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ("mamba2", "falcon_h1", "qwen3_next", "lfm2")

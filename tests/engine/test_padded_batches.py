@@ -271,6 +271,10 @@ def test_what_shared_passes_cannot_serve(hybrid: Any) -> None:
     assert hybrid.speculation.last.mode == "delegated"
     assert "other logits" in hybrid.speculation.last.reason
     hook.remove()
+    beside = small_model(
+        "falcon_h1", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1
+    )
+    assert "state and keys together" in why_not_shared(beside, probe(beside, read_interface(beside)).interface)
 
 
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
 import retrieve_spec as rs
 from retrieve_spec.engine import joining
 from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.recorded import run_pass
+from retrieve_spec.recorded import recorded_verifier
 from retrieve_spec.sampling.samplers import make_sampler
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 4, "max_new_tokens": 16}
@@ -75,13 +75,13 @@ def test_a_prompt_is_read_once(tiny: Any, recorded: str, read: list[int]) -> Non
 def test_samples_attend_to_their_prompt_at_one_place(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that did not read it themselves; samples of one prompt stand side by side, however the call has them."""
     seen: list[list[list[int]]] = []
-    attend = run_pass.attend_single_rows
+    attend = recorded_verifier.attend_single_rows
 
     def noted(*given: Any) -> None:
         seen.append(given[5].tolist())
         attend(*given)
 
-    monkeypatch.setattr(run_pass, "attend_single_rows", noted)
+    monkeypatch.setattr(recorded_verifier, "attend_single_rows", noted)
     rs.accelerate(tiny, recorded_pass="always", draft="off")
     requests = [{"inputs": prompt_of(30, row=i % 2)[0].tolist(), "max_new_tokens": 9} for i in range(6)]
     expected = [tiny.generate(prompt_of(30, row=row), max_new_tokens=9)[0, 30:].tolist() for row in range(2)]

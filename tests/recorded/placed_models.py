@@ -14,7 +14,7 @@ from small_decoders import VOCAB, build
 
 import retrieve_spec as rs
 from retrieve_spec import acceleration
-from retrieve_spec.recorded.pass_graphs import PassGraphs
+from retrieve_spec.recorded.packed_pass import PassGraphs
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.verify.hf import HFVerifier

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import retrieve_spec as rs
-from retrieve_spec.verify.number_format import rows_for_one_order
+from retrieve_spec.verify.comparison import rows_for_one_order
 
 SIZES: dict[str, Any] = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -89,7 +89,7 @@ class OrderByRows(nn.Linear):
 
 
 def test_rows_from_which_there_is_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrieve_spec.verify.number_format.nn.Linear", OrderByRows)
+    monkeypatch.setattr("retrieve_spec.verify.comparison.nn.Linear", OrderByRows)
     module: Any = nn.ModuleList([OrderByRows(64, 16)]).to(torch.float16)
     module.device, module.dtype = torch.device("cpu"), torch.float16
     found = []

@@ -14,9 +14,8 @@ from small_decoders import build, ids
 import retrieve_spec as rs
 import retrieve_spec.kernels
 from retrieve_spec.config import PassConfig
-from retrieve_spec.recorded import kv_buffer, pass_graphs, recorded_pass, recorded_verifier
-from retrieve_spec.recorded.packed_pass import DeviceFields
-from retrieve_spec.recorded.pass_graphs import CudaGraphCapture
+from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_pass, recorded_verifier
+from retrieve_spec.recorded.packed_pass import CudaGraphCapture, DeviceFields
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 
 DEVICE = torch.device("cuda", 0)
@@ -119,8 +118,8 @@ def test_graphs_whose_memory_is_spent_leave_passes_eager(
     gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = iter(range(0, 10**6, 400))
-    monkeypatch.setattr(pass_graphs, "_gpu_bytes", lambda _device: next(held))
-    monkeypatch.setattr(pass_graphs, "PASS", PassConfig(graph_bytes=300))
+    monkeypatch.setattr(packed_pass, "_gpu_bytes", lambda _device: next(held))
+    monkeypatch.setattr(packed_pass, "PASS", PassConfig(graph_bytes=300))
     placed = Placed(gpu)
     expected = placed.host.generate(ids(30), max_new_tokens=30, do_sample=False)
     captured = placed.accelerate(expected[0])

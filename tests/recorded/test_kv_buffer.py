@@ -53,7 +53,7 @@ def test_rows_may_move_with_the_next_pass(taken: bool) -> None:
         assert moves.tolist() == [1, 4], "the first node stands where it belongs"
         first = later.length - len(moves)
         for slab in later.slabs:
-            slab.write(slab.copies(moves.astype(np.int64) + first), first)
+            slab.move(moves.astype(np.int64) + first, first)
     else:
         later.settle()
     assert not len(later.take_moves(9))

@@ -6,7 +6,6 @@ import gc
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
@@ -141,15 +140,3 @@ def test_buffers_of_a_generation_are_gone_after_it() -> None:
     gc.collect()
     assert buffers and all(ref() is None for ref in buffers)
     rs.restore(model)
-
-
-def test_paths_move_in_all_slabs() -> None:
-    buffer = KVBuffer([0] * LAYERS, ROWS)
-    buffer.load(filled(), ROWS)
-    for layer in range(LAYERS):
-        rows = torch.arange(5, dtype=torch.float32).view(1, 1, 5, 1).expand(1, 2, 5, 8) + 5000 + 1000 * layer
-        buffer.update(rows, -rows, layer)
-    buffer.commit(ROWS, 1, np.array([1, 3], np.int32))
-    for layer, (keys, _) in enumerate(buffer.layer_slabs):
-        assert keys[0, 0, ROWS : ROWS + 3, 0].tolist() == [5000 + 1000 * layer + i for i in (0, 2, 4)]
-    check(buffer)

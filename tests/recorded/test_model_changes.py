@@ -353,16 +353,6 @@ def test_looking_at_a_model_finds_nothing_when_nothing_is_done() -> None:
     assert not state.holds() and "LlamaAttention.scaling" in state.changes()
 
 
-def test_copies_are_shared_by_recordings() -> None:
-    model = accelerate(build("llama"))
-    held = model.speculation._passes.layouts.nbytes
-    model.model.layers[0].self_attn.scaling *= 2
-    check(model)
-    assert len(model.speculation._passes._known) == 2
-    assert model.speculation._passes.layouts.nbytes == held
-    assert weight_layout.Layouts(0).of(_edit(model)) is None
-
-
 class Remembers(LlamaForCausalLM):  # type: ignore[misc]
     """What it says of a token depends on the others of a pass once a user has given it a memory."""
 

@@ -18,7 +18,7 @@ import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
 from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_pass, recorded_verifier
 from retrieve_spec.recorded.kv_buffer import Slab
-from retrieve_spec.recorded.pass_graphs import PassGraphs
+from retrieve_spec.recorded.packed_pass import PassGraphs
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import read_interface

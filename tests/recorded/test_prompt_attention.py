@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from retrieve_spec.attention import tree_attention
-from retrieve_spec.attention.tree_attention import LayerRule, attend, attend_prompt, products_pay
-from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
+from retrieve_spec import attention
+from retrieve_spec.attention import LayerRule, TreeMask, attend, attend_prompt, products_pay, row_depths, visible_rows
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.weight_layout import pack
 
@@ -46,8 +45,8 @@ def test_every_row_sees_what_is_before_it(rows, held, kv_heads, groups):
 def test_blocks_end_where_the_text_is_a_multiple_long(monkeypatch):
     """So that prompts of any length, behind any rows, share the few shapes that products are prepared for."""
     shapes = []
-    product = tree_attention._product
-    monkeypatch.setattr(tree_attention, "_product", lambda x, w: shapes.append((*x.shape, len(w))) or product(x, w))
+    product = attention._product
+    monkeypatch.setattr(attention, "_product", lambda x, w: shapes.append((*x.shape, len(w))) or product(x, w))
     for rows, held in ((200, 0), (150, 37)):
         attend_prompt(*states(rows, held, 1, 2), 1.0)
     scores = {keys for height, width, keys in shapes if (height, width) == (128, 16)}
@@ -69,8 +68,8 @@ def served(monkeypatch):
         calls.append(query.shape[2])
         return attend_prompt(query, keys, values, scale)
 
-    monkeypatch.setattr(tree_attention, "products_pay", lambda *_: True)
-    monkeypatch.setattr(tree_attention, "attend_prompt", watched)
+    monkeypatch.setattr(attention, "products_pay", lambda *_: True)
+    monkeypatch.setattr(attention, "attend_prompt", watched)
     return calls
 
 
@@ -108,9 +107,9 @@ def test_what_fails_or_is_slower_does_not_pay(monkeypatch):
 
     sizes = 1, 2, 16, 16, 1
     ticks = iter(np.cumsum([1.0, 5.0, 1.0] * 100))
-    monkeypatch.setattr(tree_attention, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(attention, "perf_counter", lambda: next(ticks))
     assert not products_pay.__wrapped__(*sizes)
-    monkeypatch.setattr(tree_attention, "_product", refuse)
+    monkeypatch.setattr(attention, "_product", refuse)
     assert not products_pay.__wrapped__(*sizes)
 
 
@@ -118,9 +117,9 @@ def test_what_fails_or_is_slower_does_not_pay(monkeypatch):
 def test_a_faster_one_pays_if_it_computes_the_same(monkeypatch):
     sizes = 1, 2, 16, 16, 1
     ticks = iter(np.cumsum([1.0, 1.0, 5.0] * 100))
-    monkeypatch.setattr(tree_attention, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(attention, "perf_counter", lambda: next(ticks))
     before = torch.random.get_rng_state()
     assert products_pay.__wrapped__(*sizes)
     assert torch.equal(before, torch.random.get_rng_state())
-    monkeypatch.setattr(tree_attention, "_product", lambda x, w: 1.01 * (x @ w.t()))
+    monkeypatch.setattr(attention, "_product", lambda x, w: 1.01 * (x @ w.t()))
     assert not products_pay.__wrapped__(*sizes)

@@ -164,8 +164,7 @@ def test_recording_agrees_for_every_number_of_rows() -> None:
     recorded = RecordedPass(model, 2)
     tokens = ids(40)
     expected = model(tokens).logits[0]
-    from retrieve_spec.attention.tree_attention import attend
-    from retrieve_spec.attention.tree_mask import TreeMask
+    from retrieve_spec.attention import TreeMask, attend
     from retrieve_spec.recorded.kv_buffer import KVBuffer
 
     for rows in (1, 2, 7, 40):

@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
 
-from retrieve_spec.attention import tree_attention, tree_mask
-from retrieve_spec.attention.tree_attention import LayerRule, attend, choose_backend
-from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
+from retrieve_spec import attention
+from retrieve_spec.attention import LayerRule, TreeMask, attend, choose_backend, row_depths, visible_rows
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.recorded.kv_buffer import KVBuffer, why_not_preallocated
+from retrieve_spec.recorded.kv_buffer import KVBuffer
 
 TREE = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6, 7, 8], [9]])
 CPU = torch.device("cpu")
@@ -59,7 +58,7 @@ def test_attend_is_naive_attention(
     rule: LayerRule, split: bool, prefix: int, roots: int, tree: DraftTree | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if split:
-        monkeypatch.setattr(tree_mask, "PASS", PassConfig(mask_bytes=0))
+        monkeypatch.setattr(attention, "PASS", PassConfig(mask_bytes=0))
     torch.manual_seed(1)
     seen, depths = visible_rows(roots, tree), row_depths(roots, tree)
     rows = len(seen)
@@ -77,8 +76,7 @@ def test_blocks_of_a_long_prefix_are_naive_attention(
     rule: LayerRule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many blocks, the last one short; scores so large that only the running maximum keeps them finite."""
-    monkeypatch.setattr(tree_mask, "PASS", PassConfig(mask_bytes=0))
-    monkeypatch.setattr(tree_attention, "PASS", PassConfig(score_bytes=0))
+    monkeypatch.setattr(attention, "PASS", PassConfig(mask_bytes=0, score_bytes=0))
     sizes: list[int] = []
     matmul = torch.matmul
     monkeypatch.setattr(torch, "matmul", lambda a, b: (sizes.append(b.shape[3]), matmul(a, b))[1])
@@ -106,18 +104,18 @@ def test_a_gpu_on_which_triton_fails_gets_another_backend(monkeypatch: pytest.Mo
         calls.append("tried")
         raise RuntimeError("no such instruction\nmore")
 
-    monkeypatch.setattr(tree_attention, "has_triton", lambda: True)
-    monkeypatch.setattr(tree_attention, "attend_triton", failing)
-    monkeypatch.setattr(tree_attention, "TreeMask", lambda *_: TreeMask(1, torch.float16, CPU))
+    monkeypatch.setattr(attention, "has_triton", lambda: True)
+    monkeypatch.setattr(attention, "attend_triton", failing)
+    monkeypatch.setattr(attention, "TreeMask", lambda *_: TreeMask(1, torch.float16, CPU))
     monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1, 1, 2, 16))
-    tree_attention.why_not_triton.cache_clear()
+    attention.why_not_triton.cache_clear()
     mask = TreeMask(2, torch.float16, CPU)
     mask.device = torch.device("cuda")
     for _ in range(3):
         assert choose_backend(mask, RULES[0], 16, 16) == "split"
     assert len(calls) == 1
-    assert tree_attention.why_not_triton("cuda") == "triton does not compile here (RuntimeError: no such instruction)"
-    tree_attention.why_not_triton.cache_clear()
+    assert attention.why_not_triton("cuda") == "triton does not compile here (RuntimeError: no such instruction)"
+    attention.why_not_triton.cache_clear()
 
 
 def test_mask_buffer_is_right_after_any_sequence_of_passes() -> None:
@@ -172,9 +170,3 @@ def test_cache_goes_back_where_it_came_from() -> None:
     cache.unload(dynamic, cache.length)
     assert dynamic.get_seq_length() == 7
     assert dynamic.layers[1].keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 5, 51, 53]
-
-
-def test_which_caches_are_preallocated() -> None:
-    assert why_not_preallocated(LlamaConfig(num_hidden_layers=2)) == ""
-    chunked = LlamaConfig(num_hidden_layers=2, attention_chunk_size=8)
-    assert "chunks" in why_not_preallocated(chunked)

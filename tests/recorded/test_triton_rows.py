@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from retrieve_spec.recorded.recorded_pass import RecordedPass
-from retrieve_spec.attention.tree_mask import TreeMask
-from retrieve_spec.attention.tree_attention import attend_split
+from retrieve_spec.attention import TreeMask
+from retrieve_spec.attention import attend_split
 from retrieve_spec.kernels import triton_rows as kernels
 
 torch.manual_seed(0)

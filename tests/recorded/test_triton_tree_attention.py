@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 SCRIPT = """
 import itertools
 import numpy as np, torch
-from retrieve_spec.attention.tree_attention import LayerRule
-from retrieve_spec.attention.tree_attention import attend_split, attend_triton
-from retrieve_spec.attention.tree_mask import TreeMask, row_depths, visible_rows
+from retrieve_spec.attention import LayerRule
+from retrieve_spec.attention import attend_split, attend_triton
+from retrieve_spec.attention import TreeMask, row_depths, visible_rows
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import triton_tree_attention
 
@@ -61,7 +61,7 @@ import numpy as np, torch
 from transformers import LlamaConfig, LlamaForCausalLM, Gemma3TextConfig, Gemma3ForCausalLM
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded import packed_pass
-from retrieve_spec.recorded.pass_graphs import PassGraphs
+from retrieve_spec.recorded.packed_pass import PassGraphs
 from retrieve_spec.recorded.kv_buffer import KVBuffer
 from retrieve_spec.recorded.packed_pass import LaidOut
 
@@ -112,7 +112,7 @@ for model, windows in (
 PACKED = """
 import numpy as np, torch
 from retrieve_spec.recorded.packed_pass import LaidOut, PackedBuffer, PassShape
-from retrieve_spec.attention.tree_mask import row_depths, visible_rows
+from retrieve_spec.attention import row_depths, visible_rows
 from retrieve_spec.recorded.kv_buffer import Slab
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.triton_tree_attention import launch_options, packed_tree_attention, tree_attention
@@ -217,7 +217,7 @@ COMPILED = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from retrieve_spec.kernels import triton_tree_kernels as kernels
+from retrieve_spec.kernels import triton_tree_attention as kernels
 from retrieve_spec.kernels.triton_tree_attention import launch_options
 
 INTS = ("words", "depths", "prefix", "starts", "tiles", "text_of", "places", "sources")

@@ -1,1 +1,0 @@
-"""Tree attention: masks of draft trees, and attention backends that take them."""
