@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.app import create_app
+from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
 from retrieve_spec.server.sampling import make_infill_processor
 from retrieve_spec.server.service import Service
@@ -160,11 +161,6 @@ def _fit(backend: Backend, config: ServeConfig) -> ServeConfig:
     return config
 
 
-def display_name(model_name: str) -> str:
-    """How a model is called in answers: the last part of its path, which some editors choose a prompt format by."""
-    return "retrieve-spec-qwen2.5-coder-reference" if model_name == "reference" else Path(model_name).name
-
-
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; what is sent to it waits until it is served.
 
@@ -270,8 +266,6 @@ def server_settings(app: Any) -> Any:
         timeout_graceful_shutdown=2,
     )
 
-
-log = logging.getLogger("retrieve_spec.server")
 
 Progress = Callable[[str], None]
 """Told what is going on."""
