@@ -86,10 +86,10 @@ def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
         redoc_url=None,
         lifespan=lifespan,
         middleware=_middleware(service, keys),
-        exception_handlers={Refusal: _refused, HTTPException: _plain, 500: _plain},
+        exception_handlers={HTTPException: _refused, 500: _refused},
         responses=_errors(401, 403),
     )
-    app.router.route_class = ReadingRoute
+    app.router.route_class = BoundedRoute
     app.state.reader = BodyReader(service.config)
     _add_completions(app, CompletionHandlers(service))
     _add_information(app, InformationHandlers(service))
@@ -151,17 +151,13 @@ def _middleware(service: Service, keys: Sequence[bytes]) -> list[Middleware]:
     return middleware
 
 
-async def _refused(request: Request, refusal: Any) -> Response:
-    response: Response = refusal.response()
-    return response
-
-
-async def _plain(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    detail = error.detail if isinstance(error, HTTPException) else "internal error"
-    answer = Refusal(status, f"{request.method} {request.url.path}: {detail}").response()
-    answer.headers.update(getattr(error, "headers", None) or {})
-    return answer
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refusal):
+        return error.response()
+    known = error if isinstance(error, HTTPException) else HTTPException(500, "internal error")
+    refusal = Refusal(known.status_code, f"{request.method} {request.url.path}: {known.detail}")
+    refusal.headers = known.headers or refusal.headers
+    return refusal.response()
 
 
 class Counted:
@@ -337,7 +333,7 @@ _INLINE = 64 << 10
 
 
 class BodyReader:
-    """Reads the requests of one server, each and all together within its bounds.
+    """Reads the bodies of one server's requests, each and all together within its bounds.
 
     The first `_SMALL` bytes of every body are not counted among all, so that ordinary requests always come through.
     """
@@ -346,31 +342,16 @@ class BodyReader:
         self._config = config
         self._left = config.bodies_bytes
 
-    async def read(self, request: Request, schema: type[BaseModel]) -> BaseModel:
-        """The body of a request as a schema.
-
-        Raises
-        ------
-        Refusal
-            400: no JSON, or as `check`; 413: too large; 408: too slow; 503: too much is being read; 499: the client has
-            gone.
-        """
-        data = await self._body(request)
-
-        def parsed() -> BaseModel:
-            try:
-                fields = pydantic_core.from_json(data, allow_inf_nan=False)
-            except ValueError as error:
-                raise Refusal(400, f"the body is not JSON: {error}") from error
-            return self.check(schema, fields)
-
-        return parsed() if len(data) < _INLINE else await asyncio.to_thread(parsed)
-
-    async def _body(self, request: Request) -> bytes:
+    async def read(self, request: Request) -> bytes:
         """A body in bounds of bytes and time.
 
         Of one that is too large a little more is read and dropped, since a client that is still sending when the
         connection closes never sees the answer.
+
+        Raises
+        ------
+        Refusal
+            413: too large; 408: too slow; 503: too much is being read; 499: the client has gone.
         """
         limit, seconds = self._config.max_body_bytes, self._config.body_s
         parts: list[bytes] = []
@@ -400,44 +381,38 @@ class BodyReader:
             raise Refusal(413, f"the body has more than {limit} bytes")
         return b"".join(parts)
 
-    def check(self, schema: type[BaseModel], fields: Any) -> BaseModel:
-        """Fields as a schema.
 
-        Raises
-        ------
-        Refusal
-            400: a field is missing or wrong, or asks for what is not served; says which and why.
-        """
-        if not isinstance(fields, dict):
-            raise Refusal(400, "the body must be a JSON object")
-        try:
-            return schema.model_validate(fields)
-        except ValidationError as error:
-            raise Refusal(400, schemas.reason(error), schemas.kind(error)) from error
+class _BoundedRequest(Request):
+    """A request whose body is read by a `BodyReader`, and is JSON whatever its client called it."""
 
-
-class _CheckedRequest(Request):
-    """A request whose body has been read and checked."""
-
-    def __init__(self, request: Request, body: BaseModel) -> None:
+    def __init__(self, request: Request, reader: BodyReader, schema: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
-        self._checked = body
+        self._reader, self._schema, self._read = reader, schema, b""
 
     @property
     def headers(self) -> Headers:
-        """The headers; a body is JSON whatever its client called it."""
+        """The headers, with the type that FastAPI reads."""
         return Headers(raw=[*super().headers.raw, (b"content-type", b"application/json")])
 
     async def body(self) -> bytes:
-        """Something; what was sent has been read."""
-        return b"read"
+        """The bytes of the body; without any it is a blank, which is no JSON."""
+        self._read = await self._reader.read(self) or b" "
+        return self._read
 
-    async def json(self) -> Any:
-        """The body as its schema."""
-        return self._checked
+    async def json(self) -> BaseModel:
+        """The body as its schema; a large one is read in a thread."""
+        return self._checked() if len(self._read) < _INLINE else await asyncio.to_thread(self._checked)
+
+    def _checked(self) -> BaseModel:
+        try:
+            return self._schema.model_validate(pydantic_core.from_json(self._read, allow_inf_nan=False))
+        except ValidationError as error:
+            raise Refusal(400, schemas.reason(error), schemas.kind(error)) from error
+        except ValueError as error:
+            raise Refusal(400, f"the body is not JSON: {error}") from error
 
 
-class ReadingRoute(APIRoute):
+class BoundedRoute(APIRoute):
     """A route whose body is read by the `BodyReader` at `app.state.reader`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -450,8 +425,7 @@ class ReadingRoute(APIRoute):
         async def read_and_answer(request: Request) -> Response:
             request.state.arrived = monotonic()
             try:
-                body = await request.app.state.reader.read(request, schema)
-                return await answer(_CheckedRequest(request, body))
+                return await answer(_BoundedRequest(request, request.app.state.reader, schema))
             except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
                 return Refusal(503, "the server is stopping", "overloaded").response()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,20 +19,20 @@ OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 """What answers without a key."""
 
 
-class Refusal(Exception):
-    """A request that is answered with an error."""
+class Refusal(HTTPException):
+    """A request that is answered with an error, of a kind as OpenAI names them."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
+        headers = {"Retry-After": "1"} if status == 503 else {}
+        if status in (408, 413, 499):  # what is left of the body is not read
+            headers["Connection"] = "close"
+        super().__init__(status, message, headers)
+        self.kind = kind
 
     def response(self) -> JSONResponse:
         """The answer."""
-        body = {"error": {"code": self.status, "message": self.message, "type": self.kind}}
-        headers = {"Retry-After": "1"} if self.status == 503 else {}
-        if self.status in (408, 413, 499):  # what is left of the body is not read
-            headers["Connection"] = "close"
-        return JSONResponse(body, self.status, headers)
+        body = {"error": {"code": self.status_code, "message": self.detail, "type": self.kind}}
+        return JSONResponse(body, self.status_code, self.headers)
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:

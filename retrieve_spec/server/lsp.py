@@ -134,7 +134,7 @@ class LocalCompleter(Completer):
         try:
             stream = await opened(service, lambda: [service.infill(request, caller)])
         except Refusal as refusal:
-            log.warning("%s", refusal.message)
+            log.warning("%s", refusal.detail)
             return ""
         try:
             (done,) = await stream.results()

@@ -93,7 +93,6 @@ class Common(_Refusing):
     samplers: Items[Text] | Text | None = None
     n_predict: Count | None = None
     n_indent: Annotated[int, Field(ge=0, le=10_000)] | None = None
-    t_max_prompt_ms: Number | None = None
     t_max_predict_ms: Number | None = None
     cache_prompt: StrictBool | None = None
     id_slot: int | None = Field(None, ge=-1, le=1 << 20)
@@ -399,13 +398,13 @@ def reason(error: ValidationError) -> str:
     said = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     path = [str(part) for part in said["loc"] if isinstance(part, int) or _is_field(part)]
     name = '"' + ".".join(path) + '"' if path else "the body"
-    if said["type"] == UNSUPPORTED:
-        return said["msg"]
-    if said["type"] == "missing":
-        return f"{name} is required"
-    if said["type"] == "string_type":
-        return f"{name} must be a string"
-    return f"{name}: {said['msg'][:1].lower()}{said['msg'][1:]}"
+    known = {
+        UNSUPPORTED: said["msg"],
+        "missing": f"{name} is required",
+        "string_type": f"{name} must be a string",
+        "model_type": "the body must be a JSON object",
+    }
+    return known.get(said["type"], f"{name}: {said['msg'][:1].lower()}{said['msg'][1:]}")
 
 
 def _is_field(part: str) -> bool:
