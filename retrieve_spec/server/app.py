@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from html import escape
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 import pydantic_core
@@ -19,14 +19,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import EDITORS, ServeConfig
 from retrieve_spec.server import schemas
 from retrieve_spec.server.completions import CompletionHandlers, scope_of
-from retrieve_spec.server.guard import Guard, Refusal
-from retrieve_spec.server.metrics import Metrics
+from retrieve_spec.server.guard import Counted, Guard, Refusal
 from retrieve_spec.server.service import Service
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
@@ -158,38 +156,6 @@ async def _refused(request: Request, error: Exception) -> Response:
     refusal = Refusal(known.status_code, f"{request.method} {request.url.path}: {known.detail}")
     refusal.headers = known.headers or refusal.headers
     return refusal.response()
-
-
-class Counted:
-    """ASGI middleware that counts requests by route and status, and says what time was spent outside the model."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on; its time is over with the last byte of its answer."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begun, status = perf_counter(), 500
-
-        async def note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                model_s = scope.get("state", {}).get("model_s")
-                if model_s is not None:
-                    overhead = max(0.0, perf_counter() - begun - model_s)
-                    self._metrics.overhead(scope["route"].path, overhead)
-                    timing = f"overhead;dur={1000 * overhead:.2f}, model;dur={1000 * model_s:.2f}"
-                    message["headers"] = [*message["headers"], (b"server-timing", timing.encode())]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note)
-        finally:
-            if (route := scope.get("route")) is not None:
-                self._metrics.request(route.path, status, perf_counter() - begun)
 
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
