@@ -386,7 +386,7 @@ class BoundedRoute(APIRoute):
         answer, field = super().get_route_handler(), self.body_field
         if field is None:
             return answer
-        schema = field.field_info.annotation
+        schema: Any = field.field_info.annotation
 
         async def read_and_answer(request: Request) -> Response:
             request.state.arrived = monotonic()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Event
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -169,7 +169,7 @@ class Job:
     key
         The task's fingerprint.
     begun
-        Its work so far, None before it begins.
+        Its work so far (`Decode`), None before it begins.
     forgotten
         Whether its user had everything forgotten meanwhile: nothing of it is kept.
     """
@@ -179,7 +179,7 @@ class Job:
         self.key = key
         self.submitted = submitted
         self.waited = 0.0
-        self.begun: Decode | None = None
+        self.begun: Any = None
         self.cancel = Event()
         self.superseded = False
         self.forgotten = False

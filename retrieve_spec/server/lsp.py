@@ -226,7 +226,7 @@ MakeCompleter = Callable[[Sequence[Path]], Completer]
 
 def strict_converter() -> Any:
     """pygls' converter, which would read the number in a string and the whole part of another."""
-    converter = default_converter()
+    converter = default_converter()  # type: ignore[no-untyped-call]
     converter.register_structure_hook(int, _integer)
     return converter
 

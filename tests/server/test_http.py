@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from scripted import ScriptedBackend
@@ -441,25 +442,15 @@ def test_closed_connection_costs_at_most_one_pass(live, say):
 def test_newer_keystroke_supersedes_and_both_are_told(live, say):
     backend = say("done")
     backend.gate = threading.Semaphore(0)
-    server = live(backend)
-    answers = {}
-
-    def ask(prompt):
-        answers[prompt] = server.post("/infill", {**INFILL, "prompt": prompt}).json()
-
-    threads = []
-    for prompt in ("    r", "    re", "    ret"):
-        threads.append(threading.Thread(target=ask, args=(prompt,)))
-        threads[-1].start()
-        expected = len(threads)
-        wait_for(lambda expected=expected: _seen(server) >= expected)
-    backend.gate.release(1000)
-    for thread in threads:
-        thread.join()
-    assert answers["    ret"]["content"] == "done"
-    for prompt in ("    r", "    re"):
-        assert answers[prompt]["content"] == ""
-        assert answers[prompt]["superseded"] is True
+    server, asked = live(backend), []
+    with ThreadPoolExecutor() as threads:
+        for prompt in ("    r", "    re", "    ret"):
+            asked.append(threads.submit(server.post, "/infill", {**INFILL, "prompt": prompt}))
+            wait_for(lambda: _seen(server) >= len(asked))
+        backend.gate.release(1000)
+        *older, newest = (answer.result().json() for answer in asked)
+    assert newest["content"] == "done"
+    assert [(answer["content"], answer["superseded"]) for answer in older] == [("", True)] * 2
 
 
 def _seen(server):
@@ -485,19 +476,14 @@ def test_busy_server_answers_503(live, say):
     backend = say("done")
     backend.gate = threading.Semaphore(0)
     server = live(backend, config=ServeConfig(max_queue=1))
-    threads = [
-        threading.Thread(target=server.post, args=("/v1/completions", {"prompt": f"p{i}", "max_tokens": 3}))
-        for i in range(2)
-    ]
-    for i, thread in enumerate(threads, 1):
-        thread.start()
-        wait_for(lambda i=i: _seen(server) >= i)
-    raw = server.post("/v1/completions", {"prompt": "p9", "max_tokens": 3})
+    with ThreadPoolExecutor() as threads:
+        for number in range(2):
+            threads.submit(server.post, "/v1/completions", {"prompt": f"p{number}", "max_tokens": 3})
+            wait_for(lambda number=number: _seen(server) > number)
+        raw = server.post("/v1/completions", {"prompt": "p9", "max_tokens": 3})
+        backend.gate.release(1000)
     assert raw.status_code == 503
     assert raw.headers["retry-after"] == "1"
-    backend.gate.release(1000)
-    for thread in threads:
-        thread.join()
 
 
 def test_failure_of_the_model_is_a_500_with_a_reason(live, say):
