@@ -29,13 +29,11 @@ def editor(name: str, url: str, key_file: Path | None, write: bool, yes: bool) -
     from retrieve_spec.errors import ServeError
     from retrieve_spec.server import editors
     from retrieve_spec.server.guard import client_key
-    from retrieve_spec.server.remote import Remote
-    from retrieve_spec.server.run import display_name
 
     def say(text: str) -> None:
         click.echo(text, err=True)
 
-    remote = Remote(url, client_key(key_file))
+    remote = editors.Remote(url, client_key(key_file))
     status, found = remote.ask("GET", "/health")
     health = found if status == 200 and isinstance(found, dict) else None
     text = editors.EDITORS[name].text(remote, health)
@@ -63,5 +61,5 @@ def editor(name: str, url: str, key_file: Path | None, write: bool, yes: bool) -
     above, line, below = editors.PROBE
     say(f"A first completion ({model_ms:.0f} ms):\n")
     say(above + line + click.style(completion, fg="green", bold=True) + below)
-    if health.get("model") == display_name("reference"):
+    if health.get("model") == editors.display_name("reference"):
         say("That is the bundled model, for trying things out. To write code, serve one trained on fill-in-the-middle.")

@@ -261,9 +261,9 @@ def lsp(
     need_extra()
     if connect is None:
         begin_loading()
+    from retrieve_spec.server.editors import Remote
     from retrieve_spec.server.guard import client_key
-    from retrieve_spec.server.lsp import serve_stdio
-    from retrieve_spec.server.remote import Remote, connect_stdio
+    from retrieve_spec.server.lsp import connect_stdio, serve_stdio
 
     logging.basicConfig(level=logging.WARNING)  # standard error; standard output belongs to the protocol
     if connect is not None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from html import escape
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 import pydantic_core
@@ -19,14 +19,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import EDITORS, ServeConfig
 from retrieve_spec.server import schemas
 from retrieve_spec.server.completions import CompletionHandlers, scope_of
-from retrieve_spec.server.guard import Guard, Refusal
-from retrieve_spec.server.metrics import Metrics
+from retrieve_spec.server.guard import Counted, Guard, Refusal
 from retrieve_spec.server.service import Service
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
@@ -86,10 +84,10 @@ def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
         redoc_url=None,
         lifespan=lifespan,
         middleware=_middleware(service, keys),
-        exception_handlers={Refusal: _refused, HTTPException: _plain, 500: _plain},
+        exception_handlers={HTTPException: _refused, 500: _refused},
         responses=_errors(401, 403),
     )
-    app.router.route_class = ReadingRoute
+    app.router.route_class = BoundedRoute
     app.state.reader = BodyReader(service.config)
     _add_completions(app, CompletionHandlers(service))
     _add_information(app, InformationHandlers(service))
@@ -151,49 +149,13 @@ def _middleware(service: Service, keys: Sequence[bytes]) -> list[Middleware]:
     return middleware
 
 
-async def _refused(request: Request, refusal: Any) -> Response:
-    response: Response = refusal.response()
-    return response
-
-
-async def _plain(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    detail = error.detail if isinstance(error, HTTPException) else "internal error"
-    answer = Refusal(status, f"{request.method} {request.url.path}: {detail}").response()
-    answer.headers.update(getattr(error, "headers", None) or {})
-    return answer
-
-
-class Counted:
-    """ASGI middleware that counts requests by route and status, and says what time was spent outside the model."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on; its time is over with the last byte of its answer."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begun, status = perf_counter(), 500
-
-        async def note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                model_s = scope.get("state", {}).get("model_s")
-                if model_s is not None:
-                    overhead = max(0.0, perf_counter() - begun - model_s)
-                    self._metrics.overhead(scope["route"].path, overhead)
-                    timing = f"overhead;dur={1000 * overhead:.2f}, model;dur={1000 * model_s:.2f}"
-                    message["headers"] = [*message["headers"], (b"server-timing", timing.encode())]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note)
-        finally:
-            if (route := scope.get("route")) is not None:
-                self._metrics.request(route.path, status, perf_counter() - begun)
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refusal):
+        return error.response()
+    known = error if isinstance(error, HTTPException) else HTTPException(500, "internal error")
+    refusal = Refusal(known.status_code, f"{request.method} {request.url.path}: {known.detail}")
+    refusal.headers = known.headers or refusal.headers
+    return refusal.response()
 
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
@@ -337,7 +299,7 @@ _INLINE = 64 << 10
 
 
 class BodyReader:
-    """Reads the requests of one server, each and all together within its bounds.
+    """Reads the bodies of one server's requests, each and all together within its bounds.
 
     The first `_SMALL` bytes of every body are not counted among all, so that ordinary requests always come through.
     """
@@ -346,31 +308,16 @@ class BodyReader:
         self._config = config
         self._left = config.bodies_bytes
 
-    async def read(self, request: Request, schema: type[BaseModel]) -> BaseModel:
-        """The body of a request as a schema.
-
-        Raises
-        ------
-        Refusal
-            400: no JSON, or as `check`; 413: too large; 408: too slow; 503: too much is being read; 499: the client has
-            gone.
-        """
-        data = await self._body(request)
-
-        def parsed() -> BaseModel:
-            try:
-                fields = pydantic_core.from_json(data, allow_inf_nan=False)
-            except ValueError as error:
-                raise Refusal(400, f"the body is not JSON: {error}") from error
-            return self.check(schema, fields)
-
-        return parsed() if len(data) < _INLINE else await asyncio.to_thread(parsed)
-
-    async def _body(self, request: Request) -> bytes:
+    async def read(self, request: Request) -> bytes:
         """A body in bounds of bytes and time.
 
         Of one that is too large a little more is read and dropped, since a client that is still sending when the
         connection closes never sees the answer.
+
+        Raises
+        ------
+        Refusal
+            413: too large; 408: too slow; 503: too much is being read; 499: the client has gone.
         """
         limit, seconds = self._config.max_body_bytes, self._config.body_s
         parts: list[bytes] = []
@@ -400,44 +347,38 @@ class BodyReader:
             raise Refusal(413, f"the body has more than {limit} bytes")
         return b"".join(parts)
 
-    def check(self, schema: type[BaseModel], fields: Any) -> BaseModel:
-        """Fields as a schema.
 
-        Raises
-        ------
-        Refusal
-            400: a field is missing or wrong, or asks for what is not served; says which and why.
-        """
-        if not isinstance(fields, dict):
-            raise Refusal(400, "the body must be a JSON object")
-        try:
-            return schema.model_validate(fields)
-        except ValidationError as error:
-            raise Refusal(400, schemas.reason(error), schemas.kind(error)) from error
+class _BoundedRequest(Request):
+    """A request whose body is read by a `BodyReader`, and is JSON whatever its client called it."""
 
-
-class _CheckedRequest(Request):
-    """A request whose body has been read and checked."""
-
-    def __init__(self, request: Request, body: BaseModel) -> None:
+    def __init__(self, request: Request, reader: BodyReader, schema: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
-        self._checked = body
+        self._reader, self._schema, self._read = reader, schema, b""
 
     @property
     def headers(self) -> Headers:
-        """The headers; a body is JSON whatever its client called it."""
+        """The headers, with the type that FastAPI reads."""
         return Headers(raw=[*super().headers.raw, (b"content-type", b"application/json")])
 
     async def body(self) -> bytes:
-        """Something; what was sent has been read."""
-        return b"read"
+        """The bytes of the body; without any it is a blank, which is no JSON."""
+        self._read = await self._reader.read(self) or b" "
+        return self._read
 
-    async def json(self) -> Any:
-        """The body as its schema."""
-        return self._checked
+    async def json(self) -> BaseModel:
+        """The body as its schema; a large one is read in a thread."""
+        return self._checked() if len(self._read) < _INLINE else await asyncio.to_thread(self._checked)
+
+    def _checked(self) -> BaseModel:
+        try:
+            return self._schema.model_validate(pydantic_core.from_json(self._read, allow_inf_nan=False))
+        except ValidationError as error:
+            raise Refusal(400, schemas.reason(error), schemas.kind(error)) from error
+        except ValueError as error:
+            raise Refusal(400, f"the body is not JSON: {error}") from error
 
 
-class ReadingRoute(APIRoute):
+class BoundedRoute(APIRoute):
     """A route whose body is read by the `BodyReader` at `app.state.reader`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -445,13 +386,12 @@ class ReadingRoute(APIRoute):
         answer, field = super().get_route_handler(), self.body_field
         if field is None:
             return answer
-        schema = field.field_info.annotation
+        schema: Any = field.field_info.annotation
 
         async def read_and_answer(request: Request) -> Response:
             request.state.arrived = monotonic()
             try:
-                body = await request.app.state.reader.read(request, schema)
-                return await answer(_CheckedRequest(request, body))
+                return await answer(_BoundedRequest(request, request.app.state.reader, schema))
             except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
                 return Refusal(503, "the server is stopping", "overloaded").response()
 

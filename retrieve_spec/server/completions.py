@@ -7,14 +7,14 @@ import contextlib
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from retrieve_spec.server import schemas, wire
+from retrieve_spec.server import schemas
 from retrieve_spec.server.guard import Refusal, given_key
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.prompts import FimParts
@@ -86,13 +86,8 @@ class CompletionHandlers:
 
     async def edits(self, body: schemas.EditRequest, request: Request) -> Response:
         """The whole new text of a file, given what to change (OpenAI's edits)."""
-        edit, wanted = await asyncio.to_thread(Edit.of, body), _first(body.max_tokens, body.n_predict, -1)
-        who = caller(request, body)
-
-        def prepare() -> list[Prepared]:
-            return [edit.prepare(self.service, body, who, wanted)]
-
-        return await self._openai(request, body, prepare, kind="edit")
+        wanted, who = _first(body.max_tokens, body.n_predict, -1), caller(request, body)
+        return await self._openai(request, body, lambda: [edit_task(self.service, body, who, wanted)], kind="edit")
 
     async def _llama(
         self,
@@ -100,11 +95,11 @@ class CompletionHandlers:
         body: schemas.InfillRequest | schemas.CompletionRequest,
         prepare: Callable[[], Prepared],
     ) -> Response:
-        service, answers = self.service, list[wire.LlamaAnswer]()
+        service, answers = self.service, list[schemas.LlamaAnswer]()
 
         def begin(prepared: Prepared) -> None:
             answers.append(
-                wire.LlamaAnswer(
+                schemas.LlamaAnswer(
                     body,
                     model=service.name,
                     n_ctx=service.backend.n_ctx,
@@ -128,11 +123,11 @@ class CompletionHandlers:
         body: schemas.OpenAIOptions,
         prepare: Callable[[], Sequence[Prepared]],
         *,
-        kind: wire.Kind = "text_completion",
+        kind: schemas.Kind = "text_completion",
     ) -> Response:
         samples = body.n or 1
         stream = await opened(self.service, lambda: [one for item in prepare() for one in item.samples(samples)])
-        answer = wire.OpenAIAnswer(
+        answer = schemas.OpenAIAnswer(
             self.service.name,
             kind=kind,
             written=body.written,
@@ -148,17 +143,17 @@ class CompletionHandlers:
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
         extra = self.service.provenance.of(body, finished[0], stream.prepared[0].left)
-        return JSONResponse(wire.project(answer.whole(finished, extra), body.response_fields))
+        return JSONResponse(schemas.project(answer.whole(finished, extra), body.response_fields))
 
     async def _events(
-        self, stream: Stream, body: schemas.Common, answer: wire.LlamaAnswer | wire.OpenAIAnswer
+        self, stream: Stream, body: schemas.Common, answer: schemas.LlamaAnswer | schemas.OpenAIAnswer
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events, one for each pass; nothing in between, since some clients take pings for an end."""
         finished: dict[int, Completion] = {}
         try:
             for index in range(len(stream.prepared)):
                 for first in answer.begin(index):
-                    yield wire.event(first)
+                    yield schemas.event(first)
             async for said in stream:
                 shown: list[dict[str, Any]] = []
                 for index, event in said:
@@ -172,9 +167,9 @@ class CompletionHandlers:
                         item.remember(event)
                         shown += answer.end(event, self.service.provenance.of(body, event, item.left), index)
                 if shown:
-                    yield b"".join(map(wire.event, shown))
+                    yield b"".join(map(schemas.event, shown))
             for last in answer.close([finished[index] for index in sorted(finished)]):
-                yield wire.event(last)
+                yield schemas.event(last)
             if answer.closing:
                 yield answer.closing
         finally:
@@ -327,72 +322,43 @@ async def opened(
 _BACKTICKS = re.compile("`+")
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """What the model is asked, and what it is expected to answer.
+def edit_task(service: Service, request: EditRequest, caller: Caller, wanted: int) -> Prepared:
+    """A task whose answer is the new text of a file; with ``wanted`` below 0 there must be room for the whole text.
 
-    Attributes
-    ----------
-    question
-        What the user says.
-    expected
-        The text that the client expects, the old one where it does not say.
-    fence
-        Backticks in front of the new text and behind it, more than stand together in what was given.
-    closed
-        Strings that end the answer. A text without a newline at its end is answered without one.
+    The answer begins and ends with more backticks than stand together in what was given. A text without a newline at
+    its end is answered without one.
+
+    Raises
+    ------
+    Refusal
+        400: there is nothing to change, or nothing is said of what to change; the model cannot read the text, or not
+        say as much again.
     """
-
-    question: str
-    expected: str
-    fence: str
-    closed: tuple[str, ...]
-
-    @classmethod
-    def of(cls, request: EditRequest) -> Edit:
-        """What a request asks for.
-
-        Raises
-        ------
-        Refusal
-            400: there is nothing to change, or nothing is said of what to change.
-        """
-        text, instruction, path = request.input, request.instruction.strip(), request.path or ""
-        if not text:
-            raise Refusal(400, '"input" is empty: there is nothing to change; ask /v1/completions for a new text')
-        if not instruction:
-            raise Refusal(400, '"instruction" is empty: say what is to be changed')
-        expected = request.prediction.as_text() if request.prediction else text
-        runs = _BACKTICKS.findall("\n".join((text, instruction, path)))
-        fence = "`" * max(3, 1 + max(map(len, runs), default=0))
-        ended = text.endswith("\n")
-        question = (
-            f"{instruction}\n\n{path}\n{fence}\n{text}" + ("" if ended else "\n") + f"{fence}\n\n"
-            f"Answer with the whole new text between two lines of {len(fence)} backticks, and nothing else."
+    text, instruction, path = request.input, request.instruction.strip(), request.path or ""
+    if not text:
+        raise Refusal(400, '"input" is empty: there is nothing to change; ask /v1/completions for a new text')
+    if not instruction:
+        raise Refusal(400, '"instruction" is empty: say what is to be changed')
+    runs = _BACKTICKS.findall("\n".join((text, instruction, path)))
+    fence = "`" * max(3, 1 + max(map(len, runs), default=0))
+    ended = text.endswith("\n")
+    question = (
+        f"{instruction}\n\n{path}\n{fence}\n{text}" + ("" if ended else "\n") + f"{fence}\n\n"
+        f"Answer with the whole new text between two lines of {len(fence)} backticks, and nothing else."
+    )
+    given = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    stops = [*given, *([] if ended else [f"\n{fence}"]), fence]
+    asked = request.model_copy(update={"prediction": request.prediction or Prediction(content=text), "stop": stops})
+    ids, expected = service.prompts.asked(question, f"{fence}\n"), service.prompts.expected(asked)
+    room = service.backend.n_ctx - len(ids)
+    if wanted < 0 and len(expected) > room:
+        raise Refusal(
+            400,
+            f"the new text may need {len(expected)} tokens, and {max(0, room)} can follow the prompt of {len(ids)};"
+            " send a part of the file, or say with max_tokens how much of the new text is enough",
+            "exceed_context",
         )
-        return cls(question, expected, fence, (fence,) if ended else (f"\n{fence}", fence))
-
-    def prepare(self, service: Service, request: EditRequest, caller: Caller, wanted: int) -> Prepared:
-        """The task; with ``wanted`` below 0 there must be room for the whole text.
-
-        Raises
-        ------
-        Refusal
-            400: the model cannot read the text, or not say as much again.
-        """
-        given = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        prediction = Prediction(content=self.expected)
-        asked = request.model_copy(update={"prediction": prediction, "stop": [*given, *self.closed]})
-        ids, expected = service.prompts.asked(self.question, f"{self.fence}\n"), service.prompts.expected(asked)
-        room = service.backend.n_ctx - len(ids)
-        if wanted < 0 and len(expected) > room:
-            raise Refusal(
-                400,
-                f"the new text may need {len(expected)} tokens, and {max(0, room)} can follow the prompt of {len(ids)};"
-                " send a part of the file, or say with max_tokens how much of the new text is enough",
-                "exceed_context",
-            )
-        return service.raw(ids, asked, caller, wanted, expected)
+    return service.raw(ids, asked, caller, wanted, expected)
 
 
 def scope_of(request: Request) -> str:

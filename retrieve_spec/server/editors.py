@@ -1,4 +1,4 @@
-"""Editor settings: what makes each editor's plug-in ask a server, and where it looks for them."""
+"""Clients of a server: how it is asked, and the settings that make each editor's plug-in ask it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.remote import Remote, reason_of
-from retrieve_spec.server.run import display_name
 
 _FOLDER = Path(__file__).parent / "editor_settings"
 _URL = f"http://{ServeConfig().host}:{ServeConfig().port}"
@@ -24,6 +24,72 @@ _PLAIN_MODEL = re.compile(r"[\w.:/@+ -]{1,200}")
 """What can stand between quotes in every editor's language without ending them."""
 PROBE = ("def fibonacci(n):\n", "    if n < 2:\n        ", "\n")
 """What the first completion is asked for: text above the cursor, its line, text below."""
+
+
+class Remote:
+    """A server elsewhere.
+
+    Parameters
+    ----------
+    url
+        Its address, as ``http://127.0.0.1:8012``.
+    key
+        An API key, "" for none.
+
+    Attributes
+    ----------
+    options
+        What an `httpx` client needs to ask it; proxies of the environment are not asked.
+
+    Raises
+    ------
+    ServeError
+        The address is none.
+    """
+
+    def __init__(self, url: str, key: str = "") -> None:
+        try:
+            address = httpx.URL(url)
+            known = address.scheme in ("http", "https") and address.host and not address.query
+        except httpx.InvalidURL:
+            known = False
+        if not known:
+            raise ServeError("the address of a server, as http://127.0.0.1:8012", repr(url), "Give one like it.")
+        self.url = url.rstrip("/")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self.options: dict[str, Any] = {
+            "base_url": self.url,
+            "headers": {name: value.encode() for name, value in headers.items()},  # keys are not always Latin-1
+            "trust_env": False,
+        }
+
+    def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 5.0) -> tuple[int, Any]:
+        """Status and body of an answer, None for one that is no JSON; status 0 where nobody answers."""
+        try:
+            with httpx.Client(**self.options, timeout=timeout) as client:
+                answer = client.request(method, path, content=None if body is None else json.dumps(body))
+        except httpx.HTTPError:
+            return 0, None
+        return answer.status_code, parsed(answer)
+
+
+def parsed(answer: httpx.Response) -> Any:
+    """The JSON of an answer, None for something else."""
+    try:
+        return answer.json()
+    except ValueError:
+        return None
+
+
+def reason_of(body: Any) -> str:
+    """What a server says of a request that it refuses, "" for nothing."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message", "")) if isinstance(error, dict) else ""
+
+
+def display_name(model_name: str) -> str:
+    """How a model is called in answers: the last part of its path, which some editors choose a prompt format by."""
+    return "retrieve-spec-qwen2.5-coder-reference" if model_name == "reference" else Path(model_name).name
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,37 +1,44 @@
-"""Guard: wrong keys, browser pages of other origins and bodies that are too large never reach a handler."""
+"""What every request passes: wrong keys and pages of other origins never reach a handler, the rest is counted."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieve_spec.errors import ServeError
+
+if TYPE_CHECKING:
+    from retrieve_spec.server.jobs import Completion, Task
 
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 """What answers without a key."""
 
 
-class Refusal(Exception):
-    """A request that is answered with an error."""
+class Refusal(HTTPException):
+    """A request that is answered with an error, of a kind as OpenAI names them."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
+        headers = {"Retry-After": "1"} if status == 503 else {}
+        if status in (408, 413, 499):  # what is left of the body is not read
+            headers["Connection"] = "close"
+        super().__init__(status, message, headers)
+        self.kind = kind
 
     def response(self) -> JSONResponse:
         """The answer."""
-        body = {"error": {"code": self.status, "message": self.message, "type": self.kind}}
-        headers = {"Retry-After": "1"} if self.status == 503 else {}
-        if self.status in (408, 413, 499):  # what is left of the body is not read
-            headers["Connection"] = "close"
-        return JSONResponse(body, self.status, headers)
+        body = {"error": {"code": self.status_code, "message": self.detail, "type": self.kind}}
+        return JSONResponse(body, self.status_code, self.headers)
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
@@ -176,3 +183,123 @@ def normal_origins(origins: Sequence[str]) -> tuple[str, ...]:
         usual = {"http": 80, "https": 443}.get(parts.scheme.lower())
         found.append(f"{parts.scheme.lower()}://{host.lower()}" + (f":{port}" if port not in (None, usual) else ""))
     return tuple(found)
+
+
+_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.375, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_TOKENS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+
+
+class Metrics:
+    """The counters of one server, in a registry of its own."""
+
+    def __init__(self, queue_length: Callable[[], int], begun: Callable[[], int] | None = None) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        p = "retrieve_spec_"
+        self._requests = Counter(p + "requests", "Requests by path and status.", ["path", "status"], registry=r)
+        self._latency = Histogram(
+            p + "request_seconds", "Time to answer, by path.", ["path"], buckets=_SECONDS, registry=r
+        )
+        self._overhead = Histogram(
+            p + "overhead_seconds", "Time spent outside the model, by path.", ["path"], buckets=_SECONDS, registry=r
+        )
+        self._per_pass = Histogram(
+            p + "tokens_per_pass", "Tokens emitted per forward pass.", buckets=_TOKENS, registry=r
+        )
+        self._emitted = Counter(p + "tokens_emitted", "Tokens emitted.", registry=r)
+        self._passes = Counter(p + "passes", "Forward passes spent on decoding.", registry=r)
+        self._drafted = Counter(p + "draft_nodes", "Draft nodes verified.", registry=r)
+        self._accepted = Counter(p + "accepted_tokens", "Accepted draft tokens by source.", ["source"], registry=r)
+        self._prompt = Counter(p + "prompt_tokens", "Prompt tokens by how they were read.", ["read"], registry=r)
+        self._first = Histogram(
+            p + "first_token_seconds", "Time to the first token, by what asked.", ["kind"], buckets=_SECONDS, registry=r
+        )
+        self._deadlines = Counter(p + "deadlines", "Completions that a deadline ended.", registry=r)
+        self._outcomes = Counter(p + "completions", "Completions by outcome.", ["outcome"], registry=r)
+        self._cancelled = Counter(p + "cancellations", "Requests given up, by reason.", ["reason"], registry=r)
+        self._after = Counter(p + "passes_after_cancel", "Passes spent after a client had gone.", registry=r)
+        Gauge(p + "queue_length", "Requests waiting.", registry=r).set_function(queue_length)
+        if begun is not None:
+            Gauge(p + "running", "Requests under way.", registry=r).set_function(begun)
+
+    def request(self, path: str, status: int, seconds: float) -> None:
+        """Count an answered request."""
+        self._requests.labels(path, str(status)).inc()
+        self._latency.labels(path).observe(seconds)
+
+    def overhead(self, path: str, seconds: float) -> None:
+        """Count time a request spent outside the model and outside the queue."""
+        self._overhead.labels(path).observe(seconds)
+
+    def completion(self, task: Task, done: Completion) -> None:
+        """Count a finished task."""
+        self._outcomes.labels(done.outcome).inc()
+        if done.outcome in ("cancelled", "superseded"):
+            self._cancelled.labels("disconnect" if done.outcome == "cancelled" else "superseded").inc()
+        self._after.inc(done.passes_after_cancel)
+        self._prompt.labels("cache").inc(done.cached_tokens)
+        if done.outcome == "done":
+            self._prompt.labels("model").inc(max(0, done.prompt_tokens - done.cached_tokens))
+        if done.token_ids:
+            kind = "typing" if task.typing else "other"
+            self._first.labels(kind).observe(done.first_s)
+        self._deadlines.inc(done.deadline_hit)
+        report = done.report
+        self._emitted.inc(len(done.token_ids))
+        self._passes.inc(report.passes)
+        self._drafted.inc(report.nodes)
+        for source, count in report.accepted_by_source.items():
+            self._accepted.labels(source).inc(count)
+        if report.passes:
+            self._per_pass.observe(len(done.token_ids) / report.passes)
+
+    def figures(self) -> dict[str, float]:
+        """What a page shows: tokens per pass, accepted draft tokens by source, requests that wait and are under way."""
+        values = {
+            (sample.name.removeprefix("retrieve_spec_"), sample.labels.get("source", "")): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+        }
+        passes = values[("passes_total", "")]
+        figures = {"Tokens per pass": values[("tokens_emitted_total", "")] / passes if passes else 0.0}
+        figures |= {f"Accepted from {of}": n for (name, of), n in values.items() if name == "accepted_tokens_total"}
+        return figures | {
+            "Requests waiting": values[("queue_length", "")],
+            "Under way": values.get(("running", ""), 0.0),
+        }
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+
+class Counted:
+    """ASGI middleware that counts requests by route and status, and says what time was spent outside the model."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on; its time is over with the last byte of its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, status = perf_counter(), 500
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                model_s = scope.get("state", {}).get("model_s")
+                if model_s is not None:
+                    overhead = max(0.0, perf_counter() - begun - model_s)
+                    self._metrics.overhead(scope["route"].path, overhead)
+                    timing = f"overhead;dur={1000 * overhead:.2f}, model;dur={1000 * model_s:.2f}"
+                    message["headers"] = [*message["headers"], (b"server-timing", timing.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            if (route := scope.get("route")) is not None:
+                self._metrics.request(route.path, status, perf_counter() - begun)

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+import httpx
 from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
-from pygls.protocol import LanguageServerProtocol
+from pygls.protocol import LanguageServerProtocol, default_converter
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.errors import ServeError
 from retrieve_spec.server.completions import opened
+from retrieve_spec.server.editors import Remote, parsed, reason_of
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.prompts import Chunk
 from retrieve_spec.server.schemas import InfillRequest
@@ -42,6 +48,9 @@ _SHOWN = 4
 """Other open documents of which the model is shown a piece."""
 _LINES, _CHARS, _STEP = 64, 16_000, 32
 """Lines and characters of such a piece at most, and how far the place has to move before another one is shown."""
+_ANSWER_S, _AGAIN_S = 60.0, 0.25
+_CHARS_BEFORE, _CHARS_AFTER = 400_000, 100_000
+"""Characters before and after a cursor that a server elsewhere is sent: as many as any model is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +134,7 @@ class LocalCompleter(Completer):
         try:
             stream = await opened(service, lambda: [service.infill(request, caller)])
         except Refusal as refusal:
-            log.warning("%s", refusal.message)
+            log.warning("%s", refusal.detail)
             return ""
         try:
             (done,) = await stream.results()
@@ -160,7 +169,72 @@ class LocalCompleter(Completer):
         self.service.close()
 
 
+class RemoteCompleter(Completer):
+    """Completions by a server elsewhere, which sees what was taken and saved itself."""
+
+    def __init__(self, remote: Remote) -> None:
+        self.remote = remote
+        self._client = httpx.AsyncClient(**remote.options, timeout=_ANSWER_S)
+
+    async def complete(self, cursor: Cursor) -> str:
+        """A suggestion for a place; the server stops after the pass under way where it is given up."""
+        near = replace(cursor, left=cursor.left[-_CHARS_BEFORE:], right=cursor.right[:_CHARS_AFTER])
+        body = json.dumps({**near.request(), "response_fields": ["content"]}, ensure_ascii=False)
+        document = hashlib.sha256(cursor.uri.encode("utf-8", "replace")).hexdigest()[:16]
+        headers = {"X-Client-Id": f"lsp-{os.getpid()}-{document}"}
+        try:
+            answer = await self._client.post("/infill", content=body.encode("utf-8", "replace"), headers=headers)
+        except httpx.HTTPError as error:
+            log.warning("%s cannot be asked: %r", self.remote.url, error)
+            return ""
+        found = parsed(answer)
+        if answer.status_code != 200:
+            log.warning("%s answered %d: %s", self.remote.url, answer.status_code, reason_of(found))
+            return ""
+        text = str(found.get("content", "")) if isinstance(found, dict) else ""
+        return text if text.strip() else ""
+
+    def forget(self) -> None:
+        """Have the server drop what it keeps of this user."""
+        self.remote.ask("DELETE", "/v1/workspace", timeout=_ANSWER_S)
+
+    def close(self) -> None:
+        """Nothing to end: the server is not this editor's."""
+
+
+def connected(remote: Remote, given_up: threading.Event) -> RemoteCompleter:
+    """A completer that asks a server, once its model is loaded.
+
+    Raises
+    ------
+    ServeError
+        Nobody answers, the server refuses, or it was ``given_up`` to wait.
+    """
+    while True:
+        status, found = remote.ask("GET", "/v1/models")
+        if status == 200:
+            return RemoteCompleter(remote)
+        if status != 503:
+            got = f"it answered {status}: {reason_of(found)}" if status else "nobody answers"
+            raise ServeError(f"to reach {remote.url}", got, "Start retrieve-spec serve; check --connect and the key.")
+        if given_up.wait(_AGAIN_S):
+            raise ServeError(f"to reach {remote.url}", "the editor has closed it", "Open the editor again.")
+
+
 MakeCompleter = Callable[[Sequence[Path]], Completer]
+
+
+def strict_converter() -> Any:
+    """pygls' converter, which would read the number in a string and the whole part of another."""
+    converter = default_converter()  # type: ignore[no-untyped-call]
+    converter.register_structure_hook(int, _integer)
+    return converter
+
+
+def _integer(value: Any, _: type) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is no integer")
+    return value
 
 
 class AnsweringProtocol(LanguageServerProtocol):
@@ -197,7 +271,9 @@ class CompletionServer(LanguageServer):
     give_up: Callable[[], None] | None = None
 
     def __init__(self, make_completer: MakeCompleter, workspaces: Sequence[Path] = ()) -> None:
-        super().__init__("retrieve-spec", __version__, protocol_cls=AnsweringProtocol)
+        super().__init__(
+            "retrieve-spec", __version__, protocol_cls=AnsweringProtocol, converter_factory=strict_converter
+        )
         self._make_completer = make_completer
         self._workspaces = list(workspaces)
         self.completer: Completer | None = None
@@ -427,3 +503,11 @@ def serve_stdio(
         return LocalCompleter(service)
 
     create_server(make, workspaces).start_io()
+
+
+def connect_stdio(remote: Remote) -> None:
+    """Serve a language server on standard input and output by asking a server elsewhere."""
+    given_up = threading.Event()
+    server = create_server(lambda roots: connected(remote, given_up))
+    server.give_up = given_up.set
+    server.start_io()

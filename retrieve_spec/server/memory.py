@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.continuations import Continuation, key_starts, scan_texts
-from retrieve_spec.server.jobs import DraftHints
+from retrieve_spec.server.prompts import FimAssembler
 from retrieve_spec.server.text import TextCodec, with_line_feeds
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.sources.session import SessionMemory
@@ -73,9 +74,11 @@ class Memory:
     Parameters
     ----------
     codec
-        Text codec of the model.
+        Text codec of the model, with a cache of the user's own texts.
     workspace
         Indexed folders, if any.
+    assembler
+        Builds fill-in-the-middle prompts, None for a model that cannot infill.
     scope
         Whose memory it is.
     max_chars
@@ -93,6 +96,7 @@ class Memory:
         codec: TextCodec,
         workspace: Workspace | None,
         *,
+        assembler: FimAssembler | None = None,
         scope: str = "",
         max_chars: int = 2_000_000,
         accepted_tokens: int = 512,
@@ -101,7 +105,7 @@ class Memory:
     ) -> None:
         self.codec = codec
         self.workspace = workspace
-        self.scope = scope
+        self.assembler, self.scope = assembler, scope
         self.chunks = RecentTexts(max_chars)
         self.buffers = RecentTexts(max_chars)
         self.accepted = RecentTexts(max_chars // 4)
@@ -163,6 +167,7 @@ class Memory:
             self.times_forgotten += 1
             self._session = SessionMemory(self._session.max_tokens)
             self._unread, self._encoded, self._read = deque(), [], set()
+        self.codec.forget()
 
     def contents(self) -> dict[str, int]:
         """What there is to forget: how much of each kind."""
@@ -173,6 +178,7 @@ class Memory:
                 "accepted": len(self.accepted),
                 "answers": len(self._answers),
                 "session_tokens": len(self._drafted()),
+                "encodings": self.codec.cached,
             }
 
     def encode_new(self) -> None:

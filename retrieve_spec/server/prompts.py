@@ -422,9 +422,12 @@ class FimAssembler:
         v, fmt = self.vocabulary, self.vocabulary.fmt
         prefix_text = stable_tail(parts.prefix, self._before * _CHARS_PER_TOKEN)
         suffix_text = _head(parts.suffix, self._after * _CHARS_PER_TOKEN)
-        heals = heal and self._beginnings is not None
-        begun = self._begun(prefix_text) if heals else ""
-        prefix, middle = self._divided(prefix_text[: len(prefix_text) - len(begun)], heals)
+        begun = ""  # the end of the cursor's line that is left to the model
+        if heal and self._beginnings is not None:
+            begun = self._beginnings.of(prefix_text[prefix_text.rfind("\n") + 1 :])
+        prefix, middle = self._divided(
+            prefix_text[: len(prefix_text) - len(begun)], heal and self._beginnings is not None
+        )
         suffix = self.codec.encode_cached(suffix_text)[: self._after]
         room = max(0, self.n_ctx - self.window - 2 * max(n_predict, 16) - 16)
         room = min(room, _EXTRA_WINDOWS * self.window)
@@ -444,11 +447,6 @@ class FimAssembler:
             ids += [v.middle, *middle]
         cut = len(prefix_text) < len(parts.prefix) or len(suffix_text) < len(parts.suffix)
         return FimPrompt(ids, [*extra, *suffix, *prefix, *middle], dropped or cut, begun)
-
-    def _begun(self, prefix: str) -> str:
-        """The end of the cursor's line that is left to the model."""
-        assert self._beginnings is not None
-        return self._beginnings.of(prefix[prefix.rfind("\n") + 1 :])
 
     def _divided(self, text: str, heals: bool) -> tuple[list[int], list[int]]:
         """The text left of the cursor as what stands before the suffix, and behind it."""

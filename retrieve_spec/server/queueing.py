@@ -13,16 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Condition, Thread
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.errors import ServeError, in_a_line
-from retrieve_spec.server.decode import COPY_FROM, Decode, SlotPool
-from retrieve_spec.server.jobs import Completion, Delta, Job, Outcome, Sink, Task, Waiter
+from retrieve_spec.server.backend import COPY_FROM, Backend, SlotPool
+from retrieve_spec.server.jobs import Completion, Decode, Delta, Job, Outcome, Sink, Task, Waiter
 from retrieve_spec.server.text import TextCodec
-
-if TYPE_CHECKING:
-    from retrieve_spec.server.backend import Backend
 
 log = logging.getLogger("retrieve_spec.server")
 

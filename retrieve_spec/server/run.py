@@ -7,29 +7,36 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from retrieve_spec.acceleration import accelerate
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.drafting.drafter import Preparable
+from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import ServeError, in_a_line
+from retrieve_spec.reference_model import load_model
+from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app
+from retrieve_spec.server.backend import Backend
+from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
 from retrieve_spec.server.sampling import make_infill_processor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.server.workspace_store import WorkspaceStore, prepare_store
-
-if TYPE_CHECKING:
-    from retrieve_spec.datastore.store import Datastore
-    from retrieve_spec.server.backend import Backend
+from retrieve_spec.sources.answers import unpacked
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -64,8 +71,6 @@ def build_service(
     shared
         Whether users with keys of their own share the server.
     """
-    from retrieve_spec.reference_model import load_model
-
     tell = progress or (lambda stage: None)
     tell("loading the weights")
     model, tokenizer = load_model(model_name, dtype=dtype, device=device)
@@ -91,13 +96,6 @@ def assemble(
     clock: Callable[[], float] = monotonic,
 ) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
-    from retrieve_spec.acceleration import accelerate
-    from retrieve_spec.datastore.store import open_datastore
-    from retrieve_spec.drafting.drafter import Preparable
-    from retrieve_spec.drafting.presets import build_drafter
-    from retrieve_spec.sampling.acceptance import prepare_sampling
-    from retrieve_spec.server.backend import Backend
-
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
     accelerate(model, tokenizer, datastores=given, session=session or False)
     drafters = model.speculation.drafters
@@ -160,11 +158,6 @@ def _fit(backend: Backend, config: ServeConfig) -> ServeConfig:
     return config
 
 
-def display_name(model_name: str) -> str:
-    """How a model is called in answers: the last part of its path, which some editors choose a prompt format by."""
-    return "retrieve-spec-qwen2.5-coder-reference" if model_name == "reference" else Path(model_name).name
-
-
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; what is sent to it waits until it is served.
 
@@ -215,11 +208,6 @@ def serve(
     StoreError
         A datastore is not there or damaged, or the session's file is something else.
     """
-    import uvicorn
-
-    from retrieve_spec.datastore.store import open_datastore
-    from retrieve_spec.sources.answers import unpacked
-
     for store in stores:
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
     if session is not None:
@@ -259,8 +247,6 @@ def serve(
 
 def server_settings(app: Any) -> Any:
     """How uvicorn serves: nothing in its log but errors, connections that idle a while, heads that come in time."""
-    import uvicorn
-
     return uvicorn.Config(
         app,
         http=BoundedConnection,
@@ -270,8 +256,6 @@ def server_settings(app: Any) -> Any:
         timeout_graceful_shutdown=2,
     )
 
-
-log = logging.getLogger("retrieve_spec.server")
 
 Progress = Callable[[str], None]
 """Told what is going on."""
@@ -286,14 +270,14 @@ class Starting:
     def __init__(self, make: Callable[[Progress], FastAPI], on_failure: Callable[[], None]) -> None:
         self._make, self._on_failure = make, on_failure
         self._app: ASGIApp | None = None
-        self._lifespan = contextlib.AsyncExitStack()
+        self._shell = Starlette(lifespan=self._live)
         self._stage, self._since = "starting", monotonic()
         self.error: BaseException | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or let the application answer."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._shell(scope, receive, send)
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -305,8 +289,8 @@ class Starting:
         error = {"code": 503, "message": f"Loading model: {self._stage}", "type": "unavailable_error"}
         return JSONResponse({"error": error, "status": "loading", "loading": loading}, 503, {"Retry-After": "1"})
 
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
+    @contextlib.asynccontextmanager
+    async def _live(self, _: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         made: asyncio.Future[FastAPI] = loop.create_future()
 
@@ -319,24 +303,22 @@ class Starting:
                 self._hand_over(loop, made.set_result, app)
 
         threading.Thread(target=work, name="retrieve-spec-loading", daemon=True).start()
-        opening = asyncio.ensure_future(self._open(made))
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        opening.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await opening
-        await self._lifespan.aclose()
-        await send({"type": "lifespan.shutdown.complete"})
+        async with contextlib.AsyncExitStack() as lifespan:
+            opening = asyncio.ensure_future(self._open(made, lifespan))
+            yield
+            opening.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await opening
 
     @staticmethod
     def _hand_over(loop: asyncio.AbstractEventLoop, take: Callable[[Any], None], what: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
             loop.call_soon_threadsafe(take, what)
 
-    async def _open(self, made: asyncio.Future[FastAPI]) -> None:
+    async def _open(self, made: asyncio.Future[FastAPI], lifespan: contextlib.AsyncExitStack) -> None:
         try:
             app = await made
-            await self._lifespan.enter_async_context(app.router.lifespan_context(app))
+            await lifespan.enter_async_context(app.router.lifespan_context(app))
         except Exception as error:
             self.error = error
             self._on_failure()

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
-from retrieve_spec.server.definitions import Definitions
-from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.jobs import Completion, DraftHints, Task
+from retrieve_spec.server.backend import Backend, DraftHints
+from retrieve_spec.server.guard import Metrics, Refusal
+from retrieve_spec.server.jobs import Completion, Task
+from retrieve_spec.server.lookups import Definitions, Provenance
 from retrieve_spec.server.memory import Memory
-from retrieve_spec.server.metrics import Metrics
 from retrieve_spec.server.prompts import (
     Chunk,
     FimAssembler,
@@ -29,20 +30,15 @@ from retrieve_spec.server.prompts import (
     missing_tokens,
     unknown_format,
 )
-from retrieve_spec.server.provenance import Provenance
 from retrieve_spec.server.queueing import RequestQueue
 from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, Sampling
 from retrieve_spec.server.schemas import Common, InfillRequest
 from retrieve_spec.server.text import StopRules, TextCodec
 from retrieve_spec.server.workspace import Workspace
 
-if TYPE_CHECKING:
-    from retrieve_spec.datastore.store import Datastore
-    from retrieve_spec.server.backend import Backend
-
 log = logging.getLogger("retrieve_spec.server")
 
-_ACCOUNTS = 64
+_USERS = 64
 _FIM_TOKENS = 128
 _FIM_WINDOW = 2048
 _MAX_SEED = (1 << 63) - 1
@@ -100,37 +96,6 @@ class Prepared:
         """Note what was suggested."""
         if done.outcome == "done" and self.left and not self.is_forgotten:
             self.memory.note_answer(self.left, done.text)
-
-
-@dataclass(slots=True)
-class Account:
-    """What is kept of one user, known by an API key or by none; nothing of it is seen by another.
-
-    Attributes
-    ----------
-    scope
-        The user's name inside the server.
-    codec
-        The model's text codec, with a cache of the user's own texts.
-    assembler
-        Builds fill-in-the-middle prompts, None for a model that cannot infill.
-    memory
-        What the user's editors have shown.
-    """
-
-    scope: str
-    codec: TextCodec
-    assembler: FimAssembler | None
-    memory: Memory
-
-    def contents(self) -> dict[str, int]:
-        """What there is to forget: how much of each kind."""
-        return {**self.memory.contents(), "encodings": self.codec.cached}
-
-    def forget(self) -> None:
-        """Drop everything."""
-        self.memory.forget()
-        self.codec.forget()
 
 
 class Service:
@@ -197,7 +162,7 @@ class Service:
         self._shared, self._drafters, self._on_done = shared, drafters, on_done
         self.metrics = Metrics(lambda: self.queue.queue_length, lambda: self.queue.begun)
         self.provenance = Provenance(stores, workspace)
-        self._accounts: OrderedDict[str, Account] = OrderedDict()
+        self._memories: OrderedDict[str, Memory] = OrderedDict()
         self._lock = Lock()
         most = min(config.definition_chars, (config.fim_window or _FIM_WINDOW) * 3 // 4)
         self.definitions = Definitions(workspace, most) if workspace is not None else None
@@ -207,23 +172,21 @@ class Service:
         self.metrics.completion(task, done)
         self._on_done(task, done)
 
-    def _open_account(self, scope: str) -> Account:
+    def _open_memory(self, scope: str) -> Memory:
         config, codec = self.config, self.codec.apart()
-        window, share = config.fim_window or _FIM_WINDOW, config.prefix_share
-        sessions = None if self._drafters is None else self._drafters.sessions
-        memory = Memory(
+        assembler = None
+        if self.fim:
+            window, beginnings = config.fim_window or _FIM_WINDOW, self.beginnings if self.backend.heals else None
+            assembler = FimAssembler(codec, self.fim, self.backend.n_ctx, window, config.prefix_share, beginnings)
+        return Memory(
             codec,
             self.workspace,
+            assembler=assembler,
             scope=scope,
             max_chars=config.memory_chars,
             accepted_tokens=config.accepted_tokens,
-            open_session=None if sessions is None else partial(sessions.of, scope),
+            open_session=None if self._drafters is None else partial(self._drafters.sessions.of, scope),
         )
-        assembler = None
-        if self.fim:
-            beginnings = self.beginnings if self.backend.heals else None
-            assembler = FimAssembler(codec, self.fim, self.backend.n_ctx, window, share, beginnings)
-        return Account(scope, codec, assembler, memory)
 
     def close(self) -> None:
         """End the queue; what it answered is kept for later, where it is to be."""
@@ -231,22 +194,18 @@ class Service:
         if self._drafters is not None:
             self._drafters.keep(at_once=True)
 
-    def account(self, scope: str) -> Account:
-        """What is kept of one user; of so many, the latest."""
-        with self._lock:
-            account = self._accounts.pop(scope, None) or self._open_account(scope)
-            self._accounts[scope] = account
-            while len(self._accounts) > _ACCOUNTS:
-                self._accounts.popitem(last=False)
-            return account
-
     def memory(self, scope: str) -> Memory:
-        """What the editors of one user have shown; users do not draft from one another."""
-        return self.account(scope).memory
+        """What the editors of one user have shown, none of which another sees; of so many users, the latest."""
+        with self._lock:
+            memory = self._memories.pop(scope, None) or self._open_memory(scope)
+            self._memories[scope] = memory
+            while len(self._memories) > _USERS:
+                self._memories.popitem(last=False)
+            return memory
 
     def kept(self, scope: str) -> dict[str, Any]:
         """What there is to forget of one user, and of the workspace where it is theirs alone."""
-        kept: dict[str, Any] = {**self.account(scope).contents(), "caches": self.queue.caches(scope)}
+        kept: dict[str, Any] = {**self.memory(scope).contents(), "caches": self.queue.caches(scope)}
         if self.workspace is not None:
             kept["workspace"] = {
                 "folders": [str(root) for root in self.workspace.roots],
@@ -264,7 +223,7 @@ class Service:
             500: it still stands in a file that cannot be written.
         """
         kept = self.kept(scope)
-        self.account(scope).forget()
+        self.memory(scope).forget()
         self.beginnings.forget()  # of all users: whose words they were is not kept
         if self.definitions is not None:
             self.definitions.forget()
@@ -297,15 +256,15 @@ class Service:
 
     def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int) -> Prepared:
         """A task for the text between two texts."""
-        account = self.account(caller.scope)
-        if account.assembler is None:
+        memory = self.memory(caller.scope)
+        if memory.assembler is None:
             raise Refusal(501, self.no_fim(), "not_supported_error")
-        forgotten = account.memory.times_forgotten
+        forgotten = memory.times_forgotten
         shown = parts if self.definitions is None else self.definitions.shown_with(parts)
         most = 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8)
         free = request.wanted_json()[0] is None  # a grammar says itself what comes first
-        prompt = account.assembler.assemble(shown, most, heal=free)
-        memory, expected = account.memory, self.prompts.expected(request, prompt.begun)
+        prompt = memory.assembler.assemble(shown, most, heal=free)
+        expected = self.prompts.expected(request, prompt.begun)
         memory.note_chunks([(chunk.filename, chunk.text) for chunk in parts.extra])
         memory.note_typed(parts.prefix)
         memory.encode_new()

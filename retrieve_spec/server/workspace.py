@@ -83,7 +83,7 @@ class Workspace:
         self.indexed = threading.Event()
         self.progress: Callable[[int, int], None] | None = None
         self.follower: WorkspaceStore | None = None
-        self._missed, self._polls, self._pause = False, False, _PAUSE_S
+        self._polls, self._pause = False, _PAUSE_S
         self._index = FileIndex()
         self._filter = EntryFilter(
             self.roots, max_bytes=config.workspace_file_bytes, licences=config.workspace_licences
@@ -111,44 +111,41 @@ class Workspace:
         The first time, what has been read is drafted from while the rest is read.
         """
         with self._turn:
-            self._scan()
-
-    def _scan(self) -> None:
-        candidates, left_out = self._candidates()
-        texts: dict[Path, str] = {}
-        index, group = FileIndex(), dict[Path, str]()
-        total = size = 0
-        for done, candidate in enumerate(candidates):
-            if self._stop.is_set() or self.forgotten:
-                return
-            if len(texts) >= self.config.workspace_files:
-                left_out[_TOO_MANY] += len(candidates) - done
-                break
-            text = self._filter.read(candidate.path)
-            if isinstance(text, Reason):
-                left_out[text.value] += 1
-            elif total + len(text) > self.config.workspace_chars:
-                left_out[_TOO_MUCH] += 1
-                if total > _FULL * self.config.workspace_chars:
-                    left_out[_TOO_MUCH] += len(candidates) - done - 1
+            candidates, left_out = self._candidates()
+            texts: dict[Path, str] = {}
+            index, group = FileIndex(), dict[Path, str]()
+            total = size = 0
+            for done, candidate in enumerate(candidates):
+                if self._stop.is_set() or self.forgotten:
+                    return
+                if len(texts) >= self.config.workspace_files:
+                    left_out[_TOO_MANY] += len(candidates) - done
                     break
-            else:
-                texts[candidate.path] = group[candidate.path] = text
-                total, size = total + len(text), size + len(text)
-            if size >= SEGMENT_CHARS:
-                index, group, size = index.with_files(group), {}, 0
-                if not self.indexed.is_set():
-                    self._publish(texts, total, left_out, index)
-            self.read = done + 1, len(candidates)
-            if self.progress is not None and done % 100 == 0:
-                self.progress(done, len(texts))
-        if not self._publish(texts, total, left_out, index.with_files(group)):
-            return
-        self.indexed.set()
-        if left_out:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
-            log.info("workspace: %d files are drafted from; left out: %s", len(texts), reasons)
-        self._changed()
+                text = self._filter.read(candidate.path)
+                if isinstance(text, Reason):
+                    left_out[text.value] += 1
+                elif total + len(text) > self.config.workspace_chars:
+                    left_out[_TOO_MUCH] += 1
+                    if total > _FULL * self.config.workspace_chars:
+                        left_out[_TOO_MUCH] += len(candidates) - done - 1
+                        break
+                else:
+                    texts[candidate.path] = group[candidate.path] = text
+                    total, size = total + len(text), size + len(text)
+                if size >= SEGMENT_CHARS:
+                    index, group, size = index.with_files(group), {}, 0
+                    if not self.indexed.is_set():
+                        self._publish(texts, total, left_out, index)
+                self.read = done + 1, len(candidates)
+                if self.progress is not None and done % 100 == 0:
+                    self.progress(done, len(texts))
+            if not self._publish(texts, total, left_out, index.with_files(group)):
+                return
+            self.indexed.set()
+            if left_out:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+                log.info("workspace: %d files are drafted from; left out: %s", len(texts), reasons)
+            self._changed()
 
     def _publish(self, texts: dict[Path, str], chars: int, left_out: Counter[str], index: FileIndex) -> bool:
         """Draft from other texts than until now, given the latest first; False once everything was forgotten."""
@@ -177,32 +174,32 @@ class Workspace:
         A folder stands for all that is in it, or was.
         """
         with self._turn:
-            return not self.forgotten and self._update(set(map(Path, paths)))
-
-    def _update(self, given: set[Path]) -> bool:
-        if any(path.name in _RULES or (self._filter.rule and is_licence_file(path.name)) for path in given):
-            self._scan()
-            return True
-        looked_at = given | files_below(given, list(self.texts))
-        for path in given:
-            if path.is_dir() and not path.is_symlink():
-                looked_at |= set(list_folder(path))
-        changed: dict[Path, str] = {}
-        for path, verdict in self._filter.verdicts(looked_at).items():
-            read = self._filter.read(path) if isinstance(verdict, Candidate) else verdict
-            if read is Reason.CHANGING:
-                continue  # the next notice of it comes
-            text = "" if isinstance(read, Reason) else read
-            if text != self.texts.get(path, ""):
-                changed[path] = text
-        if changed:
-            index = self._index.updated(changed.keys() | self._keep(changed), self.texts)
-            with self._lock:
-                if self.forgotten:
-                    return False
-                self._index = index
-            self._changed()
-        return bool(changed)
+            if self.forgotten:
+                return False
+            given = set(map(Path, paths))
+            if any(path.name in _RULES or (self._filter.rule and is_licence_file(path.name)) for path in given):
+                self.scan()
+                return True
+            looked_at = given | files_below(given, list(self.texts))
+            for path in given:
+                if path.is_dir() and not path.is_symlink():
+                    looked_at |= set(list_folder(path))
+            changed: dict[Path, str] = {}
+            for path, verdict in self._filter.verdicts(looked_at).items():
+                read = self._filter.read(path) if isinstance(verdict, Candidate) else verdict
+                if read is Reason.CHANGING:
+                    continue  # the next notice of it comes
+                text = "" if isinstance(read, Reason) else read
+                if text != self.texts.get(path, ""):
+                    changed[path] = text
+            if changed:
+                index = self._index.updated(changed.keys() | self._keep(changed), self.texts)
+                with self._lock:
+                    if self.forgotten:
+                        return False
+                    self._index = index
+                self._changed()
+            return bool(changed)
 
     def _keep(self, changed: Mapping[Path, str]) -> set[Path]:
         """Remember texts in place of older ones, "" forgets those; which other files went to make room."""
@@ -270,8 +267,8 @@ class Workspace:
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
     def _note_trouble(self, error: Exception) -> None:
-        """Say what is wrong, once however often it happens; everything is looked at when that is over."""
-        self._missed, trouble = True, f"{type(error).__name__}: {error}"
+        """Say what is wrong, once however often it happens."""
+        trouble = f"{type(error).__name__}: {error}"
         if trouble != self.trouble:
             log.error("the workspace is not followed for now", exc_info=error)
         self.trouble = trouble
@@ -279,8 +276,8 @@ class Workspace:
     def _watch(self) -> None:
         """Follow changes until the end.
 
-        The first look at everything waits for the watcher, since nobody looks between two of them. One that is told of
-        a name which is not Unicode fails (`RuntimeError`), and what else changed then is not told.
+        A look at everything waits for the watcher, since nobody looks between two of them. One that is told of a name
+        which is not Unicode fails (`RuntimeError`), and what else changed then is not told.
         """
         from watchfiles import watch
 
@@ -293,14 +290,12 @@ class Workspace:
             force_polling=self._polls,
             poll_delay_ms=_POLL_MS,
         )
+        looked = False
         for changes in notices:
             if self._stop.is_set() or self.forgotten:
                 return
-            if not self.indexed.is_set():
+            if not looked:
                 self.scan()
-                continue
-            if self._missed:
-                self.scan()
-                self._missed, self.trouble, self._pause = False, "", _PAUSE_S
+                looked, self.trouble, self._pause = True, "", _PAUSE_S
             elif changes:
                 self.update(Path(path) for _, path in changes)

@@ -7,7 +7,6 @@ store's files at once.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -19,17 +18,20 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from retrieve_spec.errors import RetrieveSpecError, StoreError, StoreLockedError, TokenizerMismatchError
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.edit import compact_datastore, remove_documents
+from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
+from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.segment import text_hash
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.errors import StoreError, StoreLockedError, TokenizerMismatchError
 from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.workspace import Workspace
-
-if TYPE_CHECKING:
-    from retrieve_spec.datastore.sources import Source
-    from retrieve_spec.datastore.store import Datastore
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -38,6 +40,8 @@ _MAX_SEGMENTS = 8
 _NAMES_PER_CHANGE = 500
 _FOLDERS = "workspace.json"
 _LOCK = "server.lock"
+_EVERY_S = 10.0
+"""Seconds between two changes at least; fresher text is in the workspace's own index."""
 _PATIENCE_S = 1.0
 """Seconds after which it is looked again whether another server still writes."""
 _END_OF_WRITE_S = 10.0
@@ -55,24 +59,13 @@ class WorkspaceStore:
         Tokenizer of the model that drafts from it.
     attach
         Called with the open store after every change, and with None when it is gone.
-    every_s
-        Seconds between two changes at least; fresher text is in the workspace's own index.
     """
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        tokenizer: Any,
-        attach: Callable[[Datastore | None], None],
-        *,
-        every_s: float = 10.0,
-    ) -> None:
-        from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-
+    def __init__(self, workspace: Workspace, tokenizer: Any, attach: Callable[[Datastore | None], None]) -> None:
         self._home = memory_folder(workspace.roots)
         self.folder = self._home / tokenizer_fingerprint(tokenizer)[:16]
-        self._workspace, self._tokenizer, self._attach, self._every_s = workspace, tokenizer, attach, every_s
-        self._synced_at = -every_s
+        self._workspace, self._tokenizer, self._attach = workspace, tokenizer, attach
+        self._synced_at = -_EVERY_S
         self._lock = threading.Lock()
         self._refused: dict[str, str] = {}
         self._store: Datastore | None = None
@@ -124,7 +117,7 @@ class WorkspaceStore:
     def _run(self) -> None:
         while True:
             self._news.wait()
-            if self._stop.wait(max(0.0, self._synced_at + self._every_s - monotonic())):
+            if self._stop.wait(max(0.0, self._synced_at + _EVERY_S - monotonic())):
                 return
             self._news.clear()
             try:
@@ -146,9 +139,6 @@ class WorkspaceStore:
 
     def _open(self) -> Datastore | None:
         """The store as it is, None where there is none that can be used; opened where it is not what it was."""
-        from retrieve_spec.datastore.manifest import read_manifest
-        from retrieve_spec.datastore.store import open_datastore
-
         try:
             if self._store is None or self._store.manifest != read_manifest(self.folder):
                 self._store = open_datastore(self.folder, tokenizer=self._tokenizer)
@@ -157,9 +147,6 @@ class WorkspaceStore:
         return self._store
 
     def _synchronised(self) -> Datastore | None:
-        from retrieve_spec.datastore.build import add_documents, build_datastore
-        from retrieve_spec.datastore.segment import text_hash
-
         wanted = {str(path): text_hash(text) for path, text in self._workspace.texts.items()}
         store = self._open()
         if store is None:
@@ -186,8 +173,6 @@ class WorkspaceStore:
         Files of which it holds another text than the workspace does are taken out, and not read again: a build reads
         files once more, and what stands there by then (behind a link, say) has not been let in.
         """
-        from retrieve_spec.datastore.edit import compact_datastore
-
         store = self._open()
         held = held_documents(store) if store is not None else {}
         strange = [path for path, sha in held.items() if wanted.get(path) != sha]
@@ -201,8 +186,6 @@ class WorkspaceStore:
         return self._open()
 
     def _remove(self, paths: Sequence[str]) -> None:
-        from retrieve_spec.datastore.edit import remove_documents
-
         for at in range(0, len(paths), _NAMES_PER_CHANGE):
             remove_documents(self.folder, where=_any_of(paths[at : at + _NAMES_PER_CHANGE]))
 
@@ -217,9 +200,6 @@ def prepare_store(tokenizer: Any, prepare: Callable[[Datastore], object]) -> Non
 
     So the kernels of a first start, six seconds of a core, are compiled before requests could have to wait beside that.
     """
-    from retrieve_spec.datastore.build import build_datastore
-    from retrieve_spec.datastore.store import open_datastore
-
     with tempfile.TemporaryDirectory() as name:
         text, store = Path(name, "text.py"), Path(name, "store")
         text.write_text("def increased(value):\n    return value + 1\n" * 9, "utf-8")
@@ -239,34 +219,22 @@ def _workspaces() -> Path:
 
 
 def kept_workspaces() -> dict[Path, list[Path]]:
-    """Where something is kept on disk, and about which folders."""
+    """Where something is kept on disk, and about which folders; none where that cannot be read."""
     kept: dict[Path, list[Path]] = {}
     for home in sorted(_workspaces().glob("*")):
         if home.is_dir():
-            kept[home] = _folders_of(home)
+            try:
+                kept[home] = [Path(folder) for folder in json.loads((home / _FOLDERS).read_text("utf-8"))["folders"]]
+            except (OSError, ValueError, KeyError, TypeError):
+                kept[home] = []
     return kept
-
-
-def _folders_of(home: Path) -> list[Path]:
-    """Folders that a workspace's stores hold text of: as written down, else the files its stores were made from."""
-    try:
-        return [Path(folder) for folder in json.loads((home / _FOLDERS).read_text("utf-8"))["folders"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    from retrieve_spec.datastore.store import open_datastore
-
-    found: list[Path] = []
-    for store in home.iterdir():
-        with contextlib.suppress(RetrieveSpecError, OSError):
-            found += map(Path, held_documents(open_datastore(store)))
-    return found
 
 
 def forget_workspace(folders: Iterable[Path]) -> list[list[Path]]:
     """Delete from disk every store that holds text of one of some folders, or of a folder in or around it.
 
-    What else lay in such a store is indexed again when it is opened the next time. Returns, for every workspace that
-    was deleted, its folders.
+    One whose folders are not known may hold it, and goes too. What else lay in such a store is indexed again when it is
+    opened the next time. Returns, for every workspace that was deleted, its folders.
 
     Raises
     ------
@@ -276,8 +244,8 @@ def forget_workspace(folders: Iterable[Path]) -> list[list[Path]]:
     wanted = [folder.expanduser().resolve() for folder in folders]
     gone = []
     for home, held in kept_workspaces().items():
-        exact = home == memory_folder(wanted)
-        if exact or any(a.is_relative_to(b) or b.is_relative_to(a) for a in held for b in wanted):
+        unknown = not held or home == memory_folder(wanted)
+        if unknown or any(a.is_relative_to(b) or b.is_relative_to(a) for a in held for b in wanted):
             _delete(home, held)
             gone.append(held)
     return gone
@@ -302,8 +270,6 @@ def held_documents(store: Datastore) -> dict[str, str]:
 
 
 def _sources(paths: Iterable[str]) -> list[Source | str]:
-    from retrieve_spec.datastore.sources import Source
-
     # one that is gone would keep the others out, and a folder by now would bring all that is in it
     return [Source(path, WORKSPACE_LICENCE) for path in paths if os.path.isfile(path) and not os.path.islink(path)]
 

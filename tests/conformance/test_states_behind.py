@@ -12,8 +12,7 @@ from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.server.backend import Backend
-from retrieve_spec.server.jobs import DraftHints
+from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.sampling import Sampling
 from retrieve_spec.verify.mixers import are_flushed, flushed
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from retrieve_spec.server.jobs import DraftHints, PassFigures
+from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.sampling import Sampling
 
 
@@ -79,7 +80,7 @@ class ScriptedText:
         self.backend, self.cache, self.prompt, self.piece, self.run = backend, cache, prompt, 0, run
         self.max_tokens = max_tokens
         self.said, self.at, self.fresh = None, 0, []
-        self.figures = PassFigures()
+        self.report = GenerationReport()
 
     def bound(self, *, piece, nodes):
         self.piece = piece
@@ -110,9 +111,9 @@ class ScriptedText:
         self.cache += run[:-1]
         self.at += self.run
         self.fresh += run
-        self.figures.passes += 1
-        self.figures.drafted += self.run - 1
-        accepted = self.figures.accepted_by_source
+        self.report.passes += 1
+        self.report.nodes += self.run - 1
+        accepted = self.report.accepted_by_source
         accepted["prediction"] = accepted.get("prediction", 0) + len(run) - 1
 
     def take(self):

@@ -8,9 +8,8 @@ from scripted import ScriptedBackend
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server import run
-from retrieve_spec.server.backend import Backend
-from retrieve_spec.server.decode import SlotPool
-from retrieve_spec.server.prompts import Chunk, FimAssembler, FimParts, find_format
+from retrieve_spec.server.backend import Backend, SlotPool
+from retrieve_spec.server.prompts import FimAssembler, FimParts, find_format
 
 
 def test_what_a_token_costs_is_measured(reference):
@@ -58,18 +57,6 @@ def test_shares_of_prefix_and_suffix(codec):
         lengths[share] = ids.index(found.suffix)
         assert len(ids) < 2100
     assert lengths[0.25] < 550 < 1000 < lengths[0.75] < 1600
-
-
-def test_other_files_that_cannot_fit_are_not_encoded(codec, monkeypatch):
-    seen = []
-    real = codec.encode
-    monkeypatch.setattr(codec, "encode", lambda text: seen.append(len(text)) or real(text))
-    chunks = tuple(Chunk(f"old_{i} = 1\n" * 100_000, f"{i}.py") for i in range(3))
-    assembler = FimAssembler(codec, find_format(codec), 2048, 512)
-    prompt = assembler.assemble(FimParts("a", "b", (*chunks, Chunk("late = 1\n", "l.py"))), 64)
-    assert "late" in codec.decode(prompt.token_ids)
-    assert prompt.truncated
-    assert max(seen) < 1_000_000
 
 
 def test_kept_caches_keep_to_a_bound_of_bytes():

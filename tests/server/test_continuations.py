@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import re
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.server.continuations import MAX_KEY, MIN_KEY, TextIndex, key_starts, scan_texts, sorted_word_starts
+from retrieve_spec.server.continuations import TextIndex, key_starts, scan_texts
 from retrieve_spec.server.memory import Memory, RecentTexts
 
 
@@ -54,14 +52,6 @@ def test_a_text_that_repeats_itself_is_looked_at_in_few_places():
     text = Counted("A" * 20_000)
     assert scan_texts('data = "AAAA', [text], key_starts('data = "AAAA'), 4) == []
     assert text.looks < 2000
-
-
-def test_keys_begin_at_words_and_are_not_too_short():
-    left = "result = compute(alpha, be"
-    assert [left[start:] for start in key_starts(left)] == [
-        left, "compute(alpha, be", "alpha, be"
-    ]  # fmt: skip
-    assert MIN_KEY == 3
 
 
 def test_a_word_cut_by_the_cursor_is_continued(codec):
@@ -126,14 +116,6 @@ def test_the_drafters_memory_reads_each_chunk_once(codec):
         memory.encode_new()
         session = memory.hints("", "", [1])().session
     assert len(session) == len(codec.encode("x = 1\n")) + len(codec.encode("y = 2\n"))
-
-
-@given(st.lists(st.text(st.sampled_from("ab_Z9 \né\U0001f600\ud800\x7f("), max_size=90), max_size=4))
-def test_word_starts_are_sorted_by_what_stands_there(texts):
-    blob = "\x00".join(texts)
-    starts = [m.start() for m in re.finditer("(?<![A-Za-z0-9_])[A-Za-z0-9_]", blob)]
-    expected = sorted(starts, key=lambda at: (blob[at : at + MAX_KEY].ljust(MAX_KEY, "\x00"), -at))
-    assert list(sorted_word_starts(blob)) == expected
 
 
 def test_the_drafters_memory_is_that_of_when_the_work_begins(codec):

@@ -8,7 +8,7 @@ import pytest
 from live import Live
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.definitions import Definitions, Import, imports
+from retrieve_spec.server.lookups import Definitions, Import, imports
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 
@@ -105,6 +105,7 @@ const { six, seven: sept } = require("../lib/s");
         "from a import (" * 2000,
         "import {" + "a," * 10_000,
         "const {" * 3000,
+        "from shop import ()\nfrom shop import (  # later\n)\n",
     ],
 )
 def test_strange_texts_import_nothing_and_take_no_time(text):
@@ -149,31 +150,6 @@ def test_files_that_change_and_go(workspace):
     path.unlink()
     workspace.update([path])
     assert definitions.of(text) == []
-
-
-def test_parentheses_without_a_name_import_nothing():
-    assert imports("from shop import ()\nfrom shop import (  # later\n)\n") == []
-
-
-def test_what_is_not_typed_is_not_looked_for_again(workspace, monkeypatch):
-    """Nothing is while the line goes on; after a file has changed, and after all was to be forgotten, all is."""
-    definitions, calls = Definitions(workspace, 1600), []
-    find = definitions._find
-    monkeypatch.setattr(definitions, "_find", lambda *given: calls.append(given[0]) or find(*given))
-    text = "from shop import area\nfrom shop.geometry import Shape\n\n"
-    found = definitions.of(text)
-    calls.clear()
-    for line in ("x", "x = ", "x = area(3, 4)", "x = {area: 3}"):
-        assert definitions.of(text + line) == found
-    assert calls == []
-    path = next(path for path in workspace.texts if path.parts[-2:] == ("shop", "geometry.py"))
-    path.write_text(GEOMETRY.replace("width", "breadth"))
-    workspace.update([path])
-    assert "breadth" in definitions.of(text + "x")[0].text
-    calls.clear()
-    definitions.forget()
-    definitions.of(text + "x")
-    assert len(calls) >= 2
 
 
 def test_the_model_is_shown_them_before_what_the_editor_sent(reference, workspace):

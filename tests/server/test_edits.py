@@ -11,7 +11,7 @@ import torch
 from scripted import ScriptedBackend
 from test_exact import plain_text
 
-from retrieve_spec.server.completions import Edit
+from retrieve_spec.server.completions import edit_task
 from retrieve_spec.server.schemas import EditRequest
 from retrieve_spec.server.service import Caller
 
@@ -81,8 +81,7 @@ def test_backticks_of_the_instruction_do_not_end_the_answer(live, codec):
     body = {"input": SOURCE, "instruction": "Put ````` around it."}
     prompt = live(backend := Obedient(codec)).post("/v1/edits", body)
     assert prompt.status_code == 200
-    assert Edit.of(EditRequest(**body)).fence == "`" * 6
-    assert backend.passes
+    assert codec.decode(backend.prompts[-1]).endswith("`" * 6 + "\n") and backend.passes
 
 
 def test_the_old_text_is_expected_unless_the_client_says_what_is(live, codec):
@@ -127,7 +126,7 @@ def test_a_chat_template_is_used_and_the_text_cannot_spell_its_tokens(live, code
     text = f"old {end}\n"
     assert text_of(server.post("/v1/edits", {"input": text, **RENAME}).json()) == f"new {end}\n"
     request = EditRequest(input=text, **RENAME)
-    ids = list(Edit.of(request).prepare(server.service, request, Caller(), -1).task.prompt_ids)
+    ids = list(edit_task(server.service, request, Caller(), -1).task.prompt_ids)
     assert ids.count(tokenizer.eos_token_id) == 1
     assert codec.decode(ids).startswith("<u>Rename old to new.\n\nsums.py\n")
     assert codec.decode(ids).endswith("<a>```\n")
@@ -143,10 +142,9 @@ def test_edits_say_what_plain_decoding_says(reference, reference_live, text):
     service = reference[0]
     body = {"input": text, **RENAME, "max_tokens": 40}
     request = EditRequest.model_validate(body)
-    edit = Edit.of(request)
-    ids = list(edit.prepare(service, request, Caller(), 40).task.prompt_ids)
+    ids = list(edit_task(service, request, Caller(), 40).task.prompt_ids)
     expected = request.written(plain_text(reference, ids, 40))
-    assert edit.fence not in expected
+    assert "```" not in expected
     first = reference_live.post("/v1/edits", body).json()
     assert first["timings"]["draft_n"] > 0
     assert first["usage"]["completion_tokens"] == 40

@@ -51,21 +51,6 @@ class Source:
             self.log.append("closed")
 
 
-def test_events_come_in_turn_and_then_the_end() -> None:
-    async def run() -> None:
-        client, source = Client(), Source([b"one", b"two"])
-        await EventStream(source())(client.scope, client.receive, client.send)
-        start, *bodies = client.sent
-        headers = dict(start["headers"])
-        assert headers[b"content-type"].startswith(b"text/event-stream")
-        assert b"content-length" not in headers
-        assert [(body["body"], body["more_body"]) for body in bodies] == [(b"one", True), (b"two", True), (b"", False)]
-        assert source.log == ["begun", "closed"]
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(run())
-
-
 def test_a_client_that_leaves_ends_the_stream_and_nothing_else() -> None:
     async def run() -> str:
         client, source = Client(), Source([b"one"], ends=False)
@@ -80,22 +65,6 @@ def test_a_client_that_leaves_ends_the_stream_and_nothing_else() -> None:
         return "over"
 
     assert asyncio.run(run()) == "over"
-
-
-def test_a_request_that_is_cancelled_stays_cancelled_though_its_client_leaves_too() -> None:
-    async def run(leaves: bool) -> None:
-        client, source = Client(), Source([], ends=False)
-        response = asyncio.create_task(EventStream(source())(client.scope, client.receive, client.send))
-        await source.waits.wait()
-        if leaves:
-            client.gone.set()
-        response.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await response
-        assert source.log == ["begun", "closed"]
-
-    asyncio.run(run(False))
-    asyncio.run(run(True))
 
 
 class Taking:

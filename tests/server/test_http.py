@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from scripted import ScriptedBackend
@@ -50,10 +51,9 @@ def test_infill_answer_has_every_field_clients_read(server):
     assert body["has_new_line"] is True
     assert body["truncated"] is False
     assert body["tokens_evaluated"] == len(server.backend.prompts[0])
-    for name in ("prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second"):
-        assert isinstance(body["timings"][name], (int, float))
-    for name in ("predicted_n", "predicted_ms", "predicted_per_token_ms", "predicted_per_second"):
-        assert isinstance(body["timings"][name], (int, float))
+    for name in ("n", "ms", "per_token_ms", "per_second"):
+        assert isinstance(body["timings"][f"prompt_{name}"], (int, float))
+        assert isinstance(body["timings"][f"predicted_{name}"], (int, float))
     assert body["timings"]["draft_n_accepted"] > 0
     assert body["timings"]["draft_n"] >= body["timings"]["draft_n_accepted"]
 
@@ -112,6 +112,7 @@ def test_who_asks_for_several_gets_one(server):
     ("change", "message"),
     [
         ({"input_prefix": None}, '"input_prefix" must be a string'),
+        ({"input_suffix": ...}, '"input_suffix" is required'),
         ({"prompt": 3}, '"prompt" must be a string'),
         ({"input_extra": "x"}, '"input_extra"'),
         ({"input_extra": [{"filename": "x"}]}, '"input_extra.0.text" is required'),
@@ -127,16 +128,11 @@ def test_who_asks_for_several_gets_one(server):
     ],
 )
 def test_malformed_infill_says_why(server, change, message):
-    raw = server.client.post("/infill", content=json.dumps({**INFILL, **change}))
+    body = {name: value for name, value in {**INFILL, **change}.items() if value is not ...}
+    raw = server.client.post("/infill", content=json.dumps(body))
     assert raw.status_code == 400
-    assert message in raw.json()["error"]["message"]
-
-
-def test_missing_prefix_is_named(server):
-    raw = server.post("/infill", {"input_suffix": ""})
-    assert raw.json()["error"] == {
-        "code": 400, "message": '"input_prefix" is required', "type": "invalid_request_error"
-    }  # fmt: skip
+    error = raw.json()["error"]
+    assert message in error["message"] and (error["code"], error["type"]) == (400, "invalid_request_error")
 
 
 def test_a_model_without_fim_says_501_and_what_is_missing(live, say, tokenizer, monkeypatch):
@@ -156,11 +152,6 @@ def test_openai_completion_has_what_strict_clients_require(server):
     assert body["choices"][0] == {"text": "urn a + b\n", "index": 0, "logprobs": None, "finish_reason": "stop"}
     usage = body["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-
-
-def test_suffix_makes_a_fim_prompt(server, codec):
-    server.post("/v1/completions", {"prompt": "a = ", "suffix": "\nb = 2", "max_tokens": 20})
-    assert codec.decode(server.backend.prompts[0]).endswith("<|fim_prefix|>a = <|fim_suffix|>\nb = 2<|fim_middle|>")
 
 
 def test_raw_prompts_spell_control_tokens(server, codec):
@@ -359,14 +350,6 @@ def test_what_keeps_a_workspace_from_being_followed_names_no_files_to_everybody(
     assert "private" not in str(shown) and str(tmp_path) not in str(shown)
 
 
-def test_users_do_not_share_memory(live, say):
-    server = live(say("x"), keys=(b"one", b"two"))
-    extra = {"input_extra": [{"text": "secret_name = 1\n"}]}
-    server.post("/infill", {**INFILL, **extra}, headers={"Authorization": "Bearer one"})
-    assert len(server.service.memory("one").chunks) == 1
-    assert len(server.service.memory("two").chunks) == 0
-
-
 def test_a_page_that_may_call_can_read_that_its_key_is_wrong(live, say):
     server = live(say("x"), config=ServeConfig(origins=("http://localhost:3000",)), keys=(b"one",))
     page = {"Origin": "http://localhost:3000", "Authorization": "Bearer two"}
@@ -397,17 +380,6 @@ def test_browser_pages_of_other_origins_are_refused(live, say):
     head = {**preflight, "Access-Control-Request-Method": "HEAD"}
     assert server.client.options("/health", headers=head).status_code == 200
     assert "access-control-allow-origin" not in server.post("/infill", INFILL).headers
-
-
-def test_large_bodies_are_not_read(live, say):
-    server = live(say("x"), config=ServeConfig(max_body_bytes=1000))
-    assert server.post("/infill", {**INFILL, "input_prefix": "x" * 2000}).status_code == 413
-
-    def chunks():
-        for _ in range(10):
-            yield b"x" * 500
-
-    assert server.client.post("/infill", content=chunks()).status_code == 413
 
 
 def test_deeply_nested_and_broken_json(server):
@@ -467,44 +439,18 @@ def test_closed_connection_costs_at_most_one_pass(live, say):
     assert server.done[-1][1].outcome == "cancelled"
 
 
-def test_closed_stream_costs_at_most_one_pass(live, say):
-    backend = say("word " * 200, run=1)
-    backend.gate = threading.Semaphore(4)
-    server = live(backend)
-    with server.client.stream(
-        "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}
-    ) as raw:
-        next(raw.iter_lines())
-        (job,) = server.service.queue._jobs
-    wait_for(lambda: job.cancel.is_set())
-    spent = backend.passes
-    backend.gate.release(1000)
-    wait_for(lambda: not server.service.queue.begun)
-    assert backend.passes <= spent + 1
-
-
 def test_newer_keystroke_supersedes_and_both_are_told(live, say):
     backend = say("done")
     backend.gate = threading.Semaphore(0)
-    server = live(backend)
-    answers = {}
-
-    def ask(prompt):
-        answers[prompt] = server.post("/infill", {**INFILL, "prompt": prompt}).json()
-
-    threads = []
-    for prompt in ("    r", "    re", "    ret"):
-        threads.append(threading.Thread(target=ask, args=(prompt,)))
-        threads[-1].start()
-        expected = len(threads)
-        wait_for(lambda expected=expected: _seen(server) >= expected)
-    backend.gate.release(1000)
-    for thread in threads:
-        thread.join()
-    assert answers["    ret"]["content"] == "done"
-    for prompt in ("    r", "    re"):
-        assert answers[prompt]["content"] == ""
-        assert answers[prompt]["superseded"] is True
+    server, asked = live(backend), []
+    with ThreadPoolExecutor() as threads:
+        for prompt in ("    r", "    re", "    ret"):
+            asked.append(threads.submit(server.post, "/infill", {**INFILL, "prompt": prompt}))
+            wait_for(lambda: _seen(server) >= len(asked))
+        backend.gate.release(1000)
+        *older, newest = (answer.result().json() for answer in asked)
+    assert newest["content"] == "done"
+    assert [(answer["content"], answer["superseded"]) for answer in older] == [("", True)] * 2
 
 
 def _seen(server):
@@ -530,19 +476,14 @@ def test_busy_server_answers_503(live, say):
     backend = say("done")
     backend.gate = threading.Semaphore(0)
     server = live(backend, config=ServeConfig(max_queue=1))
-    threads = [
-        threading.Thread(target=server.post, args=("/v1/completions", {"prompt": f"p{i}", "max_tokens": 3}))
-        for i in range(2)
-    ]
-    for i, thread in enumerate(threads, 1):
-        thread.start()
-        wait_for(lambda i=i: _seen(server) >= i)
-    raw = server.post("/v1/completions", {"prompt": "p9", "max_tokens": 3})
+    with ThreadPoolExecutor() as threads:
+        for number in range(2):
+            threads.submit(server.post, "/v1/completions", {"prompt": f"p{number}", "max_tokens": 3})
+            wait_for(lambda number=number: _seen(server) > number)
+        raw = server.post("/v1/completions", {"prompt": "p9", "max_tokens": 3})
+        backend.gate.release(1000)
     assert raw.status_code == 503
     assert raw.headers["retry-after"] == "1"
-    backend.gate.release(1000)
-    for thread in threads:
-        thread.join()
 
 
 def test_failure_of_the_model_is_a_500_with_a_reason(live, say):

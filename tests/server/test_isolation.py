@@ -105,37 +105,6 @@ def test_identical_requests_of_two_keys_are_two(shared):
     assert len(texts[BOB]) > 5
 
 
-def test_identical_requests_of_one_key_are_not_cancelled_together(shared, monkeypatch):
-    """Two clients of a key send the same; one types on, which replaces its own request and not the other's."""
-    done, body, arrived = {}, {**INFILL, "n_predict": 150, "prompt": "def area_14("}, []
-    started = shared.service.queue
-    submit = started.submit
-
-    def noted(task, sink):
-        ticket = submit(task, sink)
-        arrived.append(task)
-        return ticket
-
-    monkeypatch.setattr(started, "submit", noted)
-
-    def send(client, fields, name):
-        headers = {b"authorization": b"Bearer " + ALICE, b"x-client-id": client}
-        done[name] = httpx.post(shared.url + "/infill", json={**body, **fields}, headers=headers, timeout=120).json()
-
-    blocker = threading.Thread(target=send, args=(b"other", {"prompt": "class Blocker:\n    "}, "blocker"))
-    blocker.start()
-    wait_for(lambda: started.begun)
-    both = [threading.Thread(target=send, args=(client, {}, client)) for client in (b"one", b"two")]
-    for thread in both:
-        thread.start()
-    wait_for(lambda: len(arrived) == 3)  # only then is what comes next the newer one
-    send(b"one", {"prompt": "def area_14(w"}, "newer")
-    for thread in [*both, blocker]:
-        thread.join(120)
-    assert done[b"two"]["content"] and "superseded" not in done[b"two"]
-    assert done["newer"]["content"] and "superseded" not in done["newer"]
-
-
 def test_each_key_forgets_its_own(shared):
     chunk = [{"text": "def helper():\n    return 42\n", "filename": "h.py"}]
     for key in (ALICE, BOB):

@@ -151,10 +151,13 @@ def test_malformed_parameters_are_an_error():
     try:
         assert ask(1, "initialize", params={"capabilities": {}, "processId": None, "rootUri": None})["result"]
         malformed = [{"textDocument": {"uri": URI}}, {"position": 3}, [], "x", {"context": {"triggerKind": "x"}}]
+        for line in ("0", 0.5, None):
+            place = {"line": line, "character": 0}
+            malformed.append({"textDocument": {"uri": URI}, "position": place, "context": {"triggerKind": 1}})
         for number, params in enumerate(malformed, 2):
             assert ask(number, "textDocument/inlineCompletion", params=params)["error"]["code"] == -32602
-        assert ask(9, "textDocument/inlineCompletion")["error"]["code"] == -32602
-        assert ask(10, "shutdown")["result"] is None
+        assert ask(19, "textDocument/inlineCompletion")["error"]["code"] == -32602
+        assert ask(20, "shutdown")["result"] is None
     finally:
         server.kill()
         server.communicate()

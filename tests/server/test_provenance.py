@@ -5,12 +5,13 @@ import pytest
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.continuations import TextIndex
 from retrieve_spec.server.jobs import Completion
-from retrieve_spec.server.provenance import Provenance
+from retrieve_spec.server.lookups import Provenance
 from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.workspace import Workspace
 
 ASKED = InfillRequest(input_prefix="", input_suffix="", provenance=True)
 LINE = "total = sum(price for price in prices)"
+DOCS = '"""Adds up what things cost."""'
 
 
 @pytest.fixture
@@ -33,24 +34,27 @@ def places(tmp_path):
     return of
 
 
-def test_a_line_stands_only_where_all_of_it_does(places):
-    files = {"a.py": f"x = 1\n    {LINE}\n", "b.py": f"{LINE} or 0\n", "c.py": f"grand_{LINE}\n"}
-    assert places(files, f"{LINE}\nx") == {LINE: [("a.py", 2, "")]}
-
-
-def test_the_last_line_may_go_on(places):
-    assert places({"a.py": f"{LINE} or 0\n"}, LINE) == {LINE: [("a.py", 1, "")]}
-
-
-def test_the_first_line_includes_what_was_typed(places):
-    left = "def f(prices):\n    total = su"
-    files = {"a.py": f"{LINE}\n", "b.py": f"x = {LINE.removeprefix('total = ')}\n"}
-    assert places(files, "m(price for price in prices)\n", left) == {LINE: [("a.py", 1, "")]}
-
-
-def test_lines_may_begin_with_signs(places):
-    text = '"""Adds up what things cost."""'
-    assert places({"a.py": f"\n{text}\n"}, f"    {text}\n") == {text: [("a.py", 2, "")]}
+@pytest.mark.parametrize(
+    ("files", "left", "text", "found"),
+    [
+        (  # all of a line
+            {"a.py": f"x = 1\n    {LINE}\n", "b.py": f"{LINE} or 0\n", "c.py": f"grand_{LINE}\n"},
+            "",
+            f"{LINE}\nx",
+            {LINE: [("a.py", 2, "")]},
+        ),
+        ({"a.py": f"{LINE} or 0\n"}, "", LINE, {LINE: [("a.py", 1, "")]}),  # but of the last one
+        (  # the first with what was typed
+            {"a.py": f"{LINE}\n", "b.py": f"x = {LINE.removeprefix('total = ')}\n"},
+            "def f(prices):\n    total = su",
+            "m(price for price in prices)\n",
+            {LINE: [("a.py", 1, "")]},
+        ),
+        ({"a.py": f"\n{DOCS}\n"}, "", f"    {DOCS}\n", {DOCS: [("a.py", 2, "")]}),
+    ],
+)
+def test_a_line_stands_where_all_of_it_does(places, files, left, text, found):
+    assert places(files, text, left) == found
 
 
 def test_the_nearest_licence_counts_and_the_files_own_first(places):

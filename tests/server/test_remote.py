@@ -19,9 +19,9 @@ from scripted import ScriptedBackend
 from waiting import wait_for
 
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.lsp import CompletionServer, Cursor
+from retrieve_spec.server.editors import Remote
+from retrieve_spec.server.lsp import CompletionServer, Cursor, connected
 from retrieve_spec.server.prompts import Chunk
-from retrieve_spec.server.remote import Remote, connected
 
 CURSOR = Cursor("file:///a.py", "def add(a, b):\n    ret", "\n", (Chunk("other = 1\n", "b.py"),), 16, 250.0)
 

@@ -8,26 +8,19 @@ from retrieve_spec.server.sampling import Sampling, infill_survivors, make_infil
 END = frozenset({0, 5})
 
 
-def survivors(*candidates):
-    return infill_survivors(candidates, END, 0)
-
-
-def test_a_likely_end_keeps_only_ends():
-    assert survivors((7, 0.5, " x"), (0, 0.3, ""), (5, 0.2, "")) == [0, 5]
-
-
-def test_unlikely_tokens_go():
-    assert survivors((7, 0.7, "aa"), (8, 0.25, "b"), (9, 0.05, "c")) == [7]
-    assert survivors((7, 0.5, "aa"), (8, 0.45, "b"), (9, 0.05, "c")) == [7, 8]
-
-
-def test_prefixes_join_the_likelier():
-    # " re" and " return" say the same: together they pass the threshold that " re" alone would not.
-    assert survivors((7, 0.4, "x"), (8, 0.31, " return"), (9, 0.29, " re")) == [7, 8]
-
-
-def test_nothing_likely_ends_the_text():
-    assert survivors(*[(10 + i, 0.1, f"w{i}") for i in range(10)]) == [0]
+@pytest.mark.parametrize(
+    ("candidates", "kept"),
+    [
+        ([(7, 0.5, " x"), (0, 0.3, ""), (5, 0.2, "")], [0, 5]),  # a likely end
+        ([(7, 0.7, "aa"), (8, 0.25, "b"), (9, 0.05, "c")], [7]),
+        ([(7, 0.5, "aa"), (8, 0.45, "b"), (9, 0.05, "c")], [7, 8]),
+        # " re" and " return" say the same: together they pass the threshold that " re" alone would not
+        ([(7, 0.4, "x"), (8, 0.31, " return"), (9, 0.29, " re")], [7, 8]),
+        ([(10 + i, 0.1, f"w{i}") for i in range(10)], [0]),  # nothing is likely
+    ],
+)
+def test_what_the_infill_rule_keeps(candidates, kept):
+    assert infill_survivors(candidates, END, 0) == kept
 
 
 def test_chain_of_stock_clients():

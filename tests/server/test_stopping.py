@@ -40,13 +40,16 @@ def test_half_a_character_is_held_back_unless_the_model_ends_in_it(codec):
     assert scanner.text == codec.decode(ids[:-1])
 
 
-def test_stop_word_across_tokens_is_cut(codec):
-    scanner = scan(codec, "first\nsecond STOP here third", StopRules(words=("OP he", "zzz")))
-    assert (scanner.text, scanner.stop_type, scanner.stopping_word) == ("first\nsecond ST", "word", "OP he")
-
-
-def test_earliest_stop_word_wins(codec):
-    assert scan(codec, "abc def ghi", StopRules(words=("ghi", "c d"))).text == "ab"
+@pytest.mark.parametrize(
+    ("text", "words", "shown", "word"),
+    [
+        ("first\nsecond STOP here third", ("OP he", "zzz"), "first\nsecond ST", "OP he"),
+        ("abc def ghi", ("ghi", "c d"), "ab", "c d"),  # the earliest wins
+    ],
+)
+def test_a_stop_word_across_tokens_is_cut(codec, text, words, shown, word):
+    scanner = scan(codec, text, StopRules(words=words))
+    assert (scanner.text, scanner.stop_type, scanner.stopping_word) == (shown, "word", word)
 
 
 def test_beginning_of_a_stop_word_is_held_back(codec):
@@ -76,20 +79,14 @@ def test_the_cut_does_not_depend_on_the_runs(codec, step):
     assert scan(codec, text, StopRules(min_indent=4), step).text == "a\n        b\n"
 
 
-def test_time_limit_waits_for_a_newline(codec):
-    now = iter([0.0, 0.1, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3])
-    scanner = scan(
-        codec, "alpha beta gamma delta\nepsilon zeta\n", StopRules(newline_after_s=0.3), 1, lambda: next(now)
-    )
-    assert scanner.text == "alpha beta gamma delta\n"
-    assert scanner.stop_type == "limit"
-
-
-def test_long_line_is_never_cut_by_time(codec):
+@pytest.mark.parametrize(
+    ("text", "shown", "stop"),
+    [("alpha beta gamma delta\nepsilon zeta\n", "alpha beta gamma delta\n", "limit"), ("word " * 50,) * 2 + ("none",)],
+)
+def test_a_time_limit_waits_for_a_newline(codec, text, shown, stop):
     now = iter(range(1000))
-    scanner = scan(codec, "word " * 50, StopRules(newline_after_s=0.3), 1, lambda: float(next(now)))
-    assert scanner.stop_type == "none"
-    assert scanner.text == "word " * 50
+    scanner = scan(codec, text, StopRules(newline_after_s=3.0), 1, lambda: float(next(now)))
+    assert (scanner.text, scanner.stop_type) == (shown, stop)
 
 
 @given(st.text(alphabet="ab \n", max_size=40), st.text(alphabet="ab \n", min_size=1, max_size=4), st.integers(1, 7))

@@ -20,12 +20,11 @@ from transformers import PreTrainedTokenizerFast
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.datastore import store as store_module
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import ServeError, StoreLockedError
 from retrieve_spec.server import workspace_store
-from retrieve_spec.server.provenance import Provenance
+from retrieve_spec.server.lookups import Provenance
 from retrieve_spec.server.run import assemble
 from retrieve_spec.server.text import _SENTINEL
 from retrieve_spec.server.workspace import Workspace
@@ -43,6 +42,7 @@ CODE = "def compute_total(items):\n    return sum(item.price for item in items)\
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(workspace_store, "_EVERY_S", 0.0)
     root = tmp_path / "w"
     files = {
         "a.py": CODE,
@@ -72,9 +72,27 @@ def names(workspace):
     return {str(path.relative_to(workspace.roots[0])) for path in workspace.texts}
 
 
-def test_what_counts(folder):
+@pytest.fixture
+def workspace(folder):
     workspace = Workspace([folder], ServeConfig())
     workspace.scan()
+    return workspace
+
+
+@pytest.fixture
+def attached():
+    """What a store has attached."""
+    return []
+
+
+@pytest.fixture
+def store(workspace, tokenizer, attached):
+    return WorkspaceStore(workspace, tokenizer, attached.append)
+
+
+def test_what_counts(workspace, folder):
+    with pytest.raises(ServeError, match="folder"):
+        Workspace([folder / "nowhere"], ServeConfig())
     assert names(workspace) == {"a.py", "sub/b.py", "sub/.gitignore", "sub/keep.log", ".gitignore"}
 
 
@@ -82,7 +100,7 @@ def test_what_counts(folder):
 def test_a_name_that_is_not_utf8_ends_nothing(folder, tokenizer):
     attached = []
     workspace = Workspace([folder], ServeConfig())
-    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
+    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append)
     strange = os.fsencode(folder) + b"/caf\xe9.py"
     with open(strange, "w") as file:
         file.write("early = 1\n")
@@ -102,13 +120,11 @@ def test_a_name_that_is_not_utf8_ends_nothing(folder, tokenizer):
         workspace.close()
 
 
-def test_a_linked_folder_leads_nowhere_when_a_file_in_it_changes(folder, tmp_path):
+def test_a_linked_folder_leads_nowhere_when_a_file_in_it_changes(folder, tmp_path, workspace):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "private.py").write_text("private_name = 1\n")
     (folder / "linked").symlink_to(outside)
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
     before = names(workspace)
     assert not workspace.update([folder / "linked" / "private.py", folder / "linked", outside / "private.py"])
     assert names(workspace) == before
@@ -118,18 +134,14 @@ def test_a_linked_folder_leads_nowhere_when_a_file_in_it_changes(folder, tmp_pat
     assert not any("private_name" in text for text in workspace.texts.values())
 
 
-def test_folders_that_move_are_followed(folder):
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
+def test_folders_that_move_are_followed(folder, workspace):
     (folder / "sub").rename(folder / "other")
     assert workspace.update([folder / "sub", folder / "other"])
     assert names(workspace) == {"a.py", "other/b.py", "other/.gitignore", "other/keep.log", ".gitignore"}
     assert workspace.find("x = ", 4) or workspace.texts[folder / "other/b.py"] == "x = 1\n"
 
 
-def test_a_file_that_becomes_secret_goes(folder):
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
+def test_a_file_that_becomes_secret_goes(folder, workspace):
     (folder / "a.py").write_text(CODE + "KEY = 'ghp_" + "aB3dE6gH9j" * 4 + "'\n")
     assert workspace.update([folder / "a.py"])
     assert "a.py" not in names(workspace)
@@ -229,17 +241,6 @@ def test_what_changes_comes_before_what_is_old_where_there_is_no_room_for_both(t
     assert gone and not any(workspace.find(f"def helper_{name[5]}(", 1) for name in gone)
 
 
-def test_many_new_files_leave_few_groups(tmp_path):
-    workspace = Workspace([tmp_path], ServeConfig())
-    workspace.scan()
-    for number in range(20):
-        path = tmp_path / f"n{number}.py"
-        path.write_text(f"def helper_{number}(item):\n    return item\n")
-        workspace.update([path])
-    assert len(workspace._index._segments) == 1
-    assert all(workspace.find(f"def helper_{number}(", 1) for number in range(20))
-
-
 def test_forgetting_ends_a_scan_under_way(folder):
     workspace = Workspace([folder], ServeConfig())
     workspace.progress = lambda done, kept: workspace.forget()
@@ -251,9 +252,7 @@ def test_forgetting_ends_a_scan_under_way(folder):
     assert workspace.texts == {} and not workspace.find("def compute_tot", 4)
 
 
-def test_changes_are_followed(folder):
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
+def test_changes_are_followed(folder, workspace):
     (folder / "a.py").write_text("def other_name(items):\n    pass\n")
     assert workspace.update([folder / "a.py"])
     assert not workspace.update([folder / "a.py"])
@@ -267,45 +266,6 @@ def test_changes_are_followed(folder):
     (folder / ".gitignore").write_text("sub/\n")
     workspace.update([folder / ".gitignore"])
     assert names(workspace) == {".gitignore", "c.log"} | ({"built/d.py"} & names(workspace))
-
-
-def test_bounds(folder):
-    workspace = Workspace([folder], ServeConfig(workspace_chars=len(CODE)))
-    workspace.scan()
-    assert workspace.chars <= len(CODE)
-    few = Workspace([folder], ServeConfig(workspace_files=2))
-    few.scan()
-    assert len(few.texts) <= 2
-
-
-def test_watching(folder):
-    workspace = Workspace([folder], ServeConfig())
-    workspace.start()
-    try:
-        assert workspace.indexed.wait(60)
-        time.sleep(0.3)
-        limit = time.monotonic() + 60
-        while "new.py" not in names(workspace):
-            (folder / "new.py").write_text(f"fresh_name = {time.monotonic()}\n")
-            time.sleep(0.02)  # no notice comes without the strange name
-            assert time.monotonic() < limit, "the new file was not noticed"
-    finally:
-        workspace.close()
-
-
-def test_what_cannot_be_followed_is_read_once(folder, monkeypatch):
-    def watch(*roots, **how):
-        raise OSError("OS file watch limit reached")
-        yield
-
-    monkeypatch.setattr("watchfiles.watch", watch)
-    workspace = Workspace([folder], ServeConfig())
-    workspace.start()
-    try:
-        assert workspace.indexed.wait(60)
-        assert names(workspace) and "watch limit" in workspace.trouble
-    finally:
-        workspace.close()
 
 
 def test_where_watches_are_used_up_folders_are_looked_at(folder, monkeypatch, caplog):
@@ -354,36 +314,7 @@ def test_what_could_not_be_followed_for_a_while_is_followed_again(folder, monkey
         workspace.close()
 
 
-def test_a_change_that_cannot_be_read_does_not_hide_others(folder, monkeypatch):
-    monkeypatch.setattr("retrieve_spec.server.workspace._PAUSE_S", 0.01)
-    workspace = Workspace([folder], ServeConfig())
-    workspace.start()
-    try:
-        assert workspace.indexed.wait(60)
-        update = workspace._update
-
-        def failing(given):
-            workspace._update = update
-            raise ValueError("a strange file")
-
-        workspace._update = failing
-        (folder / "new.py").write_text("def fresh_name(item):\n    return item\n")
-        wait_for(lambda: workspace.find("def fresh_na", 1))
-        wait_for(lambda: not workspace.trouble)
-    finally:
-        workspace.close()
-
-
-def test_a_workspace_must_be_a_folder(tmp_path):
-    with pytest.raises(ServeError, match="folder"):
-        Workspace([tmp_path / "nowhere"], ServeConfig())
-
-
-def test_store_follows_and_is_forgotten(folder, tokenizer):
-    attached = []
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
-    store = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
+def test_store_follows_and_is_forgotten(folder, tokenizer, workspace, attached, store):
     assert store.sync()
     assert {Path(p).name for p in held_documents(attached[-1])} == {"a.py", "b.py", ".gitignore", "keep.log"}
     assert memory_folder([folder]).stat().st_mode & 0o077 == 0
@@ -401,24 +332,6 @@ def test_store_follows_and_is_forgotten(folder, tokenizer):
     assert not memory_folder([folder]).exists()
 
 
-def test_a_store_is_opened_once_for_a_change(folder, tokenizer, monkeypatch):
-    opened = []
-    monkeypatch.setattr(
-        store_module, "open_datastore", lambda *given, **known: opened.append(1) or open_datastore(*given, **known)
-    )
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
-    store = WorkspaceStore(workspace, tokenizer, lambda store: None)
-    for number in range(3):
-        (folder / "a.py").write_text(f"number = {number}\n" * 5)
-        workspace.update([folder / "a.py"])
-        opened.clear()
-        store.sync()
-        assert opened == [1] * (1 + (number == 0))  # first it is not there yet
-        store.sync()
-        assert len(opened) == 1 + (number == 0)
-
-
 def stored_bytes(store):
     return b"".join(path.read_bytes() for path in store.path.rglob("*") if path.is_file())
 
@@ -428,43 +341,33 @@ def stored_text(store, tokenizer):
     return "".join(map(tokenizer.decode, texts))
 
 
-def test_what_a_file_becomes_before_it_is_stored_stays_out(folder, tmp_path, tokenizer):
+def test_what_a_file_becomes_before_it_is_stored_stays_out(folder, tmp_path, tokenizer, workspace, attached, store):
     """A store reads files again: what stands there by then may be a link that leads out of the workspace."""
     outside = tmp_path / "outside"
     outside.mkdir()
     for name in ("a.py", "b.py"):
         (outside / name).write_text("private_name = 'nobody let it in'\n" * 5)
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
     (folder / "a.py").unlink()
     (folder / "a.py").symlink_to(outside / "a.py")
     shutil.rmtree(folder / "sub")
     (folder / "sub").symlink_to(outside)
-    attached = []
-    WorkspaceStore(workspace, tokenizer, attached.append).sync()
+    store.sync()
     assert set(held_documents(attached[-1])) == {str(folder / ".gitignore")}
     assert "private_name" not in stored_text(attached[-1], tokenizer)
     assert b"private_name" not in stored_bytes(attached[-1])
 
 
-def test_files_that_are_no_single_text_are_not_stored_again_and_again(folder, tokenizer, monkeypatch):
+def test_files_that_are_no_single_text_are_not_stored_again_and_again(folder, monkeypatch, workspace, attached, store):
     for number in range(2):  # records of a collection, whose texts are not that of the file
         (folder / f"{number}.jsonl").write_text(json.dumps({"text": f"record = {number}\n" * 5}) + "\n")
-    workspace = Workspace([folder], ServeConfig())
     workspace.scan()
-    attached = []
-    store = WorkspaceStore(workspace, tokenizer, attached.append)
     store.sync()
-    monkeypatch.setattr("retrieve_spec.datastore.build.add_documents", lambda *_, **__: pytest.fail("read again"))
+    monkeypatch.setattr(workspace_store, "add_documents", lambda *_, **__: pytest.fail("read again"))
     store.sync()
     assert {Path(p).name for p in held_documents(attached[-1])} == {"a.py", "b.py", ".gitignore", "keep.log"}
 
 
-def test_a_file_that_moves_stays_in_the_store(folder, tokenizer):
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
-    attached = []
-    store = WorkspaceStore(workspace, tokenizer, attached.append)
+def test_a_file_that_moves_stays_in_the_store(folder, workspace, attached, store):
     store.sync()
     (folder / "sub").rename(folder / "moved")
     workspace.update([folder / "sub", folder / "moved"])
@@ -474,10 +377,10 @@ def test_a_file_that_moves_stays_in_the_store(folder, tokenizer):
 
 def follow(folder, tokenizer, build, monkeypatch):
     """A workspace that is followed by a store which is built so, and what was attached."""
-    monkeypatch.setattr("retrieve_spec.datastore.build.build_datastore", build)
+    monkeypatch.setattr(workspace_store, "build_datastore", build)
     attached = []
     workspace = Workspace([folder], ServeConfig())
-    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
+    workspace.follower = WorkspaceStore(workspace, tokenizer, attached.append)
     workspace.start()
     return workspace, attached
 
@@ -541,13 +444,10 @@ def test_a_store_that_cannot_be_written_is_tried_again_with_the_next_change(fold
         workspace.close()
 
 
-def test_deleted_and_secret_files_cannot_be_decoded_from_the_store(folder, tokenizer):
+def test_deleted_and_secret_files_cannot_be_decoded_from_the_store(folder, tokenizer, workspace, attached, store):
     (folder / "gone.py").write_text("deleted_name = 'never to be seen again'\n" * 3)
     (folder / "key.py").write_text("later_secret = 'this is the text of it'\n" * 3)
-    attached = []
-    workspace = Workspace([folder], ServeConfig())
     workspace.scan()
-    store = WorkspaceStore(workspace, tokenizer, attached.append, every_s=0.0)
     store.sync()
 
     text = stored_text(attached[-1], tokenizer)
@@ -595,10 +495,7 @@ def test_forget_finds_a_folder_in_every_store(folder, tmp_path, tokenizer):
     assert forget_workspace([third / "below"])
 
 
-def test_forget_waits_for_who_writes_and_leaves_all_of_it_where_that_does_not_end(folder, tokenizer, monkeypatch):
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
-    store = WorkspaceStore(workspace, tokenizer, lambda store: None)
+def test_forget_waits_for_who_writes_and_leaves_all_of_it_where_that_does_not_end(folder, monkeypatch, store):
     store.sync()
     lock = FileLock(memory_folder([folder]) / "server.lock", thread_local=False)
     lock.acquire()
@@ -621,14 +518,11 @@ def test_forget_finds_a_folder_in_stores_that_do_not_name_theirs(folder, tokeniz
     assert forget_workspace([folder])
 
 
-def test_two_models_have_two_stores(folder, tokenizer):
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
+def test_two_models_have_two_stores(folder, tokenizer, workspace, attached):
     other = copy.deepcopy(tokenizer)
     described = json.loads(other.backend_tokenizer.to_str())
     described["model"]["merges"] = described["model"]["merges"][:-1]
     other._tokenizer = Tokenizer.from_str(json.dumps(described))
-    attached = []
     one = WorkspaceStore(workspace, tokenizer, attached.append)
     two = WorkspaceStore(workspace, other, attached.append)
     one.sync()
@@ -638,11 +532,7 @@ def test_two_models_have_two_stores(folder, tokenizer):
     assert all(store is not None and store.manifest.documents for store in attached)
 
 
-def test_a_store_that_another_server_is_building_is_left_alone(folder, tokenizer):
-    attached = []
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
-    store = WorkspaceStore(workspace, tokenizer, attached.append)
+def test_a_store_that_another_server_is_building_is_left_alone(folder, attached, store):
     begun = store.folder / "begun"
     begun.mkdir(parents=True)
     with FileLock(store.folder.parent / "server.lock"):
@@ -653,25 +543,20 @@ def test_a_store_that_another_server_is_building_is_left_alone(folder, tokenizer
     assert attached[-1].manifest.documents > 0
 
 
-def test_an_interrupted_store_is_built_again(folder, tokenizer):
-    attached = []
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
+def test_an_interrupted_store_is_built_again(folder, attached, store):
     memory_folder([folder]).mkdir(parents=True)
     (memory_folder([folder]) / "manifest.json").write_text("{")
-    WorkspaceStore(workspace, tokenizer, attached.append).sync()
+    store.sync()
     assert attached[-1].manifest.documents > 0
 
 
-def test_provenance_names_file_line_and_licence(folder, tokenizer):
+def test_provenance_names_file_line_and_licence(folder, workspace, attached, store):
     from retrieve_spec.server.jobs import Completion
     from retrieve_spec.server.schemas import InfillRequest
 
     (folder / "LICENSE").write_text("MIT License\n\nCopyright\n")
-    attached = []
-    workspace = Workspace([folder], ServeConfig())
     workspace.scan()
-    WorkspaceStore(workspace, tokenizer, attached.append).sync()
+    store.sync()
     request = InfillRequest(input_prefix="", input_suffix="", provenance=True)
     done = Completion(text="    return sum(item.price for item in items)\n    unheard_of_line_of_code()\n")
     found = Provenance([], workspace).of(request, done)["provenance"]
