@@ -6,14 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling
-from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_scratch
+from retrieve_spec.kernels.blend import (
+    CANDIDATES,
+    CREDIT,
+    HASH,
+    MASS_FLOOR,
+    MAX_CANDIDATES,
+    SHARES,
+    SLOTS,
+    blend,
+    collect_levels,
+)
+from retrieve_spec.kernels.calibration import CERTAIN, NUM_SOURCES, scaled
 from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
-from retrieve_spec.kernels.scale import CERTAIN, scaled
 from retrieve_spec.kernels.source_table import CURSOR, KIND, NUMBER, PHRASES, RECYCLING, RESTING, TAIL, recycling_sets
-from retrieve_spec.kernels.views import borrowed
-from retrieve_spec.kernels.weights import NUM_SOURCES
+from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_i64
 
 NEGLIGIBLE = 0.2
 """Part of the smallest useful probability below which a single share is not worth adding up."""
@@ -210,8 +219,10 @@ def expand(
     table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
     cells, scale, trust = borrowed(cells), borrowed(scale), borrowed(trust)
     pool_p, pool_ids, heap = borrowed(pool_p), borrowed(pool_ids), borrowed(heap)
-    scratch = open_scratch(memory, rows)
-    tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
+    scratch = np.int64(memory.ctypes.data)
+    tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
+    credit = view_i64(scratch + CREDIT, MAX_CANDIDATES)
+    view_i64(scratch + SLOTS, HASH)[:] = 0
     begin(root_cursors, tail, cursors, tails)
     if max_nodes > 0:
         node_p[0] = 0.0
