@@ -184,7 +184,7 @@ class MixtureDrafter(OpenSources):
     def _follow(self, ids: NDArray[np.int32]) -> int:
         """Follow text that was not generated; for how much of it the text's automaton had room."""
         self._sync()
-        return request.read(self._table.words, self._request.words, ids, FOLLOWED)
+        return request.read(self._table.words, self._request.words, ids, FOLLOWED, self._reads_stores)
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
@@ -281,6 +281,7 @@ class MixtureDrafter(OpenSources):
             int(chain),
             0.0,
             *shown,
+            self._reads_stores,
         )
         return found
 

@@ -81,6 +81,9 @@ class OpenSources:
         What was learned over all requests.
     """
 
+    _as_with_stores = False
+    """Whether kernels that read stores are called where there is none: they are compiled anyway."""
+
     def __init__(
         self,
         session: SessionMemory | None,
@@ -147,6 +150,8 @@ class OpenSources:
             table.append(self.alignments.row(ALIGNMENT))
         table += self.stores.ngram
         self._table = SourceTable(table)
+        has_stores = bool(self.stores.exact or self.stores.ngram or self.dense is not None)
+        self._reads_stores = 1 if has_stores or self._as_with_stores else None
         if len(self._use) != len(table):
             self._use = np.empty(len(table))
             request.begin_use(self._use)
@@ -219,4 +224,4 @@ class OpenSources:
         """Longest match of the text with anything but neighbours."""
         asked = range(self._exact_row + len(self.stores.exact))
         words = self._table.words
-        return max(int(levels.open_row(words, s, self._cursors, s, _NO_HASHES, 0)[1]) for s in asked)
+        return max(int(levels.open_row(words, s, self._cursors, s, _NO_HASHES, 0, 1)[1]) for s in asked)

@@ -143,7 +143,7 @@ def _follow_and_grow(
         _keep(request, emitted)
     zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the step would be compiled once more
     room, _, tree = propose(
-        request, cost, most, most, min_p, zero, one, least, emitted, zero, zero, 0.0, no_block, no_top, no_logits
+        request, cost, most, most, min_p, zero, one, least, emitted, zero, zero, 0.0, no_block, no_top, no_logits, one
     )
     request[state.LEFT] = len(emitted) - room
     request[state.DRAFTED], request[state.STEP] = 0, plan[NOW]

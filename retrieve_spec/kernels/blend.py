@@ -80,6 +80,7 @@ def collect_levels(
     trust: NDArray[np.float64],
     mass_floor: float,
     memory: NDArray[np.int64],
+    stores: int | None,
 ) -> int:
     """Merge the levels of all sources, longest match first, into `LEVELS` and `WEIGHTS` of the scratch.
 
@@ -98,6 +99,8 @@ def collect_levels(
         Levels that would share less than this mass are not read.
     memory
         `scratch_memory` of the table's rows.
+    stores
+        As in `kernels/levels.py`.
 
     Returns
     -------
@@ -114,7 +117,7 @@ def collect_levels(
     context_hashes(tails, at, tail_len, hashes)
     live = 0
     for s in range(rows):
-        handle, length = open_row(table, s, cursors, base + s, hashes, tail_len)
+        handle, length = open_row(table, s, cursors, base + s, hashes, tail_len, stores)
         if length >= 0:
             open_levels[live, 0], open_levels[live, 1], open_rows[live] = handle, length, s
             live += 1
@@ -131,10 +134,11 @@ def collect_levels(
             break
         best = open_rows[i]
         handle = open_levels[i, 0]
-        if handle == CLOSED:
-            open_levels[i, 0], open_levels[i, 1] = look_up(table, best, hashes, length)
-            continue
-        total, distinct = evidence(table, best, cursors, base + best, handle)
+        if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
+            if handle == CLOSED:
+                open_levels[i, 0], open_levels[i, 1] = look_up(table, best, hashes, length)
+                continue
+        total, distinct = evidence(table, best, cursors, base + best, handle, stores)
         source = table[best, NUMBER]
         cell = cell_of(source, length, total, distinct)
         weight = level_weight(cells, cell, prior_weight(source, length, total, distinct))
@@ -146,7 +150,7 @@ def collect_levels(
         weights[n] = weight
         mass *= 1.0 - weight
         n += 1
-        open_levels[i, 0], open_levels[i, 1] = next_level(table, best, handle, length, hashes)
+        open_levels[i, 0], open_levels[i, 1] = next_level(table, best, handle, length, hashes, stores)
     return n
 
 
@@ -160,6 +164,7 @@ def blend(
     floor: float,
     stamp: int,
     memory: NDArray[np.int64],
+    stores: int | None,
 ) -> int:
     """Spend the mass of all levels on their continuations: `CANDIDATES`, `SHARES` and `CREDIT` of the scratch.
 
@@ -169,7 +174,7 @@ def blend(
         Shares below this probability are left out.
     stamp
         A number not used with this scratch since it was opened.
-    memory
+    memory, stores
         As for `collect_levels`.
 
     Returns
@@ -205,6 +210,7 @@ def blend(
             read_tokens,
             read_counts,
             read_p,
+            stores,
         )
         for i in range(m):
             p = spend * np.float64(read_p[i])

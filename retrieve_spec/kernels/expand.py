@@ -135,7 +135,13 @@ def begin(
 
 @inner
 def follow(
-    table: NDArray[np.int64], cursors: NDArray[np.int64], tails: NDArray[np.int32], above: int, at: int, token: int
+    table: NDArray[np.int64],
+    cursors: NDArray[np.int64],
+    tails: NDArray[np.int32],
+    above: int,
+    at: int,
+    token: int,
+    stores: int | None,
 ) -> None:
     """Make the newest tokens and the cursors at place ``at`` those at place ``above`` after one more token."""
     table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
@@ -149,7 +155,7 @@ def follow(
     for s in range(rows):
         if table[s, RESTING] == 1:
             continue
-        advance_row(table, s, cursors, above * rows + s, token, cursors, at * rows + s)
+        advance_row(table, s, cursors, above * rows + s, token, cursors, at * rows + s, stores)
 
 
 @inner
@@ -177,6 +183,7 @@ def expand(
     memory: NDArray[np.int64],
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
+    stores: int | None,
 ) -> tuple[int, int]:
     """Take the nodes of highest path probability, as long as they pay.
 
@@ -241,8 +248,8 @@ def expand(
             worth = max(min_p, cutoff) / path_p
             mass = MASS_FLOOR if noise[0] else max(worth, MASS_FLOOR)
             negligible = 0.0 if noise[0] else NEGLIGIBLE * worth  # known noise can make a small share the largest
-            k = collect_levels(table, cursors, n * rows, tails, n, valid, cells, trust, mass, memory)
-            c = blend(table, cursors, n * rows, cells, k, negligible, n + 1, memory)
+            k = collect_levels(table, cursors, n * rows, tails, n, valid, cells, trust, mass, memory, stores)
+            c = blend(table, cursors, n * rows, cells, k, negligible, n + 1, memory, stores)
             if noise[0]:
                 couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + depth))
             for i in range(c):
@@ -286,5 +293,5 @@ def expand(
         elif gain > best_rate * np.float64(cost[n]):
             best_rate = gain / np.float64(cost[n])
             best_n = n
-        follow(table, cursors, tails, parent + 1, n, np.int32(pool_ids[top, 0]))
+        follow(table, cursors, tails, parent + 1, n, np.int32(pool_ids[top, 0]), stores)
     return best_n, n

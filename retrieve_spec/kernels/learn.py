@@ -69,7 +69,14 @@ USE_MEMORY = 512.0
 
 @inner
 def _share_of(
-    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int, total: int, token: int
+    table: NDArray[np.int64],
+    s: int,
+    cursors: NDArray[np.int64],
+    c: int,
+    handle: int,
+    total: int,
+    token: int,
+    stores: int | None,
 ) -> tuple[float, float]:
     """(share of a level that goes to ``token`` by count, 1 if the token is its most recent continuation)."""
     if table[s, KIND] == AUTOMATON:
@@ -83,18 +90,19 @@ def _share_of(
         return hit, hit
     if table[s, KIND] == ALIGNMENT:
         return 1.0 if alignment.token_of(handle) == token else 0.0, 0.0
-    if table[s, KIND] == NGRAM:
-        first, end = ngram_part(table, s, handle)
-        for j in range(first, end):
-            if ngram_token(table, s, j) == token:
-                return ngram_counts(table, s)[j] / total, 0.0
-        return 0.0, 0.0
-    if table[s, KIND] == EXACT:
-        a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
-        return (b - a) / total, 0.0
-    if table[s, KIND] == DENSE:
-        weight = span_weights(table, s)
-        return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
+    if stores is not None:
+        if table[s, KIND] == NGRAM:
+            first, end = ngram_part(table, s, handle)
+            for j in range(first, end):
+                if ngram_token(table, s, j) == token:
+                    return ngram_counts(table, s)[j] / total, 0.0
+            return 0.0, 0.0
+        if table[s, KIND] == EXACT:
+            a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
+            return (b - a) / total, 0.0
+        if table[s, KIND] == DENSE:
+            weight = span_weights(table, s)
+            return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
     if table[s, KIND] == UNIGRAM:
         return unigram.share_of(table, s, handle, token), 0.0
     k = table[s, RECYCLING_K]
@@ -117,6 +125,7 @@ def learn_weights(
     num_levels: int,
     use: NDArray[np.float64],
     token: int,
+    stores: int | None,
 ) -> None:
     """One step of online expectation maximisation: which level explains the token that came.
 
@@ -134,7 +143,7 @@ def learn_weights(
     for i in range(num_levels):
         s = levels[i, 0]
         recency = recency_weight(cells, levels[i, 2]) if table[s, KIND] == AUTOMATON else 0.0
-        share, recent = _share_of(table, s, cursors, s, levels[i, 1], levels[i, 3], token)
+        share, recent = _share_of(table, s, cursors, s, levels[i, 1], levels[i, 3], token, stores)
         by_count[i] = (1.0 - recency) * share
         by_recency[i] = recency * recent
         weight = np.float64(weights[i])
@@ -221,6 +230,7 @@ def learn(
     emitted: NDArray[np.int32],
     every: int,
     memory: NDArray[np.int64],
+    stores: int | None,
 ) -> None:
     """Follow the emitted tokens with all cursors and learn at every position; cursors and tail end after the last.
 
@@ -247,16 +257,18 @@ def learn(
         for s in range(len(table)):
             slow = table[s, KIND] == NGRAM or table[s, KIND] == EXACT
             table[s, RESTING] = 1 if slow and (tail_len + i) % every != 0 else resting[s]
-        k = collect_levels(table, cursors, here, tail, here, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, memory)
-        c = blend(table, cursors, here, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, memory)
+        k = collect_levels(
+            table, cursors, here, tail, here, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, memory, stores
+        )
+        c = blend(table, cursors, here, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, memory, stores)
         if noise[0]:
             couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
         learn_scale(scale, noise[0] * NUM_SOURCES, table, memory, c, min_p, token)
-        learn_weights(table, cursors, cells, trust, adapted, memory, k, use, token)
+        learn_weights(table, cursors, cells, trust, adapted, memory, k, use, token, stores)
         for s in range(len(table)):
             for j in range(CURSOR):  # an assigned slice is compiled with what it says of shapes that differ: seconds
                 moved[0, j] = cursors[s, j]
-            advance_row(table, s, cursors, s, token, moved, here)
+            advance_row(table, s, cursors, s, token, moved, here, stores)
             for j in range(CURSOR):
                 cursors[s, j] = moved[0, j]
         for j in range(TAIL - 1, 0, -1):

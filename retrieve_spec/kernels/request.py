@@ -303,7 +303,11 @@ def _search(table: NDArray[np.int64], s: int, recent: NDArray[np.int32], least: 
 
 @inner
 def follow_stores(
-    table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], roots: NDArray[np.int64]
+    table: NDArray[np.int64],
+    request: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    roots: NDArray[np.int64],
+    stores: int | None,
 ) -> NDArray[np.int32]:
     """Move the stores' longest-match cursors over tokens (e,) from where they were before them, ``roots``.
 
@@ -320,7 +324,8 @@ def follow_stores(
     for i in range(fresh):
         window[kept + i] = tokens[i]
     cursors = cursors_of(request, len(table))
-    follow_all(table, request[STORED], roots, window, fresh)
+    if stores is not None:
+        follow_all(table, request[STORED], roots, window, fresh)
     for i in range(len(roots)):
         for j in range(CURSOR):
             cursors[request[STORED] + i, j] = roots[i, j]
@@ -352,13 +357,17 @@ def grow_context(table: NDArray[np.int64], request: NDArray[np.int64], tokens: N
 
 
 @njit(cache=True, nogil=True)
-def read(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], looked_at: int) -> int:
+def read(
+    table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], looked_at: int, stores: int | None
+) -> int:
     """Take text (n,) that was not generated into the text so far.
 
     Parameters
     ----------
     looked_at
         How much of its end is followed in the session.
+    stores
+        As in `kernels/levels.py`.
 
     Returns
     -------
@@ -376,7 +385,7 @@ def read(table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[n
     roots = stored_cursors(table, request)
     if n > MATCH:  # only the end is followed: what was matched before does not reach it
         roots[:] = 0
-    follow_stores(table, request, tokens[max(n - MATCH, 0) :], roots)
+    follow_stores(table, request, tokens[max(n - MATCH, 0) :], roots, stores)
     newest = newest_of(request)
     for i in range(max(n - TAIL, 0), n):
         push(newest, tokens[i])

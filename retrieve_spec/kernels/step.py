@@ -60,6 +60,7 @@ def observe(
     verified: NDArray[np.int32],
     top_ids: NDArray[np.int32],
     top_logits: NDArray[np.float32],
+    stores: int | None,
 ) -> int:
     """Follow the emitted tokens with every source, and learn at each.
 
@@ -106,11 +107,12 @@ def observe(
         emitted,
         state.learn_every(request),
         view_i64(request[state.SCRATCH], request[state.WORDS]),
+        stores,
     )
     state.choose_sources(table, request)
     request[state.LEARNED] += len(emitted)
     request[state.LENGTH] += len(emitted)
-    window = state.follow_stores(table, request, emitted, roots)
+    window = state.follow_stores(table, request, emitted, roots, stores)
     if request[state.PREDICTED] == 1:
         kept = view_i64_rows(table[0, PREDICTION_CURSORS], state.HYPOTHESES, CURSOR)
         recent = window[max(len(window) - state.LOOKBACK, 0) :]
@@ -287,6 +289,7 @@ def propose(
     verified: NDArray[np.int32],
     top_ids: NDArray[np.int32],
     top_logits: NDArray[np.float32],
+    stores: int | None,
 ) -> tuple[int, float, NDArray[np.int32]]:
     """Take in what the last pass showed, then draft what follows the text.
 
@@ -300,6 +303,8 @@ def propose(
         Nodes that were verified, how many tokens of them were accepted, and how many were expected to be.
     emitted, verified, top_ids, top_logits
         As for `observe`; (0,) tokens where there is nothing to take in.
+    stores
+        As in `kernels/levels.py`.
 
     Returns
     -------
@@ -312,7 +317,7 @@ def propose(
     room = np.int64(0)
     if len(emitted) > 0:
         _judge(request, emitted[0], size, accepted, expected)
-        room = observe(request, min_p, emitted, verified, top_ids, top_logits)
+        room = observe(request, min_p, emitted, verified, top_ids, top_logits, stores)
     table = state.table_of(request)
     rows = len(table)
     nodes = view_i64_rows(request[state.NODES], max_nodes, 4)
@@ -321,15 +326,16 @@ def propose(
     found = np.empty(0, np.int64)
     expected_accepted = 0.0
     if max_nodes > 0 and room == len(emitted):
-        n = _grow(table, request, cost, max_depth, min_p, chain, least, nodes, node_p)
+        n = _grow(table, request, cost, max_depth, min_p, chain, least, nodes, node_p, stores)
         for i in range(n):
             expected_accepted += np.float64(node_p[i])
         request[state.FIRST], view_f64(request[state.FIRST_P], 1)[0] = nodes[0, 0], np.float64(node_p[0])
-        if origins == 1:
-            found = np.empty(n, np.int64)
-            known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
-            cursors = view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR)
-            find_origins(table, cursors, request[state.STORED], known, n, found)
+        if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
+            if origins == 1:
+                found = np.empty(n, np.int64)
+                known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
+                cursors = view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR)
+                find_origins(table, cursors, request[state.STORED], known, n, found)
     tree = np.empty((BLOCK_ROWS, n), np.int32)
     write_tree(table, nodes, node_p, found, tree)
     return room, expected_accepted, tree
@@ -346,6 +352,7 @@ def _grow(
     least: float,
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
+    stores: int | None,
 ) -> int:
     """Write the nodes that are worth verifying, best first; returns how many."""
     rows, max_nodes, pool = len(table), len(nodes), request[state.POOL]
@@ -376,5 +383,6 @@ def _grow(
         view_i64(request[state.SCRATCH], request[state.WORDS]),
         nodes,
         node_p,
+        stores,
     )
     return np.int64(n)

@@ -109,7 +109,7 @@ def test_whoever_asked_last_does_not_ask_for_the_next() -> None:
 
 
 def test_a_given_drafter_stands_in_for_what_is_configured_alone() -> None:
-    given = PRESETS["prompt-lookup"](SpeculationConfig(), (), None, None)
+    given = PRESETS["prompt-lookup"]()
     drafters = Drafters(SpeculationConfig(draft="suffix"), [], given, "model")
     assert drafters.of(None) is drafters.of("suffix") is drafters.of("auto") is given
     assert drafters.of("prompt-lookup") is not given

@@ -73,9 +73,15 @@ class World:
             blend.scratch_memory(rows),
             nodes,
             node_p,
+            self.stores(),
         )
         grown = [(*node, float(p)) for node, p in zip(nodes[:n].tolist(), node_p[:n], strict=True)]
         return grown, int(best), cursors
+
+    def stores(self):
+        """What kernels are told: None where no row is a store's."""
+        kinds = set(self.table[:, source_table.KIND].tolist())
+        return 1 if kinds & {source_table.NGRAM, source_table.EXACT, source_table.DENSE} else None
 
     def learn(self, cells, scale, use, emitted, min_p=0.0, noise=NO_NOISE, every=1):
         """(the tail behind the tokens, the request's factors)"""
@@ -94,6 +100,7 @@ class World:
             np.array(emitted, np.int32),
             every,
             blend.scratch_memory(len(self.table)),
+            self.stores(),
         )
         return tail, trust
 

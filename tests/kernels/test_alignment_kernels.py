@@ -37,16 +37,16 @@ class Pair:
         kernels.best(words, 0, cursor, 0)
         for token in draft:
             moved = cursor.copy()
-            levels.advance_row(words, 0, cursor, 0, token, moved, 0)
+            levels.advance_row(words, 0, cursor, 0, token, moved, 0, None)
             cursor = moved
-        handle, length = levels.open_row(words, 0, cursor, 0, HASHES, 0)
+        handle, length = levels.open_row(words, 0, cursor, 0, HASHES, 0, None)
         if length < 0:
             return []
-        total, distinct = levels.evidence(words, 0, cursor, 0, handle)
+        total, distinct = levels.evidence(words, 0, cursor, 0, handle, None)
         tokens, counts, p = np.empty(32, np.int32), np.empty(32, np.int32), np.empty(32, np.float32)
-        n = levels.read_level(words, 0, cursor, 0, handle, total, 0.0, 0.0, tokens, counts, p)
+        n = levels.read_level(words, 0, cursor, 0, handle, total, 0.0, 0.0, tokens, counts, p, None)
         shares = list(zip(tokens[:n].tolist(), p[:n].tolist(), strict=True))
-        assert levels.next_level(words, 0, handle, length, HASHES)[1] == -1
+        assert levels.next_level(words, 0, handle, length, HASHES, None)[1] == -1
         return [(int(length), int(total), int(distinct), shares, None)]
 
     def same(self, draft=()):

@@ -98,7 +98,7 @@ def test_a_round_share_is_not_more_than_itself(share, distinct):
     held = SourceTable([memory.row(8)])
     e = kernels.find(memory.sets, kernels.mix(np.uint64(0), 0))
     assert memory.probs[e, 0] == np.float32(share / 10)
-    assert levels.evidence(held.words, 0, np.zeros((1, 4), np.int64), 0, e)[1] == distinct
+    assert levels.evidence(held.words, 0, np.zeros((1, 4), np.int64), 0, e, None)[1] == distinct
 
 
 def test_memory_is_bounded_and_what_is_said_often_stays(monkeypatch):

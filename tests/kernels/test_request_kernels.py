@@ -80,7 +80,7 @@ def test_the_newest_tokens_are_kept(lengths, seed):
     for length in lengths:
         tokens = rng.integers(0, 1000, length).astype(np.int32)
         text = np.concatenate([text, tokens])
-        window = request.follow_stores(table, held.words, tokens, roots)
+        window = request.follow_stores(table, held.words, tokens, roots, None)
         assert window.tolist() == text[max(len(text) - MATCH - length, 0) :].tolist()
         kept = held.words[request.KEPT]
         assert recent[:kept].tolist() == text[max(len(text) - MATCH, 0) :].tolist()
