@@ -31,7 +31,7 @@ from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, r
 from retrieve_spec.datastore.remote import local_folder
 from retrieve_spec.datastore.segment import TABLE, Document, Segment, open_segment, tombstones_of
 from retrieve_spec.errors import StoreCorruptError, StoreNotFoundError, TokenizerMismatchError
-from retrieve_spec.kernels.order import ORIGIN_BITS
+from retrieve_spec.kernels.source_table import ORIGIN_BITS
 
 log = logging.getLogger("retrieve_spec")
 

@@ -29,6 +29,8 @@ _FIRST_SAID = 1024
 class BatchRow(MixtureDrafter):
     """A `MixtureDrafter` without recycling that can also be one of the rows of a compiled call (`Slots`)."""
 
+    _as_with_stores = True
+
     def __init__(
         self,
         config: SpeculationConfig,

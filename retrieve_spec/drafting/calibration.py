@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError, in_a_line
-from retrieve_spec.kernels import acceptance
-from retrieve_spec.kernels.scale import SCALE_BINS
+from retrieve_spec.kernels import calibration as kernels
+from retrieve_spec.kernels.calibration import CELLS, NUM_SOURCES, SCALE_BINS
 from retrieve_spec.kernels.unigram import CLASSES, PLACES, RATES
-from retrieve_spec.kernels.weights import CELLS, NUM_SOURCES
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.unigrams import Unigrams
@@ -81,12 +80,12 @@ class Calibration:
         return Unigrams(self.rates, self.factors, self.classes, mute)
 
     def acceptance_ratio(self, noise: bool) -> float:
-        """Tokens accepted for each one expected of whole drafts (`retrieve_spec.kernels.acceptance`)."""
-        return float(acceptance.acceptance_ratio(self.drafts[int(noise)]))
+        """Tokens accepted for each one expected of whole drafts (`retrieve_spec.kernels.calibration`)."""
+        return float(kernels.acceptance_ratio(self.drafts[int(noise)]))
 
     def learn_draft(self, expected: float, accepted: int, noise: bool) -> None:
         """Learn what became of a draft: tokens expected (more than 0, the ratio included) and tokens accepted."""
-        acceptance.learn_draft(self.drafts[int(noise)], expected, accepted)
+        kernels.learn_draft(self.drafts[int(noise)], expected, accepted)
 
     def keep(self, at_once: bool = False) -> None:
         """Count a request, and write the tables to `path` (if there is one) after the first and every 16th.

@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.weights import LENGTH_BUCKETS, length_bucket
+from retrieve_spec.kernels.calibration import LENGTH_BUCKETS, length_bucket
 from retrieve_spec.sources.dense import DenseSource
 
 FIRST = 24

@@ -20,7 +20,7 @@ from retrieve_spec.kernels import request, step
 from retrieve_spec.kernels.compiled_code import compiling_logged
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.prediction import Prediction
+from retrieve_spec.sources.rows import Prediction
 from retrieve_spec.sources.session import FOLLOWED, SessionMemory
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ class MixtureDrafter(OpenSources):
 
     Attributes
     ----------
-    asker
-        Key of whoever asks, until the request ends: phrases that one key alone was given are not drafted. None: every
-        request has an asker of its own.
+    requester_id
+        Who asks, until the request ends: phrases that one requester alone was given are not drafted. None: every
+        request has one of its own.
     learns_phrases
         Whether requests are counted when they end.
     """
@@ -119,7 +119,7 @@ class MixtureDrafter(OpenSources):
         self._rest = self._misses = 0
         self._looks: tuple[float, float] | None = None  # seconds that one saves and takes, running means
         self._asked = False  # for a draft since the last pass
-        self.asker: str | None = None
+        self.requester_id: str | None = None
         self.learns_phrases = True
         self._forgotten = False
 
@@ -184,7 +184,7 @@ class MixtureDrafter(OpenSources):
     def _follow(self, ids: NDArray[np.int32]) -> int:
         """Follow text that was not generated; for how much of it the text's automaton had room."""
         self._sync()
-        return request.read(self._table.words, self._request.words, ids, FOLLOWED)
+        return request.read(self._table.words, self._request.words, ids, FOLLOWED, self._reads_stores)
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
@@ -281,6 +281,7 @@ class MixtureDrafter(OpenSources):
             int(chain),
             0.0,
             *shown,
+            self._reads_stores,
         )
         return found
 
@@ -415,8 +416,8 @@ class MixtureDrafter(OpenSources):
     def _remember(self, generated: NDArray[np.int32]) -> None:
         if (generated >= 0).any():
             if self.phrases is not None and self.learns_phrases and not self._forgotten:
-                self.phrases.learn(generated, self.asker)
+                self.phrases.learn(generated, self.requester_id)
             if self.session is not None:
                 self.session.remember(generated[generated >= 0])
-        self.asker, self._forgotten = None, False
+        self.requester_id, self._forgotten = None, False
         self.calibration.keep()

@@ -12,18 +12,16 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.kernels import blend, follow, levels, request, weights
+from retrieve_spec.kernels import blend, levels, request
+from retrieve_spec.kernels.calibration import LENGTH_CLASSES, NUM_SOURCES, begin_request
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.alignments import Alignments
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 from retrieve_spec.sources.phrases import PhraseMemory
-from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
-from retrieve_spec.sources.rows import Row, SourceTable
+from retrieve_spec.sources.rows import Alignments, Prediction, Row, SourceTable, StoreRows
 from retrieve_spec.sources.session import SessionMemory
-from retrieve_spec.sources.stores import StoreRows
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
@@ -83,6 +81,9 @@ class OpenSources:
         What was learned over all requests.
     """
 
+    _as_with_stores = False
+    """Whether kernels that read stores are called where there is none: they are compiled anyway."""
+
     def __init__(
         self,
         session: SessionMemory | None,
@@ -105,11 +106,11 @@ class OpenSources:
         self.wants_hidden: Layer | None = indexes.layer
         self.dense = None if indexes.layer is None else DenseSource(indexes)
         self._scratch = Scratch(1)
-        self._trust: NDArray[np.float64] = np.empty((weights.NUM_SOURCES, 1 + weights.LENGTH_CLASSES, 2))
+        self._trust: NDArray[np.float64] = np.empty((NUM_SOURCES, 1 + LENGTH_CLASSES, 2))
         self._use: NDArray[np.float64] = np.empty(0)
         self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
         self._tail: NDArray[np.int32] = np.zeros((1, TAIL), np.int32)
-        self._recent: NDArray[np.int32] = np.zeros(follow.MATCH, np.int32)
+        self._recent: NDArray[np.int32] = np.zeros(request.MATCH, np.int32)
         self._first_p: NDArray[np.float64] = np.zeros(1)
         self._learned: dict[int, int] = dict.fromkeys((request.STEPS, request.LEARNED, request.RESTS), 0)
         self._open()
@@ -149,6 +150,8 @@ class OpenSources:
             table.append(self.alignments.row(ALIGNMENT))
         table += self.stores.ngram
         self._table = SourceTable(table)
+        has_stores = bool(self.stores.exact or self.stores.ngram or self.dense is not None)
+        self._reads_stores = 1 if has_stores or self._as_with_stores else None
         if len(self._use) != len(table):
             self._use = np.empty(len(table))
             request.begin_use(self._use)
@@ -157,7 +160,7 @@ class OpenSources:
             self._scratch = Scratch(len(table))
         self._tail[:] = 0
         self._first_p[:] = 0
-        weights.begin_request(self._trust)
+        begin_request(self._trust)
         self._request = self._describe()
 
     def _describe(self) -> Row:
@@ -221,4 +224,4 @@ class OpenSources:
         """Longest match of the text with anything but neighbours."""
         asked = range(self._exact_row + len(self.stores.exact))
         words = self._table.words
-        return max(int(levels.open_row(words, s, self._cursors, s, _NO_HASHES, 0)[1]) for s in asked)
+        return max(int(levels.open_row(words, s, self._cursors, s, _NO_HASHES, 0, 1)[1]) for s in asked)

@@ -11,14 +11,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.order import BLOCK_ROWS, DEPTHS, LOG_P, ORIGINS, PARENTS, SOURCES, TOKENS
-from retrieve_spec.kernels.treemask import link_siblings, see_ancestors
+from retrieve_spec.kernels.treemask import (
+    BLOCK_ROWS,
+    DEPTHS,
+    LOG_P,
+    ORIGINS,
+    PARENTS,
+    SOURCES,
+    TOKENS,
+    see_ancestors,
+)
 
 ROOT = -1
 """Parent of the nodes that follow the last emitted token."""
@@ -69,23 +76,25 @@ class DraftTree:
         (n,) uint8, index of the source credited with the node (`retrieve_spec.sources.SOURCE_NAMES`).
     origin
         (n,) int64, where the source read the node's token (store: segment << 40 | token position), -1 unknown.
+    ancestors
+        Who may look at whom, as words: (n, ⌈n / 32⌉) int32, bit j of row i set at i and at every ancestor of i.
     block
-        (`retrieve_spec.kernels.order.BLOCK_ROWS`, n) int32, all of these in one array, as kernels take it.
+        (`retrieve_spec.kernels.treemask.BLOCK_ROWS`, n) int32, all of these in one array, as kernels take it.
 
     Notes
     -----
-    `ancestors` and `next_sibling` follow from `parent`; they are computed when first asked for, and kept. The arrays of
-    a tree that a kernel grew are views of its one result, made when first asked for: each costs microseconds where a
-    pass of the model has emptied the caches.
+    `ancestors` is computed when first asked for. The arrays of a tree that a kernel grew are views of its one result,
+    made when first asked for: each costs microseconds where a pass of the model has emptied the caches.
     """
 
-    __slots__ = (*FIELDS, "_derived", "_size", "block")
+    __slots__ = (*FIELDS, "_size", "ancestors", "block")
     token_ids: NDArray[np.int32]
     parent: NDArray[np.int32]
     depth: NDArray[np.int32]
     log_p: NDArray[np.float32]
     source: NDArray[np.uint8]
     origin: NDArray[np.int64]
+    ancestors: NDArray[np.int32]
     block: NDArray[np.int32]
 
     def __init__(
@@ -100,13 +109,12 @@ class DraftTree:
         self.token_ids, self.parent, self.depth = token_ids, parent, depth
         self.log_p, self.source, self.origin = log_p, source, origin
         self._size = len(token_ids)
-        self._derived: dict[str, NDArray[np.int32]] | None = None
 
     @classmethod
     def of_block(cls, block: NDArray[np.int32]) -> DraftTree:
-        """The tree that a kernel wrote into a (`order.BLOCK_ROWS`, n) int32 block."""
+        """The tree that a kernel wrote into a (`BLOCK_ROWS`, n) int32 block."""
         tree = cls.__new__(cls)
-        tree.block, tree._size, tree._derived = block, block.shape[1], None
+        tree.block, tree._size = block, block.shape[1]
         return tree
 
     def __getattr__(self, name: str) -> NDArray[Any]:
@@ -114,6 +122,9 @@ class DraftTree:
         if name == "block":
             self.block = _packed(self)
             return self.block
+        if name == "ancestors":
+            self.ancestors = self.seen_behind(0)
+            return self.ancestors
         if name not in FIELDS:
             raise AttributeError(f"'DraftTree' object has no attribute '{name}'", name=name, obj=self)
         block = self.block
@@ -141,27 +152,9 @@ class DraftTree:
         return bool((self.parent == np.arange(-1, len(self) - 1, dtype=np.int32)).all())
 
     @property
-    def paths(self) -> int:
-        """How many paths lead to its leaves."""
-        return len(self) - len(np.unique(self.parent[self.parent >= 0]))
-
-    @property
     def expected_accepted(self) -> float:
         """Sum of path probabilities: how many draft tokens a pass is expected to accept."""
         return float(np.exp(self.log_p).sum())
-
-    @property
-    def ancestors(self) -> NDArray[np.int32]:
-        """Who may look at whom, as words: (n, ⌈n / 32⌉) int32, bit j of row i set at i and at every ancestor of i."""
-        return self._kept("ancestors", lambda: self.seen_behind(0))
-
-    def _kept(self, name: str, derive: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
-        """What follows from the parents, derived when first asked for."""
-        if self._derived is None:
-            self._derived = {}
-        if name not in self._derived:
-            self._derived[name] = derive()
-        return self._derived[name]
 
     def seen_behind(self, roots: int) -> NDArray[np.int32]:
         """Who looks at whom in a pass over so many root tokens and then the nodes.
@@ -175,23 +168,6 @@ class DraftTree:
         words = np.zeros((rows, -(-rows // 32)), np.int32)
         see_ancestors(self.parent, roots, words)
         return words
-
-    @property
-    def next_sibling(self) -> NDArray[np.int32]:
-        """(n,) int32, the next child of the same parent, -1 behind the last.
-
-        The first child of node i is node i + 1, if that has i as its parent: so children are walked without a search.
-        """
-        return self._kept("next_sibling", self._link_siblings)
-
-    def _link_siblings(self) -> NDArray[np.int32]:
-        following = np.empty(len(self), np.int32)
-        link_siblings(self.parent, following)
-        return following
-
-    def ancestor_mask(self) -> NDArray[np.bool_]:
-        """`ancestors` as (n, n) bool."""
-        return unpacked(self.ancestors)
 
     def first_branch(self) -> DraftTree:
         """The chain from the root along the first child at every node, for models that can only verify chains."""

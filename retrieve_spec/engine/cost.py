@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels.pass_cost import learn_passes
+from retrieve_spec.kernels.calibration import learn_passes
 
 _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 NODE_KNOTS = np.array(_KNOTS)

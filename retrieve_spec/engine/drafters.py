@@ -254,7 +254,7 @@ class Drafters:
             if id(drafter) in self._loans:
                 return "the given drafter is at work for another sequence"
             if isinstance(drafter, MixtureDrafter):
-                drafter.asker = scope or call or (drafter.asker if drafter is self.given else None)
+                drafter.requester_id = scope or call or (drafter.requester_id if drafter is self.given else None)
             self._loans[id(drafter)] = Loan(drafter, scope, *self._own_of(drafter))
             try:
                 self._enter(drafter, scope)

@@ -22,7 +22,7 @@ from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler, whole_seed
-from retrieve_spec.sampling.stopping import Stopper
+from retrieve_spec.sampling.text import Stopper
 from retrieve_spec.sources.answers import RolloutMemory
 from retrieve_spec.verify.interface import ModelInterface
 

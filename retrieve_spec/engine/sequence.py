@@ -27,8 +27,7 @@ from retrieve_spec.errors import PositionError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.sampling.acceptance import Sampler, Walk, walk
 from retrieve_spec.sampling.pass_logits import PassLogits
-from retrieve_spec.sampling.stopping import Stopper
-from retrieve_spec.sampling.text import RowText
+from retrieve_spec.sampling.text import RowText, Stopper
 from retrieve_spec.verify.verifier import Ran, Verifier, VerifierInputs, VerifierOutput
 
 RUN_AHEAD = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from time import perf_counter
@@ -12,8 +11,6 @@ from typing import Any
 from transformers import DynamicCache
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.datastore.change import ChangeReport
-from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Drafter, Preparable
 from retrieve_spec.engine.cost import CostModel, Costs
 from retrieve_spec.engine.drafters import Drafters
@@ -24,7 +21,6 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sources.session import SessionMemory
-from retrieve_spec.sources.session_store import load_session, save_session
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
@@ -187,21 +183,6 @@ class Speculation:
         if not isinstance(memory, SessionMemory):
             raise ConfigError("a drafter with a session", "one without", "Use accelerate(model, session=True).")
         return memory
-
-    def save_session(self, path: str | os.PathLike[str]) -> ChangeReport:
-        """Add the remembered generations to a datastore (`retrieve_spec.sources.session_store.save_session`)."""
-        if self.tokenizer is None:
-            raise ConfigError("a tokenizer to save texts with", "none", "Give one to accelerate.")
-        with self.engine.alone():
-            return save_session(self.session(), path, self.tokenizer)
-
-    def load_session(self, store: str | os.PathLike[str] | Datastore) -> int:
-        """Remember a store's documents as earlier generations, the newest as far as they fit; tokens remembered."""
-        if not isinstance(store, Datastore):
-            store = open_datastore(store, tokenizer=self.tokenizer)
-        self.check_stores([store])
-        with self.engine.alone():
-            return load_session(self.session(), store)
 
     def forget(self, scope: str | None = None) -> None:
         """Drop what was learned from earlier generations (texts, calibration), in files, too; measured costs stay.

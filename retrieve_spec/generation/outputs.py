@@ -18,7 +18,7 @@ from retrieve_spec.engine.rows import Prepared
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.request import setting
-from retrieve_spec.sampling.logprobs import LogProbSampler
+from retrieve_spec.sampling.samplers import LogProbSampler
 from retrieve_spec.sampling.text import RowText
 
 _KEPT = ("output_scores", "output_logits")

@@ -24,8 +24,7 @@ from retrieve_spec.integrations.state import (
     open_folder,
 )
 from retrieve_spec.sources.answers import AnswerMemory
-from retrieve_spec.sources.session import SessionMemory
-from retrieve_spec.sources.token_ids import token_ids_of
+from retrieve_spec.sources.session import SessionMemory, token_ids_of
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
@@ -129,7 +128,7 @@ class Requests:
         try:
             row = row or BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
             row.start(prompt, prediction)  # takes a while where the prompt is long: others go on
-            row.asker = asker
+            row.requester_id = asker
             with self._lock:
                 if self._starting.get(request) is mine:  # all requests may have been given up meanwhile
                     self._requests[request] = Request(row, kind)

@@ -71,9 +71,9 @@ def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
     states, edges, slots = borrowed(states), borrowed(edges), borrowed(slots)
     first = states[state, TOKEN]
     if first >= -1:
-        return states[state, TARGET] if first == token else -1
+        return np.int64(states[state, TARGET]) if first == token else np.int64(-1)
     e = find_edge(edges, slots, state, token)
-    return edges[e, E_TARGET] if e >= 0 else -1
+    return np.int64(edges[e, E_TARGET]) if e >= 0 else np.int64(-1)
 
 
 @njit(cache=True, nogil=True)
@@ -184,13 +184,13 @@ def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token:
         states[state, COUNT] = 1
         return
     if first >= 0:
-        only = states[state, TARGET]
+        only = np.int64(states[state, TARGET])
         states[state, TARGET] = -1
         states[state, TOKEN] = -1
-        _list_edge(states, edges, slots, meta, state, first, only, states[state, COUNT])
+        _list_edge(states, edges, slots, meta, state, first, only, np.int64(states[state, COUNT]))
     states[state, TOKEN] = min(states[state, TOKEN] - 1, -2)
     states[state, COUNT] += 1
-    _list_edge(states, edges, slots, meta, state, token, target, 1)
+    _list_edge(states, edges, slots, meta, state, token, target, np.int64(1))
     if meta[M_COUNTS] == EXCLUDING:
         _rank(states, edges, state)
 
@@ -266,13 +266,13 @@ def reset(states: I32, slots: I32, meta: I64) -> None:
     """Empty automaton: the root alone. How counts are kept stays as it is."""
     slots[:] = -1
     meta[:M_COUNTS] = 0
-    _new_state(states, meta, np.int64(0), np.int32(-1))
+    _new_state(states, meta, np.int64(0), np.int64(-1))
 
 
 @inner
 def _clone(states: I32, edges: I32, slots: I32, meta: I64, p: int, token: int, q: int) -> int:
     """Split the strings of ``q`` that also end at the newest token into a state of their own."""
-    c = _new_state(states, meta, np.int64(states[p, LENGTH] + 1), states[q, LINK])
+    c = _new_state(states, meta, np.int64(states[p, LENGTH] + 1), np.int64(states[q, LINK]))
     states[c, TOKEN] = states[q, TOKEN]
     states[c, COUNT] = states[q, COUNT]
     if states[q, TOKEN] >= -1:
@@ -284,12 +284,13 @@ def _clone(states: I32, edges: I32, slots: I32, meta: I64, p: int, token: int, q
             last = e
             e = edges[e, E_NEXT]
         while last >= 0:  # oldest first, so that the copy ends in the same order
-            _list_edge(states, edges, slots, meta, c, edges[last, E_TOKEN], edges[last, E_TARGET], edges[last, E_COUNT])
+            target, count = np.int64(edges[last, E_TARGET]), np.int64(edges[last, E_COUNT])
+            _list_edge(states, edges, slots, meta, c, edges[last, E_TOKEN], target, count)
             last = edges[last, E_PREV]
     states[q, LINK] = c
     while p >= 0 and step(states, edges, slots, p, token) == q:
         _redirect(states, edges, slots, p, token, c)
-        p = states[p, LINK]
+        p = np.int64(states[p, LINK])
     return c
 
 
@@ -299,14 +300,14 @@ def _room(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> bool:
     if meta[M_STATES] + 2 > len(states):
         return False
     need = np.int64(0)
-    p = np.int32(meta[M_LAST])
-    q = np.int32(-1)
+    p = meta[M_LAST]
+    q = np.int64(-1)
     while p >= 0:
         q = step(states, edges, slots, p, token)
         if q >= 0:
             break
         need += 2
-        p = states[p, LINK]
+        p = np.int64(states[p, LINK])
     if q >= 0:
         need += max(0, -states[q, TOKEN])
     after = meta[M_EDGES] + need
@@ -316,11 +317,11 @@ def _room(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> bool:
 @inner
 def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
     """Extend the text by one token: standard online construction, then counts along the bounded suffix chain."""
-    last = np.int32(meta[M_LAST])
-    upd = np.int32(meta[M_UPD])
+    last = meta[M_LAST]
+    upd = meta[M_UPD]
     upd_len = meta[M_UPD_LEN]
     while upd > 0 and states[states[upd, LINK], LENGTH] >= upd_len:
-        upd = states[upd, LINK]
+        upd = np.int64(states[upd, LINK])
     # From the counted suffix upwards, count the successors that exist already.
     more = np.int64(1)
     p = upd
@@ -329,7 +330,7 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
             _touch(states, edges, slots, meta, p, token, more)
             if meta[M_COUNTS] == EXCLUDING:
                 more = np.int64(0)
-        p = states[p, LINK]
+        p = np.int64(states[p, LINK])
     q = step(states, edges, slots, last, token)
     if q >= 0:
         # Only after a boundary: the text so far has been here before.
@@ -337,11 +338,11 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
             q = _clone(states, edges, slots, meta, last, token, q)
         meta[M_LAST] = q
     else:
-        cur = _new_state(states, meta, states[last, LENGTH] + 1, np.int32(0))
+        cur = _new_state(states, meta, np.int64(states[last, LENGTH] + 1), np.int64(0))
         p = last
         while p >= 0 and step(states, edges, slots, p, token) < 0:
             _add_edge(states, edges, slots, meta, p, token, cur)
-            p = states[p, LINK]
+            p = np.int64(states[p, LINK])
         if p >= 0:
             q = step(states, edges, slots, p, token)
             if states[q, LENGTH] != states[p, LENGTH] + 1:

@@ -12,10 +12,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels import acceptance
+from retrieve_spec.kernels import calibration
 from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import inner
-from retrieve_spec.kernels.follow import MATCH
+from retrieve_spec.kernels.request import MATCH
 from retrieve_spec.kernels.step import propose
 from retrieve_spec.kernels.views import view_f32, view_f64, view_i32, view_i64, view_i64_rows
 
@@ -75,7 +75,7 @@ def _judge(request: NDArray[np.int64], plan: NDArray[np.int64], emitted: NDArray
     for i in range(drafted):
         expected += _p_of(request, i)
     if drafted > 0:
-        acceptance.learn_draft(state.drafts_of(request, 0), expected, accepted)
+        calibration.learn_draft(state.drafts_of(request, 0), expected, accepted)
     request[state.DRAFTED] = 0
     plan[ACCEPTED] += accepted
 
@@ -143,7 +143,7 @@ def _follow_and_grow(
         _keep(request, emitted)
     zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the step would be compiled once more
     room, _, tree = propose(
-        request, cost, most, most, min_p, zero, one, least, emitted, zero, zero, 0.0, no_block, no_top, no_logits
+        request, cost, most, most, min_p, zero, one, least, emitted, zero, zero, 0.0, no_block, no_top, no_logits, one
     )
     request[state.LEFT] = len(emitted) - room
     request[state.DRAFTED], request[state.STEP] = 0, plan[NOW]

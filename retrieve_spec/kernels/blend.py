@@ -3,17 +3,16 @@
 Every source answers in *levels*: an order-k context that has been seen, with the tokens that followed and how often.
 Levels of all sources are merged from the longest match to the shortest. Level k takes the share ``λ_k`` of the mass
 that longer levels left over and spends it on its own continuations (prediction by partial matching, interpolated).
-`kernels/weights.py` says what ``λ`` is.
+`kernels/calibration.py` says what ``λ`` is.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling
+from retrieve_spec.kernels.calibration import cell_of, level_weight, multiplied, odds_of, prior_weight, recency_weight
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.levels import (
     CLOSED,
@@ -27,89 +26,33 @@ from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_hash
 from retrieve_spec.kernels.source_table import NUMBER, READ_LIMIT, TAIL
 from retrieve_spec.kernels.unigram import LISTED
 from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
-from retrieve_spec.kernels.weights import cell_of, level_weight, multiplied, odds_of, prior_weight, recency_weight
 
 MAX_LEVELS = 24
 MAX_CANDIDATES = 160
 HASH = 512
-_LEVELS, _CANDIDATES = 5 * MAX_LEVELS, 3 * MAX_CANDIDATES
-"""Words of scratch for levels (4 integers and a weight each) and for candidates (3 words each)."""
 _READ = max(READ_LIMIT, LISTED)
 """Continuations that one level can have."""
 MASS_FLOOR = 0.01
 """Mass below which learning stops reading levels."""
 
+LEVELS, WEIGHTS, CANDIDATES = 0, 32 * MAX_LEVELS, 40 * MAX_LEVELS
+SHARES, CREDIT, SLOTS = (CANDIDATES + size * MAX_CANDIDATES for size in (4, 8, 24))
+HASHES = SLOTS + 8 * HASH
+READ = HASHES + 16 * TAIL
+OPEN = READ + 12 * _READ
+"""Where arrays of scratch begin, in bytes: they are written at one node and read before the next.
 
-class Scratch(NamedTuple):
-    """Arrays that are written at one node and read before the next.
-
-    Attributes
-    ----------
-    levels, weights
-        (MAX_LEVELS, 4) int64 source row, handle, cell, total; (MAX_LEVELS,) float32 λ, longest match first.
-    tokens, probs, credit
-        (MAX_CANDIDATES,) int32 candidates, float32 their probabilities, int64 the row that gave the largest share.
-    slots
-        (HASH,) int64 token → candidate; entries carry the node's stamp, so that nothing is cleared between nodes.
-    open_levels, open_rows, hashes, read_tokens, read_counts, read_p, share
-        (s, 2) int64, (s,) int64, (2, TAIL) uint64, (_READ,) int32, int32, float32, (MAX_CANDIDATES,) float32.
-    """
-
-    levels: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    tokens: NDArray[np.int32]
-    probs: NDArray[np.float32]
-    credit: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    open_levels: NDArray[np.int64]
-    open_rows: NDArray[np.int64]
-    hashes: NDArray[np.uint64]
-    read_tokens: NDArray[np.int32]
-    read_counts: NDArray[np.int32]
-    read_p: NDArray[np.float32]
-    share: NDArray[np.float32]
+`LEVELS` (MAX_LEVELS, 4) int64 source row, handle, cell, total; `WEIGHTS` (MAX_LEVELS,) float32 λ, longest match first.
+`CANDIDATES` (MAX_CANDIDATES,) int32; `SHARES` float32 their probabilities; `CREDIT` int64 the row that gave the largest
+share of each, then float32 that share. `SLOTS` (HASH,) int64 token → candidate; entries carry the node's stamp, so that
+nothing is cleared between nodes. `HASHES` (2, TAIL) uint64. `READ` (_READ,) int32 tokens, int32 counts and float32
+shares of a level. `OPEN` (s, 2) int64 levels, then (s,) int64 their rows.
+"""
 
 
 def scratch_memory(rows: int) -> NDArray[np.int64]:
     """Memory for the scratch of a table of so many sources."""
-    return np.zeros(_LEVELS + _CANDIDATES + HASH + 3 * rows + 2 * TAIL + 2 * _READ, np.int64)
-
-
-@inner
-def open_scratch(memory: NDArray[np.int64], rows: int) -> Scratch:
-    """The scratch over its memory, which the caller holds, with the stamps of `slots` cleared."""
-    scratch = scratch_of(memory, rows)
-    scratch.slots[:] = 0
-    return scratch
-
-
-@inner
-def scratch_of(memory: NDArray[np.int64], rows: int) -> Scratch:
-    """Lay the arrays of a scratch over its memory.
-
-    Kernels lay them out anew instead of handing them on: thirteen arrays are a hundred words at every call.
-    """
-    levels = np.int64(memory.ctypes.data)
-    candidates = levels + 8 * _LEVELS
-    slots = candidates + 8 * _CANDIDATES
-    open_levels = slots + 8 * HASH
-    hashes = open_levels + 24 * rows
-    read = hashes + 16 * TAIL
-    return Scratch(
-        view_i64_rows(levels, MAX_LEVELS, 4),
-        view_f32(levels + 32 * MAX_LEVELS, MAX_LEVELS),
-        view_i32(candidates, MAX_CANDIDATES),
-        view_f32(candidates + 4 * MAX_CANDIDATES, MAX_CANDIDATES),
-        view_i64(candidates + 8 * MAX_CANDIDATES, MAX_CANDIDATES),
-        view_i64(slots, HASH),
-        view_i64_rows(open_levels, rows, 2),
-        view_i64(open_levels + 16 * rows, rows),
-        view_u64_rows(hashes, 2, TAIL),
-        view_i32(read, _READ),
-        view_i32(read + 4 * _READ, _READ),
-        view_f32(read + 8 * _READ, _READ),
-        view_f32(candidates + 16 * MAX_CANDIDATES, MAX_CANDIDATES),
-    )
+    return np.zeros(OPEN // 8 + 3 * rows, np.int64)
 
 
 @inner
@@ -137,8 +80,9 @@ def collect_levels(
     trust: NDArray[np.float64],
     mass_floor: float,
     memory: NDArray[np.int64],
+    stores: int | None,
 ) -> int:
-    """Merge the levels of all sources, longest match first, into the scratch's ``levels`` and ``weights``.
+    """Merge the levels of all sources, longest match first, into `LEVELS` and `WEIGHTS` of the scratch.
 
     Parameters
     ----------
@@ -155,6 +99,8 @@ def collect_levels(
         Levels that would share less than this mass are not read.
     memory
         `scratch_memory` of the table's rows.
+    stores
+        As in `kernels/levels.py`.
 
     Returns
     -------
@@ -164,13 +110,14 @@ def collect_levels(
     table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
     cells, trust = borrowed(cells), borrowed(trust)
     rows = len(table)
-    scratch = scratch_of(memory, rows)
-    open_levels, hashes, levels, weights = scratch.open_levels, scratch.hashes, scratch.levels, scratch.weights
-    open_rows = scratch.open_rows
+    scratch = np.int64(memory.ctypes.data)
+    levels, weights = view_i64_rows(scratch + LEVELS, MAX_LEVELS, 4), view_f32(scratch + WEIGHTS, MAX_LEVELS)
+    hashes = view_u64_rows(scratch + HASHES, 2, TAIL)
+    open_levels, open_rows = view_i64_rows(scratch + OPEN, rows, 2), view_i64(scratch + OPEN + 16 * rows, rows)
     context_hashes(tails, at, tail_len, hashes)
     live = 0
     for s in range(rows):
-        handle, length = open_row(table, s, cursors, base + s, hashes, tail_len)
+        handle, length = open_row(table, s, cursors, base + s, hashes, tail_len, stores)
         if length >= 0:
             open_levels[live, 0], open_levels[live, 1], open_rows[live] = handle, length, s
             live += 1
@@ -187,10 +134,11 @@ def collect_levels(
             break
         best = open_rows[i]
         handle = open_levels[i, 0]
-        if handle == CLOSED:
-            open_levels[i, 0], open_levels[i, 1] = look_up(table, best, hashes, length)
-            continue
-        total, distinct = evidence(table, best, cursors, base + best, handle)
+        if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
+            if handle == CLOSED:
+                open_levels[i, 0], open_levels[i, 1] = look_up(table, best, hashes, length)
+                continue
+        total, distinct = evidence(table, best, cursors, base + best, handle, stores)
         source = table[best, NUMBER]
         cell = cell_of(source, length, total, distinct)
         weight = level_weight(cells, cell, prior_weight(source, length, total, distinct))
@@ -202,7 +150,7 @@ def collect_levels(
         weights[n] = weight
         mass *= 1.0 - weight
         n += 1
-        open_levels[i, 0], open_levels[i, 1] = next_level(table, best, handle, length, hashes)
+        open_levels[i, 0], open_levels[i, 1] = next_level(table, best, handle, length, hashes, stores)
     return n
 
 
@@ -216,8 +164,9 @@ def blend(
     floor: float,
     stamp: int,
     memory: NDArray[np.int64],
+    stores: int | None,
 ) -> int:
-    """Spend the mass of all levels on their continuations: the scratch's ``tokens``, ``probs`` and ``credit``.
+    """Spend the mass of all levels on their continuations: `CANDIDATES`, `SHARES` and `CREDIT` of the scratch.
 
     Parameters
     ----------
@@ -225,7 +174,7 @@ def blend(
         Shares below this probability are left out.
     stamp
         A number not used with this scratch since it was opened.
-    memory
+    memory, stores
         As for `collect_levels`.
 
     Returns
@@ -234,10 +183,14 @@ def blend(
         Number of candidates, in no particular but deterministic order.
     """
     table, cursors, cells = borrowed(table), borrowed(cursors), borrowed(cells)
-    scratch = scratch_of(memory, len(table))
-    levels, weights, slots = scratch.levels, scratch.weights, scratch.slots
-    tokens, probs, credit, share = scratch.tokens, scratch.probs, scratch.credit, scratch.share
-    read_tokens, read_counts, read_p = scratch.read_tokens, scratch.read_counts, scratch.read_p
+    scratch = np.int64(memory.ctypes.data)
+    levels, weights = view_i64_rows(scratch + LEVELS, MAX_LEVELS, 4), view_f32(scratch + WEIGHTS, MAX_LEVELS)
+    tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
+    credit = view_i64(scratch + CREDIT, MAX_CANDIDATES)
+    share = view_f32(scratch + CREDIT + 8 * MAX_CANDIDATES, MAX_CANDIDATES)
+    slots = view_i64(scratch + SLOTS, HASH)
+    read_tokens, read_counts = view_i32(scratch + READ, _READ), view_i32(scratch + READ + 4 * _READ, _READ)
+    read_p = view_f32(scratch + READ + 8 * _READ, _READ)
     n = 0
     mass = 1.0
     for level in range(num_levels):
@@ -257,6 +210,7 @@ def blend(
             read_tokens,
             read_counts,
             read_p,
+            stores,
         )
         for i in range(m):
             p = spend * np.float64(read_p[i])

@@ -6,14 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling
-from retrieve_spec.kernels.blend import MASS_FLOOR, blend, collect_levels, open_scratch
+from retrieve_spec.kernels.blend import (
+    CANDIDATES,
+    CREDIT,
+    HASH,
+    MASS_FLOOR,
+    MAX_CANDIDATES,
+    SHARES,
+    SLOTS,
+    blend,
+    collect_levels,
+)
+from retrieve_spec.kernels.calibration import CERTAIN, NUM_SOURCES, scaled
 from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
-from retrieve_spec.kernels.scale import CERTAIN, scaled
 from retrieve_spec.kernels.source_table import CURSOR, KIND, NUMBER, PHRASES, RECYCLING, RESTING, TAIL, recycling_sets
-from retrieve_spec.kernels.views import borrowed
-from retrieve_spec.kernels.weights import NUM_SOURCES
+from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_i64
 
 NEGLIGIBLE = 0.2
 """Part of the smallest useful probability below which a single share is not worth adding up."""
@@ -126,7 +135,13 @@ def begin(
 
 @inner
 def follow(
-    table: NDArray[np.int64], cursors: NDArray[np.int64], tails: NDArray[np.int32], above: int, at: int, token: int
+    table: NDArray[np.int64],
+    cursors: NDArray[np.int64],
+    tails: NDArray[np.int32],
+    above: int,
+    at: int,
+    token: int,
+    stores: int | None,
 ) -> None:
     """Make the newest tokens and the cursors at place ``at`` those at place ``above`` after one more token."""
     table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
@@ -140,7 +155,7 @@ def follow(
     for s in range(rows):
         if table[s, RESTING] == 1:
             continue
-        advance_row(table, s, cursors, above * rows + s, token, cursors, at * rows + s)
+        advance_row(table, s, cursors, above * rows + s, token, cursors, at * rows + s, stores)
 
 
 @inner
@@ -168,6 +183,7 @@ def expand(
     memory: NDArray[np.int64],
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
+    stores: int | None,
 ) -> tuple[int, int]:
     """Take the nodes of highest path probability, as long as they pay.
 
@@ -210,8 +226,10 @@ def expand(
     table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
     cells, scale, trust = borrowed(cells), borrowed(scale), borrowed(trust)
     pool_p, pool_ids, heap = borrowed(pool_p), borrowed(pool_ids), borrowed(heap)
-    scratch = open_scratch(memory, rows)
-    tokens, probs, credit = scratch.tokens, scratch.probs, scratch.credit
+    scratch = np.int64(memory.ctypes.data)
+    tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
+    credit = view_i64(scratch + CREDIT, MAX_CANDIDATES)
+    view_i64(scratch + SLOTS, HASH)[:] = 0
     begin(root_cursors, tail, cursors, tails)
     if max_nodes > 0:
         node_p[0] = 0.0
@@ -230,8 +248,8 @@ def expand(
             worth = max(min_p, cutoff) / path_p
             mass = MASS_FLOOR if noise[0] else max(worth, MASS_FLOOR)
             negligible = 0.0 if noise[0] else NEGLIGIBLE * worth  # known noise can make a small share the largest
-            k = collect_levels(table, cursors, n * rows, tails, n, valid, cells, trust, mass, memory)
-            c = blend(table, cursors, n * rows, cells, k, negligible, n + 1, memory)
+            k = collect_levels(table, cursors, n * rows, tails, n, valid, cells, trust, mass, memory, stores)
+            c = blend(table, cursors, n * rows, cells, k, negligible, n + 1, memory, stores)
             if noise[0]:
                 couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + depth))
             for i in range(c):
@@ -275,5 +293,5 @@ def expand(
         elif gain > best_rate * np.float64(cost[n]):
             best_rate = gain / np.float64(cost[n])
             best_n = n
-        follow(table, cursors, tails, parent + 1, n, np.int32(pool_ids[top, 0]))
+        follow(table, cursors, tails, parent + 1, n, np.int32(pool_ids[top, 0]), stores)
     return best_n, n

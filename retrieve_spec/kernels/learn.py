@@ -6,12 +6,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, trie, unigram
-from retrieve_spec.kernels.blend import MASS_FLOOR, MAX_LEVELS, blend, collect_levels, open_scratch, scratch_of
+from retrieve_spec.kernels.blend import (
+    CANDIDATES,
+    CREDIT,
+    HASH,
+    LEVELS,
+    MASS_FLOOR,
+    MAX_CANDIDATES,
+    MAX_LEVELS,
+    SHARES,
+    SLOTS,
+    WEIGHTS,
+    blend,
+    collect_levels,
+)
+from retrieve_spec.kernels.calibration import (
+    CELL_MEMORY,
+    NUM_SOURCES,
+    SCALE_MEMORY,
+    adapt,
+    multiplied,
+    odds_of,
+    recency_weight,
+    scale_bin,
+)
 from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key
-from retrieve_spec.kernels.scale import learn_scale
 from retrieve_spec.kernels.source_table import (
     ALIGNMENT,
     AUTOMATON,
@@ -20,6 +42,7 @@ from retrieve_spec.kernels.source_table import (
     EXACT,
     KIND,
     NGRAM,
+    NUMBER,
     PREDICTION,
     RECYCLING_K,
     RESTING,
@@ -38,8 +61,7 @@ from retrieve_spec.kernels.source_table import (
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import borrowed
-from retrieve_spec.kernels.weights import CELL_MEMORY, NUM_SOURCES, adapt, multiplied, odds_of, recency_weight
+from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_i64, view_i64_rows
 
 USE_MEMORY = 512.0
 """Tokens over which the use of a source is averaged."""
@@ -47,7 +69,14 @@ USE_MEMORY = 512.0
 
 @inner
 def _share_of(
-    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int, total: int, token: int
+    table: NDArray[np.int64],
+    s: int,
+    cursors: NDArray[np.int64],
+    c: int,
+    handle: int,
+    total: int,
+    token: int,
+    stores: int | None,
 ) -> tuple[float, float]:
     """(share of a level that goes to ``token`` by count, 1 if the token is its most recent continuation)."""
     if table[s, KIND] == AUTOMATON:
@@ -61,18 +90,19 @@ def _share_of(
         return hit, hit
     if table[s, KIND] == ALIGNMENT:
         return 1.0 if alignment.token_of(handle) == token else 0.0, 0.0
-    if table[s, KIND] == NGRAM:
-        first, end = ngram_part(table, s, handle)
-        for j in range(first, end):
-            if ngram_token(table, s, j) == token:
-                return ngram_counts(table, s)[j] / total, 0.0
-        return 0.0, 0.0
-    if table[s, KIND] == EXACT:
-        a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
-        return (b - a) / total, 0.0
-    if table[s, KIND] == DENSE:
-        weight = span_weights(table, s)
-        return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
+    if stores is not None:
+        if table[s, KIND] == NGRAM:
+            first, end = ngram_part(table, s, handle)
+            for j in range(first, end):
+                if ngram_token(table, s, j) == token:
+                    return ngram_counts(table, s)[j] / total, 0.0
+            return 0.0, 0.0
+        if table[s, KIND] == EXACT:
+            a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
+            return (b - a) / total, 0.0
+        if table[s, KIND] == DENSE:
+            weight = span_weights(table, s)
+            return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
     if table[s, KIND] == UNIGRAM:
         return unigram.share_of(table, s, handle, token), 0.0
     k = table[s, RECYCLING_K]
@@ -95,6 +125,7 @@ def learn_weights(
     num_levels: int,
     use: NDArray[np.float64],
     token: int,
+    stores: int | None,
 ) -> None:
     """One step of online expectation maximisation: which level explains the token that came.
 
@@ -102,8 +133,8 @@ def learn_weights(
 
     The mass that no level took explains it with a small uniform probability, so a surprise lowers every weight.
     """
-    scratch = scratch_of(memory, len(table))
-    levels, weights = scratch.levels, scratch.weights
+    scratch = np.int64(memory.ctypes.data)
+    levels, weights = view_i64_rows(scratch + LEVELS, MAX_LEVELS, 4), view_f32(scratch + WEIGHTS, MAX_LEVELS)
     joint = np.empty(MAX_LEVELS, np.float64)
     by_count = np.empty(MAX_LEVELS, np.float64)
     by_recency = np.empty(MAX_LEVELS, np.float64)
@@ -112,7 +143,7 @@ def learn_weights(
     for i in range(num_levels):
         s = levels[i, 0]
         recency = recency_weight(cells, levels[i, 2]) if table[s, KIND] == AUTOMATON else 0.0
-        share, recent = _share_of(table, s, cursors, s, levels[i, 1], levels[i, 3], token)
+        share, recent = _share_of(table, s, cursors, s, levels[i, 1], levels[i, 3], token, stores)
         by_count[i] = (1.0 - recency) * share
         by_recency[i] = recency * recent
         weight = np.float64(weights[i])
@@ -145,6 +176,45 @@ def learn_weights(
             break
 
 
+@part
+def learn_scale(
+    scale: NDArray[np.float32],
+    first: int,
+    table: NDArray[np.int64],
+    memory: NDArray[np.int64],
+    n: int,
+    min_p: float,
+    token: int,
+) -> None:
+    """Compare the probability of each of ``n`` candidates with what came.
+
+    Parameters
+    ----------
+    scale, first
+        Modified in place; the row of source 0, which tells greedy decoding from sampling with known noise.
+    min_p
+        Candidates below it are never drafted, so nothing is learned of them.
+    """
+    scratch = np.int64(memory.ctypes.data)
+    tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
+    credit = view_i64(scratch + CREDIT, MAX_CANDIDATES)
+    for i in range(n):
+        p = np.float64(probs[i])
+        if p < min_p:
+            continue
+        row = first + table[credit[i], NUMBER]
+        b, f = scale_bin(p)
+        hit = 1.0 if tokens[i] == token else 0.0
+        for j in range(2):
+            w = (1.0 - f) if j == 0 else f
+            cell = scale[row, b + j]
+            if cell[1] > SCALE_MEMORY:
+                cell[0] = np.float64(cell[0]) * (1.0 - 1.0 / SCALE_MEMORY)
+                cell[1] = np.float64(cell[1]) * (1.0 - 1.0 / SCALE_MEMORY)
+            cell[0] = np.float64(cell[0]) + w * hit
+            cell[1] = np.float64(cell[1]) + w * p
+
+
 @inner
 def learn(
     table: NDArray[np.int64],
@@ -160,6 +230,7 @@ def learn(
     emitted: NDArray[np.int32],
     every: int,
     memory: NDArray[np.int64],
+    stores: int | None,
 ) -> None:
     """Follow the emitted tokens with all cursors and learn at every position; cursors and tail end after the last.
 
@@ -171,7 +242,9 @@ def learn(
     memory
         `blend.scratch_memory` of the table's rows.
     """
-    scratch = open_scratch(memory, len(table))
+    scratch = np.int64(memory.ctypes.data)
+    tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
+    view_i64(scratch + SLOTS, HASH)[:] = 0
     moving = trust.copy()
     adapted = borrowed(moving)
     moved = np.empty((1, CURSOR), np.int64)
@@ -184,16 +257,18 @@ def learn(
         for s in range(len(table)):
             slow = table[s, KIND] == NGRAM or table[s, KIND] == EXACT
             table[s, RESTING] = 1 if slow and (tail_len + i) % every != 0 else resting[s]
-        k = collect_levels(table, cursors, here, tail, here, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, memory)
-        c = blend(table, cursors, here, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, memory)
+        k = collect_levels(
+            table, cursors, here, tail, here, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, memory, stores
+        )
+        c = blend(table, cursors, here, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, memory, stores)
         if noise[0]:
-            couple(scratch.tokens, scratch.probs, c, noise_key(noise[1], noise[2], noise[3] + i))
+            couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
         learn_scale(scale, noise[0] * NUM_SOURCES, table, memory, c, min_p, token)
-        learn_weights(table, cursors, cells, trust, adapted, memory, k, use, token)
+        learn_weights(table, cursors, cells, trust, adapted, memory, k, use, token, stores)
         for s in range(len(table)):
             for j in range(CURSOR):  # an assigned slice is compiled with what it says of shapes that differ: seconds
                 moved[0, j] = cursors[s, j]
-            advance_row(table, s, cursors, s, token, moved, here)
+            advance_row(table, s, cursors, s, token, moved, here, stores)
             for j in range(CURSOR):
                 cursors[s, j] = moved[0, j]
         for j in range(TAIL - 1, 0, -1):

@@ -1,7 +1,8 @@
 """Numba kernels that ask one source: its levels at a cursor, what follows in each, and the cursor after a token.
 
 Every kernel tells the kinds of sources apart by the row (`kernels/source_table.py`). Indices are passed instead of
-slices, which would cost more than the work done with them.
+slices, which would cost more than the work done with them. ``stores`` is None where no datastore is open, else 1: Numba
+leaves out what a None rules out, so that what reads stores is only compiled for those who have one.
 """
 
 from __future__ import annotations
@@ -82,7 +83,13 @@ def _long_enough(table: NDArray[np.int64], s: int, state: int, length: int) -> t
 
 @njit(cache=True, nogil=True)
 def open_row(
-    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, hashes: NDArray[np.uint64], tail_len: int
+    table: NDArray[np.int64],
+    s: int,
+    cursors: NDArray[np.int64],
+    c: int,
+    hashes: NDArray[np.uint64],
+    tail_len: int,
+    stores: int | None,
 ) -> tuple[int, int]:
     """(handle, match length) of a source's longest level; length -1 when it has none.
 
@@ -101,25 +108,26 @@ def open_row(
     if table[s, KIND] == PREDICTION:
         inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, PREDICTION_LENGTH]
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
-    if table[s, KIND] == NGRAM:
-        longest = np.int64(min(tail_len, table[s, NGRAM_ORDERS]))
-        if table[s, NGRAM_BUCKETS] > 0:
-            longest = np.int64(
-                longest_marked(
-                    table[s, NGRAM_MARKS],
-                    table[s, NGRAM_BUCKETS],
-                    table[s, NGRAM_WORDS],
-                    table[s, NGRAM_COLUMN],
-                    hashes,
-                    longest,
+    if stores is not None:
+        if table[s, KIND] == NGRAM:
+            longest = np.int64(min(tail_len, table[s, NGRAM_ORDERS]))
+            if table[s, NGRAM_BUCKETS] > 0:
+                longest = np.int64(
+                    longest_marked(
+                        table[s, NGRAM_MARKS],
+                        table[s, NGRAM_BUCKETS],
+                        table[s, NGRAM_WORDS],
+                        table[s, NGRAM_COLUMN],
+                        hashes,
+                        longest,
+                    )
                 )
-            )
-        return CLOSED, longest if longest > 0 else np.int64(-1)
-    if table[s, KIND] == EXACT:
-        found = cursors[c, 2] >= table[s, EXACT_MIN_DEPTH] and cursors[c, 0] < cursors[c, 1]
-        return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
-    if table[s, KIND] == DENSE:
-        return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
+            return CLOSED, longest if longest > 0 else np.int64(-1)
+        if table[s, KIND] == EXACT:
+            found = cursors[c, 2] >= table[s, EXACT_MIN_DEPTH] and cursors[c, 0] < cursors[c, 1]
+            return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
+        if table[s, KIND] == DENSE:
+            return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
     return _recycling_level(
         table, s, hashes, min(tail_len, phrases.ORDERS if table[s, KIND] == PHRASES else recycling.ORDERS)
     )
@@ -158,7 +166,7 @@ def look_up(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order:
 
 @inner
 def next_level(
-    table: NDArray[np.int64], s: int, handle: int, length: int, hashes: NDArray[np.uint64]
+    table: NDArray[np.int64], s: int, handle: int, length: int, hashes: NDArray[np.uint64], stores: int | None
 ) -> tuple[int, int]:
     """(handle, match length) of the level after this one."""
     table, hashes = borrowed(table), borrowed(hashes)
@@ -170,8 +178,9 @@ def next_level(
         return _long_enough(table, s, *_first_useful(states, link, np.int64(states[link, automaton.LENGTH])))
     if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
         return _recycling_level(table, s, hashes, length - 1)
-    if table[s, KIND] == NGRAM:
-        return _ngram_level(table, s, hashes, length - 1)
+    if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
+        if table[s, KIND] == NGRAM:
+            return _ngram_level(table, s, hashes, length - 1)
     return np.int64(0), np.int64(-1)
 
 
@@ -189,7 +198,9 @@ def _spread(top: np.float32) -> int:
 
 
 @inner
-def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]:
+def evidence(
+    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int, stores: int | None
+) -> tuple[int, int]:
     """(total count, distinct continuations) of a level; for probabilities, how peaked they are stands for distinct."""
     table, cursors = borrowed(table), borrowed(cursors)
     if table[s, KIND] == AUTOMATON:
@@ -201,20 +212,21 @@ def evidence(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: in
         return seen, _spread(top)
     if table[s, KIND] == UNIGRAM:
         return unigram.evidence(table, s)
-    if table[s, KIND] == NGRAM:
-        slots = ngram_slots(table, s)
-        first = np.int64(slots[handle, ngram.START])
-        prefetch(table[s, NGRAM_TOKENS] + table[s, NGRAM_ITEMSIZE] * first)  # the level is read later, if at all
-        prefetch(table[s, NGRAM_COUNTS] + 4 * first)
-        total = max(np.int64(slots[handle, ngram.TOTAL]), np.int64(1))  # 0 in a damaged store only
-        return total, ngram.ngram_distinct(slots, handle)
-    if table[s, KIND] == EXACT:
-        return cursors[c, 1] - cursors[c, 0], np.int64(
-            exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
-        )
-    if table[s, KIND] == DENSE:
-        count, distinct = trie.open_rows(spans_of(table, s), cursors[c, 0], cursors[c, 1], cursors[c, 2])
-        return np.int64(count), np.int64(distinct)
+    if stores is not None:
+        if table[s, KIND] == NGRAM:
+            slots = ngram_slots(table, s)
+            first = np.int64(slots[handle, ngram.START])
+            prefetch(table[s, NGRAM_TOKENS] + table[s, NGRAM_ITEMSIZE] * first)  # the level is read later, if at all
+            prefetch(table[s, NGRAM_COUNTS] + 4 * first)
+            total = max(np.int64(slots[handle, ngram.TOTAL]), np.int64(1))  # 0 in a damaged store only
+            return total, ngram.ngram_distinct(slots, handle)
+        if table[s, KIND] == EXACT:
+            return cursors[c, 1] - cursors[c, 0], np.int64(
+                exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
+            )
+        if table[s, KIND] == DENSE:
+            count, distinct = trie.open_rows(spans_of(table, s), cursors[c, 0], cursors[c, 1], cursors[c, 2])
+            return np.int64(count), np.int64(distinct)
     if table[s, KIND] == ALIGNMENT:
         return alignment.evidence(cursors, c, handle)
     return np.int64(1), np.int64(1)
@@ -233,6 +245,7 @@ def read_level(
     out_tokens: NDArray[np.int32],
     out_counts: NDArray[np.int32],
     out_p: NDArray[np.float32],
+    stores: int | None,
 ) -> int:
     """Continuations of one level and their shares of it; returns how many were written.
 
@@ -262,27 +275,28 @@ def read_level(
         return n
     if table[s, KIND] == UNIGRAM:
         return unigram.read(table, s, handle, least, out_tokens, out_p)
-    if table[s, KIND] == NGRAM:
-        counts = ngram_counts(table, s)
-        first, end = ngram_part(table, s, handle)
-        n = 0
-        for i in range(first, min(end, first + READ_LIMIT)):
-            token = ngram_token(table, s, i)
-            if token < table[s, NGRAM_VOCABULARY]:  # a damaged store can hold ids that the model has not
-                out_tokens[n] = token
-                out_p[n] = counts[i] / total
-                n += 1
-        return n
-    if table[s, KIND] == EXACT:
-        n = exact_successors(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], out_tokens, out_counts)
-        for i in range(n):
-            out_p[i] = out_counts[i] / total
-        return n
-    if table[s, KIND] == DENSE:
-        weight = span_weights(table, s)
-        return trie.successors(
-            spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], READ_LIMIT, out_tokens, out_p
-        )
+    if stores is not None:
+        if table[s, KIND] == NGRAM:
+            counts = ngram_counts(table, s)
+            first, end = ngram_part(table, s, handle)
+            n = 0
+            for i in range(first, min(end, first + READ_LIMIT)):
+                token = ngram_token(table, s, i)
+                if token < table[s, NGRAM_VOCABULARY]:  # a damaged store can hold ids that the model has not
+                    out_tokens[n] = token
+                    out_p[n] = counts[i] / total
+                    n += 1
+            return n
+        if table[s, KIND] == EXACT:
+            n = exact_successors(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], out_tokens, out_counts)
+            for i in range(n):
+                out_p[i] = out_counts[i] / total
+            return n
+        if table[s, KIND] == DENSE:
+            weight = span_weights(table, s)
+            return trie.successors(
+                spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], READ_LIMIT, out_tokens, out_p
+            )
     out_tokens[0] = alignment.token_of(handle) if table[s, KIND] == ALIGNMENT else expected_text(table, s)[handle]
     out_p[0] = 1.0
     return 1
@@ -290,7 +304,14 @@ def read_level(
 
 @inner
 def advance_row(
-    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, token: int, out: NDArray[np.int64], o: int
+    table: NDArray[np.int64],
+    s: int,
+    cursors: NDArray[np.int64],
+    c: int,
+    token: int,
+    out: NDArray[np.int64],
+    o: int,
+    stores: int | None,
 ) -> None:
     """Cursor of one source after one more token."""
     table, cursors, out = borrowed(table), borrowed(cursors), borrowed(out)
@@ -310,13 +331,14 @@ def advance_row(
             and expected_text(table, s)[cursors[c, 0]] == token
         ):
             out[o, 0], out[o, 1] = cursors[c, 0] + 1, cursors[c, 1] + 1
-    elif table[s, KIND] == EXACT:
-        out[o, 0], out[o, 1], out[o, 2] = np.int64(0), np.int64(0), np.int64(-1)
-        if cursors[c, 2] >= 0 and cursors[c, 0] < cursors[c, 1]:
-            out[o, 0], out[o, 1] = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
-            out[o, 2] = cursors[c, 2] + 1
-    elif table[s, KIND] == DENSE:
-        spans = spans_of(table, s)
-        a, b = trie.narrow(spans, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
-        out[o, 0], out[o, 1], out[o, 2] = np.int64(a), np.int64(b), cursors[c, 2] + 1
-        out[o, 3] = trie.dense_length(span_similarity(table, s), spans, np.int64(a), np.int64(b), out[o, 2])
+    elif stores is not None:
+        if table[s, KIND] == EXACT:
+            out[o, 0], out[o, 1], out[o, 2] = np.int64(0), np.int64(0), np.int64(-1)
+            if cursors[c, 2] >= 0 and cursors[c, 0] < cursors[c, 1]:
+                out[o, 0], out[o, 1] = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
+                out[o, 2] = cursors[c, 2] + 1
+        elif table[s, KIND] == DENSE:
+            spans = spans_of(table, s)
+            a, b = trie.narrow(spans, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
+            out[o, 0], out[o, 1], out[o, 2] = np.int64(a), np.int64(b), cursors[c, 2] + 1
+            out[o, 3] = trie.dense_length(span_similarity(table, s), spans, np.int64(a), np.int64(b), out[o, 2])

@@ -66,6 +66,8 @@ CURSOR = 4
 """Integers per cursor."""
 TAIL = 8
 """How many of the newest tokens every node knows."""
+ORIGIN_BITS = 40
+"""An origin is ``segment << ORIGIN_BITS | token position``, segments counted over all open stores in order."""
 READ_LIMIT = 32
 """Continuations read per level, most recent or most frequent first."""
 
@@ -176,7 +178,7 @@ def span_weights(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
 
 @inner
 def span_origins(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
-    """(k,) where the first token of each span stands (`kernels/order.py`)."""
+    """(k,) where the first token of each span stands (`ORIGIN_BITS`)."""
     return view_i64(table[s, DENSE_ORIGINS], table[s, DENSE_NUM_SPANS])
 
 

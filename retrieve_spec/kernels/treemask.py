@@ -1,10 +1,16 @@
-"""Numba kernels of tree masks: ids, positions, and who may look at which token in one pass over a draft tree."""
+"""Numba kernels of draft trees: the block they are handed over in, ids, positions, and who may look at which token."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+
+from retrieve_spec.kernels.compiled_code import part
+
+ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, BLOCK_ROWS = 0, 2, 3, 4, 5, 6, 7
+"""Rows of the block (`BLOCK_ROWS`, n) int32 that a tree is handed over in: n int64 in the first two, n float32, n uint8
+in the last, all others int32."""
 
 
 @njit(cache=True, nogil=True)
@@ -96,15 +102,6 @@ def write_block(seen: NDArray[np.bool_], first: int, additive: NDArray[np.float3
 
 
 @njit(cache=True, nogil=True)
-def link_siblings(parent: NDArray[np.int32], next_sibling: NDArray[np.int32]) -> None:
-    """Write the next node with the same parent for every node (n,), -1 behind the last."""
-    last = np.full(len(parent) + 1, -1, np.int32)
-    for i in range(len(parent) - 1, -1, -1):
-        next_sibling[i] = last[parent[i] + 1]
-        last[parent[i] + 1] = i
-
-
-@njit(cache=True, nogil=True)
 def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: int, token_id: int) -> int:
     """Return the child of `node` (-1: the root) that carries `token_id`, -1 if none does."""
     for i in range(node + 1, parent.shape[0]):
@@ -130,3 +127,25 @@ def fill_inputs(
     for i in range(token_ids.shape[0]):
         ids[m + i] = token_ids[i]
         positions[m + i] = position + m - 1 + depth[i]
+
+
+@part
+def node_tails(
+    token_ids: NDArray[np.int32],
+    parent: NDArray[np.int32],
+    tail: NDArray[np.int32],
+    tail_len: int,
+    tails: NDArray[np.int32],
+    lens: NDArray[np.int32],
+) -> None:
+    """Newest tokens of the context after the root (row 0) and after every node (row i + 1), newest first."""
+    width = tails.shape[1]
+    for j in range(width):
+        tails[0, j] = tail[0, j]
+    lens[0] = min(tail_len, width)
+    for i in range(len(token_ids)):
+        above = parent[i] + 1
+        tails[i + 1, 0] = token_ids[i]
+        for j in range(1, width):
+            tails[i + 1, j] = tails[above, j - 1]
+        lens[i + 1] = min(lens[above] + 1, width)

@@ -5,22 +5,93 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Sampler, Warpers
+from retrieve_spec.sampling.acceptance import (
+    GreedySampler,
+    HostReading,
+    ProcessorSampler,
+    RandomSampler,
+    Sampler,
+    Warpers,
+    log_softmax_at,
+)
 from retrieve_spec.sampling.device_acceptance import DeviceSampler
-from retrieve_spec.sampling.logprobs import LogProbSampler
-from retrieve_spec.sampling.opening import OpeningSampler
+from retrieve_spec.sampling.pass_logits import PassLogits
+from retrieve_spec.sampling.text import RowText
 
 _SEEDS = -(1 << 63), (1 << 64) - 1
 """The least and the largest seed, as of torch's generators."""
+
+
+class LogProbSampler:
+    """Chooses what another sampler chooses, and notes how probable that was; no row of logits is kept."""
+
+    def __init__(self, chooser: Sampler) -> None:
+        self.chooser = chooser
+        self.reads_plainly, self.scores, self.raw = chooser.reads_plainly, chooser.scores, chooser.raw
+        self.read, self.log_prob, self.noise_at = chooser.read, chooser.log_prob, chooser.noise_at
+        self._noted: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the logits' device: nothing waits for them
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the other sampler's choice."""
+        token = self.chooser.choose(logits, row, text)
+        raw = log_softmax_at(logits.logits[row], token)
+        self._noted.append((self.chooser.log_prob(logits, row, text, token), raw))
+        return token
+
+    def log_probs(self, first: int = 0, count: int | None = None) -> NDArray[np.float32]:
+        """(2, n) float32 of the new tokens from `first` on: by the processed scores, and by the raw logits."""
+        noted = self._noted[first : None if count is None else first + count]
+        if not noted:
+            return np.empty((2, 0), np.float32)
+        both = [torch.stack([pair[i].to(noted[0][1].device) for pair in noted]).cpu().numpy() for i in (0, 1)]
+        return np.stack(both)
+
+
+class OpeningSampler(HostReading):
+    """One sampler while guides act, another one for the rest of the text.
+
+    Parameters
+    ----------
+    guides
+        Processors that say in `acts_on`, given (n,) int32 the text, whether they change what may follow it; one that
+        does not does not act on anything longer either.
+    opening
+        Applies the guides and what comes behind them.
+    rest
+        Applies only what comes behind them.
+    """
+
+    def __init__(self, guides: Sequence[Any], opening: Sampler, rest: Sampler) -> None:
+        self._guides, self._opening, self._rest = guides, opening, rest
+        self._rest_from: int | None = None
+
+    def _chooser(self, text: RowText) -> Sampler:
+        if self._rest_from is None and not any(guide.acts_on(text.ids) for guide in self._guides):
+            self._rest_from = text.length
+        return self._opening if self._rest_from is None or text.length < self._rest_from else self._rest
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the token that follows the text, given the logits at `row`."""
+        return self._chooser(text).choose(logits, row, text)
+
+    def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
+        """() float32: log-probability of what `choose` has just returned."""
+        return self._chooser(text).log_prob(logits, row, text, token)
+
+    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
+        """Key of the noise of the next token, None without noise."""
+        return self._chooser(text).noise_at(text)
 
 
 def whole_seed(given: Any) -> int | None:

@@ -1,10 +1,14 @@
-"""The row so far, as one growing buffer that NumPy and torch both see."""
+"""The row so far, as one growing buffer that NumPy and torch both see, and the token at which it ends."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 
 class RowText:
@@ -13,16 +17,14 @@ class RowText:
     Parameters
     ----------
     input_ids
-        (1, L) long, the prompt as `generate` got it.
-    capacity
-        Tokens to make room for; the buffer doubles when it is full.
+        (1, L) long, the prompt as `generate` got it. The buffer doubles when it is full.
     """
 
-    def __init__(self, input_ids: torch.Tensor, capacity: int = 0) -> None:
+    def __init__(self, input_ids: torch.Tensor) -> None:
         self.prompt_length = input_ids.shape[1]
         self.length = self.prompt_length
         self._device = input_ids.device
-        self._tensor = torch.empty((1, max(capacity, self.length + 256)), dtype=torch.long)
+        self._tensor = torch.empty((1, self.length + 256), dtype=torch.long)
         self._tensor[:, : self.length] = input_ids
         self._ids: NDArray[np.int64] = self._tensor.numpy()[0]
 
@@ -60,3 +62,37 @@ class RowText:
         """(emitted,) view of the tokens after the prompt."""
         emitted: NDArray[np.int64] = self._ids[self.prompt_length : self.length]
         return emitted
+
+
+class Stopper:
+    """Applies stopping criteria to every emitted token in order, as plain decoding does.
+
+    Length and end-of-text tokens are checked without building tensors; every other criterion is called as it is.
+
+    Parameters
+    ----------
+    criteria
+        What `generate` prepared: the library's own and the user's stopping criteria.
+    """
+
+    def __init__(self, criteria: Iterable[Any]) -> None:
+        self.max_length: int | None = None
+        self._eos: set[int] = set()
+        self._others: list[Any] = []
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                length = int(criterion.max_length)
+                self.max_length = length if self.max_length is None else min(self.max_length, length)
+            elif type(criterion) is EosTokenCriteria:
+                self._eos.update(int(token) for token in criterion.eos_token_id.flatten())
+            else:
+                self._others.append(criterion)
+
+    def __call__(self, text: RowText, token_id: int, scores: tuple[Any, ...] | None) -> bool:
+        """Whether generation ends with `token_id`, the last token of `text`."""
+        stop = token_id in self._eos or (self.max_length is not None and text.length >= self.max_length)
+        if self._others:
+            input_ids = text.tensor()
+            for criterion in self._others:  # all are asked, as in plain decoding: some count their calls
+                stop = bool(torch.as_tensor(criterion(input_ids, scores)).all()) or stop
+        return stop

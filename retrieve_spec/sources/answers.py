@@ -36,8 +36,7 @@ from retrieve_spec.errors import (
     in_a_line,
 )
 from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
-from retrieve_spec.sources.session import loop_start
-from retrieve_spec.sources.token_ids import token_ids_of
+from retrieve_spec.sources.session import loop_start, token_ids_of
 
 logger = logging.getLogger(__name__)
 KEY_BYTES, ANSWER_BYTES = 64, 16

@@ -52,12 +52,6 @@ class SuffixAutomaton:
     def __len__(self) -> int:
         return int(self.meta[kernels.M_TOKENS])
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in use (states, edges and their hash slots), without room for growth."""
-        states, edges = int(self.meta[kernels.M_STATES]), int(self.meta[kernels.M_EDGES])
-        return states * 20 + edges * 24 + int(edges * 4 / 0.75)
-
     def reset(self) -> None:
         """Forget everything."""
         kernels.reset(self.states, self.slots, self.meta)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from retrieve_spec.datastore.dense import DenseIndex, continuation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.kernels import source_table, trie
-from retrieve_spec.kernels.order import ORIGIN_BITS
+from retrieve_spec.kernels.source_table import ORIGIN_BITS
 from retrieve_spec.sources.rows import Row, source_row
 
 if TYPE_CHECKING:

@@ -20,12 +20,7 @@ class RecyclingTable:
     capacity
         Contexts remembered at most, a power of two; 80 bytes each at k = 8.
     k
-        Next tokens kept per context, 8 at most.
-
-    Raises
-    ------
-    ValueError
-        More are to be kept.
+        Next tokens kept per context, `retrieve_spec.kernels.recycling.MOST` at most.
 
     Notes
     -----
@@ -34,8 +29,6 @@ class RecyclingTable:
     """
 
     def __init__(self, capacity: int = 1 << 16, k: int = 8) -> None:
-        if k > kernels.MOST:
-            raise ValueError(f"k: expected at most {kernels.MOST} tokens per context, got {k}.")
         self.k = k
         self.sets: NDArray[np.uint64] = on_large_pages(2 * capacity, np.uint64)
         entries = on_large_pages(2 * k * capacity + kernels.MOST, np.int32)  # the last one, too, is read as eight

@@ -21,7 +21,7 @@ from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import StoreCorruptError, StoreError, StoreVersionError
-from retrieve_spec.kernels.order import ORIGIN_BITS
+from retrieve_spec.kernels.source_table import ORIGIN_BITS
 
 ARRAYS = (
     "tokens",

@@ -20,7 +20,6 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.sources.session import SessionMemory
-from retrieve_spec.sources.session_store import load_session
 
 TOKENS = 900
 """Token ids below this are written."""
@@ -84,7 +83,7 @@ def hammer(seed: int, steps: int, session: SessionMemory, store: Datastore) -> N
         if chance < 0.03:
             session.remember(np.concatenate([phrase(rng) for _ in range(int(rng.integers(1, 40)))]))
         elif chance < 0.04:
-            load_session(session, store)
+            session.read(phrase(rng))
         elif chance < 0.06:
             requests[int(rng.integers(0, len(requests)))].end()
         elif chance < 0.07:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from retrieve_spec.bench.methods import FreshDrafter
-from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.sources import SOURCE_NAMES
@@ -57,27 +54,3 @@ def test_what_one_request_was_aligned_with_is_nothing_to_the_next(run):
     for one, two in zip(a.trees, b.trees, strict=True):
         for name in ("token_ids", "parent", "log_p", "source"):
             assert (getattr(one, name) == getattr(two, name)).all()
-
-
-def test_fed_text_is_aligned_with(run):
-    """What a later turn brings is a place to run beside; what was aligned before it came is not."""
-    prompt, output = renamed(3)
-    drafter = MixtureDrafter()
-    drafter.start(prompt[:0])
-    run(drafter).generate(output[:90])
-    drafter.feed(prompt)
-    assert np.count_nonzero(drafter.alignments.kept[:, 0]) <= 1, "the newest two tokens may stand elsewhere"
-    fed = run(drafter).generate(output[90:])
-    assert any((tree.source == ALIGNMENT).any() for tree in fed.trees)
-
-
-@pytest.mark.parametrize("prompt", [[], [5], [5, 5]])
-def test_short_and_empty_prompts(run, prompt):
-    output = np.array([5, 5, 2**31 - 1, 5, 5, 7, 5, 5, 2**31 - 1, 5, 5] * 4, np.int32)
-    for tree in run(MixtureDrafter()).request(prompt, output).trees:
-        assert set(tree.token_ids.tolist()) <= {5, 7, 2**31 - 1}
-
-
-def test_auto_can_do_without(run):
-    drafter = FreshDrafter(SpeculationConfig(), (), ["alignment"]).drafter
-    assert not any((tree.source == ALIGNMENT).any() for tree in run(drafter).request(*renamed(4)).trees)

@@ -10,13 +10,12 @@ from fake_dense import FakeIndex, state_of, with_dense
 
 from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig, StoreConfig
-from retrieve_spec.drafting.dense_queries import COMPARE_EVERY, FIRST, PROBE_EVERY, Comparison, QueryGate
+from retrieve_spec.drafting.dense_queries import FIRST, PROBE_EVERY, Comparison, QueryGate
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.published.stores import Dresd
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError, MissingSourceError
-from retrieve_spec.kernels.source_table import RESTING
 from retrieve_spec.sources import SOURCE_NAMES
 
 WORDS = 9
@@ -80,16 +79,6 @@ def test_text_that_an_exact_match_does_not_find_is_drafted(store, make):
             without += generate(exact, prompt, output)[0][0]
     assert found > 20 * 6
     assert without < 20 * 2
-
-
-def test_nothing_is_asked_while_the_trie_is_followed(store):
-    index = store.dense[0][1]
-    drafter = auto(store)
-    index.asked = 0
-    accepted, _ = generate(drafter, paraphrase(TEXTS[0][:30]), TEXTS[0][30:62], Budget(2, 2))
-    assert len(accepted) >= 10
-    assert sum(accepted) >= 18
-    assert index.asked <= 2
 
 
 @pytest.mark.parametrize("followed", [False, True])
@@ -174,59 +163,6 @@ def test_without_a_hidden_state_nothing_is_asked(run, store):
     assert index.asked == 0
 
 
-def test_dense_and_exact_matches_go_on_alike(store):
-    """A key that is in the store leads to the continuation that the exact match has."""
-    for text in TEXTS:
-        for at in range(10, 130, 17):
-            drafter = auto(store)
-            emitted = np.array(text[at : at + 1], np.int32)
-            drafter.start(np.array(text[:at], np.int32))
-            drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(text[:at], like=meaning)))
-            drafter._catch_up()
-            drafter.dense.ask(state_of(text[:at], like=meaning), text[at])
-            best = int(np.argmax(drafter.dense.similarity[: drafter.dense.count]))
-            span = drafter.dense.spans[best]
-            place, position = 0, int(drafter.dense.origins[best])
-            segment = store.segments[place]
-            exact = drafter._cursors[drafter._exact_row]
-            assert exact[2] >= min(at, 60) and exact[0] + 1 == exact[1], "at one place"
-            assert position == segment.suffix_array[exact[0]] + exact[2] - 1
-            wanted = text[at : at + len(span)]
-            assert span[: len(wanted)].tolist() == wanted
-
-
-def test_a_retrieved_branch_and_a_recycled_one_share_their_prefix(store):
-    """What RASD (arXiv 2503.03434) does as a step of its own: branches are merged by their longest common prefix."""
-    text = TEXTS[2]
-    at = 60
-    drafter = MixtureDrafter(SpeculationConfig(), datastores=[store])
-    prompt, emitted = np.array(paraphrase(text[:at]), np.int32), np.array(text[at : at + 1], np.int32)
-    drafter.start(prompt)
-    shared, other = text[at + 1], 25
-    rows = np.array([[shared, other, *range(40, 46)]], np.int32)
-    logits = np.array([[5.0, 4.5, *[-9.0] * 6]], np.float32)
-    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(prompt, like=meaning)))
-    context = np.array([[text[at], prompt[-1], prompt[-2]]], np.int32)
-    drafter.recycling.learn(context, np.array([3], np.int32), rows, logits)
-    tree = drafter.propose(Budget(12, 12))
-    tree.validate()  # siblings are distinct
-    assert len(tree) == 12
-    roots = tree.token_ids[tree.parent == -1].tolist()
-    assert roots.count(shared) == 1 and other in roots
-    assert SOURCE_NAMES[tree.source[tree.token_ids.tolist().index(other)]] == "recycling"
-    path = walk(tree, np.array(text[at + 1 :], np.int32))
-    assert len(path) >= 4, "the retrieved branch goes on below the shared token"
-    assert "dense" in {SOURCE_NAMES[s] for s in tree.source[path[1:]]}
-    # both sources put their mass on the one shared node
-    alone = MixtureDrafter(SpeculationConfig(), recycling=False, datastores=[store])
-    alone.start(prompt)
-    alone.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(prompt, like=meaning)))
-    single = alone.propose(Budget(12, 12))
-    of = {int(t): float(p) for t, p, up in zip(tree.token_ids, tree.log_p, tree.parent, strict=True) if up == -1}
-    was = {int(t): float(p) for t, p, up in zip(single.token_ids, single.log_p, single.parent, strict=True) if up == -1}
-    assert of[shared] > was[shared]
-
-
 def test_presets_draft_as_published():
     """Neighbours by similarity; those that go on with another token are dropped; ten drafts of ten tokens."""
     #           0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19
@@ -255,10 +191,6 @@ def test_presets_draft_as_published():
     assert len(drafter.propose(Budget(100, 100))) == 0, "the nearest neighbour goes on with 8: a plain step"
 
 
-def test_published_numbers():
-    assert (Dresd.neighbours, Dresd.drafts, Dresd.length, Dresd.nodes) == (50, 10, 10, 100)
-
-
 def as_paths(tree):
     text = [[] for _ in range(len(tree))]
     for i, (parent, token) in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True)):
@@ -284,59 +216,6 @@ def test_queries_stop_where_they_add_nothing_and_come_back():
     assert not gate.pays(5, seconds_per_token=1e-5), "a query takes as long as a hundred tokens"
 
 
-def test_the_gain_is_the_mean_of_the_first_comparisons_and_followed_later():
-    gate = QueryGate()
-    for i in range(FIRST):
-        gate.asked(12, 0.5)
-        gate.compared(12, i % 2)
-    assert gate.pays(12, seconds_per_token=1.001), "half a token more for half a second"
-    assert not gate.pays(12, seconds_per_token=0.999)
-    assert sum(gate.asked(12, 0.5) for _ in range(10 * COMPARE_EVERY)) == 10, "some are compared later on"
-
-
-def test_a_query_is_held_against_what_a_token_takes_now(store):
-    """Seconds per token: those of the last pass over the tokens it was expected to bring."""
-    heard = []
-
-    class Never(QueryGate):
-        def pays(self, match_len, seconds_per_token):
-            heard.append(seconds_per_token)
-            return False
-
-    drafter = auto(store)
-    drafter._queries.gate = Never()
-    drafter.start(np.array([1, 2, 3] * 20, np.int32))
-    emitted = np.array([1], np.int32)
-    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of([3], like=meaning)))
-    cost = (0.02 + 0.001 * np.arange(17)).astype(np.float32)
-    tree = drafter.propose(Budget(16, 16, cost))
-    assert len(tree)
-    drafter.propose(Budget(16, 16, cost))
-    assert heard[0] is None, "nothing is known before the first pass"
-    assert heard[1] == pytest.approx(cost[len(tree)] / (1 + tree.expected_accepted), rel=1e-4)
-
-
-def test_neighbours_do_not_rest(store):
-    """They have nothing to say until they are asked for, which is no sign that they would not know."""
-    drafter = auto(store)
-    unlike = np.random.default_rng(5).integers(100, 900, 2500).tolist()
-    generate(drafter, unlike[:20], unlike[20:])
-    assert drafter._table.words[:, RESTING].any(), "the store's text was no help"
-    assert not drafter._table.words[drafter._dense_row, RESTING]
-
-
-def test_what_a_query_adds_is_counted_exactly(store):
-    """The gain is the difference to the tree without neighbours, held against the same tokens."""
-    drafter = auto(store)
-    text = TEXTS[3]
-    accepted, _ = generate(drafter, paraphrase(text[:50]), text[50:90])
-    exact, _ = generate(auto(store, dense="off"), paraphrase(text[:50]), text[50:90])
-    assert accepted[0] > exact[0]
-    learned = drafter._queries.gate
-    assert learned.queries >= 1
-    assert learned._gain.max() > 0
-
-
 def test_a_wider_tree_is_a_price_of_the_query():
     comparison = Comparison(4, without=np.array([[7, -1], [8, 0]]))
     cost = np.array([1.0, 1.1, 1.2, 1.3, 1.4, 1.5], np.float32)
@@ -348,16 +227,3 @@ def test_a_wider_tree_is_a_price_of_the_query():
     comparison.without = np.zeros((0, 2), np.int64)
     comparison.hold_against(np.array([1, 2], np.int32))
     assert comparison.gain == pytest.approx(0.5), "without measured passes a node costs nothing"
-
-
-def test_queries_are_judged_by_the_longest_match_that_goes_on(store):
-    drafter = auto(store)
-    cases = [
-        (range(100, 150), 0),  # the text's own end goes on nowhere
-        ([*range(100, 110), 1, *range(100, 106)], 6),
-        ([200, *TEXTS[0][:30]], 30),  # in the store
-    ]
-    for text, wanted in cases:
-        drafter.start(np.array(text, np.int32))
-        drafter.propose(Budget(4, 4))
-        assert drafter._longest_match() == wanted

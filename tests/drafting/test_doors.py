@@ -43,11 +43,10 @@ while len(text) < 60:
     contexts = [[text[-1]]] + [[t] for t in tree.token_ids.tolist()]
     while True:
         emitted.append(says(text + emitted))
-        child = node + 1
-        while 0 <= child < len(tree) and not (tree.parent[child] == node and tree.token_ids[child] == emitted[-1]):
-            child = int(tree.next_sibling[child]) if tree.parent[child] == node else -1
-        if not 0 <= child < len(tree):
+        children = np.flatnonzero((tree.parent == node) & (tree.token_ids == emitted[-1]))
+        if not len(children):
             break
+        child = int(children[0])
         assert tree.ancestors[child, node // 32] >> node % 32 & 1 if node >= 0 else tree.depth[child] == 1
         path.append(child)
         node = child

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.drafting.tree import FIELDS, DraftTree, unpacked
-from retrieve_spec.kernels import order
+from retrieve_spec.kernels import treemask as order
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=8)
 
@@ -40,7 +40,7 @@ def test_paths_are_merged(paths):
 def test_a_node_sees_its_ancestors_and_itself(paths):
     tree = DraftTree.from_paths(paths)
     found = paths_of(tree)
-    mask = tree.ancestor_mask()
+    mask = unpacked(tree.ancestors)
     assert mask.shape == (len(tree), len(tree))
     for i, path in enumerate(found):
         for j, other in enumerate(found):
@@ -53,31 +53,17 @@ def test_a_pass_sees_its_root_tokens_first(paths, roots):
     tree = DraftTree.from_paths(paths)
     n = len(tree)
     seen = np.tri(roots + n, dtype=np.bool_)
-    seen[roots:, roots:] = tree.ancestor_mask()
+    seen[roots:, roots:] = unpacked(tree.ancestors)
     words = tree.seen_behind(roots)
     assert words.dtype == np.int32 and words.shape == (roots + n, -(-(roots + n) // 32))
     assert (unpacked(words) == seen).all()
-
-
-@given(PATHS)
-def test_children_are_walked_along_siblings(paths):
-    tree = DraftTree.from_paths(paths)
-    for node in range(-1, len(tree)):
-        walked, at = [], node + 1
-        while 0 <= at < len(tree) and tree.parent[at] == node:
-            walked.append(at)
-            at = int(tree.next_sibling[at])
-        children = np.flatnonzero(tree.parent == node).tolist()
-        assert walked == children or (children and children[0] != node + 1), "paths merge into another order"
-        for one, following in zip(children, [*children[1:], -1], strict=False):
-            assert tree.next_sibling[one] == following
 
 
 def test_the_empty_tree():
     tree = DraftTree()
     tree.validate()
     assert len(tree) == 0 and tree.is_chain and tree.expected_accepted == 0.0
-    assert tree.ancestor_mask().shape == (0, 0)
+    assert unpacked(tree.ancestors).shape == (0, 0)
     assert len(tree.first_branch()) == 0
     assert (tree.token_ids.dtype, tree.origin.dtype) == (np.int32, np.int64)
 

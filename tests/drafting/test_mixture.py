@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting import mixture
-from retrieve_spec.drafting.calibration import Calibration
-from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import automaton
 from retrieve_spec.kernels.sampling import gumbel_argmax, noise_key, uniform
 from retrieve_spec.kernels.source_table import TAIL
 from retrieve_spec.sources import SOURCE_NAMES
@@ -32,12 +30,6 @@ def toy_top(tree, written, k=8, vocabulary=50):
     last = [int(written[-1]), *tree.token_ids.tolist()]
     ids = np.array([[(token * 7 + j * 3) % vocabulary for j in range(k)] for token in last], np.int32)
     return ids, np.tile(np.linspace(3, 0, k, dtype=np.float32), (len(last), 1))
-
-
-def test_it_fulfils_the_door():
-    drafter = MixtureDrafter()
-    assert isinstance(drafter, Drafter)
-    assert drafter.top_k == 8 and MixtureDrafter(recycling=False).top_k == 0
 
 
 @settings(max_examples=25)
@@ -66,17 +58,6 @@ def test_trees_keep_to_the_budget(seed, max_nodes, max_depth, predicted):
             top = toy_top(tree, [0])
             drafter.observe(VerifiedPass(tree, np.empty(0, np.int32), emitted, *top))
         drafter.finish()
-
-
-def test_siblings_of_a_new_drafter_add_up_to_one_at_most():
-    text = RANDOM.integers(0, 4, 300).astype(np.int32)
-    drafter = MixtureDrafter()
-    drafter.start(text)
-    tree = drafter.propose(Budget(MAX_NODES, 20))
-    assert len(tree) == MAX_NODES
-    for parent in {-1, *tree.parent.tolist()}:
-        below = np.exp(tree.log_p[tree.parent == parent]).sum()
-        assert below <= (1.0 if parent < 0 else np.exp(tree.log_p[parent])) * 1.001
 
 
 def test_limits_of_the_config(markov_text):
@@ -113,12 +94,6 @@ def test_the_same_requests_make_the_same_trees(run, markov_text):
     assert (calibration.cells == other.cells).all() and (calibration.scale == other.scale).all()
 
 
-def test_asking_twice_changes_nothing(markov_text):
-    drafter = MixtureDrafter()
-    drafter.start(markov_text(3, 500))
-    assert same(drafter.propose(Budget(40, 30)), drafter.propose(Budget(40, 30)))
-
-
 @pytest.mark.parametrize("cost", [None, np.linspace(1.0, 1.5, 33).astype(np.float32)])
 def test_expected_is_what_comes(run, markov_text, cost):
     """Within 5 % over a long run, from the first token on."""
@@ -128,15 +103,6 @@ def test_expected_is_what_comes(run, markov_text, cost):
     expected = 1 + np.mean([tree.expected_accepted for tree in r.trees])
     assert 1 + np.mean(r.accepted) > 1.5
     assert expected == pytest.approx(1 + np.mean(r.accepted), rel=0.05)
-
-
-def test_calibration_makes_later_requests_better(run, markov_text):
-    shared = Calibration()
-    first = run(MixtureDrafter(calibration=shared)).request(markov_text(6, 100), markov_text(6, 2000)[100:])
-    warm = run(MixtureDrafter(calibration=shared)).request(markov_text(7, 100), markov_text(7, 1200)[100:])
-    cold = run(MixtureDrafter()).request(markov_text(7, 100), markov_text(7, 1200)[100:])
-    assert np.mean(first.accepted) > 0
-    assert np.mean(warm.accepted) >= 0.98 * np.mean(cold.accepted)
 
 
 @pytest.mark.parametrize(("second", "least", "most"), [(1e-4, 100, 135), (1e-3, 135, 200), (1.0, 200, 300)])
@@ -168,26 +134,6 @@ def test_text_without_repeats_is_looked_at_as_often_as_that_costs_little_and_com
     assert drafter.context.root()[1] == 5 + 1400, "nothing was left out while resting"
 
 
-def test_drafts_that_cost_nothing_and_save_less_than_looking_for_them_are_not_looked_for(run, monkeypatch):
-    """Four nodes make a pass no longer where multiplying is free, but a look takes time."""
-    monkeypatch.setattr(mixture, "perf_counter", itertools.count(0.0, 1e-4).__next__)
-    cost = np.append(np.full(5, 1e-4), np.full(28, 1.0)).astype(np.float32)
-    drafter = MixtureDrafter(recycling=False)
-    r = run(drafter, lambda left: Budget(32, left, cost))
-    r.request([1, 2, 3], np.random.default_rng(0).integers(0, 100, 600))
-    assert 0 < sum(len(tree) > 0 for tree in r.trees) < 200
-
-
-def test_a_new_request_is_looked_at_at_once(run):
-    """That nothing paid in one request says nothing about the next."""
-    cost = (1e-9 * (1.0 + 0.05 * np.arange(33))).astype(np.float32)  # shorter than any look for drafts
-    drafter = MixtureDrafter(recycling=False)
-    run(drafter, lambda left: Budget(32, left, cost)).request([1, 2, 3], np.arange(100, 160))
-    assert drafter._rest > 0
-    drafter.start(np.array([1, 2, 3] * 20, np.int32))
-    assert len(drafter.propose(Budget(32, 8, cost)))
-
-
 @pytest.mark.parametrize("between", ["nothing", "no budget", "a long silence"])
 def test_what_passes_showed_is_learned_however_late(markov_text, between):
     """Trees are those of a drafter that learns from each pass before the next."""
@@ -212,12 +158,6 @@ def test_what_passes_showed_is_learned_however_late(markov_text, between):
     late.finish()
     assert (late.calibration.cells == at_once.calibration.cells).all()
     assert late.context.root() == at_once.context.root()
-
-
-def test_without_a_cost_it_never_rests(run):
-    drafter = MixtureDrafter(recycling=False)
-    run(drafter).request([1, 2, 3], np.arange(100, 160))
-    assert drafter._rest == 0
 
 
 def secret_tokens(trees, secret):
@@ -263,18 +203,6 @@ def test_a_session_remembers_what_was_generated(run):
     assert np.sum(other.accepted) > 40, "another drafter with the same session"
     third = run(drafter).request([1, 2, 3], [700, 6, 700, 6])
     assert not secret_tokens(third.trees[:1], [700, 701]), "prompts are not remembered"
-
-
-def test_a_session_forgets(run):
-    session = SessionMemory(400)
-    drafter = MixtureDrafter(session=session)
-    answer = np.arange(500, 560)
-    run(drafter).request([1], answer)
-    for i in range(10):
-        run(drafter).request([1], np.arange(2000 + 100 * i, 2100 + 100 * i))
-    assert len(session) <= 400
-    assert not secret_tokens(run(drafter).request([9], answer[:1]).trees, answer)
-    assert np.sum(run(drafter).request([9], [2950, *range(2951, 2999)]).accepted) > 30
 
 
 def test_fed_text_is_context(run):
@@ -411,26 +339,6 @@ def test_calibration_does_not_see_the_answer(run):
     assert hits < 0.1 * len(text), "the next token is random: nothing that was recycled can know it"
 
 
-def test_a_request_that_does_not_follow_is_noticed_at_once(run):
-    """After requests that followed their expected text all along, one that leaves it every few tokens."""
-    rng = np.random.default_rng(4)
-    drafter = MixtureDrafter(recycling=False)
-    cost = np.linspace(1.0, 5.0, 129).astype(np.float32)
-    follow = rng.integers(0, 5000, (4, 300)).astype(np.int32)
-    for text in follow[:3]:
-        run(drafter, lambda left: Budget(128, left, cost)).request([1, 2], text, text)
-    expected = follow[3]
-    parts = np.split(expected, range(6, 300, 6))
-    output = np.concatenate([np.append(part, 6000 + i).astype(np.int32) for i, part in enumerate(parts)])
-    r = run(drafter, lambda left: Budget(128, left, cost)).request([1, 2], output, expected)
-    first, last = r.trees[:4], r.trees[20:]
-    assert max(map(len, first)) > 60, "it began as the others did"
-    assert np.mean([len(tree) for tree in last]) < 20
-    assert np.mean([t.expected_accepted for t in last]) == pytest.approx(np.mean(r.accepted[20:]), rel=0.25)
-    again = run(drafter, lambda left: Budget(128, left, cost)).request([1, 2], follow[0], follow[0])
-    assert max(len(tree) for tree in again.trees[:4]) > 60, "another request begins anew"
-
-
 def test_prompt_logits_teach_recycling():
     drafter = MixtureDrafter()
     prompt = np.array([5, 6, 7], np.int32)
@@ -511,37 +419,3 @@ def test_noise_can_make_the_least_likely_token_the_sample():
 
     seed = max(range(3000), key=lead)
     assert drafter.propose(Budget(4, 1, None, (seed, 0, position))).token_ids[0] == 3
-
-
-def test_noise_is_forgotten_with_the_request(markov_text):
-    text = markov_text(4, 300)
-    one, two = MixtureDrafter(), MixtureDrafter()
-    one.start(text)
-    one.propose(Budget(16, 8, None, (5, 0, 300)))
-    one.finish()
-    one.start(text)
-    two.start(text)
-    assert same(one.propose(Budget(16, 8)), two.propose(Budget(16, 8)))
-
-
-def test_passes_that_nobody_asked_a_draft_for_are_read_as_text():
-    """One look at many tokens is as good as many; what the target's other choices were is not kept."""
-    asked, unasked = MixtureDrafter(), MixtureDrafter()
-    text = np.tile(np.arange(9, dtype=np.int32), 12)
-    top = np.zeros((1, asked.top_k), np.int32), np.zeros((1, asked.top_k), np.float32)
-    for drafter in (asked, unasked):
-        drafter.start(text[:20])
-        drafter.propose(Budget(4, 4))
-    asked.observe(VerifiedPass(DraftTree(), text[:0], text[20:100], *top))
-    for token in text[20:100]:
-        unasked.observe(VerifiedPass(DraftTree(), text[:0], np.array([token], np.int32), *top))
-    trees = [drafter.propose(Budget(8, 8)) for drafter in (asked, unasked)]
-    assert trees[0].token_ids[:8].tolist() == trees[1].token_ids[:8].tolist() == np.tile(np.arange(9), 2)[1:9].tolist()
-    assert asked.context.root()[1] == unasked.context.root()[1] == 100
-
-
-def test_the_kernel_that_long_texts_need_is_prepared_too(monkeypatch):
-    called, rehash = [], automaton.rehash
-    monkeypatch.setattr(automaton, "rehash", lambda *arrays: called.append(arrays) or rehash(*arrays))
-    MixtureDrafter(SpeculationConfig()).prepare()
-    assert called

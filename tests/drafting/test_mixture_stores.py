@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from retrieve_spec.config import SpeculationConfig, StoreConfig
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels.follow import MATCH
-from retrieve_spec.kernels.order import MIN_ORIGIN, ORIGIN_BITS
+from retrieve_spec.kernels.source_table import ORIGIN_BITS
+from retrieve_spec.kernels.step import MIN_ORIGIN
 from retrieve_spec.sources import SOURCE_NAMES
 
 EXACT = StoreConfig(index="exact")
@@ -111,16 +110,6 @@ def test_counts_of_segments_and_stores_add_up(make_store):
     assert set(tree.token_ids.tolist()) == {1, 2, 3}
 
 
-def test_a_longer_match_is_trusted_more(make_store):
-    head = list(range(20, 40))
-    store = make_store([[*head, 1, 60], *[[80 + i, *head[-3:], 2, 61 + i] for i in range(6)]], EXACT)
-    drafter = drafter_of([store])
-    drafter.start(np.array(head, np.int32))
-    assert drafter.propose(Budget(1, 1)).token_ids.tolist() == [1]
-    drafter.start(np.array([900, *head[-3:]], np.int32))
-    assert drafter.propose(Budget(1, 1)).token_ids.tolist() == [2]
-
-
 def test_the_match_follows_what_is_written(run, make_store):
     store = make_store([list(range(100))], EXACT)
     drafter = drafter_of([store])
@@ -130,17 +119,6 @@ def test_the_match_follows_what_is_written(run, make_store):
     r.generate([900, 30, 31, 32, 33, 34, 35])
     assert sum(r.accepted[-3:]) >= 2
     assert drafter.propose(Budget(4, 4)).token_ids.tolist() == [36, 37, 38, 39]
-
-
-@pytest.mark.parametrize("num_tokens", [MATCH - 1, MATCH, MATCH + 1, 3 * MATCH])
-def test_the_match_follows_a_long_accepted_run(make_store, num_tokens):
-    """More tokens may come in one pass than a match is followed back for; the text before them still counts."""
-    before, run = list(range(300, 300 + MATCH)), list(range(num_tokens))
-    store = make_store([[*before, *run, 900, 901], *[[*run, 950, i] for i in range(902, 907)]], EXACT)
-    drafter = drafter_of([store])
-    drafter.start(np.array([999, *before], np.int32))
-    drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array(run, np.int32)))
-    assert drafter.propose(Budget(1, 1)).token_ids.tolist() == [900]
 
 
 def test_fed_text_breaks_the_match(make_store):

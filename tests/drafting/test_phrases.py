@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.phrases import PhraseMemory
 
 PHRASES = SOURCE_NAMES.index("phrases")
 RARE = [501, 502, 503, 504]
@@ -46,11 +44,11 @@ def test_what_one_request_was_given_is_never_drafted_into_another(run):
 def test_what_one_key_alone_was_given_is_not_drafted(run):
     drafter = MixtureDrafter(recycling=False)
     for seed in range(1, 4):
-        drafter.asker = "alice"
+        drafter.requester_id = "alice"
         run(drafter).request([7], answer(seed, *RARE))
     assert not drafted_after(drafter, 9, RARE[0]) & set(RARE[1:])
     drafter.finish()
-    drafter.asker = "bob"
+    drafter.requester_id = "bob"
     run(drafter).request([7], answer(5, *RARE[:2]))
     assert RARE[1] in drafted_after(drafter, 9, RARE[0])
     assert RARE[2] not in drafted_after(drafter, 9, RARE[0], RARE[1]), "bob was given two tokens of it"
@@ -176,37 +174,6 @@ def test_forgetting_empties_phrases_everywhere(make_store):
     assert not Calibration(path).phrases.sets.any()
 
 
-def test_forgetting_before_the_first_request_empties_the_file(tmp_path):
-    calibration = Calibration(tmp_path / "m.npy")
-    calibration.phrases.learn(np.array([1, 2, 3], np.int32))
-    calibration.keep()
-    store = SimpleNamespace(calibration_path=lambda key: tmp_path / f"{key}.npy")
-    Drafters(SpeculationConfig(), [store], None, "m").forget()
-    assert not (tmp_path / "m.phrases.npy").exists()
-
-
-def test_forgetting_takes_what_an_ended_process_left_half_written(tmp_path):
-    calibration = Calibration(tmp_path / "m.npy")
-    others = tmp_path / ".n.phrases.npy.1234"
-    for left in (tmp_path / ".m.phrases.npy.1234", others):
-        left.write_bytes(b"phrases")
-    calibration.forget()
-    assert list(tmp_path.iterdir()) == [others]
-
-
-def test_phrases_that_cannot_be_deleted_keep_nothing_else_from_being_forgotten(tmp_path):
-    store = SimpleNamespace(calibration_path=lambda key: tmp_path / f"{key}.npy")
-    drafters = Drafters(SpeculationConfig(session=True), [], None, "m")
-    drafters.datastores = [store]
-    text = np.arange(9, dtype=np.int32)
-    for forget in (drafters.forget, lambda: drafters.forget_scope("")):
-        drafters.sessions.of().remember(text)
-        (tmp_path / "m.phrases.npy").mkdir(exist_ok=True)
-        with pytest.raises(OSError, match="phrases"):
-            forget()
-        assert not drafters.sessions.of().texts
-
-
 def test_of_what_is_under_way_while_its_scope_is_forgotten_no_phrase_is_learned():
     drafters = Drafters(SpeculationConfig(), [], None, "m")
     lent = {scope: drafters.lend(scope=scope) for scope in ("alice", "bob")}
@@ -224,13 +191,3 @@ def test_of_what_is_under_way_while_its_scope_is_forgotten_no_phrase_is_learned(
     drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array(answer(1, *RARE), np.int32)))
     drafter.finish()
     assert drafter.calibration.phrases.requests == 2, "the next request is learned from"
-
-
-def test_the_same_requests_make_the_same_phrases(run):
-    def packed():
-        drafter = MixtureDrafter(recycling=False)
-        for seed in (1, 2, 3, 2):
-            run(drafter).request([7], answer(seed, *RARE))
-        return drafter.calibration.phrases.packed()
-
-    assert np.array_equal(packed(), packed()) and not np.array_equal(packed(), PhraseMemory().packed())

@@ -96,7 +96,7 @@ def test_suffix_drops_what_is_less_likely_than_a_tenth():
 
 def test_suffix_takes_earlier_answers_when_they_score_higher():
     session = SessionMemory(exact=True)
-    drafter = SuffixDecoding(session)
+    drafter = SuffixDecoding(session=session)
     drafter.start(ids("#"))
     for text in ("abcdef", "abcdef"):
         seen(drafter, text)
@@ -227,7 +227,7 @@ def test_token_recycling_fills_the_tree_rank_by_rank():
 
 
 def test_token_recycling_keeps_its_matrix_in_a_session():
-    drafter = TokenRecycling(SessionMemory())
+    drafter = TokenRecycling(session=SessionMemory())
     draft(drafter, "xa")
     seen(drafter, "a", top=["ijklmnop"])
     assert paths(draft(drafter, "xa")) == list("ijklmnop")

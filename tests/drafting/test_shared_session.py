@@ -17,8 +17,6 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.engine.memories import Siblings
-from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.session import SessionMemory
 
 
@@ -82,29 +80,6 @@ def test_a_text_waits_while_the_memory_is_read():
     other.join()
     assert [text[0] for text in session.texts] == [0, 100, 200]
     assert len(session) == 85
-
-
-@pytest.mark.parametrize("kind", ["session", "siblings"])
-def test_ctrl_c_while_texts_are_taken_in_keeps_nobody_out(kind, monkeypatch):
-    session = SessionMemory(1000)
-    memory = session if kind == "session" else Siblings(session)
-    tell = session._waiting.append if kind == "session" else lambda ids: memory.hear(1, ids)
-    tell(np.arange(40, dtype=np.int32))
-    with monkeypatch.context() as patch:
-        patch.setattr(SuffixAutomaton, "extend", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            memory.__enter__()
-    tell(np.arange(100, 140, dtype=np.int32))
-    other = threading.Thread(target=memory.__enter__, daemon=True)
-    other.start()
-    other.join(20)
-    assert not other.is_alive()
-    automaton = memory.automata[-1]
-    assert automaton.follow(np.arange(110, 140, dtype=np.int32))[1] == 30, "what waits is taken in"
-
-
-def interrupted(automaton, token_ids):
-    raise KeyboardInterrupt
 
 
 def test_stores_that_were_deleted_are_still_drafted_from(run, make_store):

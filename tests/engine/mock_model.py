@@ -14,7 +14,7 @@ from retrieve_spec.engine.drafters import DrafterLease
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.sampling.acceptance import GreedySampler, Sampler
-from retrieve_spec.sampling.stopping import Stopper
+from retrieve_spec.sampling.text import Stopper
 from retrieve_spec.verify.verifier import Mode, VerifierInputs, VerifierOutput
 
 

@@ -74,7 +74,7 @@ def continue_plainly(text: list[int], temperature: float, rng: np.random.Generat
 
 def draw_by_walk(temperature: float, seed: int, rng: np.random.Generator) -> list[int]:
     """The library's rule."""
-    text = RowText(torch.tensor([[1]]), 16)
+    text = RowText(torch.tensor([[1]]))
     sampler = RandomSampler(Warpers(temperature, 0, TOP_P), seed)
     walked = walk(TREE, logits_of_tree(TREE), 0, sampler, text, lambda *_: False)
     return continue_plainly(walked.emitted.tolist(), temperature, rng)
@@ -165,7 +165,7 @@ def exact_pairs(processors: LogitsProcessorList) -> dict[tuple[int, int], float]
 
 def draw_pair(sampler: Sampler) -> tuple[int, int]:
     """Two tokens, verified over the tree and, where the walk left it early, over a pass without drafts."""
-    text = RowText(torch.tensor([[1]]), 16)
+    text = RowText(torch.tensor([[1]]))
     tree, rows = TREE, [VOCAB, *TREE.token_ids.tolist()]
     while text.length < 3:
         logits = sampler.read(torch.from_numpy(_TABLE[rows]), 0, tree, text, 1)

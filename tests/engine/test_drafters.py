@@ -100,16 +100,16 @@ def test_whoever_asked_last_does_not_ask_for_the_next() -> None:
     drafters = Drafters(SpeculationConfig(session=True), [], None, "model")
     drafter = drafters.lend(scope="alice")
     assert isinstance(drafter, MixtureDrafter)
-    assert drafter.asker == "alice" and drafter.session is drafters.sessions.of("alice")
+    assert drafter.requester_id == "alice" and drafter.session is drafters.sessions.of("alice")
     drafters.give_back(drafter)
     assert drafters.lend(call="call") is drafter
-    assert drafter.asker == "call" and drafter.session is drafters.sessions.of("")
+    assert drafter.requester_id == "call" and drafter.session is drafters.sessions.of("")
     drafters.give_back(drafter)
-    assert drafters.lend() is drafter and drafter.asker is None
+    assert drafters.lend() is drafter and drafter.requester_id is None
 
 
 def test_a_given_drafter_stands_in_for_what_is_configured_alone() -> None:
-    given = PRESETS["prompt-lookup"](SpeculationConfig(), (), None, None)
+    given = PRESETS["prompt-lookup"]()
     drafters = Drafters(SpeculationConfig(draft="suffix"), [], given, "model")
     assert drafters.of(None) is drafters.of("suffix") is drafters.of("auto") is given
     assert drafters.of("prompt-lookup") is not given

@@ -78,7 +78,7 @@ def test_trees_are_filled_up_with_a_path(make):
         assert token_ids[0, 1 : 1 + len(tree)].tolist() == tree.token_ids.tolist()
         assert parent[0, 1 : 1 + len(tree)].tolist() == (tree.parent + 1).tolist()
         child, _ = links(mask_of(parent))
-        assert (child[0] == -1).sum() == max(tree.paths, 1)
+        assert (child[0] == -1).sum() == max(len(set(range(len(tree))) - set(tree.parent.tolist())), 1)
 
 
 def test_sampled_tokens_have_the_models_distribution(make):

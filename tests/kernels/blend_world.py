@@ -16,23 +16,19 @@ from naive_recycling import NaiveTable
 from naive_unigrams import AGES, COUNTS, NaiveUnigrams
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels import alignment, blend, expand, follow, learn, source_table, unigram, weights
-from retrieve_spec.kernels.scale import SCALE_BINS
+from retrieve_spec.kernels import alignment, blend, calibration, expand, learn, request, source_table, unigram
 from retrieve_spec.kernels.unigram import RATES
-from retrieve_spec.sources.alignments import Alignments
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.phrases import PhraseMemory
-from retrieve_spec.sources.prediction import Prediction
 from retrieve_spec.sources.recycling import RecyclingTable
-from retrieve_spec.sources.rows import SourceTable
+from retrieve_spec.sources.rows import Alignments, Prediction, SourceTable, StoreRows
 from retrieve_spec.sources.session import loop_start
-from retrieve_spec.sources.stores import StoreRows
 from retrieve_spec.sources.unigrams import Unigrams
 
 alignment = Doors(alignment)
 expand = Doors(expand)
-follow = Doors(follow)
 learn = Doors(learn)
+request = Doors(request)
 unigram = Doors(unigram)
 
 NO_NOISE = (0, 0, 0, 0)
@@ -77,9 +73,15 @@ class World:
             blend.scratch_memory(rows),
             nodes,
             node_p,
+            self.stores(),
         )
         grown = [(*node, float(p)) for node, p in zip(nodes[:n].tolist(), node_p[:n], strict=True)]
         return grown, int(best), cursors
+
+    def stores(self):
+        """What kernels are told: None where no row is a store's."""
+        kinds = set(self.table[:, source_table.KIND].tolist())
+        return 1 if kinds & {source_table.NGRAM, source_table.EXACT, source_table.DENSE} else None
 
     def learn(self, cells, scale, use, emitted, min_p=0.0, noise=NO_NOISE, every=1):
         """(the tail behind the tokens, the request's factors)"""
@@ -98,6 +100,7 @@ class World:
             np.array(emitted, np.int32),
             every,
             blend.scratch_memory(len(self.table)),
+            self.stores(),
         )
         return tail, trust
 
@@ -178,7 +181,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
         state, matched = session.advance(state, matched, token)
     cursors[2, :2] = state, matched
     window = np.array(text, np.int32)
-    follow.follow_all(table, 3, cursors[3 : 3 + len(opened.exact)], window, len(text))
+    request.follow_all(table, 3, cursors[3 : 3 + len(opened.exact)], window, len(text))
     return World(text, sources, table, cursors, newest_first(text), [held])
 
 
@@ -199,11 +202,11 @@ def factor_rows(factors):
 
 def learned(rng, strength=5.0):
     """Tables that have learned something."""
-    cells = np.zeros((weights.CELLS, 4), np.float32)
-    reached, hit = rng.gamma(1, strength, (2, weights.CELLS)), rng.random((2, weights.CELLS))
+    cells = np.zeros((calibration.CELLS, 4), np.float32)
+    reached, hit = rng.gamma(1, strength, (2, calibration.CELLS)), rng.random((2, calibration.CELLS))
     cells[:, 1], cells[:, 3] = reached
     cells[:, 0], cells[:, 2] = hit * reached
-    summed = rng.gamma(1, strength, (2 * weights.NUM_SOURCES, SCALE_BINS + 1))
+    summed = rng.gamma(1, strength, (2 * calibration.NUM_SOURCES, calibration.SCALE_BINS + 1))
     scale = np.stack([summed * rng.uniform(0.5, 1.2, summed.shape), summed], axis=-1).astype(np.float32)
     return cells, scale
 
@@ -215,9 +218,9 @@ def fresh(rng):
 
 
 def changed_trust(rng):
-    """A request that has moved some of the weights."""
+    """A request that has moved some of the calibration."""
     trust = naive.Trust()
-    for number in range(weights.NUM_SOURCES):
+    for number in range(calibration.NUM_SOURCES):
         for length in (0, 6, 30):
             for name in trust.names(number, length):
                 trust.factor[name], trust.variance[name] = rng.normal(0, 1), rng.random()

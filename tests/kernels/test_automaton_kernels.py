@@ -147,24 +147,6 @@ def test_advance_keeps_the_longest_suffix(text, followed, exact):
         alike(continuations(automaton, state), naive.continuations(followed[n - matched : n]))
 
 
-@settings(max_examples=40)
-@given(TEXTS, st.lists(st.integers(0, 4), max_size=10))
-def test_suffix_links_are_the_shorter_contexts_that_end_elsewhere_too(text, followed):
-    automaton, naive = pair(True)
-    automaton.extend(np.array(text, np.int32))
-    naive.extend(text)
-    state = matched = 0
-    for token in followed:
-        state, matched = automaton.advance(state, matched, token)
-    levels = []
-    while state >= 0:
-        if found := continuations(automaton, state):
-            levels.append((matched, found))
-        state = int(automaton.states[state, kernels.LINK])
-        matched = int(automaton.states[state, kernels.LENGTH])
-    assert levels == naive.levels(followed)
-
-
 def test_reset_forgets_and_keeps_the_room_and_how_counts_are_kept():
     automaton = SuffixAutomaton(16)
     automaton.extend(np.arange(500, dtype=np.int32) % 7)
@@ -176,33 +158,6 @@ def test_reset_forgets_and_keeps_the_room_and_how_counts_are_kept():
     naive.extend([3, 1, 3, 1, BOUNDARY, 3])
     automaton.extend(np.array([3, 1, 3, 1, BOUNDARY, 3], np.int32))
     check(automaton, naive)
-
-
-@pytest.mark.parametrize("kind", ["same", "distinct", "period", "fibonacci", "random", "documents"])
-def test_memory_is_linear(kind):
-    n = 2000
-    rng = np.random.default_rng(0)
-    fibonacci = [0], [0, 1]
-    while len(fibonacci[1]) < n:
-        fibonacci = fibonacci[1], fibonacci[1] + fibonacci[0]
-    text = {
-        "same": np.zeros(n),
-        "distinct": np.arange(n),
-        "period": np.arange(n) % 7,
-        "fibonacci": np.array(fibonacci[1][:n]),
-        "random": rng.integers(0, 2, n),
-        "documents": np.where(rng.random(n) < 0.1, BOUNDARY, rng.integers(0, 3, n)),
-    }[kind].astype(np.int32)
-    automaton = SuffixAutomaton(16)
-    automaton.extend(text)
-    tokens = int((text >= 0).sum())
-    states, edges = int(automaton.meta[kernels.M_STATES]), int(automaton.meta[kernels.M_EDGES])
-    assert len(automaton) == tokens
-    assert states <= 2 * tokens
-    assert edges <= 3 * tokens  # transitions of a suffix automaton: at most 3n - 4
-    assert automaton.num_bytes <= 2 * tokens * 20 + 3 * tokens * (24 + 6)
-    allocated = sum(array.nbytes for array in (automaton.states, automaton.edges, automaton.slots))
-    assert allocated <= 4 * automaton.num_bytes + 8192
 
 
 def test_large_token_ids_and_many_successors():

@@ -12,11 +12,12 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import share_out
-from retrieve_spec.kernels import acceptance, batch
+from retrieve_spec.kernels import batch
+from retrieve_spec.kernels import calibration as kernels
 from retrieve_spec.kernels import request as state
 
 batch = Doors(batch)
-acceptance = Doors(acceptance)
+kernels = Doors(kernels)
 
 
 @settings(max_examples=60)
@@ -45,19 +46,19 @@ def test_shares_are_those_of_the_engine(seed, rows, measured):
     assert requests[:, state.DRAFTED].tolist() == [len(tree) for tree in wanted]
 
 
-PRIOR = acceptance.DRAFT_PRIOR
+PRIOR = kernels.DRAFT_PRIOR
 
 
 def naive_ratio(counts):
     """Tokens accepted for each one expected, of a prior and of what was counted."""
     ratio = (counts[0] + PRIOR) / (counts[1] + PRIOR)
-    return min(max(ratio, acceptance.LEAST), acceptance.MOST)
+    return min(max(ratio, kernels.LEAST), kernels.MOST)
 
 
 def naive_drafted(counts, expected, accepted):
     """Count a draft, then let what is older than the memory fade."""
     counts = counts[0] + accepted, counts[1] + expected / naive_ratio(counts)
-    return tuple(count * min(acceptance.DRAFT_MEMORY / counts[1], 1) for count in counts)
+    return tuple(count * min(kernels.DRAFT_MEMORY / counts[1], 1) for count in counts)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.05, 8.0), st.integers(0, 8)), max_size=40))
@@ -69,8 +70,8 @@ def test_drafts_are_counted(passes):
             calibration.learn_draft(expected, accepted, False)
         else:
             p, right = min(expected, 0.9), accepted > 2
-            faded = tuple(count * (1 - p / naive_ratio(counts) / acceptance.FIRST_MEMORY) for count in counts)
+            faded = tuple(count * (1 - p / naive_ratio(counts) / kernels.FIRST_MEMORY) for count in counts)
             counts = naive_drafted(faded, p, right)
-            acceptance.learn_first(calibration.drafts[0], p, int(right))
+            kernels.learn_first(calibration.drafts[0], p, int(right))
         assert calibration.acceptance_ratio(False) == pytest.approx(naive_ratio(counts))
     assert calibration.drafts[0] == pytest.approx(counts) and not calibration.drafts[1].any()

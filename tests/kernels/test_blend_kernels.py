@@ -12,13 +12,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.kernels import expand, sampling, source_table, weights
-from retrieve_spec.kernels import scale as scales
+from retrieve_spec.kernels import calibration, expand, sampling, source_table
 from retrieve_spec.sources import SOURCE_NAMES
 
 expand = Doors(expand)
-scales = Doors(scales)
-weights = Doors(weights)
+calibration = Doors(calibration)
 
 
 def number_tokenizer(size):
@@ -125,7 +123,7 @@ def test_known_noise_decides_between_the_candidates(world, seed):
     for i, token in enumerate(emitted):
         levels = naive.merged(w.sources, w.text + emitted[:i], expected_cells, naive.Trust(), 0.01)
         coupled = naive.couple(naive.distribution(levels), noise(i))
-        naive.learn_scale(expected_scale, w.sources, coupled, 0.002, token, first=weights.NUM_SOURCES)
+        naive.learn_scale(expected_scale, w.sources, coupled, 0.002, token, first=calibration.NUM_SOURCES)
         naive.learn_weights(expected_cells, trust, use.copy(), levels, token, w.sources, w.text + emitted[:i])
     w.learn(cells, scale, use, emitted, 0.002, given)
     np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
@@ -205,67 +203,34 @@ def test_a_source_that_rests_is_neither_asked_nor_judged(world):
     assert (np.delete(use, 3) != 0.5).all()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_shares_add_up_to_one_at_most(world, seed):
-    rng = np.random.default_rng(seed + 500)
-    w = world(rng)
-    cells, scale = blend_world.learned(rng)
-    scale *= 0
-    nodes, _, _ = w.grow(cells, scale, 120, 5)
-    below = {}
-    for _token, parent, _depth, _row, p in nodes:
-        below[parent] = below.get(parent, 0.0) + p
-    for parent, total in below.items():
-        assert total <= (nodes[parent][4] if parent >= 0 else 1.0) * 1.0001
-
-
-@given(st.lists(st.floats(1e-7, 1.0), max_size=300), st.integers(1, 256))
-def test_nothing_below_the_cutoff_is_among_the_best(probabilities, max_nodes):
-    ranks = np.zeros(expand.RANKS, np.int64)
-    for p in probabilities:
-        ranks[expand._rank(p)] += 1
-    cutoff = expand._cutoff(ranks, max_nodes)
-    best = sorted(probabilities, reverse=True)[:max_nodes]
-    if len(probabilities) < max_nodes:
-        assert cutoff == 0.0
-    else:
-        assert cutoff <= best[-1] * (1 + 1e-9)
-
-
 @given(st.integers(0, 9), st.integers(0, 100), st.integers(0, 200), st.integers(0, 20))
 def test_cells(number, length, total, distinct):
-    assert weights.cell_of(number, length, total, distinct) == naive.cell_of(number, length, total, distinct)
-    assert 0 <= weights.cell_of(number, length, total, distinct) < weights.CELLS
+    assert calibration.cell_of(number, length, total, distinct) == naive.cell_of(number, length, total, distinct)
+    assert 0 <= calibration.cell_of(number, length, total, distinct) < calibration.CELLS
     if total and distinct:
-        assert weights.prior_weight(number, length, total, distinct) == pytest.approx(
+        assert calibration.prior_weight(number, length, total, distinct) == pytest.approx(
             naive.prior(number, length, total, distinct)
         )
 
 
 def test_priors_know_the_sources_by_their_numbers():
-    assert len(SOURCE_NAMES) == weights.NUM_SOURCES
+    assert len(SOURCE_NAMES) == calibration.NUM_SOURCES
     known = "context", "prediction", "recycling", "dense", "phrases", "alignment"
-    assert [SOURCE_NAMES[getattr(weights, f"_{name.upper()}")] for name in known] == list(known)
-    assert set(SOURCE_NAMES[weights._RECYCLING + 1 :]) == {"ngram", "exact", "dense", "script", "phrases", "alignment"}
-
-
-@given(st.integers(0, 9), st.integers(0, 60), st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=30))
-def test_a_request_moves_the_odds_of_a_source(number, length, came):
-    trust = naive.Trust().table()
-    cell = weights.cell_of(number, length, 1, 1)
-    expected = naive.Trust()
-    for weight, explained in came:
-        now = weights.multiplied(weight, weights.odds_of(trust, cell))
-        assert now == pytest.approx(expected.weight(number, length, weight), rel=1e-6)
-        weights.adapt(trust, cell, now, float(explained), 1.0)
-        expected.adapt(number, length, now, float(explained), 1.0)
-    np.testing.assert_allclose(trust, expected.table(), rtol=1e-6)
-    assert (np.delete(trust, number, 0) == 1).all()
+    assert [SOURCE_NAMES[getattr(calibration, f"_{name.upper()}")] for name in known] == list(known)
+    others = set(SOURCE_NAMES[calibration._RECYCLING + 1 :])
+    assert others == {
+        "ngram",
+        "exact",
+        "dense",
+        "script",
+        "phrases",
+        "alignment",
+    }
 
 
 @given(st.floats(0, 1), st.integers(0, 15), st.integers(0, 3))
 def test_scale(p, number, seed):
     _, scale = blend_world.learned(np.random.default_rng(seed))
-    assert scales.scaled(scale, number, p) == pytest.approx(naive.scaled(scale, number, p), rel=1e-5, abs=1e-9)
+    assert calibration.scaled(scale, number, p) == pytest.approx(naive.scaled(scale, number, p), rel=1e-5, abs=1e-9)
     scale = np.zeros_like(scale)
-    assert scales.scaled(scale, number, p) == pytest.approx(min(p, 0.9999)), "nothing learned changes nothing"
+    assert calibration.scaled(scale, number, p) == pytest.approx(min(p, 0.9999)), "nothing learned changes nothing"

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import expand, order
+from retrieve_spec.kernels import expand
+from retrieve_spec.kernels import step as order
 
 expand = Doors(expand)
 order = Doors(order)

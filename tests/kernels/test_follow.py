@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from retrieve_spec.datastore.indexes import build_grams, suffix_beginnings
 from retrieve_spec.datastore.segment import bits_of, suffix_array
-from retrieve_spec.kernels import grams, source_table
-from retrieve_spec.kernels.follow import MATCH, follow_all
+from retrieve_spec.kernels import grams, request, source_table
 from retrieve_spec.kernels.grams import GRAM
+from retrieve_spec.kernels.request import MATCH
 from retrieve_spec.kernels.suffix_array import sa_top_table
 from retrieve_spec.sources.rows import SourceTable, source_row
 
-grams = Doors(grams)
+grams, request = Doors(grams), Doors(request)
 
 ALPHABET = 4
 DOCUMENTS = st.lists(st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40), min_size=1, max_size=4)
@@ -84,7 +84,7 @@ def test_every_segment_keeps_its_longest_match(segments, text, steps):
     for fresh in [*steps, MATCH]:
         fresh = min(fresh, len(text) - n)
         n += fresh
-        follow_all(table.words, 0, cursors, np.array(text[:n], np.int32), fresh)
+        request.follow_all(table.words, 0, cursors, np.array(text[:n], np.int32), fresh)
         for (documents, least, _, _), (lo, hi, depth, _) in zip(segments, cursors.tolist(), strict=True):
             longest = next((k for k in range(n, least - 1, -1) if occurrences(documents, text[n - k : n])), 0)
             places = occurrences(documents, text[n - longest : n]) if longest else 0

@@ -49,15 +49,6 @@ def test_probabilities_are_of_the_top_tokens_alone():
     assert ids.tolist() == [8, 2, 0], "a token without probability is not kept"
 
 
-@pytest.mark.parametrize("capacity", [4, 64, 1 << 12])
-def test_a_context_costs_two_cache_lines(capacity):
-    """One of the sets and, at eight tokens, one of the entries."""
-    table = RecyclingTable(capacity, 8)
-    for array in (table.sets, table.entries):
-        assert array.ctypes.data % 64 == 0
-    assert table.sets.itemsize * kernels.SET == table.entries.itemsize * table.entries.shape[1] == 64
-
-
 def test_many_equal_rows_are_averaged_one_after_the_other():
     """Rows are learned in groups; a context may come several times in one, and in the next."""
     n = 150
@@ -72,11 +63,6 @@ def test_many_equal_rows_are_averaged_one_after_the_other():
     for context in {tuple(tail[:k][::-1]) for tail in tails.tolist() for k in (1, 2, 3)}:
         tokens, p, _ = table.lookup(list(context))
         assert dict(zip(tokens.tolist(), p, strict=True)) == pytest.approx(naive.lookup(list(context))[0], abs=1e-5)
-
-
-def test_no_more_are_kept_than_are_compared_at_once():
-    with pytest.raises(ValueError, match="expected at most 8 tokens per context, got 9"):
-        RecyclingTable(64, 9)
 
 
 def test_no_phantom_tokens():
@@ -116,22 +102,6 @@ def test_a_full_set_forgets_its_least_observed_then_oldest():
     assert [table.lookup([t])[2] for t in (1, 2, 3, 4, 5)] == [1, 0, 1, 1, 1]
     learn(table, [6], [6], [0.0])  # 4 and 5 were seen once; 4 is older
     assert [table.lookup([t])[2] for t in (1, 2, 3, 4, 5, 6)] == [1, 0, 1, 0, 1, 1]
-
-
-def test_many_rows_are_learned_in_order():
-    rng = np.random.default_rng(2)
-    rows = list(observations(rng, 9, 40, 3))
-    one, many = RecyclingTable(1 << 8, 3), RecyclingTable(1 << 8, 3)
-    tails, lens = np.zeros((40, 3), np.int32), np.zeros(40, np.int32)
-    for i, (newest, ids, logits) in enumerate(rows):
-        learn(one, newest, ids, logits)
-        tails[i, : min(len(newest), 3)], lens[i] = newest[:3], min(len(newest), 3)
-    ids = np.array([r[1] for r in rows], np.int32)
-    many.learn(tails, lens, ids, np.array([r[2] for r in rows], np.float32))
-    assert (one.entries == many.entries).all()
-    known, also = one.sets.reshape(-1, 2, kernels.WAYS), many.sets.reshape(-1, 2, kernels.WAYS)
-    assert (known[:, 0] == also[:, 0]).all()
-    assert (known[:, 1] & 0xFFFFFFFF == also[:, 1] & 0xFFFFFFFF).all(), "how often"
 
 
 def test_more_top_tokens_than_kept_are_cut():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.kernels import request
-from retrieve_spec.kernels.follow import MATCH
+from retrieve_spec.kernels.request import MATCH
 from retrieve_spec.kernels.source_table import (
     AUTOMATON,
     DENSE,
@@ -80,16 +80,10 @@ def test_the_newest_tokens_are_kept(lengths, seed):
     for length in lengths:
         tokens = rng.integers(0, 1000, length).astype(np.int32)
         text = np.concatenate([text, tokens])
-        window = request.follow_stores(table, held.words, tokens, roots)
+        window = request.follow_stores(table, held.words, tokens, roots, None)
         assert window.tolist() == text[max(len(text) - MATCH - length, 0) :].tolist()
         kept = held.words[request.KEPT]
         assert recent[:kept].tolist() == text[max(len(text) - MATCH, 0) :].tolist()
-
-
-@given(st.integers(0, 5000), st.booleans())
-def test_learning_reads_stores_less_often_in_time(tokens, stores):
-    held = request_of(np.ones(1), learned=tokens, slow=int(stores))
-    assert request.learn_every(held.words) == (4 if stores and tokens >= 2000 else 1)
 
 
 @given(st.lists(st.integers(0, 9), max_size=20))

@@ -72,30 +72,30 @@ def test_nodes_are_what_the_spans_say(found, path):
     for depth in range(len(path) + 1):
         through = [(span, s) for span, s in found if span[:depth] == path[:depth] and len(span) >= depth]
         on = [(span[depth], s) for span, s in through if len(span) > depth]
-        handle, length = levels.open_row(table, 0, cursors, 0, hashes, 0)
+        handle, length = levels.open_row(table, 0, cursors, 0, hashes, 0, 1)
         if not on:
             assert length == -1
         else:
             near = max(s for _, s in on)
             assert length == max(int(-np.log2(max(1 - near, 2**-7))), 0) + depth - 1
-            count, distinct = levels.evidence(table, 0, cursors, 0, handle)
+            count, distinct = levels.evidence(table, 0, cursors, 0, handle, 1)
             assert (count, distinct) == (len(on), len({t for t, _ in on}))
             weights = {t: sum(np.exp((s - top) / 0.1) for u, s in on if u == t) for t, _ in on}
             total = sum(weights.values())
             tokens, counts = np.empty(source_table.READ_LIMIT, np.int32), np.empty(source_table.READ_LIMIT, np.int32)
             p = np.empty(source_table.READ_LIMIT, np.float32)
-            n = levels.read_level(table, 0, cursors, 0, handle, count, 0.0, 0.0, tokens, counts, p)
+            n = levels.read_level(table, 0, cursors, 0, handle, count, 0.0, 0.0, tokens, counts, p, 1)
             assert tokens[:n].tolist() == sorted(weights)
             if total > 1e-30:  # single precision holds no smaller weights
                 assert p[:n].tolist() == pytest.approx(
                     [weights[t] / total for t in sorted(weights)], rel=1e-3, abs=1e-6
                 )
                 for token in range(5):
-                    share, recent = learn._share_of(table, 0, cursors, 0, handle, count, token)
+                    share, recent = learn._share_of(table, 0, cursors, 0, handle, count, token, 1)
                     assert recent == 0
                     assert share == pytest.approx(weights.get(token, 0.0) / total, rel=1e-3)
         if depth < len(path):
-            levels.advance_row(table, 0, cursors, 0, path[depth], cursors, 0)
+            levels.advance_row(table, 0, cursors, 0, path[depth], cursors, 0, 1)
 
 
 @settings(deadline=None)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import naive_unigrams
 import numpy as np
 import pytest
 from doors import Doors
@@ -79,47 +78,6 @@ def test_rates_and_factors_are_learned_as_defined(classes):
     assert unigrams.rates.sum() == pytest.approx(sum(sum(rate) for rate in naive.rates.values()), rel=1e-4)
 
 
-def test_rates_are_bounded():
-    unigrams, _ = pair()
-    say(unigrams, np.array([1], np.int32), True)
-    words = SourceTable([unigrams.row(0)]).words
-    for _ in range(int(kernels.RATE_MEMORY) + 500):
-        kernels.learn(words, 0, 0, 1, 1.0, 1.0)
-    assert unigrams.rates.max() <= kernels.RATE_MEMORY + 1
-    assert kernels.RATE_MEMORY <= unigrams.factors.max() <= kernels.RATE_MEMORY + 1
-
-
-def test_ages_are_learned():
-    """In a text where most tokens are the last one but one, that one is ranked first, whatever its count."""
-    unigrams, _ = pair()
-    words = SourceTable([unigrams.row(0)]).words
-    rng = np.random.default_rng(0)
-    text = [10, 11]
-    for _ in range(600):
-        kernels.learn(words, 0, 0, text[-1], 1.0, 1.0)
-        say(unigrams, np.array(text[-1:], np.int32), True)
-        text.append(text[-2] if rng.random() < 0.7 else int(rng.integers(10, 30)))
-    say(unigrams, np.array([8, 9], np.int32), True)
-    shares = listed(unigrams)
-    assert max(shares, key=shares.get) == 8 and shares[8] > 0.4
-
-
-def test_which_kinds_of_tokens_follow_each_other_is_learned():
-    """Marks (odd) come behind words (even) and words behind marks, whichever they are."""
-    unigrams, _ = pair([i % 2 for i in range(40)])
-    words = SourceTable([unigrams.row(0)]).words
-    rng = np.random.default_rng(0)
-    text = [0]
-    for _ in range(400):
-        token = 2 * int(rng.integers(0, 20)) + (text[-1] + 1) % 2
-        kernels.learn(words, 0, place_behind(words, text), token, 1.0, 1.0)
-        text.append(token)
-        say(unigrams, np.array([token], np.int32), True)
-    for newest in (6, 7):
-        shares = listed(unigrams, [newest + 1, newest])
-        assert sum(share for token, share in shares.items() if (token + newest) % 2) > 0.9
-
-
 def test_shares_are_those_of_the_list_as_it_is():
     unigrams, naive = pair([0, 1])
     for text in ([1, 1, 0], [0], [2, 1]):
@@ -165,12 +123,6 @@ def test_another_text_begins_with_nothing():
     say(unigrams, np.array([5, 70000], np.int32), False)
     naive.extend([5, 70000], False)
     assert listed(unigrams) == pytest.approx(naive.shares())
-
-
-def test_constants():
-    assert (kernels.RECENT, kernels.FREQUENT) == (naive_unigrams.RECENT, naive_unigrams.FREQUENT)
-    assert kernels.FACTOR_PRIOR == naive_unigrams.FACTOR_PRIOR
-    assert (len(naive_unigrams.AGES), len(naive_unigrams.COUNTS)) == (kernels.AGES, kernels.COUNTS)
 
 
 def test_ids_beyond_any_vocabulary_are_not_listed():

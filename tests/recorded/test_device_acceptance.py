@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 import retrieve_spec as rs
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import DraftTree, unpacked
 from retrieve_spec.engine import joining
 from retrieve_spec.kernels import sampling
 from retrieve_spec.sampling import device_acceptance, samplers
@@ -43,7 +43,7 @@ def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> DraftTree:
 
 
 def text_of(ids: list[int]) -> RowText:
-    return RowText(torch.tensor([ids]), len(ids) + 64)
+    return RowText(torch.tensor([ids]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -113,7 +113,9 @@ def test_unsure_rows_are_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> No
 def test_paths_hold_the_tokens_above_a_node() -> None:
     tree = DraftTree.from_paths([[7, 8], [7, 9, 4], [5]])
     rows = [set(row) for row in path_tokens(tree, 1).tolist()]
-    expected = [{1}] + [{1} | {int(t) for t in tree.token_ids[np.flatnonzero(seen)]} for seen in tree.ancestor_mask()]
+    expected = [{1}] + [
+        {1} | {int(t) for t in tree.token_ids[np.flatnonzero(seen)]} for seen in unpacked(tree.ancestors)
+    ]
     assert [row | {1} for row in rows] == expected
 
 

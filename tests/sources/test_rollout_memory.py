@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,22 +152,6 @@ def test_saves_when_it_is_due(tmp_path: Path) -> None:
     assert len(RolloutMemory(path).answers_to(ids(1))) == 3
 
 
-def test_a_save_that_fails_is_logged_and_no_memory_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "rollouts.bin"
-    memory = RolloutMemory(path, save_every=1)
-    path.write_bytes(b"somebody else's file")
-    memory.remember(ids(1), ids(2))
-    memory.keep()
-    assert "answers are not saved" in caplog.text
-    with pytest.raises(StoreCorruptError):
-        memory.save()
-    assert path.read_bytes() == b"somebody else's file"
-    assert contents(memory, ids(1)) == [[[2]]]
-    path.unlink()
-    memory.save()
-    assert contents(RolloutMemory(path), ids(1)) == [[[2]]]
-
-
 def test_every_altered_byte_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.bin"
     with RolloutMemory(path) as memory:
@@ -236,26 +216,3 @@ for number in range(rounds):
     memory.save()
     print(number, flush=True)
 """
-
-
-def _writer(path: Path, name: int, rounds: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _WRITER, str(path), str(name), str(rounds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-
-
-def test_a_killed_process_leaves_the_file_whole(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.bin"
-    writer = _writer(path, 3, 100_000)
-    assert writer.stdout is not None
-    for _ in range(30):
-        said = int(writer.stdout.readline())
-    writer.send_signal(signal.SIGKILL)
-    writer.wait(60)
-    said = max([said, *(int(line) for line in writer.stdout.read().split("\n")[:-1])])
-    writer.stdout.close()
-    memory = RolloutMemory(path, answers=100)
-    kept = [number for _, number in contents(memory, ids(1))[0]]
-    assert kept[-1] >= said
-    assert kept == list(range(max(0, kept[-1] - 99), kept[-1] + 1))
-    memory.remember(ids(1), ids(9))
-    memory.save()  # nothing holds the lock any more

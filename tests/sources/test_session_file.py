@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -93,16 +89,6 @@ def test_what_is_something_else_is_refused_and_left_as_it_is(tmp_path: Path) -> 
         answers_by_scope(path, "one", 1000)
 
 
-def test_another_file_that_came_meanwhile_ends_no_generation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "day.bin"
-    here, there = answers_by_scope(path, "one", 1000), answers_by_scope(path, "other", 1000)
-    for file in (there, here):
-        opened(file, "").remember(ids(1, 2))
-        file.keep()
-    assert "answers are not saved: TokenizerMismatchError" in caplog.text
-    assert texts(opened(answers_by_scope(path, "other", 1000), "")) == [[1, 2]]
-
-
 def test_the_oldest_answers_of_a_scope_give_way(tmp_path: Path) -> None:
     file = answers_by_scope(tmp_path / "day.bin", "tokenizer", 100)
     busy, quiet = opened(file, "busy"), opened(file, "quiet")
@@ -172,14 +158,6 @@ def test_what_cannot_be_forgotten_in_the_file_is_forgotten_with_the_next_save(
     assert texts(opened(again, "bob")) == [[3, 4]]
 
 
-def test_another_file_is_not_read_as_a_whole(tmp_path: Path) -> None:
-    path = tmp_path / "weights.bin"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(StoreCorruptError, match="another file"):
-        answers_by_scope(path, "tokenizer", 1000)
-
-
 _WRITER = """
 import sys
 import numpy as np
@@ -194,24 +172,3 @@ for number in range(rounds):
     file.keep(at_once=True)
     print(number, flush=True)
 """
-
-
-def _writer(path: Path, first: int, rounds: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _WRITER, str(path), str(first), str(rounds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-
-
-def test_two_processes_and_a_kill_lose_nothing_that_was_saved(tmp_path: Path) -> None:
-    path = tmp_path / "day.bin"
-    killed, whole = _writer(path, 0, 100_000), _writer(path, 500_000, 20)
-    assert killed.stdout is not None and whole.stdout is not None
-    said = [int(killed.stdout.readline()) for _ in range(20)][-1]
-    whole.stdout.read()
-    assert whole.wait(120) == 0
-    killed.send_signal(signal.SIGKILL)
-    killed.wait(60)
-    for writer in (killed, whole):
-        assert writer.stdout is not None
-        writer.stdout.close()
-    kept = [text[0] for text in texts(opened(answers_by_scope(path, "tokenizer", 1 << 16), ""))]
-    assert set(range(said + 1)) | {500_000 + number for number in range(20)} <= set(kept)

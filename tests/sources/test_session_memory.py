@@ -76,12 +76,3 @@ def test_a_loop_is_remembered_once():
     session.remember(np.concatenate([beginning, np.tile(loop, 2)]))
     assert len(session) == 60, "twice is no loop"
     assert loop_start(np.arange(LONGEST_LOOP * 3 + 3, dtype=np.int32) % (LONGEST_LOOP + 1)) == LONGEST_LOOP * 3 + 3
-
-
-def test_nothing_is_kept_of_nothing_or_in_a_memory_without_room():
-    memory = SessionMemory(10)
-    memory.remember(np.empty(0, np.int32))
-    assert memory.texts == []
-    small = SessionMemory(1)
-    small.remember(np.arange(5, dtype=np.int32))
-    assert small.texts == [] and len(small) == 0

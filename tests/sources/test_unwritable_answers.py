@@ -130,17 +130,6 @@ def test_a_save_that_cannot_be_done_says_so_and_loses_nothing(make: Maker, what:
 
 
 @both
-def test_a_place_that_is_no_folder_any_more_is_named(make: Maker, folder: Path) -> None:
-    memory = make(folder / "deep" / "answers.bin")
-    add(memory, 1)
-    (folder / "deep").rmdir()
-    (folder / "deep").write_bytes(b"somebody else's file")
-    refused(memory, memory.save)
-    refused(memory, memory.forget)
-    assert (folder / "deep").read_bytes() == b"somebody else's file"
-
-
-@both
 def test_a_folder_in_the_files_place_is_named_and_stays(make: Maker, folder: Path) -> None:
     memory = make(folder / "answers.bin")
     add(memory, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.store import Datastore
 
 CONTEXT, SESSION, RECYCLING, NGRAM, EXACT, DENSE = (
     SOURCE_NAMES.index(name) for name in ("context", "session", "recycling", "ngram", "exact", "dense")
@@ -116,6 +120,8 @@ class PublishedDrafter:
 
     Parameters
     ----------
+    datastores
+        Open stores; rules of the text alone read none.
     session
         Memory of earlier generations, or None.
     """
@@ -125,7 +131,7 @@ class PublishedDrafter:
     nodes = MAX_NODES
     """Nodes of the published rule at most."""
 
-    def __init__(self, session: SessionMemory | None = None) -> None:
+    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
         self.session = session
         self._at_rest: SessionMemory | nullcontext[None] = nullcontext()
         self.text: array[int] = array("i")

@@ -60,7 +60,7 @@ class AdaptiveTrigram(PublishedDrafter):
     corpus_weight = 4.0
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(session)
+        super().__init__(datastores, session)
         self._tables: list[tuple[NgramTable, int]] = [
             (table, store.manifest.vocabulary) for store in datastores for table in store.ngrams
         ]
@@ -157,20 +157,14 @@ class AdaptiveTrigram(PublishedDrafter):
 
 
 class ProbabilityMemory:
-    """Contexts of 1 … `orders` tokens → the target's top tokens there with averaged probabilities.
+    """Contexts of 1 … `orders` tokens → the target's top `k` tokens there with averaged probabilities.
 
-    Parameters
-    ----------
-    orders
-        Longest context.
-    k
-        Tokens kept per context.
-    capacity
-        Contexts kept at most; when full, the memory starts afresh.
+    When it is full (`capacity` contexts), the memory starts afresh.
     """
 
-    def __init__(self, orders: int = 4, k: int = 10, capacity: int = 1 << 18) -> None:
-        self.orders, self.k, self.capacity = orders, k, capacity
+    orders, k, capacity = 4, 10, 1 << 18
+
+    def __init__(self) -> None:
         self.rows: dict[Gram, tuple[dict[int, float], int]] = {}
 
     def learn(self, context: Sequence[int], tokens: list[int], logits: NDArray[np.float32]) -> None:
@@ -227,9 +221,9 @@ class Stand(PublishedDrafter):
     depth = 20
     measured_requests = 30
 
-    def __init__(self, session: SessionMemory | None = None) -> None:
-        super().__init__(session)
-        self._memory = ProbabilityMemory(k=self.top_k)
+    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
+        super().__init__(datastores, session)
+        self._memory = ProbabilityMemory()
         self._noise = np.random.default_rng(0).gumbel(size=8192).tolist()
         self._hits: Counter[Gram] = Counter()
         self._passes = self._requests = 0

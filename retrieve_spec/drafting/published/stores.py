@@ -169,8 +169,8 @@ class Rest(PublishedDrafter):
     longest, shortest = 16, 2
     length = 10
 
-    def __init__(self, datastores: Sequence[Datastore], session: SessionMemory | None = None) -> None:
-        super().__init__(session)
+    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
+        super().__init__(datastores, session)
         need_store(datastores, "rest")
         self._corpus = Corpus(datastores)
 
@@ -201,7 +201,7 @@ class Sam(PublishedDrafter):
     branching = 8
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(session)
+        super().__init__(datastores, session)
         self._context = SuffixAutomaton(4096, exact=True)
         self._corpus = Corpus(datastores)
 
@@ -245,7 +245,7 @@ class SamRecycling(Sam):
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
         super().__init__(datastores, session)
-        self._recycling = TokenRecycling(session)
+        self._recycling = TokenRecycling(session=session)
 
     def _reset(self) -> None:
         super()._reset()
@@ -317,8 +317,8 @@ class Hierarchy(PublishedDrafter):
     previous = 2
     reads = 64
 
-    def __init__(self, datastores: Sequence[Datastore], session: SessionMemory | None = None) -> None:
-        super().__init__(session)
+    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
+        super().__init__(datastores, session)
         need_store(datastores, "hierarchy")
         split = 1 if len(datastores) > 1 else 0
         self._databases = (Corpus(datastores[:split]), 1), (Corpus(datastores[split:]), self.previous)
@@ -398,8 +398,8 @@ class Dresd(PublishedDrafter):
     neighbours, drafts, length = 50, 10, 10
     nodes = drafts * length
 
-    def __init__(self, datastores: Sequence[Datastore], session: SessionMemory | None = None) -> None:
-        super().__init__(session)
+    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
+        super().__init__(datastores, session)
         self.indexes = DenseIndexes(datastores)
         if self.indexes.layer is None:
             got = "none" if not datastores else "only stores without one"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +14,9 @@ from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.kernels.suffix_decoding import speculate
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.session import SessionMemory
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.store import Datastore
 
 
 class PromptLookup(PublishedDrafter):
@@ -101,8 +107,8 @@ class SuffixDecoding(PublishedDrafter):
     min_token_probability = 0.1
     depth = 64
 
-    def __init__(self, session: SessionMemory | None = None) -> None:
-        super().__init__(session)
+    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
+        super().__init__(datastores, session)
         self._context = SuffixAutomaton(4096, exact=True)
 
     def _reset(self) -> None:
