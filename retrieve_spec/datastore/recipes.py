@@ -213,7 +213,7 @@ def open_or_build(
 ) -> Datastore:
     """Open a store, or build it where there is none that can be used.
 
-    An interrupted build is continued; a store that is damaged, of another version or for another tokenizer is thrown
+    What an interrupted build left, and a store that is damaged, of another version or for another tokenizer, is thrown
     away: give a path that nothing else is kept at.
 
     Parameters
@@ -236,22 +236,10 @@ def open_or_build(
     """
     try:
         return open_datastore(path, tokenizer=tokenizer)
-    except (StoreNotFoundError, StoreIncompleteError) as error:
-        interrupted = isinstance(error, StoreIncompleteError)
+    except (StoreNotFoundError, StoreIncompleteError):
+        pass
     except (StoreError, TokenizerMismatchError):
         shutil.rmtree(path, ignore_errors=True)
-        interrupted = False
     before()
-    after(_build(path, recipe, tokenizer, interrupted, progress))
+    after(build_datastore(path, recipe.sources, tokenizer, config=recipe.config, recipe=recipe.name, progress=progress))
     return open_datastore(path, tokenizer=tokenizer)
-
-
-def _build(path: Path, recipe: Recipe, tokenizer: Any, interrupted: bool, progress: bool) -> ChangeReport:
-    if interrupted:
-        try:
-            return build_datastore(path, resume=True, progress=progress)
-        except BuildError:  # not enough is left of it, or its sources are no longer what they were
-            shutil.rmtree(path, ignore_errors=True)
-    return build_datastore(
-        path, list(recipe.sources), tokenizer, config=recipe.config, recipe=recipe.name, progress=progress
-    )

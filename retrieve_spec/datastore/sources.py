@@ -8,7 +8,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from retrieve_spec.errors import BuildError
 
 STDIN = "-"
 SHARD_BYTES = 1 << 22
-"""Bytes of input that make a shard; what an interrupted build reads again is less than this for each worker."""
+"""Bytes of input that make a shard."""
 SHARD_FILES = 1 << 13
 _BLOCK = 1 << 22
 _ANY = 1 << 62
@@ -305,18 +305,18 @@ def glob(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(translated.get(part) or re.escape(part) for part in parts), re.DOTALL)
 
 
-def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[dict[str, Any]]:
-    """Inputs of shards of files, in order; standard input is copied, so that any worker can read it, and again."""
+def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[list[SourceFile]]:
+    """Shards of files, in order; standard input is copied, so that any worker can read it."""
     group: list[SourceFile] = []
     size = 0
     for file in chain.from_iterable(_divided(_readable(work, file)) for file in files):
         if group and (size + file.size > SHARD_BYTES or len(group) == SHARD_FILES):
-            yield {"files": [asdict(each) for each in group]}
+            yield group
             group, size = [], 0
         group.append(file)
         size += file.size
     if group:
-        yield {"files": [asdict(each) for each in group]}
+        yield group
 
 
 def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
@@ -325,8 +325,6 @@ def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
     copy = work.path / STDIN_COPY
     with copy.open("wb") as out:
         shutil.copyfileobj(sys.stdin.buffer, out)
-        out.flush()
-        os.fsync(out.fileno())
     return replace(file, location=os.path.realpath(copy), size=copy.stat().st_size)
 
 

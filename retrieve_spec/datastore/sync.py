@@ -15,13 +15,21 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.build import build_datastore, checked, grow
-from retrieve_spec.datastore.change import ChangeReport, Inputs, WorkFolder, begin_change, publish, writer
+from retrieve_spec.datastore.build import (
+    build_datastore,
+    checked,
+    grow,
+    part_hash,
+    plan_of,
+    segment_shards,
+    small_size,
+)
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, begin_change, publish, writer
 from retrieve_spec.datastore.edit import Chosen, without
 from retrieve_spec.datastore.entry_filter import RULES, Reason, admitted_parts, refused
 from retrieve_spec.datastore.ingest import Gate, texts_of
@@ -30,7 +38,6 @@ from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, config_of, 
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.segment import text_hash
 from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, file_shards, kind_of, readable
-from retrieve_spec.datastore.stages import part_hash, segment_shards, small_size
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
 from retrieve_spec.errors import BuildError, StoreLockedError
 
@@ -319,18 +326,13 @@ def _change(
     """Publish a store without some documents and with those of some files, in one change."""
     manifest = opened.manifest
     config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
-    plan = {
-        "verb": "sync",
-        "sources": [asdict(source) for source in sources],
-        "config": asdict(config),
-        "tokenizer": manifest.tokenizer_name,
-    }
-    plan = begin_change(work, manifest, plan, file_shards(work, files))
+    plan = begin_change(work, manifest, {"verb": "sync"} | plan_of(manifest, sources, config))
     kept, made = without(work, opened, gone, _REWRITTEN) if gone else (list(manifest.segments), [])
     if not files:
         report = ChangeReport("sync", 0, 0, len(kept) + len(made), (), {})
         return publish(work, manifest, kept, made, plan, report)
-    return grow(work, manifest, plan, workers=workers, progress=progress, known=held, kept=tuple(kept), made=made)
+    shards, staying = list(file_shards(work, files)), tuple(kept)
+    return grow(work, manifest, plan, shards, workers=workers, progress=progress, known=held, kept=staying, made=made)
 
 
 def _small(manifest: Manifest) -> list[SegmentEntry] | None:
@@ -351,17 +353,12 @@ def _small(manifest: Manifest) -> list[SegmentEntry] | None:
 
 def _merge(work: WorkFolder, manifest: Manifest, group: Sequence[SegmentEntry], progress: bool) -> ChangeReport:
     """Make fewer segments of several: one, or as few as have room for all of their text."""
-    plan = {
-        "verb": "sync",
-        "config": asdict(checked(config_of(manifest), work.store / manifest.tokenizer_name)),
-        "tokenizer": manifest.tokenizer_name,
-        "vocabulary": manifest.vocabulary,
-    }
-    inputs: Inputs = segment_shards(work.store, replace(manifest, segments=tuple(group)))
-    plan = begin_change(work, manifest, plan, inputs)
+    config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
+    plan = begin_change(work, manifest, {"verb": "sync"} | plan_of(manifest, (), config))
+    shards = list(segment_shards(work.store, replace(manifest, segments=tuple(group))))
     names = {entry.name for entry in group}
     kept = tuple(entry for entry in manifest.segments if entry.name not in names)
-    return grow(work, manifest, plan, workers=1, progress=progress, kept=kept)
+    return grow(work, manifest, plan, shards, workers=1, progress=progress, kept=kept)
 
 
 def watch_folders(

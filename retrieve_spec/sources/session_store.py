@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.change import ChangeReport, WorkFolder, writer
-from retrieve_spec.datastore.manifest import MANIFEST, existing_manifest, read_manifest
+from retrieve_spec.datastore.change import ChangeReport
+from retrieve_spec.datastore.manifest import MANIFEST, read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import Datastore, check_tokenizer
 from retrieve_spec.errors import BuildError
@@ -55,18 +55,7 @@ def save_session(session: SessionMemory, path: str | os.PathLike[str], tokenizer
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text), encoding="utf-8")
         if exists:
             return add_documents(path, Source(str(source)))
-        _drop_interrupted(Path(path))
         return build_datastore(path, Source(str(source)), tokenizer)
-
-
-def _drop_interrupted(path: Path) -> None:
-    """Clear what a first save left that was killed or ran out of disk; its texts are those that are saved now."""
-    plan = WorkFolder(path).plan()
-    if plan is None or any(Path(source["path"]).name != _NAME for source in plan.get("sources", [{"path": ""}])):
-        return
-    with writer(path) as work:
-        if existing_manifest(path) is None:
-            work.end()
 
 
 def load_session(session: SessionMemory, store: Datastore) -> int:

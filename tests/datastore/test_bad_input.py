@@ -243,7 +243,7 @@ def test_a_place_where_no_store_can_be(texts, tokenizer, tmp_path):
     for place in (tmp_path / "texts" / "a.txt" / "s", Path("/proc/s")):
         with pytest.raises(BuildError, match="choose another place") as told:
             build_datastore(place, str(texts), tokenizer)
-        assert "resume" not in str(told.value) and "the store is" not in str(told.value)
+        assert "run the change again" not in str(told.value) and "the store is" not in str(told.value)
 
 
 def test_a_table_cut_short(tokenizer, tmp_path):

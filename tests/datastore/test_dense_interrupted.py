@@ -1,4 +1,4 @@
-"""Dense builds without room on the disk, or resumed with another model: a typed error, and the same keys in the end."""
+"""Dense builds without room on the disk: a typed error, and the same keys in the end."""
 
 from __future__ import annotations
 
@@ -17,29 +17,18 @@ from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.dense import INDEX
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
-from retrieve_spec.errors import BuildError, ModelMismatchError, StoreIncompleteError, StoreNotFoundError
+from retrieve_spec.errors import BuildError, StoreIncompleteError, StoreNotFoundError
 
 FULL = 7
 
 
 @pytest.fixture
-def model(tmp_path):
-    return save_model(tmp_path / "model")
+def build(tmp_path, texts, tokenizer):
+    config = StoreConfig(dense=DenseConfig(save_model(tmp_path / "model"), dims=4, window=16, overlap=4))
+    build = partial(build_datastore, sources=str(texts), tokenizer=tokenizer, config=config, workers=1)
 
-
-def build_in_small_shards(texts, tokenizer, config, path, resume=False):
-    dense_build.SHARD = 64
-    build_datastore(path, texts, tokenizer, config=config, resume=resume, workers=1)
-
-
-@pytest.fixture
-def build(model, tmp_path, texts, tokenizer, monkeypatch):
-    monkeypatch.setattr(dense_build, "SHARD", 64)  # so that it is put back
-    config = StoreConfig(dense=DenseConfig(model, dims=4, window=16, overlap=4))
-    build = partial(build_in_small_shards, str(texts), tokenizer, config)
-
-    def call(name, resume=False):
-        build(tmp_path / name, resume)
+    def call(name):
+        build(tmp_path / name)
         return tmp_path / name
 
     call.limited = lambda limit, at_index=False: exit_code(start(with_limit, limit, at_index, build, tmp_path / "s"))
@@ -71,7 +60,7 @@ def test_no_room_for_the_end_of_an_index(build, tmp_path, missing):
     assert build.limited(size - missing, at_index=True) == FULL
     with pytest.raises(StoreIncompleteError):
         open_datastore(tmp_path / "s")
-    assert keys_of(build("s", resume=True)) == keys_of(whole)
+    assert keys_of(build("s")) == keys_of(whole)
 
 
 @pytest.mark.slow
@@ -89,46 +78,5 @@ def test_no_room_at_any_point(build, tmp_path):
         else:
             with pytest.raises((StoreNotFoundError, StoreIncompleteError)):
                 open_datastore(tmp_path / "s")
-        if outcome and (tmp_path / "s" / "work" / "plan.json").exists():
-            build("s", resume=True)
-            assert keys_of(tmp_path / "s") == keys_of(whole)
+            assert keys_of(build("s")) == keys_of(whole)
     assert outcomes == {FULL, 0}
-
-
-def stopped(build, monkeypatch):
-    """Stop a build after its second checkpoint of keys."""
-    written = []
-    replace_file = dense_build.replace_file
-
-    def stop(path, content):
-        if path.name.startswith("keys-"):
-            if len(written) == 2:
-                raise KeyboardInterrupt
-            written.append(path)
-        replace_file(path, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dense_build, "replace_file", stop)
-        with pytest.raises(KeyboardInterrupt):
-            build("s")
-    return written
-
-
-def test_keys_of_two_models_are_not_mixed(build, model, tmp_path, monkeypatch):
-    whole = build("whole")
-    stopped(build, monkeypatch)
-    shutil.move(model, tmp_path / "kept")
-    save_model(model, seed=1)
-    with pytest.raises(ModelMismatchError):
-        build("s", resume=True)
-    shutil.rmtree(model)
-    shutil.move(tmp_path / "kept", model)
-    assert keys_of(build("s", resume=True)) == keys_of(whole)
-
-
-def test_checkpoints_of_another_size_are_made_again(build, monkeypatch):
-    whole = build("whole")
-    written = stopped(build, monkeypatch)
-    for path in (*written, written[0].with_name("dense-transform.bin")):
-        path.write_bytes(path.read_bytes()[:-8])
-    assert keys_of(build("s", resume=True)) == keys_of(whole)

@@ -213,7 +213,7 @@ def test_a_store_that_changes_while_it_is_pushed_is_told(store, url, tmp_path, m
         sent.append(arguments)
         if len(sent) == 3:
             remove_documents(store, ["a.txt"])
-            compact_datastore(store, workers=1)
+            compact_datastore(store)
         send(self, *arguments)
 
     with monkeypatch.context() as patch:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from retrieve_spec.datastore import fingerprint, sources, stages
+from retrieve_spec.datastore import fingerprint, sources
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.fingerprint import encode
@@ -161,11 +161,7 @@ def test_standard_input(tokenizer, tmp_path, monkeypatch):
     import io
 
     monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": io.BytesIO(b"piped text")}))
-    with monkeypatch.context() as patch:
-        patch.setattr(stages, "write_segment", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            build_datastore(tmp_path / "s", "-", tokenizer)
-    build_datastore(tmp_path / "s", resume=True)  # what was read is at hand
+    build_datastore(tmp_path / "s", "-", tokenizer)
     (segment,) = open_datastore(tmp_path / "s").segments
     assert tokenizer.decode(segment.text_ids(0).tolist()) == "piped text"
     assert segment.documents.path(0) == "stdin"

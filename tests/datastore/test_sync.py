@@ -16,7 +16,7 @@ from test_build import contents
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import entry_filter, segment, stages, sync
+from retrieve_spec.datastore import build, entry_filter, segment, sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.edit import remove_documents
@@ -125,7 +125,7 @@ def test_segments_that_are_not_small_are_left_alone(folder, tokenizer, tmp_path)
 
 def test_segments_that_a_text_was_shared_out_among_are_left_alone(folder, tokenizer, tmp_path, monkeypatch):
     """Joined, they would be shared out again: every change would write the whole store anew."""
-    monkeypatch.setattr(stages, "_PIECE", 100)
+    monkeypatch.setattr(build, "_PIECE", 100)
     for number in range(90):
         (folder / f"{number}.txt").write_text(f"{number:09}")  # with its separator ten entries
     store = tmp_path / "s"
