@@ -500,7 +500,7 @@ def print_report(report: ChangeReport, store: Path | str, as_json: bool, left_ou
             f"recall@10 {d['recall_at_10']:.3f}, {d['bytes_per_vector']:.1f} bytes per vector"
         )
     from retrieve_spec.datastore.change import by_reason
-    from retrieve_spec.datastore.entry_filter import Reason
+    from retrieve_spec.datastore.git_rules import Reason
 
     known = set(Reason)
     for reason, paths in by_reason(report.skipped).items():

@@ -39,9 +39,10 @@ from retrieve_spec.datastore.change import (
     report_of,
     writer,
 )
-from retrieve_spec.datastore.entry_filter import Reason, admitted_parts
+from retrieve_spec.datastore.entry_filter import admitted_parts
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
 from retrieve_spec.datastore.fingerprint import encode, load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.ingest import Tokenised, tokenise
 from retrieve_spec.datastore.licences import allow_list
 from retrieve_spec.datastore.manifest import (
@@ -325,7 +326,7 @@ class SegmentShard:
                 ids = segment.text_ids(number)
                 encoded = encode(tokenizer, old.decode(ids.tolist(), skip_special_tokens=False))
                 skip = "" if len(encoded) else Reason.EMPTY
-                yield Tokenised(row.path, row.licence, row.source, row.sha256, encoded, 4 * len(ids), skip)
+                yield Tokenised(row, encoded, 4 * len(ids), skip)
 
 
 Shard = list[SourceFile] | SegmentShard
@@ -386,11 +387,11 @@ def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
         for result in results:
             size += result.bytes
             if result.skip:
-                found.skipped.append((result.path, result.source, str(result.skip)))
+                found.skipped.append((result.row.path, result.row.source, str(result.skip)))
                 continue
-            for path, digest, part in _parts(result, job.config.segment_tokens - 1):
-                file.write(np.concatenate([part, _SEPARATOR]).astype("<u4", copy=False).data)
-                rows.append(astuple(Row(path, result.licence, result.source, digest, len(part))))
+            for row, ids in _parts(result.row, result.ids, job.config.segment_tokens - 1):
+                file.write(np.concatenate([ids, _SEPARATOR]).astype("<u4", copy=False).data)
+                rows.append(astuple(row))
     found.path.with_suffix(".json").write_text(json.dumps(rows))
     return replace(found, bytes=size)
 
@@ -401,13 +402,14 @@ def _kept_tokenizer(path: Path) -> Tokenizer:
     return load_tokenizer(path)
 
 
-def _parts(result: Tokenised, limit: int) -> Iterator[tuple[str, str, NDArray[np.uint32]]]:
-    """Path, content hash and ids of a document, or of the parts of one that is longer than a segment."""
-    if len(result.ids) <= limit:
-        yield result.path, result.sha256, result.ids
-        return
-    for number, start in enumerate(range(0, len(result.ids), limit), 1):
-        yield f"{result.path}#part{number}", part_hash(result.sha256, number), result.ids[start : start + limit]
+def _parts(row: Row, ids: NDArray[np.uint32], limit: int) -> Iterator[tuple[Row, NDArray[np.uint32]]]:
+    """A document and its ids, or the parts of one that is longer than a segment."""
+    starts = range(0, len(ids), limit)
+    for number, start in enumerate(starts, 1):
+        part = ids[start : start + limit]
+        whole = replace(row, tokens=len(part))
+        divided = replace(whole, path=f"{row.path}#part{number}", sha256=part_hash(row.sha256, number))
+        yield (divided if len(starts) > 1 else whole), part
 
 
 def part_hash(text: str, number: int) -> str:

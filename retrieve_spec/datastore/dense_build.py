@@ -68,21 +68,20 @@ def checked_settings(config: DenseConfig, fingerprint: str) -> DenseConfig:
         When keys would have more numbers than its hidden states have, or it has no such layer.
     """
     description, tokenizer = load_config_and_tokenizer(config.model)
-    _check_tokenizer(config, tokenizer, fingerprint)
-    text = description.get_text_config()
-    check_dims(config, int(text.hidden_size))
-    check_layer(config.layer, int(text.num_hidden_layers))
-    folder = Path(config.model).expanduser()
-    return replace(config, model=str(folder.resolve())) if config.model != REFERENCE and folder.is_dir() else config
-
-
-def _check_tokenizer(config: DenseConfig, tokenizer: Any, fingerprint: str) -> None:
     if (found := tokenizer_fingerprint(tokenizer)) != fingerprint:
         raise TokenizerMismatchError(
             f"a model with the store's tokenizer ({fingerprint[7:19]})",
             f"{config.model} with tokenizer {found[7:19]}",
             "Build the store with the tokenizer of the model.",
         )
+    text = description.get_text_config()
+    size, layers = int(text.hidden_size), int(text.num_hidden_layers)
+    if config.dims > size:
+        raise ConfigError(f"dims of at most {size}, the model's hidden size", f"{config.dims}", "Give fewer.")
+    if config.layer != "last" and not 1 <= int(config.layer) <= layers:
+        raise ConfigError(f"a layer from 1 to {layers}, or 'last'", repr(config.layer), "Give one the model has.")
+    folder = Path(config.model).expanduser()
+    return replace(config, model=str(folder.resolve())) if config.model != REFERENCE and folder.is_dir() else config
 
 
 def add_dense(
@@ -118,20 +117,18 @@ def add_dense(
 
     Raises
     ------
-    ModelMismatchError, TokenizerMismatchError
+    ModelMismatchError
         When the model is not that of the store.
     BuildError
         When hidden states are not finite, or there is nothing to index.
     """
     model, tokenizer = load_model(config.model)
-    _check_tokenizer(config, tokenizer, tokenizer_fingerprint(work.store / manifest.tokenizer_name))
     record = None if fresh else manifest.dense
     if record is not None:  # keys of two models do not compare
         check_model(record, model, config.model)
     else:
-        size = hidden_size_of(model)
-        check_dims(config, size)
-        record = DenseRecord(config.model, model_fingerprint(model), config.layer, config.dims, size)
+        fingerprint, size = model_fingerprint(model), hidden_size_of(model)
+        record = DenseRecord(config.model, fingerprint, config.layer, config.dims, size)
     encoder = HiddenStates(model, record.layer, prefix_of(load_tokenizer(tokenizer), model))
     with watch.stage("choosing", None, "tok"):
         tokens = sum(entry.tokens for entry in entries)
@@ -227,11 +224,6 @@ class HiddenStates:
         `"last"`: what its output embeddings read. N ≥ 1: what the N-th block hands on.
     prefix
         Token ids before every text, as the tokenizer puts them (a BOS token, or none).
-
-    Raises
-    ------
-    ConfigError
-        When the model has no such layer.
     """
 
     def __init__(self, model: Any, layer: int | str, prefix: Sequence[int] = ()) -> None:
@@ -240,8 +232,6 @@ class HiddenStates:
         self.size = hidden_size_of(model)
         device = str(model.device.type)
         self.batch = BATCH.get(device, BATCH["cuda"])
-        if layer != "last":
-            check_layer(layer, len(decoder_blocks(model)))
 
     def window(self, wanted: int) -> int:
         """Tokens of a window: as wanted, or as many as the model has positions for."""
@@ -421,30 +411,6 @@ def sample_states(
             yield hidden
         if seen >= most:
             return
-
-
-def check_layer(layer: int | str, count: int) -> None:
-    """Compare the layer of the keys with the blocks that the model has.
-
-    Raises
-    ------
-    ConfigError
-        When it has no such layer.
-    """
-    if layer != "last" and not 1 <= int(layer) <= count:
-        raise ConfigError(f"a layer from 1 to {count}, or 'last'", repr(layer), "Give one the model has.")
-
-
-def check_dims(config: DenseConfig, size: int) -> None:
-    """Compare the size of the keys with that of the hidden states they are made from.
-
-    Raises
-    ------
-    ConfigError
-        When keys would have more numbers than hidden states have.
-    """
-    if config.dims > size:
-        raise ConfigError(f"dims of at most {size}, the model's hidden size", f"{config.dims}", "Give fewer.")
 
 
 LONGEST = 16

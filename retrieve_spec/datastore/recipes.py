@@ -29,8 +29,6 @@ from retrieve_spec.errors import (
 
 _KEYS = {"name", "description", "expected", "source", "index"}
 _SOURCE_KEYS = {"path", "distributions", "licence", "include", "exclude", "field", "admit"}
-_TEXTS = {"name", "description", "path", "licence", "field"}
-_LISTS = {"include", "exclude", "admit"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +123,6 @@ def _check_keys(file: Path, table: dict[str, Any], known: set[str]) -> None:
     unknown = sorted(set(table) - known)
     if unknown:
         raise BuildError(f"keys {', '.join(sorted(known))} in {file}", ", ".join(unknown), "Correct the recipe.")
-    for key, value in table.items():
-        if key in _TEXTS and not isinstance(value, str):
-            raise BuildError(f"text as {key} in {file}", repr(value), "Correct the recipe.")
-        texts = value if isinstance(value, list) else [value]
-        if key in _LISTS and not all(isinstance(text, str) for text in texts):
-            raise BuildError(f"a list of texts as {key} in {file}", repr(value), "Correct the recipe.")
 
 
 def _sources_of(file: Path, source: dict[str, Any], given: Sequence[str]) -> list[Source]:

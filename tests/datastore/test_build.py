@@ -73,17 +73,6 @@ def test_document_of_every_position(tokenizer, texts, tmp_path):
             store.document_at(i, len(segment.tokens))
 
 
-@pytest.mark.parametrize("config", [StoreConfig(), SMALL])
-def test_builds_are_identical_for_any_number_of_workers(tokenizer, texts, records, tmp_path, monkeypatch, config):
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    sources = [Source(str(texts)), Source(str(records), field="output")]
-    found = []
-    for workers in (1, 2, 5):
-        build_datastore(tmp_path / f"s{workers}", sources, tokenizer, config=config, workers=workers)
-        found.append(digest(tmp_path / f"s{workers}"))
-    assert found[0] == found[1] == found[2]
-
-
 def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
     build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(segment_tokens=100))
     lengths = [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments]

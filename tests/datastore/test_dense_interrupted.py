@@ -12,9 +12,7 @@ from dense_models import save_model
 from test_dense_kill import keys_of
 
 from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore import dense_build
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.dense import INDEX
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, StoreIncompleteError, StoreNotFoundError
@@ -31,36 +29,17 @@ def build(tmp_path, texts, tokenizer):
         build(tmp_path / name)
         return tmp_path / name
 
-    call.limited = lambda limit, at_index=False: exit_code(start(with_limit, limit, at_index, build, tmp_path / "s"))
+    call.limited = lambda limit: exit_code(start(with_limit, limit, build, tmp_path / "s"))
     return call
 
 
-def with_limit(limit, at_index, build, path):
-    """Build on a full disk, from the start or from where an index is written; exits with FULL after a `BuildError`."""
-    if at_index:
-        write_files = dense_build._write
-
-        def write_on_a_full_disk(*arguments):
-            limit_files(limit)
-            return write_files(*arguments)
-
-        dense_build._write = write_on_a_full_disk
-    else:
-        limit_files(limit)
+def with_limit(limit, build, path):
+    """Build on a full disk; exits with FULL after a `BuildError`."""
+    limit_files(limit)
     try:
         build(path)
     except BuildError as error:
         sys.exit(FULL if error.expected.startswith("to write to") else 98)
-
-
-@pytest.mark.parametrize("missing", [1, 40, 1000])
-def test_no_room_for_the_end_of_an_index(build, tmp_path, missing):
-    whole = build("whole")
-    size = next(whole.glob(f"segments/*/{INDEX}")).stat().st_size
-    assert build.limited(size - missing, at_index=True) == FULL
-    with pytest.raises(StoreIncompleteError):
-        open_datastore(tmp_path / "s")
-    assert keys_of(build("s")) == keys_of(whole)
 
 
 @pytest.mark.slow
