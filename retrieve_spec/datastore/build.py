@@ -404,17 +404,13 @@ def _kept_tokenizer(path: Path) -> Tokenizer:
 
 def _parts(row: Row, ids: NDArray[np.uint32], limit: int) -> Iterator[tuple[Row, NDArray[np.uint32]]]:
     """A document and its ids, or the parts of one that is longer than a segment."""
-    starts = range(0, len(ids), limit)
-    for number, start in enumerate(starts, 1):
+    if len(ids) <= limit:
+        yield replace(row, tokens=len(ids)), ids
+        return
+    for number, start in enumerate(range(0, len(ids), limit), 1):
         part = ids[start : start + limit]
-        whole = replace(row, tokens=len(part))
-        divided = replace(whole, path=f"{row.path}#part{number}", sha256=part_hash(row.sha256, number))
-        yield (divided if len(starts) > 1 else whole), part
-
-
-def part_hash(text: str, number: int) -> str:
-    """Content hash of a part of a long text, by the hash of the text: that of the text itself for the first."""
-    return text if number == 1 else hashlib.sha256(f"{text}#{number}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{row.sha256}#{number}".encode()).hexdigest() if number > 1 else row.sha256
+        yield replace(row, path=f"{row.path}#part{number}", sha256=digest, tokens=len(part)), part
 
 
 @dataclass(slots=True)
@@ -568,7 +564,7 @@ def grow(
                 entries.append(entry)
     if not entries and not staying:
         work.end()
-        raise nothing_to_index(choice.skipped, plan, len(shards))
+        raise nothing_to_index(choice.skipped, plan)
     dense: dict[str, Any] = {}
     if config.dense is None and not staying:
         manifest = replace(manifest, dense=None)

@@ -98,17 +98,12 @@ def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
     return dict(sorted(paths.items()))
 
 
-def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, Any], shards: int) -> BuildError:
+def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, Any]) -> BuildError:
     """Error about a change that found no text, which says why each kind of file was left out."""
     reasons = [f"{len(paths):,} {reason} (first: {paths[0]})" for reason, paths in by_reason(skipped).items()]
-    if reasons:
-        got = f"left out {', '.join(reasons)}"
-    elif "sources" not in plan:
+    if not reasons and "sources" not in plan:
         return BuildError("documents that are not removed", "none", "Add some first.")
-    elif not shards:
-        got = "the sources and filters name no file"
-    else:
-        got = "the files are empty" + (", or the first document exceeds max_tokens" if plan["max_tokens"] else "")
+    got = f"left out {', '.join(reasons)}" if reasons else "sources and filters name no file, or max_tokens is too few"
     return BuildError("text to index", f"none: {got}", "Check the sources and filters, or --admit what stays out.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain
@@ -194,7 +194,7 @@ def merge_datastores(
         for folder, manifest in zip(folders, manifests, strict=True):
             check_tokenizer(folder, manifest, folders[0] / manifests[0].tokenizer_name)
         if not any(manifest.segments for manifest in manifests):
-            raise nothing_to_index((), {}, 0)
+            raise nothing_to_index((), {})
         dense = _common_dense(folders, manifests)
         if dense is not None:
             _check_texts(folders)
@@ -290,14 +290,16 @@ def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chos
         raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
     patterns = [glob(path) for path in paths]
     chosen: Chosen = {}
-    with closing(sqlite3.connect(":memory:")) as database:
-        list_documents(database, store.documents())
-        try:
-            rows = database.execute(f"select segment, number, path from documents where {where or '1'}").fetchall()
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # by version of Python; text that is none
-            raise BuildError(
-                "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
-            ) from error
+    rows: Iterable[tuple[str, int, str]] = ((d.segment, d.number, d.path) for d in store.documents())
+    if where:
+        with closing(sqlite3.connect(":memory:")) as database:
+            list_documents(database, store.documents())
+            try:
+                rows = database.execute(f"select segment, number, path from documents where {where}").fetchall()
+            except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # by version of Python; text that is none
+                raise BuildError(
+                    "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
+                ) from error
     for segment, number, path in rows:
         if not paths or path in paths or any(pattern.fullmatch(path) for pattern in patterns):
             chosen.setdefault(segment, set()).add(number)
@@ -432,28 +434,38 @@ def unite(
     """
     watch = Stopwatch(progress)
     opened = [open_datastore(store, tokenizer=work.store / manifest.tokenizer_name) for store in stores]
+    removed: dict[str, set[int]] = {}
+    ranks: dict[str, list[NDArray[np.uint32]]] = {}
+    for store in opened:
+        for entry in store.manifest.segments:
+            found = tombstones_of(store.path, entry)
+            removed.setdefault(entry.name, set()).update(found[DOCUMENTS].tolist())
+            ranks.setdefault(entry.name, []).append(found[RANKS])
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
     skipped: list[tuple[str, str, str]] = []
+    pairs = [(s, *pair) for s in opened for pair in zip(s.segments, s.manifest.segments, strict=True)]
     with watch.stage("joining", sum(store.manifest.bytes for store in opened), "B") as advance:
-        for store, segment, entry, removed in _segments(opened):
-            copies, listed = _copies(segment, removed, known)
+        for store, segment, entry in pairs:
+            if entry.name not in removed:
+                continue  # an earlier store has it
+            gone = removed.pop(entry.name)
+            copies, listed = _copies(segment, gone, known)
             skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
             if listed:
                 link_files(store.path / SEGMENTS / entry.name, entry.files, work.path / f"segment-{len(entries):06d}")
-                ranks = _ranks(opened, entry.name)
                 arrays = {
-                    DOCUMENTS: np.array(sorted(removed), np.uint32),
-                    RANKS: ranks,
+                    DOCUMENTS: np.array(sorted(gone), np.uint32),
+                    RANKS: np.unique(np.concatenate(ranks[entry.name])).astype(np.uint32),
                     COPIES: np.array(copies, np.uint32),
                 }
                 files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
-                taken = counted(entry, segment, {*removed, *copies}, files)
+                taken = counted(entry, segment, {*gone, *copies}, files)
                 entries.append(renumbered(taken, len(entries)))
             advance(sum(file.bytes for file in entry.files.values()))
     if not entries:
         work.end()
-        raise nothing_to_index((), {}, 0)
+        raise nothing_to_index((), {})
     report = report_of(plan["verb"], entries, len(entries), skipped, watch.seconds)
     return publish(work, manifest, (), entries, plan, report)
 
@@ -469,29 +481,6 @@ def renumbered(entry: SegmentEntry, number: int) -> SegmentEntry:
     if content_name(entry.files) != entry.name:
         raise StoreCorruptError(f"the files of segment {entry.name}", content_name(entry.files))
     return replace(entry, name=f"{number:06d}")
-
-
-def _segments(stores: Sequence[Datastore]) -> Iterator[tuple[Datastore, Segment, SegmentEntry, set[int]]]:
-    """Every segment once, with the documents that any of the stores removed from it."""
-    removed: dict[str, set[int]] = {}
-    for store in stores:
-        for entry in store.manifest.segments:
-            numbers = tombstones_of(store.path, entry)[DOCUMENTS].tolist() if entry.tombstones else ()
-            removed.setdefault(entry.name, set()).update(numbers)
-    for store in stores:
-        for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
-            if entry.name in removed:
-                yield store, segment, entry, removed.pop(entry.name)
-
-
-def _ranks(stores: Sequence[Datastore], name: str) -> NDArray[np.uint32]:
-    """Ranks that any of the stores hides of a segment."""
-    found = [np.empty(0, np.uint32)]
-    for store in stores:
-        for entry in store.manifest.segments:
-            if entry.name == name and entry.tombstones:
-                found.append(tombstones_of(store.path, entry)[RANKS])
-    return np.unique(np.concatenate(found)).astype(np.uint32)
 
 
 def _copies(segment: Segment, removed: set[int], known: set[bytes]) -> tuple[list[int], int]:

@@ -213,13 +213,13 @@ class EntryFilter:
         for root in self.roots:
             for name, reason in look_through(root, everything="ignored" in self._admit):
                 if not self._is_own(name):
-                    yield name, reason or self._outside(name, real) or self._look(name)
+                    yield name, reason or self._outside(name, real) or self.look(name)
 
     def verdicts(self, paths: Iterable[Path]) -> dict[Path, os.stat_result | Reason]:
         """What names, kind, size and ignore rules say of some paths; many cost little more than one."""
         self._look_again()
         real: dict[str, bool] = {}
-        found = {path: self._outside(str(path), real) or self._look(str(path)) for path in paths}
+        found = {path: self._outside(str(path), real) or self.look(str(path)) for path in paths}
         left = [path for path, verdict in found.items() if not isinstance(verdict, Reason)]
         allowed = listed(self.roots, left, everything="ignored" in self._admit)
         return {**found, **{path: Reason.IGNORED for path in left if path not in allowed or self._is_own(str(path))}}
@@ -290,7 +290,7 @@ class EntryFilter:
         generated = "generated" not in self._admit and generated_name(name.rpartition(os.sep)[2])
         return Reason.GENERATED if generated else None
 
-    def _look(self, name: str) -> os.stat_result | Reason:
+    def look(self, name: str) -> os.stat_result | Reason:
         """What kind, name and size of a file below the folders say."""
         try:
             status = os.lstat(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -257,20 +256,15 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def _describe(index: int, source: Source, name: str, location: Path) -> SourceFile:
-    """A file that was named itself."""
-    kind, compression = kind_of(name)
-    size, skip = 0, ""
+    """A file that was named itself; a link is followed, but not to a secret."""
     try:
         real = location.resolve(strict=True)
-        status = real.stat()
-        size = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            skip = str(Reason.NOT_A_FILE)
-        elif "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
-            skip = str(Reason.SECRET_NAME)
     except (OSError, RuntimeError):
-        real, skip = location, str(Reason.UNREADABLE)
-    return SourceFile(index, readable(source.prefix + name), str(real), size, kind, compression, skip, source.licence)
+        return _entry(index, source, name, str(location), Reason.UNREADABLE)
+    said = source.entry_filter(real.parent, _ANY, named=True).look(str(real))
+    if "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
+        said = Reason.SECRET_NAME
+    return _entry(index, source, name, str(real), said if isinstance(said, Reason) else said.st_size)
 
 
 def readable(path: str) -> str:

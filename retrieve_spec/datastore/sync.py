@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -24,7 +23,6 @@ from retrieve_spec.datastore.build import (
     build_datastore,
     checked,
     grow,
-    part_hash,
     plan_of,
     segment_shards,
     small_size,
@@ -128,8 +126,6 @@ def write_state(store: Path, states: dict[str, FolderState], rules: str) -> None
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
 _REWRITTEN = 900_000
-_PART = re.compile(r"(.*)#part([1-9][0-9]{0,9})", re.DOTALL)
-"""Name of a part of a long text; a file may be called so too."""
 
 
 def sync_datastore(
@@ -262,31 +258,15 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Ch
     """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
     gone: Chosen = {}
     held = set()
-    divided: dict[str, list[tuple[str, int, str]]] = {}
     folder = functools.cache(lambda source: str(Path(source).resolve()))  # `build` takes it down as it was given
     for segment in store.segments:
         for number, path, given, digest in segment.documents.texts():
             source = folder(given)
             if source not in roots or digest in wanted.get((source, path), ()):
                 held.add(digest)
-            elif text := _divided(wanted, source, path, digest):
-                divided.setdefault(text, []).append((segment.name, number, digest))
             else:
                 gone.setdefault(segment.name, set()).add(number)
-    for parts in divided.values():
-        for name, number, digest in parts:
-            if len(parts) > 1:
-                held.add(digest)
-            else:  # not all of it, or a whole file that was called so
-                gone.setdefault(name, set()).add(number)
     return gone, held
-
-
-def _divided(wanted: Wanted, folder: str, path: str, digest: str) -> str:
-    """Hash of the long text of a folder that a document is a part of, "" for none: a file may be called so too."""
-    part = _PART.fullmatch(path)
-    texts = () if part is None else wanted.get((folder, part[1]), ())
-    return next((text for text in texts if part and part_hash(text, int(part[2])) == digest), "")
 
 
 def _file(roots: Sequence[Path], sources: tuple[Source, ...], number: int, name: str) -> SourceFile:

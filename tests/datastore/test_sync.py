@@ -216,42 +216,21 @@ def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_pa
     assert "prod.env.txt" not in contents(tmp_path / "s")
 
 
-def test_files_called_like_parts_and_records_are_files(tokenizer, tmp_path):
+def test_files_called_like_records_are_files(tokenizer, tmp_path):
     folder, store = tmp_path / "f", tmp_path / "s"
     folder.mkdir()
-    long = "a long text in three parts"
-    (folder / "notes").write_text(long)
-    (folder / "notes#part2").write_text("no part")
     (folder / "list.jsonl").write_text('{"text": "a record"}\n')
     (folder / "list.jsonl#1").write_text("no record")
-
-    def texts():
-        return sorted((document.path, document.sha256) for document in open_datastore(store).documents())
-
-    sync_datastore(store, [folder], tokenizer, config=StoreConfig(segment_tokens=11))
-    before = texts()
-    assert [path for path, _ in before].count("notes#part2") == 2 and len(before) == 6
-    for _ in range(2):
-        assert sync_datastore(store, [folder]).documents == 0 and texts() == before
-    (folder / "notes#part2").unlink()
+    sync_datastore(store, [folder], tokenizer)
+    texts = [(document.path, document.sha256) for document in open_datastore(store).documents()]
+    assert [path for path, _ in texts] == ["list.jsonl#1", "list.jsonl#1"] and len(set(texts)) == 2
+    assert sync_datastore(store, [folder]).documents == 0
+    (folder / "list.jsonl#1").unlink()
     sync_datastore(store, [folder])
-    assert [path for path, _ in texts()] == [
-        "list.jsonl#1",
-        "list.jsonl#1",
-        "notes#part1",
-        "notes#part2",
-        "notes#part3",
-    ]
-    (folder / "list.jsonl#1").rename(folder / "list.jsonl#part1")
+    assert contents(store) == {"list.jsonl#1": "a record"}
+    (folder / "list.jsonl").write_text('{"text": "another record"}\n')
     sync_datastore(store, [folder])
-    (folder / "list.jsonl#part1").replace(folder / "list.jsonl")
-    sync_datastore(store, [folder])
-    (folder / "notes").write_text("short")
-    (folder / "x#part1").write_text("whole")
-    sync_datastore(store, [folder])
-    (folder / "x#part1").rename(folder / "x")
-    sync_datastore(store, [folder])
-    assert contents(store) == {"notes": "short", "x": "whole"}
+    assert contents(store) == {"list.jsonl#1": "another record"}
 
 
 def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
