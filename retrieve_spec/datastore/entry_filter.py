@@ -244,7 +244,7 @@ class EntryFilter:
             return text
         said = self.content(path.name, text)
         if said is None and self.rule is not None:
-            said = refused(self.rule, self.rule.licence(path, own_licence(text)))
+            said = self.rule.refuses(self.rule.licence(path, own_licence(text)))
         return said or text
 
     def content(self, name: str, text: str) -> Reason | None:
@@ -351,10 +351,3 @@ def _is_link(folder: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def refused(rule: LicenceRule, licence: str) -> Reason | None:
-    """Why a text under a licence may not enter, None if it may."""
-    if rule.allows(licence):
-        return None
-    return Reason.LICENCE if licence else Reason.NO_LICENCE

@@ -19,7 +19,7 @@ import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.entry_filter import EntryFilter, decoded, is_utf16, reason_of, refused
+from retrieve_spec.datastore.entry_filter import EntryFilter, decoded, is_utf16, reason_of
 from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.licences import LicenceRule, own_licence
@@ -277,7 +277,7 @@ def tokenise(
             is_file = source.path != STDIN and text.path == text.file.path and not is_address(location)
             # (rows are not under the licence of a collection)
             licence = rule.licence(Path(location).resolve() if is_file else None, own_licence(content))
-            skip = refused(rule, licence) or ""
+            skip = rule.refuses(licence) or ""
         ids = encode(tokenizer, "" if skip else content)
         row = Row(text.path, licence, source.path, "" if skip else text_hash(content), len(ids))
         yield Tokenised(row, ids, size, skip or ("" if len(ids) else Reason.EMPTY))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
-from retrieve_spec.datastore.git_rules import checkout_of
+from retrieve_spec.datastore.git_rules import Reason, checkout_of
 from retrieve_spec.errors import BuildError
 
 _HEAD_CHARS = 8192
@@ -187,9 +187,11 @@ class LicenceRule:
             own = self._nearest(path.parent)
         return self._stated if own is None else own
 
-    def allows(self, expression: str) -> bool:
-        """Whether a text under this licence may enter."""
-        return allows(self.allowed, expression)
+    def refuses(self, expression: str) -> Reason | None:
+        """Why a text under this licence may not enter, None if it may."""
+        if allows(self.allowed, expression):
+            return None
+        return Reason.LICENCE if expression else Reason.NO_LICENCE
 
     def look_again(self) -> None:
         """Forget what licence files said: they may have changed."""

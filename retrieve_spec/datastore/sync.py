@@ -29,7 +29,7 @@ from retrieve_spec.datastore.build import (
 )
 from retrieve_spec.datastore.change import ChangeReport, WorkFolder, begin_change, publish, writer
 from retrieve_spec.datastore.edit import Chosen, without
-from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, admitted_parts, refused
+from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, admitted_parts
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.ingest import read_text, texts_of
 from retrieve_spec.datastore.licences import allow_list, own_licence
@@ -231,7 +231,7 @@ def _synchronised(
         for name, behind, digest, reason, own in said:
             if rule is not None and digest:
                 path = None if behind else root / name  # records are not under the licence of their collection
-                reason = str(refused(rule, rule.licence(path, own)) or "")
+                reason = str(rule.refuses(rule.licence(path, own)) or "")
             if digest and not reason:
                 first.setdefault(digest, (number, name))
                 wanted.setdefault((place, readable(name) + behind), set()).add(digest)

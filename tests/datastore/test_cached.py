@@ -10,7 +10,7 @@ from retrieve_spec.datastore import build
 from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.recipes import Recipe, open_or_build
 from retrieve_spec.datastore.sources import Source
-from retrieve_spec.errors import BuildError, StoreLockedError
+from retrieve_spec.errors import StoreLockedError
 
 
 @pytest.fixture
@@ -63,9 +63,3 @@ def test_a_build_under_way_is_left_alone(opened, tmp_path):
         with pytest.raises(StoreLockedError):
             opened()
         assert work.plan() == {"verb": "build"}
-
-
-def test_a_source_that_is_gone_is_an_error(recipe, tokenizer, tmp_path):
-    gone = Recipe("mine", "", (Source(str(tmp_path / "nowhere")),), StoreConfig())
-    with pytest.raises(BuildError, match="nothing there"):
-        open_or_build(tmp_path / "s", gone, tokenizer)

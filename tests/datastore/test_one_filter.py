@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from test_build import contents
+from test_entry_filter import write
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import ServeConfig
@@ -43,13 +44,6 @@ PART = {
     "generated": {"app.min.js", "made.go", "squeezed.js"},
     "secrets": {".env", "settings.py"},
 }
-
-
-def write(root, files):
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 @pytest.fixture(autouse=True)

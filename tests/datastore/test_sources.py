@@ -16,7 +16,6 @@ from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.ingest import texts_of, tokenise
 from retrieve_spec.datastore.sources import Source, glob, list_files
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.errors import BuildError
 
 LIMIT = 10_000
 
@@ -201,11 +200,6 @@ def test_of_a_file_that_grows_no_more_is_read_than_was_listed(tokenizer, tmp_pat
     with path.open("a") as more:
         more.write('xt": "two"}\n{"text": "three"}\n')
     assert [text.path for text in texts_of([file], sources, LIMIT)] == ["r.jsonl#1", "r.jsonl#2"]
-
-
-def test_missing_source_is_an_error(tokenizer, tmp_path):
-    with pytest.raises(BuildError, match="nothing there"):
-        read(tokenizer, tmp_path / "nowhere")
 
 
 def test_long_text_is_encoded_in_pieces(tokenizer, monkeypatch):
