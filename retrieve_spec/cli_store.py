@@ -395,7 +395,7 @@ def catalog(store: Path | str, out: Path | None, as_json: bool) -> None:
 @QUIET
 @JSON
 def verify(store: Path | str, quiet: bool, as_json: bool) -> None:
-    """Check checksums and structure, and compare sampled queries with a scan of the text."""
+    """Check every checksum, and whether indexes, text and document tables belong together."""
     from retrieve_spec.datastore.verify import verify_datastore
 
     checked = verify_datastore(store, progress=not quiet)

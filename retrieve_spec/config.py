@@ -193,7 +193,7 @@ class ServeConfig:
     slots
         Key-value caches kept for reuse; each document that is typed in needs one.
     chats
-        Answers that are decoded beside one another, and completions at a cursor, which come before all of them.
+        Answers that are decoded beside one another, behind completions at a cursor, of which many are.
     max_queue
         Requests that may wait for the model.
     prefill_chunk

@@ -48,23 +48,6 @@ def building(folder: Path, text: str, tokens: int, workers: list[int]) -> dict[s
     return {**counts, "segments": len(manifest.segments), "workers": made, "same": len(contents) == 1}
 
 
-def opening(store: Path) -> dict[str, float]:
-    """Milliseconds to open a store, the first time and after."""
-    times = []
-    for _ in range(OPENINGS):
-        began = time.perf_counter()
-        open_datastore(store)
-        times.append((time.perf_counter() - began) * 1e3)
-    return {"first_ms": times[0], "median_ms": statistics.median(times)}
-
-
-def removing(store: Path) -> float:
-    """Seconds to remove a document; the first one compiles."""
-    paths = [document.path for document in open_datastore(store).documents()]
-    chosen = paths[:: len(paths) // (REPEATS + 1)][: REPEATS + 1]
-    return statistics.median([command("remove", store, path)[1] for path in chosen][1:])
-
-
 def synchronising(folder: Path, text: str, count: int) -> dict[str, Any]:
     """Seconds to make a store follow a change of one file of so many; the first sync builds it."""
     source, store = folder / "source", folder / "followed"
@@ -81,15 +64,22 @@ def synchronising(folder: Path, text: str, count: int) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Builds, and changes of what the last of them built."""
+    """Builds, and openings and changes of what the last of them built."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         built = building(folder, options.text, int(options.tokens), options.workers)
-        store = folder / f"store-{options.workers[-1]}"
+        store, times = folder / f"store-{options.workers[-1]}", []
+        for _ in range(OPENINGS):
+            began = time.perf_counter()
+            opened = open_datastore(store)
+            times.append((time.perf_counter() - began) * 1e3)
+        paths = [document.path for document in opened.documents()]
+        chosen = paths[:: len(paths) // (REPEATS + 1)][: REPEATS + 1]
+        removing = [command("remove", store, path)[1] for path in chosen]
         return {
             "build": built,
-            "open": opening(store),
-            "remove_s": removing(store),
+            "open": {"first_ms": times[0], "median_ms": statistics.median(times)},
+            "remove_s": statistics.median(removing[1:]),  # the first one compiles
             "sync": synchronising(folder, options.text, options.files),
         }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 import retrieve_spec as rs
-from retrieve_spec.drafting import Budget, DraftTree, MixtureDrafter, VerifiedPass
+from retrieve_spec.drafting import MixtureDrafter
 from retrieve_spec.reference_model import load_model
 
 PROMPT = 400
@@ -36,33 +37,16 @@ class Timed:
         self.calls: list[tuple[str, tuple[Any, ...], int]] = []
         self.nodes: list[int] = []
 
-    def start(self, *texts: Any) -> None:
-        """Begin."""
-        self.call("start", *texts)
-
-    def observe_prompt(self, *shown: Any) -> None:
-        """See the prompt's top tokens."""
-        self.call("observe_prompt", *shown)
-
-    def propose(self, budget: Budget) -> DraftTree:
-        """Draft."""
-        tree: DraftTree = self.call("propose", budget)
-        self.nodes.append(len(tree))
-        return tree
-
-    def observe(self, verified: VerifiedPass) -> None:
-        """Learn."""
-        self.call("observe", verified)
-
-    def finish(self) -> None:
-        """End."""
-        self.call("finish")
+    def __getattr__(self, name: str) -> Any:
+        return partial(self.call, name)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call the drafter; note the nanoseconds."""
         began = clock()
         result = getattr(self._drafter, name)(*arguments)
         self.calls.append((name, arguments, clock() - began))
+        if name == "propose":
+            self.nodes.append(len(result))
         return result
 
     def microseconds(self) -> dict[str, float]:

@@ -40,26 +40,6 @@ def answered(llm: Any, prompt: list[int], count: int, temperature: float) -> tup
     return text, perf_counter() - began, process_time() - busy
 
 
-def methods(args: argparse.Namespace) -> dict[str, Any]:
-    """A `Llama` for each way to draft."""
-    made: dict[str, dict[str, Any]] = {
-        "none": {},
-        "prompt lookup": {"draft_model": LlamaPromptLookupDecoding()},
-        "ours": {"draft_model": DraftModel()},
-    }
-    if args.datastore:
-        made["ours, store"] = {"draft_model": DraftModel(args.datastore)}
-    given = {
-        "n_ctx": -(-(args.prompt_tokens + args.new_tokens + 16) // 256) * 256,
-        "n_threads": args.threads,
-        "verbose": False,
-    }
-    return {
-        name: Llama(args.model, **given, n_threads_batch=args.threads, logits_all=bool(one), **one)
-        for name, one in made.items()
-    }
-
-
 def table(llms: dict[str, Any], prompts: list[list[int]], count: int, temperature: float) -> dict[str, Any]:
     """Figures of one temperature."""
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
@@ -91,7 +71,14 @@ def table(llms: dict[str, Any], prompts: list[list[int]], count: int, temperatur
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """A row for each temperature."""
-    llms = methods(args)
+    drafters: dict[str, Any] = {"none": None, "prompt lookup": LlamaPromptLookupDecoding(), "ours": DraftModel()}
+    if args.datastore:
+        drafters["ours, store"] = DraftModel(args.datastore)
+    given = {"n_ctx": -(-(args.prompt_tokens + args.new_tokens + 16) // 256) * 256, "n_threads": args.threads}
+    given |= {"n_threads_batch": args.threads, "verbose": False}
+    llms = {
+        name: Llama(args.model, **given, logits_all=bool(made), draft_model=made) for name, made in drafters.items()
+    }
     texts = [llms["none"].tokenize(path.read_bytes(), add_bos=False) for path in sorted(PACKAGE.rglob("*.py"))]
     texts = [text[: args.prompt_tokens] for text in texts if len(text) > args.prompt_tokens]
     prompts = texts[:: max(len(texts) // args.prompts, 1)][: args.prompts]

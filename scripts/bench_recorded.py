@@ -100,13 +100,6 @@ def figures(results: dict[str, list[Timing]], name: str, answers: list[Answer]) 
     return found
 
 
-def share(hybrid: dict[str, Any], attention: dict[str, Any]) -> dict[str, float]:
-    """What a hybrid has of the speed-ups of an attention-only model, by method and figure."""
-    pooled = ("speedup_pooled", "after_prompt_pooled")
-    return {f"{method} {name}": hybrid[method][name] / attention["auto"][name]
-            for method in ("chains", "auto") for name in pooled}  # fmt: skip
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The sizes and shapes that are named."""
     if unknown := set(options.size) - {*SHAPES, *HYBRIDS}:
@@ -122,7 +115,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         sizes = {size: give(size, answers, options.context, clock) for size in options.size}
     first = sizes[options.size[0]]["methods"]
     for size in (size for size in options.size[1:] if size in HYBRIDS):
-        sizes[size]["share"] = share(sizes[size]["methods"], first)
+        sizes[size]["share"] = {f"{method} {name}": sizes[size]["methods"][method][name] / first["auto"][name]
+                                for method in ("chains", "auto")
+                                for name in ("speedup_pooled", "after_prompt_pooled")}  # fmt: skip
     return {
         "answers": len(answers),
         "new_tokens": sum(answer.new for answer in answers),

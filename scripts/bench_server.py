@@ -18,22 +18,18 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import harness
-from bench_typing import Server, find_package, make_session, percentile
+from bench_typing import Server, find_package, make_session, percentiles
 
 LARGE = b"x" * (5 << 20)
 MALFORMED = [
     *(LARGE, b"{", b"[]", b"[" * 50_000, b"\xff" * 50, b'{"input_prefix": 1, "input_suffix": ""}'),
     b'{"input_prefix": "", "input_suffix": "", "input_extra": [' + b"{}," * 9000 + b"{}]}",
 ]
-
-
-def connect(server: Server) -> http.client.HTTPConnection:
-    """A connection of its own."""
-    return http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
 
 
 def post(connection: http.client.HTTPConnection, body: bytes, client: str = "") -> tuple[int, Any]:
@@ -51,15 +47,15 @@ class Crowd:
         self.over = threading.Event()
         self.bodies = [json.dumps(body).encode() for body in bodies]
         plain = [json.dumps({**body, "speculative": False}).encode() for body in bodies]
-        self.texts = [post(connect(server), body)[1]["content"] for body in plain]
+        self.texts = [post(server.connect(), body)[1]["content"] for body in plain]
 
     def come(self, number: int) -> None:
         """Ask until it is over."""
-        rng, connection = random.Random(number), connect(self.server)
+        rng, connection = random.Random(number), self.server.connect()
         while not self.over.is_set():
             if rng.random() < 0.05:
                 self.nonsense(rng, connection)
-                connection = connect(self.server)
+                connection = self.server.connect()
                 continue
             which, begun = rng.randrange(len(self.bodies)), time.perf_counter()
             status, answer = post(connection, self.bodies[which], f"client {number}")
@@ -92,13 +88,17 @@ class Crowd:
         self.wrong += [] if right else [got]
 
 
-def crowd(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def resident(server: Server) -> float:
+    """MiB of memory that the server holds."""
+    return int(Path(f"/proc/{server.child.pid}/status").read_text("ascii").split("VmRSS:")[1].split()[0]) / 1024
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Let many ask at once."""
     files = sorted(find_package("uvicorn").glob("*.py"), key=lambda path: -path.stat().st_size)[:8]
     keys = [key for seed, path in enumerate(files) for key in make_session(path, seed, 6)]
     same = {"stream": False, "n_predict": 16, "t_max_predict_ms": 0, "deadline_ms": 60_000}
-    server = Server(folder, [])
-    try:
+    with tempfile.TemporaryDirectory() as folder, closing(Server(Path(folder), [])) as server:
         asked = Crowd(server, [{**key.body, **same} for key in keys])
         memory = []
         with ThreadPoolExecutor(options.clients) as pool:
@@ -113,22 +113,9 @@ def crowd(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             **{"clients": options.clients, "seconds": options.seconds, "seen": dict(asked.seen)},
             **{"wrong": len(asked.wrong), "for_example": asked.wrong[:2]},
             "errors": [repr(client.exception()) for client in clients if client.exception()],
-            "answer_ms": {"p50": percentile(asked.took, 0.5), "p95": percentile(asked.took, 0.95)},
+            "answer_ms": percentiles(asked.took),
             "memory_mib": {"warm": warm, "end": end, "every_10_s": memory[::20], "later": resident(server)},
         }
-    finally:
-        server.stop()
-
-
-def resident(server: Server) -> float:
-    """MiB of memory that the server holds."""
-    return int(Path(f"/proc/{server.child.pid}/status").read_text("ascii").split("VmRSS:")[1].split()[0]) / 1024
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Let many ask at once."""
-    with tempfile.TemporaryDirectory() as folder:
-        return crowd(options, Path(folder))
 
 
 def main() -> None:

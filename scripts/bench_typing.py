@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import importlib.util
+import importlib
 import json
 import os
 import random
@@ -29,13 +29,17 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import numpy as np
 
 MARKS_MS = (150, 250, 375, 500)
 SEED = 1
@@ -111,7 +115,8 @@ class Server:
         limit = time.monotonic() + 300
         while True:
             try:
-                body = self.get("/health")
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=30) as answer:
+                    body = json.load(answer)
                 if body["status"] == "ok" and body.get("workspace", {"indexed": True})["indexed"]:
                     return
             except OSError:
@@ -121,19 +126,19 @@ class Server:
                 raise SystemExit("the server did not become ready")
             time.sleep(0.2)
 
-    def get(self, path: str) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", path)
-        return json.loads(connection.getresponse().read())
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection of its own."""
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Stop it."""
         self.child.terminate()
         self.child.wait(timeout=20)
 
 
 def ask(server: Server, body: dict[str, Any], outcome: Outcome, client: str = "bench") -> str:
     """Send one request, note when which characters arrived; return them, or "" where there is no whole answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = server.connect()
     begun, arrivals, text, event = time.perf_counter(), [], "", {}  # type: float, list[tuple[float, int]], str, Any
     headers = {"Content-Type": "application/json", "X-Client-Id": client}
     try:
@@ -197,7 +202,7 @@ def type_together(server: Server, sessions: list[list[Key]], talks: list[str], f
         message = {"role": "user", "content": f"# {number}\n{talks[number]}"}
         body = json.dumps({"messages": [message], "max_tokens": 400, "stream": True})
         while not over.is_set():
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            connection = server.connect()
             connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
             for _ in connection.getresponse():
                 if over.is_set():
@@ -221,21 +226,13 @@ def typed_at_once(chats: int, folder: Path, workspace: Path, sessions: list[list
     talks = [sessions[0][0].body["input_prefix"][-6000:]] * chats
     report: dict[str, Any] = {}
     for name in ("drafting", "drafting off"):
-        server = Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)])
-        try:
+        with closing(Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)])) as server:
             time.sleep(5)  # the stores are attached
             type_together(server, [sessions[0][:2]], talks[:1], VARIANTS[name])  # kernels
             outcomes = type_together(server, sessions, talks, VARIANTS[name])
-        finally:
-            server.stop()
-        whole = Outcome(
-            [ms for each in outcomes for ms in each.latency_ms],
-            {mark: [n for each in outcomes for n in each.visible[mark]] for mark in MARKS_MS},
-            [ms for each in outcomes for ms in each.overhead_ms],
-        )
         ends = sum((each.ends for each in outcomes), Counter[str]())
         visible = [statistics.mean(each.visible[250] or [0]) for each in outcomes]
-        report[name] = {**summary(whole), "ends": dict(ends), "visible_at_250_ms_by_client": visible}
+        report[name] = {**summary(outcomes), "ends": dict(ends), "visible_at_250_ms_by_client": visible}
     return report
 
 
@@ -246,19 +243,20 @@ def explained(body: dict[str, Any], shown: tuple[str, str]) -> bool:
     return left != typed and len(typed) < len(suggestion) and suggestion.startswith(typed)
 
 
-def percentile(values: list[float], share: float) -> float:
-    """A percentile of a list, 0 for an empty one."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+def percentiles(values: list[float]) -> dict[str, float]:
+    """Median and 95 % of a list, 0 for an empty one."""
+    return dict(zip(("p50", "p95"), np.percentile(values or [0.0], (50, 95)).tolist(), strict=True))
 
 
-def summary(outcome: Outcome) -> dict[str, Any]:
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Figures of one variant."""
+    latency = [ms for each in outcomes for ms in each.latency_ms]
+    visible = {mark: [n for each in outcomes for n in each.visible[mark]] for mark in MARKS_MS}
     return {
-        "requests": len(outcome.latency_ms),
-        "latency_ms": {"p50": percentile(outcome.latency_ms, 0.5), "p95": percentile(outcome.latency_ms, 0.95)},
-        "visible_characters": {str(mark): statistics.mean(outcome.visible[mark]) for mark in MARKS_MS},
-        "outside_model_ms": {"p50": percentile(outcome.overhead_ms, 0.5), "p95": percentile(outcome.overhead_ms, 0.95)},
+        "requests": len(latency),
+        "latency_ms": percentiles(latency),
+        "visible_characters": {str(mark): statistics.mean(visible[mark]) for mark in MARKS_MS},
+        "outside_model_ms": percentiles([ms for each in outcomes for ms in each.overhead_ms]),
     }
 
 
@@ -270,10 +268,7 @@ def looping(text: str) -> bool:
 
 def find_package(name: str) -> Path:
     """Folder of an installed package."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"no package {name}; give --package one that is installed")
-    return Path(spec.origin).parent
+    return Path(str(importlib.import_module(name).__file__)).parent
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -297,8 +292,11 @@ def typed_in_turn(folder: Path, workspace: Path, sessions: list[list[Key]]) -> d
     """Every session on every variant, the variants in turn; then some with their real gaps."""
     results = {name: Outcome() for name in VARIANTS}
     typed = {name: Outcome() for name in VARIANTS}
-    servers = {name: Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)]) for name in VARIANTS}
-    try:
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(closing(Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)])))
+            for name in VARIANTS
+        }
         time.sleep(5)  # the stores are attached
         warm = sessions[0][0].body
         for name, server in servers.items():
@@ -317,13 +315,10 @@ def typed_in_turn(folder: Path, workspace: Path, sessions: list[list[Key]]) -> d
         for session in sessions[:REAL_GAPS]:
             for name, server in servers.items():
                 type_live(server, session, VARIANTS[name], typed[name], name, every=True)
-    finally:
-        for server in servers.values():
-            server.stop()
     # A request counts as looping when the longest of its answers loops, whatever each variant had time for.
     loops = [any(flags) for flags in zip(*(outcome.loops for outcome in results.values()), strict=True)]
     return {
-        **{name: summary(outcome) for name, outcome in results.items()},
+        **{name: summary([outcome]) for name, outcome in results.items()},
         "visible_ratio": visible_ratio(results, [False] * len(loops)),
         "visible_ratio_without_loops": visible_ratio(results, loops),
         "looping_requests": sum(loops),

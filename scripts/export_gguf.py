@@ -1,23 +1,22 @@
 """Export the bundled reference model, or one like it, to a GGUF file for llama.cpp: float32 weights and the tokenizer.
 
 A model like it is a Llama with a byte-level BPE that divides words as Qwen2's does; for others use llama.cpp's own
-`convert_hf_to_gguf.py`. Needs the `gguf` package, and no torch.
+`convert_hf_to_gguf.py`. Needs the `gguf` package.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter, Keys, LlamaFileType, SpecialVocab, TokenType, get_tensor_name_map
+from harness import ROOT, arguments
 from numpy.typing import NDArray
-from safetensors import deserialize
+from safetensors.torch import load_file
 
-REFERENCE = Path(__file__).resolve().parent.parent / "retrieve_spec" / "reference"
+REFERENCE = ROOT / "retrieve_spec" / "reference"
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -32,23 +31,21 @@ SPECIAL = {
 }
 
 
-def export(source: Path, target: Path) -> None:
-    """Write the GGUF file of a model in a folder.
-
-    Raises
-    ------
-    SystemExit
-        The model, or its tokenizer, is of another kind.
-    """
+def main() -> None:
+    """Export the model in a folder (the bundled one by default) to a file; models of other kinds are an error."""
+    args = arguments(__doc__, "target", model=REFERENCE)
+    source = args.model
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or {}
     kind = config["model_type"], rope.get("rope_type", "default"), tokenizer["model"]["type"]
-    if kind != ("llama", "default", "BPE") or _words(tokenizer) != WORDS:
+    parts = (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", ())
+    words = [part["pattern"].get("Regex") for part in parts if part["type"] == "Split"]
+    if kind != ("llama", "default", "BPE") or words[:1] != [WORDS]:
         sys.exit(
             f"expected a Llama whose tokenizer divides words as Qwen2's does, got {kind}. Use llama.cpp's converter."
         )
-    writer = GGUFWriter(target, "llama")
+    writer = GGUFWriter(args.target, "llama")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     writer.add_name(source.name)
     writer.add_file_type(LlamaFileType.ALL_F32)
@@ -69,22 +66,14 @@ def export(source: Path, target: Path) -> None:
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     rotated = {"attn_q": heads, "attn_k": config["num_key_value_heads"]}
     for path in sorted(source.glob("*.safetensors")):
-        for name, stored in deserialize(path.read_bytes()):
+        for name, stored in load_file(path).items():
             short = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            weights = _float32(stored)
-            part = short.split(".")[-2]
+            weights, part = stored.float().numpy(), short.split(".")[-2]
             writer.add_tensor(short, _interleaved(weights, rotated[part]) if part in rotated else weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _words(tokenizer: dict[str, Any]) -> str | None:
-    for part in (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", ()):
-        if part["type"] == "Split":
-            return str(part["pattern"].get("Regex"))
-    return None
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], size: int) -> None:
@@ -107,27 +96,10 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], size: int) -> 
             writer.add_uint32(getattr(Keys.Tokenizer, f"{role.upper()}_ID"), known[piece])
 
 
-def _float32(stored: dict[str, Any]) -> NDArray[np.float32]:
-    """A tensor's values; a bfloat16 is the upper half of a float32."""
-    if stored["dtype"] == "BF16":
-        bits = np.frombuffer(stored["data"], np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(stored["shape"])
-    kinds = {"F32": np.float32, "F16": np.float16}
-    return np.frombuffer(stored["data"], kinds[stored["dtype"]]).astype(np.float32).reshape(stored["shape"])
-
-
 def _interleaved(weights: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """Rows of a projection in llama.cpp's order: of each head, the two halves that are turned together alternate."""
     halves = weights.reshape(heads, 2, -1, weights.shape[-1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weights.shape)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", type=Path, help="the GGUF file to write")
-    parser.add_argument("--model", type=Path, default=REFERENCE, help="folder of the model (default: the bundled one)")
-    args = parser.parse_args()
-    export(args.model, args.target)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ by hand.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import re
@@ -23,7 +22,7 @@ from typing import Any
 import charts
 import click
 from blocks import BLOCKS
-from harness import ROOT
+from harness import ROOT, arguments
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 PART = re.compile(r"<!-- generated:(?P<name>[\w.-]+) -->\n.*?<!-- /generated -->", re.DOTALL)
@@ -131,9 +130,7 @@ def stale() -> dict[Path, str]:
 
 def main() -> None:
     """Write the pages and draw the charts, or only name the pages that are out of date."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
-    check = parser.parse_args().check
+    check = arguments(__doc__, check=False).check
     found = stale()
     for path, text in found.items():
         name = path.relative_to(ROOT)

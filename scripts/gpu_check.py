@@ -28,18 +28,22 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, machine_facts  # isort: skip  (of this checkout)
+from harness import ROOT, arguments, machine_facts  # isort: skip  (of this checkout)
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch.nn import functional
 from trace_driven import Answer, build, by_transformers, by_us
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import retrieve_spec as rs
+from retrieve_spec.bench.runner import parting
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.verify.verifier import VerifierInputs
 
 PROMPTS = (
@@ -83,8 +87,8 @@ class Check:
             value = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
         self.found[name] = value
         print(f"[{time.monotonic() - self.began:6.1f}] {name}: {value}", flush=True)
-        if self.options.out is not None:
-            self.options.out.write_text(json.dumps(self.found), encoding="utf-8")
+        if self.options.out:
+            Path(self.options.out).write_text(json.dumps(self.found), encoding="utf-8")
         return value
 
     def clock(self) -> float:
@@ -155,6 +159,28 @@ def family(check: Check, name: str) -> dict[str, Any]:
     return found
 
 
+def figures(reports: list[GenerationReport], tokens: int, seconds: float) -> dict[str, Any]:
+    """Speed of some answers, and what the passes were like where this library made them."""
+    found: dict[str, Any] = {"tokens": tokens, "tokens_per_s": round(tokens / seconds, 1)}
+    if reports:
+        passes, last = sum(report.passes for report in reports), reports[-1]
+        found["nodes_per_pass"] = round(sum(report.nodes for report in reports) / passes, 1)
+        for name in ("draft_ms", "verify_ms", "commit_ms", "learn_ms"):
+            found[name] = round(sum(getattr(report, name) for report in reports) / passes, 3)
+        found |= {"tokens_per_pass": round(tokens / passes, 3), "ms_per_pass": round(seconds / passes * 1e3, 3)}
+        found["ran"] = dict(sum((Counter(report.ran) for report in reports), Counter[str]()))
+        found |= {name: getattr(last, name) for name in ("pass_kind", "pass_reason", "mode", "eager_reason")}
+    return found
+
+
+def accelerated(model: Any, **options: Any) -> dict[str, Any]:
+    """Seconds that `accelerate` takes, and what it finds."""
+    began = time.perf_counter()
+    rs.accelerate(model, **options)
+    found = {name: getattr(model.speculation, name) for name in ("mode", "reason", "pass_kind", "pass_reason")}
+    return {"seconds": round(time.perf_counter() - began, 1), **found}
+
+
 class Chat:
     """A chat model on prompts."""
 
@@ -167,13 +193,7 @@ class Chat:
 
     def call(self, prompts: list[str], new: int, **options: Any) -> tuple[float, list[list[int]]]:
         """Seconds, and the new tokens of each answer."""
-        chat = self.tokenizer.chat_template is not None
-        texts = [
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-            )
-            if chat else prompt for prompt in prompts
-        ]  # fmt: skip
+        texts = [self.rendered(prompt) for prompt in prompts]
         given = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(self.check.device)
         given.pop("token_type_ids", None)
         began = self.check.clock()
@@ -184,50 +204,30 @@ class Chat:
 
     def measure(self, calls: list[list[str]], new: int = 0, **options: Any) -> tuple[dict[str, Any], list[list[int]]]:
         """Figures over several calls, each with one prompt or with a batch, and the answers."""
-        total, said, ran, spent, passes, nodes = 0.0, [], Counter[str](), Counter[str](), 0, 0
+        total, said, reports = 0.0, list[list[int]](), []
         for prompts in calls:
             seconds, answers = self.call(prompts, new or self.check.new_tokens, **options)
             total, said = total + seconds, said + answers
             if hasattr(self.model, "speculation"):
-                last = self.model.speculation.last
-                passes, nodes, ran = passes + last.passes, nodes + last.nodes, ran + Counter(last.ran)
-                for part in ("draft_ms", "verify_ms", "commit_ms", "learn_ms"):
-                    spent[part] += getattr(last, part)  # type: ignore[assignment]
-        tokens = sum(map(len, said))
-        found: dict[str, Any] = {"tokens": tokens, "tokens_per_s": round(tokens / total, 1)}
-        if passes:
-            found |= {"tokens_per_pass": round(tokens / passes, 3), "nodes_per_pass": round(nodes / passes, 1)}
-            found |= {part: round(value / passes, 3) for part, value in spent.items()}
-            found |= {"ms_per_pass": round(total / passes * 1e3, 3), "ran": dict(ran)}
-            found |= {name: getattr(last, name) for name in ("pass_kind", "pass_reason", "mode", "eager_reason")}
-        return found, said
-
-    def accelerate(self) -> dict[str, Any]:
-        """Seconds that it takes, and what it finds."""
-        began = time.perf_counter()
-        rs.accelerate(self.model, tokenizer=self.tokenizer)
-        found = self.model.speculation
-        return {
-            "seconds": round(time.perf_counter() - began, 1), "mode": found.mode, "reason": found.reason,
-            "pass_kind": found.pass_kind, "pass_reason": found.pass_reason,
-        }  # fmt: skip
+                reports.append(self.model.speculation.last)
+        return figures(reports, sum(map(len, said)), total), said
 
     def parted(self, ours: list[list[int]], plain: list[list[int]]) -> list[dict[str, Any]]:
-        """By answer, whether it is the plain one; where not, at which token, and the gap of the two best there."""
+        """By answer, whether it is the plain one; where not, at which token, and the gap there."""
         found = []
         for prompt, one, other in zip(PROMPTS, ours, plain, strict=False):
-            length = min(len(one), len(other))
-            at = next((i for i in range(length) if one[i] != other[i]), None)
-            if at is None:
-                found.append({"same": True, "tokens": length})
-                continue
-            chat = [{"role": "user", "content": prompt}]
-            ids = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-            ids = ids if isinstance(ids, list) else ids["input_ids"]
-            context = torch.tensor([ids + other[:at]], device=self.check.device)
-            top = self.model(context).logits[0, -1].float().topk(2).values.tolist()
-            found.append({"same": False, "token": at, "gap": round(top[0] - top[1], 5), "best": round(top[0], 3)})
+            shorter = min(len(one), len(other))
+            ids = self.tokenizer(self.rendered(prompt), return_tensors="pt").input_ids[0]
+            there = parting(self.model, ids, one[:shorter], other[:shorter])
+            found.append({"same": there is None, **dict(zip(("token", "gap"), there or (), strict=False))})
         return found
+
+    def rendered(self, prompt: str) -> str:
+        """A prompt in the model's chat template, if it has one."""
+        if self.tokenizer.chat_template is None:
+            return prompt
+        message = {"role": "user", "content": prompt}
+        return self.tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
 
 
 def chat(check: Check) -> None:
@@ -249,12 +249,13 @@ def chat(check: Check) -> None:
     short = 12 if check.dry else 64
     check.part("chat plain", lambda: kept("plain", few, short, **greedy))
     check.part("chat prompt lookup", lambda: kept("lookup", few, short, prompt_lookup_num_tokens=10, **greedy))
-    check.part("chat accelerate", subject.accelerate)
+    accelerate = partial(accelerated, subject.model, tokenizer=subject.tokenizer)
+    check.part("chat accelerate", accelerate)
     warm(**greedy)
     check.part("chat greedy", lambda: kept("greedy", alone, **greedy))
     check.part("chat drafting off", lambda: kept("off", few, draft="off", **greedy))
     rs.restore(subject.model)
-    check.part("chat accelerate again", subject.accelerate)  # nothing of the greedy answers is known
+    check.part("chat accelerate again", accelerate)  # nothing of the greedy answers is known
     warm(**SAMPLED)
     check.part("chat sampled", lambda: kept("sampled", alone, **SAMPLED))
     for rows in (2, 3) if check.dry else (8, 32):
@@ -269,7 +270,7 @@ def chat(check: Check) -> None:
     def exact() -> dict[str, Any]:
         subject.model.float()
         plain, said = subject.measure(few, short, **greedy)
-        subject.accelerate()
+        accelerate()
         ours, ours_said = subject.measure(few, short, **greedy)
         rs.restore(subject.model)
         return {"plain": plain, "ours": ours, "same": ours_said == said}
@@ -283,33 +284,21 @@ def shape(check: Check, size: str) -> None:
     model = build(size, 4096, check.device, dtype)
     vocab = model.config.vocab_size
     weights = sum(parameter.nbytes for parameter in model.parameters())
-
-    def accelerate() -> dict[str, Any]:
-        began = time.perf_counter()
-        rs.accelerate(model, recorded_pass="always" if check.dry else "auto")
-        found = model.speculation
-        return {"seconds": round(time.perf_counter() - began, 1), "mode": found.mode, "reason": found.reason,
-                "pass_kind": found.pass_kind, "pass_reason": found.pass_reason, "weight_bytes": weights}  # fmt: skip
-
-    check.part(f"{size} accelerate", accelerate)
+    recorded = "always" if check.dry else "auto"
+    check.part(f"{size} accelerate", lambda: accelerated(model, recorded_pass=recorded) | {"weight_bytes": weights})
     make = model.speculation._make_verifier
     answers = recorded_answers(check, vocab)
 
     def decode() -> dict[str, Any]:
         warm, *given = (by_us(model, answer, check.clock, make, "auto") for answer in (answers[0], *answers))
         reports = [told.report for told in given if told.report is not None]
-        tokens, passes = sum(answer.new for answer in answers), sum(report.passes for report in reports)
-        parts = ("draft_ms", "verify_ms", "commit_ms", "learn_ms")
-        spent = {part: round(sum(getattr(report, part) for report in reports) / passes, 3) for part in parts}
+        tokens, seconds = sum(answer.new for answer in answers), sum(told.seconds for told in given)
         return {
-            "tokens_per_s": round(tokens / sum(told.seconds for told in given), 1), **spent,
-            "same": warm.same and all(told.same for told in given), "tokens_per_pass": round(tokens / passes, 3),
-            "nodes_per_pass": round(sum(report.nodes for report in reports) / passes, 1),
-            "outside_ms": round(sum(spent.values()) - spent["verify_ms"], 3),
+            **figures(reports, tokens, seconds),
+            "same": warm.same and all(told.same for told in given),
             "first_token_ms": [round(told.first * 1e3, 1) for told in given],
             "prompts": [answer.prompt.shape[1] for answer in answers],
-            "ran": dict(sum((Counter(report.ran) for report in reports), Counter[str]())),
-        }  # fmt: skip
+        }
 
     check.part(f"{size} recorded answers", decode)
     model.speculation._make_verifier = make
@@ -318,7 +307,8 @@ def shape(check: Check, size: str) -> None:
     rs.restore(model)
 
     def plain() -> dict[str, Any]:
-        given = [by_transformers(model, answer.cut(24), check.clock) for answer in answers[:2]]
+        short = [Answer("", a.prompt, a.trace[: a.prompt.shape[1] + 24]) for a in answers[:2]]
+        given = [by_transformers(model, answer, check.clock) for answer in short]
         return {"tokens_per_s": round(48 / sum(told.seconds for told in given), 1)}
 
     check.part(f"{size} plain", plain)
@@ -349,12 +339,10 @@ def curve(check: Check, make: Callable[[], Any], model: Any, context: int) -> di
 
 def recorded_answers(check: Check, vocab: int) -> list[Answer]:
     """Answers of a trace, or pieces of the library's source."""
-    if check.options.trace is not None:
-        records = [json.loads(line) for line in check.options.trace.read_text(encoding="utf-8").splitlines()]
+    if check.options.trace:
+        records = [json.loads(line) for line in Path(check.options.trace).read_text("utf-8").splitlines()]
         pairs = [(record["prompt"][-4000:], record["output"][: check.new_tokens]) for record in records]
     else:
-        from tokenizers import Tokenizer
-
         package = ROOT / "retrieve_spec"
         tokenizer = Tokenizer.from_file(str(package / "reference" / "tokenizer.json"))
         largest = sorted(package.rglob("*.py"), key=lambda path: (path.stat().st_size, path))[-3:]
@@ -368,23 +356,17 @@ def recorded_answers(check: Check, vocab: int) -> list[Answer]:
 
 def main() -> None:
     """Run the sections, and print one JSON object last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a chat model; without one that section is left out")
-    parser.add_argument("--trace", type=Path, help="JSON lines of recorded answers")
-    parser.add_argument("--only", nargs="+", choices=["kernels", "families", "chat", "8b"], help="sections to run")
-    parser.add_argument("--seconds", type=float, default=300.0, help="no part begins later")
-    parser.add_argument("--out", type=Path, help="write the JSON object here, after every part")
-    parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
-    options = parser.parse_args()
+    places = {"model": "", "trace": "", "out": "", "only": [""]}
+    options = arguments(__doc__, **places, seconds=300.0, dry_run=False)
     torch.set_grad_enabled(False)
     check = Check(options)
-    wanted = options.only or ["kernels", "families", "chat", "8b"]
+    wanted = options.only if any(options.only) else ["kernels", "families", "chat", "8b"]
     if "kernels" in wanted and not check.dry:
         check.part("kernels", lambda: kernels(check))
     if "families" in wanted:
         for name in ("llama",) if check.dry else ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "mixtral"):
             check.part(f"family {name}", lambda name=name: family(check, name))
-    if "chat" in wanted and options.model is not None:
+    if "chat" in wanted and options.model:
         chat(check)
     if "8b" in wanted:
         shape(check, "tiny" if check.dry else "8b")

@@ -7,6 +7,7 @@ program imports a script (a test), the path is that program's.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import shlex
@@ -81,6 +82,12 @@ def published(words: Sequence[str]) -> str:
         elif TRACES not in shown:
             shown.append(TRACES)
     return " ".join(shown)
+
+
+def tokenizer_of(file: str, native: Sequence[str], default: str) -> str:
+    """The tokenizer of a recorded file: that of the first ``PATTERN=TOKENIZER`` which its name fits, or the default."""
+    pairs = (entry.split("=", 1) for entry in native if entry)
+    return next((own for pattern, own in pairs if fnmatch.fnmatch(file, pattern)), default)
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import harness
 import torch
+from bench_batches import padded
 
 import retrieve_spec as rs
+from retrieve_spec.bench.runner import parting
 from retrieve_spec.bench.workloads import encode, read_prompts
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.verify.interface import attention_implementation
@@ -40,27 +41,11 @@ def in_pairs(model: Any, prompts: Inputs, tokens: int, pad: int) -> Texts:
     """Greedy text behind each prompt, two prompts at a time, padded on the left."""
     texts: Texts = []
     for pair in zip(prompts[::2], prompts[1::2], strict=True):
-        width = max(len(ids) for ids in pair)
-        ids = torch.stack([torch.nn.functional.pad(ids, (width - len(ids), 0), value=pad) for ids in pair])
-        mask = torch.stack([(torch.arange(width) >= width - len(ids)).long() for ids in pair])
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=pad)
-        ends = [row[width:].tolist() for row in out]
+        given = padded(list(pair))
+        out = model.generate(**given, max_new_tokens=tokens, do_sample=False, pad_token_id=pad)
+        ends = [row[given["input_ids"].shape[1] :].tolist() for row in out]
         texts += [row[: row.index(pad)] if pad in row else row for row in ends]
     return texts
-
-
-def partings(model: Any, prompts: Inputs, plain: Texts, other: Texts) -> list[tuple[int, float]]:
-    """Where texts part: the number of the token, and the gap between the two tokens' logits."""
-    found = []
-    for ids, own, theirs in zip(prompts, plain, other, strict=True):
-        at = next((i for i, a, b in zip(count(), own, theirs, strict=False) if a != b), None)
-        if at is None:
-            continue
-        with torch.inference_mode():
-            text = torch.cat([ids, torch.tensor(own[:at], dtype=torch.long)])
-            logits = model(text[None], logits_to_keep=1).logits[0, -1].float()
-        found.append((at, float(abs(logits[own[at]] - logits[theirs[at]]))))
-    return found
 
 
 def of_format(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -94,7 +79,11 @@ def of_format(name: str, options: argparse.Namespace) -> dict[str, Any]:
         if way == "drafting off":
             rs.accelerate(model, tokenizer=tokenizer)
         kept[way] = texts = read()
-        parted = partings(model, prompts, plain, texts)
+        parted = []
+        for ids, text, own in zip(prompts, texts, plain, strict=True):
+            shorter = min(len(text), len(own))  # the end of a padded text may be missing
+            if (there := parting(model, ids, text[:shorter], own[:shorter])) is not None:
+                parted.append(there)
         found[way] = {
             "same": len(prompts) - len(parted),
             "tokens_before": statistics.median([at for at, _ in parted] or [tokens]),

@@ -5,30 +5,22 @@
     python scripts/regression_guard.py              # compare; exit 1 when tokens per pass fell by more than 1 %
     python scripts/regression_guard.py --accept     # write the counts of today as the new baseline, on purpose
 
-Three workloads, all at fixed node budgets (measured cost plays no part): recorded answers are replayed without the
-model, where every count is exact; the bundled model answers the same prompts, where drafts also come from its logits;
-and a few answers are replayed with the compiler off to count what the kernels do, of which no kind may grow by more
-than 10 % per token: kernels are plain Python then, and the interpreter itself reports every call, so that counting
-costs nothing where it is not done. Answers are sampled (with a fixed seed), because greedy ones of so small a model
+Two workloads, both at fixed node budgets (measured cost plays no part): recorded answers are replayed without the
+model, where every count is exact; the bundled model answers the same prompts, where drafts also come from its logits.
+Answers are sampled (with a fixed seed), because greedy ones of so small a model
 loop. An answer that this machine rounds to another text is left out on both sides. The store holds the prompts of the
 last answers, which the others are drafted from.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from harness import ROOT
+from harness import ROOT, arguments
 from tokenizers import Tokenizer
 
 from retrieve_spec.bench.replay import Replay, read_trace
@@ -41,21 +33,7 @@ from retrieve_spec.reference_model import load_model, reference_path
 
 FOLDER = ROOT / "tests" / "bench" / "guard"
 ANSWERS, BASELINE = FOLDER / "answers.jsonl", FOLDER / "baseline.json"
-ALLOWED_LOSS, ALLOWED_WORK = 0.01, 0.1
-OPERATIONS = "kernel operations"
-KERNELS = {
-    "nodes expanded": ["blend.blend"],
-    "levels weighed": ["levels.evidence"],
-    "levels read": ["levels.read_level"],
-    "candidates pushed": ["expand._push"],
-    "cursors advanced": ["levels.advance_row"],
-    "automaton edges looked up": ["automaton.find_edge"],
-    "recycling contexts looked up": ["recycling.find"],
-    "n-gram contexts looked up": ["ngram.ngram_find"],
-    "suffix array reads": ["suffix_array.sa_token", "suffix_array._block_token"],
-}
-"""Kind of operation to the kernels (module.function) whose calls are counted as it."""
-COUNTED_ROWS, COUNTED_NODES = 3, 16
+ALLOWED_LOSS = 0.01
 STORED = 5  # last answers whose prompts are in the store
 REPLAY_NODES = (16, 60)
 LIVE_NODES = 16
@@ -68,7 +46,11 @@ def replayed() -> dict[str, Any]:
     rows = list(read_trace(ANSWERS, tokenizer))
     counts = {}
     with tempfile.TemporaryDirectory() as folder:
-        stores = [open_datastore(guard_store(Path(folder)), tokenizer=tokenizer)]
+        texts = [json.loads(line)["prompt"] for line in ANSWERS.read_text(encoding="utf-8").splitlines()[-STORED:]]
+        source = Path(folder) / "texts.jsonl"
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        build_datastore(Path(folder) / "store", Source(str(source), field="text"), reference_path(), workers=1)
+        stores = [open_datastore(Path(folder) / "store", tokenizer=tokenizer)]
         states = {"": (False, []), ", session kept": (True, []), ", store": (False, stores)}
         for nodes in REPLAY_NODES:
             for name, (session, datastores) in states.items():
@@ -81,49 +63,6 @@ def replayed() -> dict[str, Any]:
                     "accepted_by_source": result["accepted_by_source"],
                 }
     return counts
-
-
-def guard_store(folder: Path) -> Path:
-    """Build the store of the guard."""
-    texts = [json.loads(line)["prompt"] for line in ANSWERS.read_text(encoding="utf-8").splitlines()[-STORED:]]
-    source = folder / "texts.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    build_datastore(folder / "store", Source(str(source), field="text"), reference_path(), workers=1)
-    return folder / "store"
-
-
-def operations() -> dict[str, Any]:
-    """What the kernels do, counted by an interpreter with the compiler off."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--count", str(guard_store(Path(folder)))]
-        done = subprocess.run(command, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return {OPERATIONS: json.loads(done.stdout)}
-
-
-def counted(store: str) -> dict[str, int]:
-    """Operations of `auto` over the first rows, with a session and a store."""
-    kinds, counts = {}, Counter(dict.fromkeys(KERNELS, 0))
-    for kind, names in KERNELS.items():
-        for name in names:
-            module, function = name.split(".")
-            kinds[getattr(importlib.import_module(f"retrieve_spec.kernels.{module}"), function).__code__] = kind
-
-    def called(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code in kinds:
-            counts[kinds[frame.f_code]] += 1
-
-    tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
-    stores = [open_datastore(store, tokenizer=tokenizer)]
-    drafter: Any = build_drafter(SpeculationConfig(session=True), datastores=stores)
-    rows = list(read_trace(ANSWERS, tokenizer, COUNTED_ROWS))
-    sys.setprofile(called)
-    try:
-        result = Replay(drafter, COUNTED_NODES).run(rows)
-    finally:
-        sys.setprofile(None)
-    return {"tokens": result["tokens"], "passes": result["passes"], **counts}
 
 
 def live() -> dict[str, Any]:
@@ -162,16 +101,6 @@ def compare(now: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
             failures.append(f"{what}: not measured")
         elif (new := rate(now, names)) < (old := rate(baseline, names)) * (1 - ALLOWED_LOSS):
             failures.append(f"{what}: {new:.3f} tokens per pass, {old:.3f} before ({new / old - 1:+.1%})")
-    return failures + more_work(now[OPERATIONS], baseline[OPERATIONS])
-
-
-def more_work(now: dict[str, int], baseline: dict[str, int]) -> list[str]:
-    """Kinds of kernel operations that grew by more than allowed, per token."""
-    failures = []
-    for kind, before in baseline.items():
-        old, new = before / baseline["tokens"], now[kind] / now["tokens"]
-        if new > old * (1 + ALLOWED_WORK):
-            failures.append(f"{OPERATIONS}: {new:.1f} {kind} per token, {old:.1f} before ({new / old - 1:+.1%})")
     return failures
 
 
@@ -182,15 +111,9 @@ def rate(counts: dict[str, Any], names: list[str]) -> float:
 
 def main() -> None:
     """Compare with the baseline, or replace it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--accept", action="store_true", help="write today's counts as the baseline")
-    parser.add_argument("--count", metavar="STORE", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.count:
-        print(json.dumps(counted(args.count)))
-        return
-    now = replayed() | operations() | live()
-    if args.accept:
+    options = arguments(__doc__, accept=False)
+    now = replayed() | live()
+    if options.accept:
         BASELINE.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {BASELINE.name}")
         return

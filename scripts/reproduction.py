@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, published
+from harness import ROOT, published, tokenizer_of
 
 from retrieve_spec.bench.machine import OtherWork, machine_facts
 from retrieve_spec.bench.workloads import holdout
@@ -42,6 +41,15 @@ FILES = {
 """Recorded answers, by the names that commands use."""
 
 
+STORES = {
+    "stdlib": ("--recipe datastores/python-stdlib.toml --tokenizer reference", 0, 200_000),
+    "packages": ("--recipe datastores/installed-packages.toml {unseen} --tokenizer reference", 0, 200_000),
+    "dense": ("--recipe datastores/python-stdlib.toml --dense reference --tokenizer reference", 500_000, 20_000),
+    "other_answers": ("{arena} --recipe datastores/model-outputs.toml --tokenizer {spec_bench_tokenizer}", 0, 0),
+}
+"""What stores are built of, and their tokens at most, also in a trial (0: all)."""
+
+
 class Places:
     """What names in a command stand for: words, recorded files, stores that are built where they are not there."""
 
@@ -52,6 +60,7 @@ class Places:
     )
     left_out = "off,auto,auto~context,auto~session,auto~recycling,auto~ngram,auto~exact,auto~ngram~exact"
     packages_folder = sysconfig.get_paths()["purelib"]
+    unseen = " ".join(f"--exclude {name}{end}" for name in sorted({*holdout(), *FORKS}) for end in ("/**", ".py"))
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.out = args, OUT / ("trial" if args.limit else "")
@@ -63,6 +72,8 @@ class Places:
     def __getitem__(self, name: str) -> str:
         if name in FILES:
             return str(self.trace(FILES[name]))
+        if name in STORES:
+            return str(self.store(name))
         if name.endswith("_tokenizer"):
             return self.tokenizer(FILES[name.removesuffix("_tokenizer")])
         place = getattr(self, name)
@@ -76,31 +87,7 @@ class Places:
 
     def tokenizer(self, name: str) -> str:
         """The tokenizer of a recorded file."""
-        entries = [entry.split("=", 1) for entry in self.args.native]
-        file = next((file for pattern, file in entries if fnmatch.fnmatch(name, pattern)), self.args.tokenizer)
-        return str(Path(file).resolve())
-
-    def stdlib(self) -> Path:
-        """A store of the standard library."""
-        return self.built("stdlib", "--recipe", "datastores/python-stdlib.toml", *self.most(0, 200_000))
-
-    def packages(self) -> Path:
-        """A store of installed packages, without what the model is prompted with."""
-        left_out = [f"{package}{end}" for package in sorted({*holdout(), *FORKS}) for end in ("/**", ".py")]
-        excluded = [word for pattern in left_out for word in ("--exclude", pattern)]
-        return self.built(
-            "packages", "--recipe", "datastores/installed-packages.toml", *excluded, *self.most(0, 200_000)
-        )
-
-    def dense(self) -> Path:
-        """A store with a key of the hidden state for each token."""
-        words = ["--recipe", "datastores/python-stdlib.toml", "--dense", "reference"]
-        return self.built("dense", *words, *self.most(500_000, 20_000))
-
-    def other_answers(self) -> Path:
-        """A store of other models' answers."""
-        words = [self["arena"], "--recipe", "datastores/model-outputs.toml"]
-        return self.built("other-answers", *words, tokenizer=self["spec_bench_tokenizer"])
+        return str(Path(tokenizer_of(name, self.args.native, self.args.tokenizer)).resolve())
 
     def random_words(self) -> Path:
         """Invented words in random order: a file, so that the command that is published can be repeated."""
@@ -113,18 +100,16 @@ class Places:
                 file.write(json.dumps({"id": f"words {seed}", "task": "words", "prompt": " ".join(words) + " "}) + "\n")
         return path
 
-    def most(self, whole: int, trial: int) -> list[str]:
-        """The option that bounds the tokens of a store; 0 for none."""
-        tokens = trial if self.args.limit else whole
-        return ["--max-tokens", str(tokens)] if tokens else []
-
-    def built(self, name: str, *words: str, tokenizer: str = "reference") -> Path:
+    def store(self, name: str) -> Path:
         """A store, built unless it is there."""
-        path = self.out / "stores" / name
+        path = self.out / "stores" / name.replace("_", "-")
         if not (path / "manifest.json").exists():
             shutil.rmtree(path, ignore_errors=True)
             path.parent.mkdir(parents=True, exist_ok=True)
-            tool("retrieve-spec", "build", str(path), *words, "--tokenizer", tokenizer)
+            words, whole, trial = STORES[name]
+            tokens = trial if self.args.limit else whole
+            limit = ["--max-tokens", str(tokens)] if tokens else []
+            tool("retrieve-spec", "build", str(path), *self.words(words), *limit)
         return path
 
 
@@ -135,12 +120,33 @@ def measure(args: argparse.Namespace, name: str, how: dict[str, Any]) -> Iterato
         for end in how.get("at", [""]):
             sampling = TEMPERATURES.get(end, ["--temperature", end.removeprefix("t")]) if end else []
             file = f"{name}-{end}".rstrip("-")
-            yield file, run(args, places, file, [*places.words(how["run"]), *sampling], how)
+            folder, words = places.out / file, [*places.words(how["run"]), *sampling]
+            shutil.rmtree(folder, ignore_errors=True)
+            words += [] if "--prompts" in words else ["--prompts", "builtin"]
+            words += ["--limit", str(min(args.limit or how["limit"], how["limit"])), "--runs", str(how.get("runs", 1))]
+            words += ["--max-new-tokens", "24"] if args.limit else []
+            command = ["bench", "run", "--model", "reference", *words, "--out", str(folder), "--json"]
+            yield file, tool("retrieve-spec", *command)
     elif "script" in how:
         program, *words = places.words(f"{how['script']} {trial}")
         yield name, tool(f"scripts/{program}.py", *words)
     elif "replay" in how:
-        yield name, replays(places, how, trial)
+        facts, others = machine_facts(), OtherWork()
+        rows, commands = {}, []
+        for values in itertools.product(*how["rows"].values()):
+            row = dict(zip(how["rows"], values, strict=True))
+            file = row.get("file", "spec_bench")
+            words = [f"{{{file}}} --tokenizer {{{file}_tokenizer}} {how['replay']}"]
+            words += [f"--nodes {row['nodes']}"] if "nodes" in row else []
+            words += [f"--without {source}" for source in row.get("without", "").split()]
+            words += [how["facts"]["options"][row["known"]]] if "known" in row else []
+            title = [row[what] for what in ("nodes", "known", "without") if row.get(what)]
+            command = places.words(f"bench replay {' '.join(words)} --quiet {trial}")
+            made = tool("retrieve-spec", *command)
+            rows[" ".join([*title, *([FILES[file]] if "file" in row else [])])] = made
+            commands.append(published(["retrieve-spec", *command]))
+        machine = facts | {"others": others.cores()}
+        yield name, {"command": commands[0], "machine": machine, "rows": rows, **how["facts"]}
     elif "peers" in how:
         traces = sorted(map(str, places.trace("").glob("*.jsonl")))
         native = [f"{pattern}={Path(file).resolve()}" for pattern, _, file in (n.partition("=") for n in args.native)]
@@ -154,36 +160,6 @@ def measure(args: argparse.Namespace, name: str, how: dict[str, Any]) -> Iterato
         yield name, tool("tools/compare/compare.py", *traces, *words, *native, *trial_words)
     else:
         places.words(how["made"])
-
-
-def run(args: argparse.Namespace, places: Places, name: str, words: list[str], how: dict[str, Any]) -> dict[str, Any]:
-    """Summary of one `bench run`, whose folder is left."""
-    folder = places.out / name
-    shutil.rmtree(folder, ignore_errors=True)
-    prompts = [] if "--prompts" in words else ["--prompts", "builtin"]
-    limits = ["--limit", str(min(args.limit or how["limit"], how["limit"])), "--runs", str(how.get("runs", 1))]
-    limits += ["--max-new-tokens", "24"] if args.limit else []
-    command = ["bench", "run", "--model", "reference", *prompts, *words, *limits, "--out", str(folder), "--json"]
-    summary = tool("retrieve-spec", *command)
-    return summary
-
-
-def replays(places: Places, how: dict[str, Any], trial: str) -> dict[str, Any]:
-    """Several `bench replay`, one for each combination of what `rows` names."""
-    facts, others = machine_facts(), OtherWork()
-    rows, commands = {}, []
-    for values in itertools.product(*how["rows"].values()):
-        row = dict(zip(how["rows"], values, strict=True))
-        file = row.get("file", "spec_bench")
-        words = [f"{{{file}}} --tokenizer {{{file}_tokenizer}} {how['replay']}"]
-        words += [f"--nodes {row['nodes']}"] if "nodes" in row else []
-        words += [f"--without {source}" for source in row.get("without", "").split()]
-        words += [how["facts"]["options"][row["known"]]] if "known" in row else []
-        name = [row[what] for what in ("nodes", "known", "without") if row.get(what)]
-        command = places.words(f"bench replay {' '.join(words)} --quiet {trial}")
-        rows[" ".join([*name, *([FILES[file]] if "file" in row else [])])] = tool("retrieve-spec", *command)
-        commands.append(published(["retrieve-spec", *command]))
-    return {"command": commands[0], "machine": facts | {"others": others.cores()}, "rows": rows, **how["facts"]}
 
 
 def tool(program: str, *words: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,10 +65,6 @@ class Answer:
     def new(self) -> int:
         """Tokens of the answer."""
         return len(self.trace) - self.prompt.shape[1]
-
-    def cut(self, new: int) -> Answer:
-        """The beginning of the answer."""
-        return replace(self, trace=self.trace[: self.prompt.shape[1] + new])
 
 
 @dataclass(frozen=True, slots=True)

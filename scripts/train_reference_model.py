@@ -71,37 +71,24 @@ class Document:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
-    """Files to choose from, and under which licence."""
+def packages(roots: list[str]) -> Iterator[tuple[str, str, list[Path], Path]]:
+    """The standard library, then every installed package whose licence allows it and that is not held out.
 
-    name: str
-    licence: str
-    files: list[Path]
-    base: Path
-
-
-def packages(roots: list[str]) -> Iterator[Package]:
-    """The standard library, then every installed package whose licence allows it and that is not held out."""
+    Of each the name, the licence, its files and the folder that their paths begin at.
+    """
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     own = sorted(p for p in stdlib.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts))
-    yield Package("python-stdlib", "PSF", own, stdlib)
+    yield "python-stdlib", "PSF", own, stdlib
     found = importlib.metadata.distributions(path=roots) if roots else importlib.metadata.distributions()
     for distribution in found:
         name = (distribution.metadata["Name"] or "").lower()
-        licence = licence_of(distribution)
-        if name in HOLDOUT or not PERMISSIVE.search(licence) or COPYLEFT.search(licence):
-            continue
-        listed = sorted(Path(str(distribution.locate_file(f))) for f in distribution.files or [] if f.suffix == ".py")
-        yield Package(name, licence[:60], listed, Path(str(distribution.locate_file(""))))
-
-
-def licence_of(distribution: importlib.metadata.Distribution) -> str:
-    """Everything the metadata says about the licence, in one string."""
-    data = distribution.metadata
-    classifiers = [text for text in data.get_all("Classifier") or [] if text.startswith("License")]
-    stated = [data.get("License-Expression"), (data.get("License") or "")[:300], *classifiers]
-    return " ".join(text for text in stated if text)
+        data = distribution.metadata
+        classifiers = [text for text in data.get_all("Classifier") or [] if text.startswith("License")]
+        stated = [data.get("License-Expression"), (data.get("License") or "")[:300], *classifiers]
+        licence = " ".join(text for text in stated if text)
+        if name not in HOLDOUT and PERMISSIVE.search(licence) and not COPYLEFT.search(licence):
+            listed = (Path(str(distribution.locate_file(f))) for f in distribution.files or [] if f.suffix == ".py")
+            yield name, licence[:60], sorted(listed), Path(str(distribution.locate_file("")))
 
 
 def collect(roots: list[str], per_package_mb: float) -> tuple[list[Document], dict[str, dict[str, Any]]]:
@@ -114,43 +101,29 @@ def collect(roots: list[str], per_package_mb: float) -> tuple[list[Document], di
     seen: set[bytes] = set()
     documents: list[Document] = []
     used: dict[str, dict[str, Any]] = {}
-    for package in packages(roots):
-        files = list(package.files)
-        random.Random(package.name).shuffle(files)
+    for name, licence, files, base in packages(roots):
+        random.Random(name).shuffle(files)
         size, mine = 0, []
         for path in files:
-            text = readable(path)
-            digest = hashlib.blake2b(re.sub(r"\s+", " ", text or "").encode(), digest_size=12).digest()
-            if text is None or digest in seen:
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if not 200 < len(text) < 300_000 or sum(len(line) > 400 for line in text.split("\n")) > 3:
+                continue
+            digest = hashlib.blake2b(re.sub(r"\s+", " ", text).encode(), digest_size=12).digest()
+            if digest in seen:
                 continue
             seen.add(digest)
             size += len(text)
-            mine.append(Document(package.name, relative(path, package.base), text))
+            place = str(path.relative_to(base)) if path.is_relative_to(base) else "/".join(path.parts[-3:])
+            mine.append(Document(name, place, text))
             if size > per_package_mb * 1e6:
                 break
         if mine:
-            used[package.name] = {"chars": size, "licence": package.licence}
+            used[name] = {"chars": size, "licence": licence}
             documents += sorted(mine, key=lambda document: document.path)
     return documents, used
-
-
-def readable(path: Path) -> str | None:
-    """The text of a file that is neither tiny, huge, binary nor made of very long lines."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    if not 200 < len(text) < 300_000 or sum(len(line) > 400 for line in text.split("\n")) > 3:
-        return None
-    return text
-
-
-def relative(path: Path, base: Path) -> str:
-    """Path below the package's folder, or its last three parts."""
-    try:
-        return str(path.relative_to(base))
-    except ValueError:
-        return "/".join(path.parts[-3:])
 
 
 def train_tokenizer(documents: list[Document], vocab: int, rng: random.Random) -> Tokenizer:
@@ -318,21 +291,6 @@ def build_model(shape: str, tokenizer: Tokenizer, args: argparse.Namespace) -> L
     return LlamaForCausalLM(config).to(args.device)
 
 
-def save_model(trainer: Trainer, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Write the weights in bf16, the tokenizer, and how training went."""
-    copy.deepcopy(trainer.model).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    facts = {
-        "val_loss": trainer.evaluate(),
-        "steps": trainer.step,
-        "tokens": trainer.tokens,
-        "params": sum(p.numel() for p in trainer.model.parameters()),
-        "seconds": time.time() - trainer.start,
-    }
-    (folder / "training.json").write_text(json.dumps(facts))
-    return facts
-
-
 def main() -> None:
     """Make the corpus and the tokenizer, then train every shape asked for."""
     sizes = {"vocab": 8192, "seq": 1024, "long_seq": 2048, "tokens_per_step": 16_384, "micro_tokens": 8192}
@@ -365,7 +323,12 @@ def main() -> None:
 
         trainer.run(float(minutes) * 60, say)
         model.eval()
-        say("saved", save_model(trainer, tokenizer, args.out / shape))
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(args.out / shape)
+        tokenizer.save(str(args.out / shape / "tokenizer.json"))
+        facts = {"val_loss": trainer.evaluate(), "steps": trainer.step, "tokens": trainer.tokens}
+        facts |= {"params": sum(p.numel() for p in model.parameters()), "seconds": time.time() - trainer.start}
+        (args.out / shape / "training.json").write_text(json.dumps(facts))
+        say("saved", facts)
 
 
 if __name__ == "__main__":

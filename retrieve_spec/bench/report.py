@@ -58,7 +58,7 @@ class Record:
         Whether the last answer ends in a loop.
     divergence
         Where the answers first differ from the reference method's, None if nowhere: `{"turn", "position", "gap"}`, gap
-        being the difference of the two highest logits there.
+        being the difference of the two tokens' logits there.
     """
 
     run: int
@@ -413,7 +413,7 @@ def _divergences(summary: dict[str, Any]) -> dict[str, Any]:
         for d in figures["divergences"]
     ]
     text = (
-        "Answers that differ from the reference method's, with the gap of the two highest logits there. A gap near the "
+        "Answers that differ from the reference method's, with the gap of the two tokens' logits there. A gap near the "
         "rounding error of the number format is a tie that fell the other way; a large one is an error."
     )
     head = ["prompt", "method", "run", "turn", "token", "gap"]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,20 +85,6 @@ class Plan:
                 yield run, prompt, order
 
 
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Fingerprint of a workload, so that figures of different workloads are not compared."""
-    text = json.dumps([[p.name, p.task, p.turns, p.prediction, p.raw] for p in prompts])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def warm_up(bench: Bench, plan: Plan) -> None:
-    """Let every method generate a little, untimed, so that compilation is no part of the figures."""
-    ids = encode(bench.tokenizer, plan.prompts[0], [], plan.template)
-    for method in plan.methods:
-        bench.generate(method, ids, max_new_tokens=WARM_UP_TOKENS)
-        bench.forget(method)
-
-
 def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[[], object]) -> None:
     """Measure all there is to; a prompt is written when all methods have answered it."""
     last_run = 0
@@ -119,18 +105,41 @@ def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[
 
 
 def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, reference: Record) -> dict[str, Any] | None:
-    """Where a method's answers leave the reference's, and the gap of the two highest logits there."""
+    """Where a method's answers leave the reference's, and the gap there (`parting`)."""
     for turn, (ours, theirs) in enumerate(zip(record.token_ids, reference.token_ids, strict=True)):
-        if ours == theirs:
-            continue
-        apart = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-        at = next(apart, min(len(ours), len(theirs)))
-        before = encode(bench.tokenizer, prompt, reference.texts[:turn], plan.template)[0].tolist()
-        ids = torch.tensor([before + theirs[:at]], device=bench.model.device)
-        with torch.no_grad():
-            top = bench.model(ids).logits[0, -1].float().topk(2).values
-        return {"turn": turn, "position": at, "gap": float(top[0] - top[1])}
+        before = encode(bench.tokenizer, prompt, reference.texts[:turn], plan.template)[0]
+        if (parted := parting(bench.model, before, ours, theirs)) is not None:
+            return {"turn": turn, "position": parted[0], "gap": parted[1]}
     return None
+
+
+def parting(model: Any, prompt_ids: torch.Tensor, ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
+    """Where two texts behind a prompt part.
+
+    Parameters
+    ----------
+    model
+        Whose logits tell how near the two are.
+    prompt_ids
+        (n,) token ids.
+    ours, theirs
+        Token ids of the texts.
+
+    Returns
+    -------
+    tuple of int and float, or None
+        Number of the first token that differs, and the gap between the logits of the two tokens there (between the two
+        highest ones where a text ends); None where the texts are the same.
+    """
+    if ours == theirs:
+        return None
+    shorter = min(len(ours), len(theirs))
+    at = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    ids = torch.cat([prompt_ids.cpu(), torch.tensor(theirs[:at], dtype=torch.long)])
+    with torch.no_grad():
+        logits = model(ids[None].to(model.device)).logits[0, -1].float()
+    two = logits[[ours[at], theirs[at]]] if at < shorter else logits.topk(2).values
+    return at, float(abs(two[0] - two[1]))
 
 
 def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, earlier: Sequence[str]) -> Record:
@@ -204,13 +213,15 @@ def run_bench(
     session = state != "cold"
     bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=session, seed=seed, options=sampling)
     which = f", {tasks} only" if tasks else ""
+    # So that figures of different workloads are not compared.
+    digest = hashlib.sha256(json.dumps([astuple(question) for question in questions]).encode()).hexdigest()[:16]
     header = {
         "command": command,
         "machine": machine_facts(),
         "model": model,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": str(lm.device),
-        "prompts": f"{prompts}{which} ({len(questions)} prompts, digest {prompts_digest(questions)})",
+        "prompts": f"{prompts}{which} ({len(questions)} prompts, digest {digest})",
         "methods": list(methods),
         "stores": {path: sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file()) for path in stores},
         "state": state,
@@ -222,7 +233,10 @@ def run_bench(
         "template": template,
     }
     folder = ResultsFolder(out, header)  # made only when all options are right
-    warm_up(bench, plan)
+    first = encode(tokenizer, questions[0], [], template)
+    for method in chosen:  # so that compilation is no part of the figures
+        bench.generate(method, first, max_new_tokens=WARM_UP_TOKENS)
+        bench.forget(method)
     others = OtherWork()
     try:
         with tqdm(total=len(questions) * runs, unit="prompt", disable=quiet) as bar:

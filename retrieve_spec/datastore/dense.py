@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.files import FileEntry, check_mapped, map_array
+from retrieve_spec.datastore.files import FileEntry, check_content, map_array
 from retrieve_spec.datastore.manifest import DenseRecord
 from retrieve_spec.errors import ConfigError, ModelMismatchError, StoreCorruptError
 from retrieve_spec.openmp import survive_forks
@@ -120,19 +120,17 @@ class DenseIndex:
     def _checked(self) -> dict[str, NDArray[Any]]:
         """Contents of the files, as they were written."""
         for name, array in self._mapped.items():
-            check_mapped(array, self._folder / name, self._files[name])
+            check_content(self._folder / name, self._files[name], array)
         return self._mapped
 
     @cached_property
     def transform(self) -> Transform:
         """Mean, scale and principal components."""
         mean, scale, components = arrays = [self._checked[name] for name in TRANSFORM]
-        sizes = (len(mean), len(scale), len(components))
-        expected = (self.hidden_size, self.hidden_size, self.hidden_size * self.dims)
-        if sizes != expected:
-            raise StoreCorruptError(f"a transform of sizes {expected} in {self._folder}", f"{sizes}")
-        if not all(np.isfinite(a).all() for a in arrays) or (scale <= 0).any():
-            raise StoreCorruptError(f"finite mean, scale and components in {self._folder}", "others")
+        sizes = (self.hidden_size, self.hidden_size, self.hidden_size * self.dims)
+        fit = tuple(map(len, arrays)) == sizes and all(np.isfinite(a).all() for a in arrays) and (scale > 0).all()
+        if not fit:
+            raise StoreCorruptError(f"a transform of sizes {sizes} and finite numbers in {self._folder}", "another")
         return Transform(mean, scale, components.reshape(self.hidden_size, self.dims))
 
     @cached_property
@@ -143,12 +141,9 @@ class DenseIndex:
         except (RuntimeError, MemoryError) as error:
             got = next(iter(str(error).splitlines()), "") or "more than the memory holds"
             raise StoreCorruptError(f"a FAISS index in {path}", got) from error
-        if index.d != self.dims:
-            raise StoreCorruptError(f"keys of {self.dims} dimensions in {path}", f"{index.d}")
-        if index.ntotal == 0:
-            raise StoreCorruptError(f"keys in {path}", "an empty index")
-        if index.ntotal != self.count:
-            raise StoreCorruptError(f"{self.count:,} keys in {path}", f"{index.ntotal:,}")
+        if not self.count or (index.ntotal, index.d) != (self.count, self.dims):
+            expected = f"{self.count:,} keys of {self.dims} dimensions in {path}"
+            raise StoreCorruptError(expected, f"{index.ntotal:,} of {index.d}")
         return index
 
     def prepare(self) -> None:
@@ -203,18 +198,13 @@ class DenseIndex:
             valid = (numbers >= 0) & (numbers < self.count)
             positions = np.where(valid, self.positions[np.where(valid, numbers, 0)], -1).astype(np.int64)
             valid &= (positions < int(self._starts[-1])) & np.isfinite(similarity)
-            if len(self._removed):
-                documents = np.searchsorted(self._starts, positions, side="right") - 1
-                valid &= ~np.isin(documents, self._removed)
+            valid &= ~np.isin(np.searchsorted(self._starts, positions, side="right") - 1, self._removed)
             if wanted >= self.count or not len(self._removed) or (valid.sum(1) >= k).all():
                 break
             wanted = min(2 * wanted, self.count)
-        if wanted > k or not valid.all():
-            similarity, positions = np.where(valid, similarity, -1), np.where(valid, positions, -1)
-            order = np.argsort(~valid, axis=1, kind="stable")[:, :k]
-            similarity = np.take_along_axis(similarity, order, 1)
-            positions = np.take_along_axis(positions, order, 1)
-        return similarity.astype(np.float32, copy=False), positions
+        order = np.argsort(~valid, axis=1, kind="stable")[:, :k]
+        similarity = np.take_along_axis(np.where(valid, similarity, -1), order, 1)
+        return similarity.astype(np.float32, copy=False), np.take_along_axis(np.where(valid, positions, -1), order, 1)
 
 
 def continuation(segment: Segment, position: int, most: int) -> NDArray[np.int32]:
@@ -416,9 +406,6 @@ def recall(index: Any, keys: NDArray[np.float32]) -> float:
     flat.add(keys)
     _, exact = flat.search(keys[chosen], 11)
     _, found = nearest(index, keys[chosen], 11)
-    hits = wanted = 0
-    for own, near, got in zip(chosen.tolist(), exact.tolist(), found.tolist(), strict=True):
-        right = set(near) - {own, -1}
-        hits += len(right & set(got))
-        wanted += len(right)
-    return hits / max(wanted, 1)
+    right = (exact != chosen[:, None]) & (exact >= 0)
+    hits = (exact[:, :, None] == found[:, None, :]).any(2) & right
+    return float(hits.sum() / max(right.sum(), 1))

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError, StoreError
 
-_BLOCK = 1 << 22
-_FLUSHES = 8
+_WRITERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +57,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def little_endian(dtype: Any) -> str:
-    """Name of a dtype as stored: little-endian, whatever the machine."""
-    return str(np.dtype(dtype).newbyteorder("<").str)
-
-
 def sync_folder(folder: Path) -> None:
     """Make renames inside a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
@@ -72,13 +66,13 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_bytes(path: Path, content: bytes) -> FileEntry:
+def write_bytes(path: Path, content: bytes | memoryview) -> FileEntry:
     """Write a file and flush it to disk (not atomic: for files that nothing refers to yet)."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+    return FileEntry(memoryview(content).nbytes, hashlib.sha256(content).hexdigest())
 
 
 def write_files(folder: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, FileEntry]:
@@ -89,28 +83,16 @@ def write_files(folder: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, F
     dict
         Size, checksum and dtype of each file, by name.
     """
-    files = {name: _write(folder / name, array) for name, array in arrays.items()}
-    with ThreadPoolExecutor(_FLUSHES) as pool:  # disks take several at once
-        list(pool.map(_flush, [folder / name for name in files]))
+
+    def write(name: str) -> FileEntry:
+        dtype = arrays[name].dtype.newbyteorder("<")
+        written = write_bytes(folder / name, np.ascontiguousarray(arrays[name], dtype).data)
+        return replace(written, dtype=dtype.str)
+
+    with ThreadPoolExecutor(_WRITERS) as pool:  # disks take several at once
+        files = dict(zip(arrays, pool.map(write, arrays), strict=True))
     sync_folder(folder)
     return files
-
-
-def _write(path: Path, array: NDArray[Any]) -> FileEntry:
-    dtype = little_endian(array.dtype)
-    digest = hashlib.sha256()
-    step = max(1, _BLOCK // array.dtype.itemsize)
-    with path.open("wb") as file:
-        for start in range(0, len(array), step):
-            block = np.ascontiguousarray(array[start : start + step], dtype=dtype).data
-            digest.update(block)
-            file.write(block)
-    return FileEntry(array.nbytes, digest.hexdigest(), dtype)
-
-
-def _flush(path: Path) -> None:
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
 
 
 def replace_file(path: Path, content: bytes, private: bool = False) -> None:
@@ -135,73 +117,41 @@ def replace_file(path: Path, content: bytes, private: bool = False) -> None:
     sync_folder(path.parent)
 
 
-def check_content(path: Path, entry: FileEntry) -> None:
+def check_content(path: Path, entry: FileEntry, mapped: NDArray[Any] | None = None) -> None:
     """Check that a file holds what was written.
 
-    Raises
-    ------
-    StoreCorruptError
-        When its checksum differs.
-    """
-    _compare_checksum(path, entry, sha256_of(path))
-
-
-def check_mapped(array: NDArray[Any], path: Path, entry: FileEntry) -> None:
-    """Check that a scattered array of `map_array` holds what was written, whatever lies at the path by now.
+    Parameters
+    ----------
+    path, entry
+        The file and its record.
+    mapped
+        The file as a scattered array of `map_array`, which is read in its place: another one may lie there by now.
 
     Raises
     ------
     StoreCorruptError
         When its checksum differs.
     """
-    with read_in_order(array):
-        _compare_checksum(path, entry, hashlib.sha256(array.data).hexdigest())
+    if mapped is None:
+        found = sha256_of(path)
+    else:
+        with read_in_order(mapped):
+            found = hashlib.sha256(mapped.data).hexdigest()
+    if found != entry.sha256:
+        raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12])
 
 
 @contextmanager
 def read_in_order(array: NDArray[Any]) -> Iterator[None]:
     """Let the system read ahead in a scattered array of `map_array`: page by page, all of it would take minutes on a
     slow disk, and several times as long as it need where it lies in memory."""
-    _advise(array, "MADV_SEQUENTIAL")
-    yield
-    _advise(array, "MADV_RANDOM")
-
-
-def _advise(array: NDArray[Any], advice: str) -> None:
     mapped = getattr(array.base, "obj", None)
-    if isinstance(mapped, mmap.mmap) and hasattr(mmap, advice):
-        mapped.madvise(getattr(mmap, advice))
-
-
-def _compare_checksum(path: Path, entry: FileEntry, found: str) -> None:
-    if found != entry.sha256:
-        raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12])
-
-
-def check_size(path: str | Path, entry: FileEntry) -> None:
-    """Check that a file is there with the recorded size.
-
-    Raises
-    ------
-    StoreCorruptError
-        When it is missing or its size differs.
-    """
-    try:
-        size = os.stat(path).st_size
-    except OSError as error:
-        raise _not_read(path, entry, error) from error
-    if size != entry.bytes:
-        raise _wrong_size(path, entry, size)
-
-
-def _not_read(path: str | Path, entry: FileEntry, error: OSError) -> StoreError:
-    if isinstance(error, FileNotFoundError):
-        return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file")
-    return _unreadable(path, error)
-
-
-def _wrong_size(path: str | Path, entry: FileEntry, size: int) -> StoreCorruptError:
-    return StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes")
+    if not isinstance(mapped, mmap.mmap):
+        yield
+        return
+    mapped.madvise(mmap.MADV_SEQUENTIAL)
+    yield
+    mapped.madvise(mmap.MADV_RANDOM)
 
 
 def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, private: bool = False) -> NDArray[Any]:
@@ -222,23 +172,23 @@ def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, pr
         When the file is missing or its size differs.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-    except OSError as error:
-        raise _not_read(path, entry, error) from error
-    try:  # stores have thousands of files: no call here that need not be
-        size = os.fstat(handle).st_size
-        if size != entry.bytes:
-            raise _wrong_size(path, entry, size)
-        if size == 0:
-            return np.empty(0, entry.dtype)
-        mapped = mmap.mmap(handle, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
+        handle = os.open(path, os.O_RDONLY)  # stores have thousands of files: no call here that need not be
+        try:
+            size = os.fstat(handle).st_size
+            if size != entry.bytes:
+                raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes")
+            if size == 0:
+                return np.empty(0, entry.dtype)
+            mapped = mmap.mmap(handle, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
+        finally:
+            os.close(handle)
     except StoreError:
         raise
+    except FileNotFoundError as error:
+        raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file") from error
     except OSError as error:
-        raise _not_read(path, entry, error) from error
-    finally:
-        os.close(handle)
-    if scattered and hasattr(mmap, "MADV_RANDOM"):
+        raise _unreadable(path, error) from error
+    if scattered:
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, entry.dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.kernels import grams, ngram
-from retrieve_spec.kernels.ngram import mark_contexts
 
 LOAD = 0.7
 """Share of slots in use; searches read about two slots on a hit and six on a miss."""
@@ -44,11 +43,6 @@ class NgramTable:
     def contexts(self) -> int:
         """Contexts in the table."""
         return int(np.count_nonzero(self.slots[:, ngram.KEY]))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all arrays in bytes."""
-        return sum(getattr(self, f.name).nbytes for f in fields(self))
 
     def look_up(
         self, h: np.uint64, vocabulary: int = 1 << 32
@@ -177,19 +171,17 @@ class ContextFilter:
 
 def filter_contexts(tables: Sequence[NgramTable | None]) -> ContextFilter:
     """Filter of the contexts of a store's tables, None for a segment without; some milliseconds per million."""
-    small = [i for i, table in enumerate(tables) if table is not None and len(table.slots) <= _SMALL_SLOTS]
+    small = [(i, table) for i, table in enumerate(tables) if table is not None and len(table.slots) <= _SMALL_SLOTS]
     if len(small) < _FEW_TABLES:
         return ContextFilter(np.zeros((0, 0), np.uint64), (-1,) * len(tables))
     columns = [-1] * len(tables)
-    largest = max(table.contexts for i in small if (table := tables[i]) is not None)
     words = -(-len(small) // 64)
+    largest = max(table.contexts for _, table in small)
     buckets = 1 << (_BUCKETS_EACH * largest - 1).bit_length()
     while buckets * words * 8 > _FILTER_BYTES:
         buckets //= 2
     marks = np.zeros((buckets, words), np.uint64)
-    for column, i in enumerate(small):
-        table = tables[i]
-        assert table is not None
-        columns[i] = column
-        mark_contexts(table.slots, column, marks)
+    for column, (i, table) in enumerate(small):
+        columns[i], held = column, table.slots[:, ngram.KEY]
+        marks[held[held != 0] & np.uint32(buckets - 1), column >> 6] |= np.uint64(1 << (column & 63))
     return ContextFilter(marks, tuple(columns))

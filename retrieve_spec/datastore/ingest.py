@@ -253,6 +253,11 @@ def tokenise(
     """
 
     @cache
+    def place(number: int) -> str:  # whatever folder it was named in
+        path = sources[number].path
+        return path if path == STDIN or is_address(path) else os.path.realpath(path)
+
+    @cache
     def entry_filter(number: int, folder: str) -> EntryFilter:
         source = sources[number]
         if not folder:
@@ -261,7 +266,7 @@ def tokenise(
 
     @cache
     def licence_rule(number: int) -> LicenceRule | None:
-        root = Path(sources[number].path).resolve()
+        root = Path(place(number))
         top = root if root.is_dir() else root.parent
         return sources[number].licence_rule(top)
 
@@ -279,5 +284,5 @@ def tokenise(
             licence = rule.licence(Path(location).resolve() if is_file else None, own_licence(content))
             skip = rule.refuses(licence) or ""
         ids = encode(tokenizer, "" if skip else content)
-        row = Row(text.path, licence, source.path, "" if skip else text_hash(content), len(ids))
+        row = Row(text.path, licence, place(number), "" if skip else text_hash(content), len(ids))
         yield Tokenised(row, ids, size, skip or ("" if len(ids) else Reason.EMPTY))

@@ -226,22 +226,16 @@ def read_manifest(store: Path) -> Manifest:
     StoreError
         When it may not be read.
     """
-    return manifest_of(read_content(store), store)
-
-
-def read_content(store: Path) -> bytes:
-    """The bytes of a store's manifest, as they are; errors are those of `read_manifest`."""
     path = store / MANIFEST
     try:
         with explain_read_errors(path):
-            return path.read_bytes()
+            return manifest_of(path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _missing(store) from error
 
 
-def manifest_of(content: bytes, place: str | Path) -> Manifest:
-    """The manifest that a store, or a file at some place, holds; errors are those of `read_manifest`."""
-    path = place / MANIFEST if isinstance(place, Path) else place
+def manifest_of(content: bytes, path: str | Path) -> Manifest:
+    """The manifest that a file holds; errors are those of `read_manifest`."""
     try:
         raw = json.loads(content)
     except ValueError as error:

@@ -15,14 +15,14 @@ import os
 import posixpath
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from filelock import FileLock
 
-from retrieve_spec.datastore.files import FileEntry, check_content, open_regular
+from retrieve_spec.datastore.files import FileEntry, open_regular
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
     Manifest,
@@ -155,7 +155,6 @@ class Remote:
     def __init__(self, url: str) -> None:
         self.fs, self.root = reach(url)
         self.url = url
-        self._local = "file" in self.fs.protocol
 
     def path(self, *parts: str) -> str:
         """Place of a file."""
@@ -170,17 +169,6 @@ class Remote:
             return 0
         names = (posixpath.basename(name).removesuffix(".json") for name in listed)
         return max((int(name) for name in names if name.isdigit()), default=0)
-
-    def check_free(self) -> None:
-        """Check that a first version would replace no manifest: a store's own folder has one, and other programs do.
-
-        Raises
-        ------
-        BuildError
-            When it would.
-        """
-        if self.fs.exists(self.path(MANIFEST)):
-            raise BuildError(f"an empty folder at {self.url}", f"one that holds {MANIFEST}", "Choose another one.")
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of a version.
@@ -209,52 +197,35 @@ class Remote:
         StoreLockedError
             When one has.
         """
-        content = content_of(manifest)
+        content, place = content_of(manifest), self.path(VERSIONS, f"{version:012d}.json")
         try:
-            self._create(self.path(VERSIONS, f"{version:012d}.json"), content)
-        except FileExistsError as error:
-            raise changed(self.url, f"version {version} to be this one", "one that another process pushed") from error
-        self.write(self.path(MANIFEST), content)
-
-    def says(self, manifest: Manifest) -> bool:
-        """Whether the newest version was put there whole, and is this one."""
-        try:
-            return bool(self.fs.cat_file(self.path(MANIFEST)) == content_of(manifest))
-        except FileNotFoundError:
-            return False
-
-    def _create(self, place: str, content: bytes) -> None:
-        """Write a small file, whole; `FileExistsError` where it is there."""
-        if self._local:  # where fsspec looks first and writes then
-            part = f"{place}.{secrets.token_hex(4)}.part"
-            self.write(part, content)
-            try:
-                os.link(part, place)
-            finally:
-                os.unlink(part)
-            return
-        try:
-            with self._in_place():
+            if "file" in self.fs.protocol:  # where fsspec looks first and writes then
+                part = f"{place}.{secrets.token_hex(4)}.part"
+                self.write(part, content)
+                try:
+                    os.link(part, place)
+                finally:
+                    os.unlink(part)
+            else:
                 self.fs.pipe_file(place, content, mode="create")
         except OSError as error:
             if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
-                raise FileExistsError(place) from error
+                got = "one that another process pushed"
+                raise changed(self.url, f"version {version} to be this one", got) from error
             raise
+        self.write(self.path(MANIFEST), content)
+
+    def read(self, place: str) -> bytes | None:
+        """Content of a small file, None where there is none."""
+        try:
+            return bytes(self.fs.cat_file(self.path(place)))
+        except FileNotFoundError:
+            return None
 
     def write(self, place: str, content: bytes) -> None:
         """Write a small file."""
-        with self._in_place():
-            self.fs.makedirs(posixpath.dirname(place), exist_ok=True)
-            self.fs.pipe_file(place, content)
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """Turn that there is no such place to write to, as no such bucket, into a `BuildError`."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            remedy = "Make the bucket or folder first, or correct the address."
-            raise BuildError(f"to write to {self.url}", str(error) or "no such place", remedy) from error
+        self.fs.makedirs(posixpath.dirname(place), exist_ok=True)
+        self.fs.pipe_file(place, content)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file that is there, by its path below the root."""
@@ -266,22 +237,11 @@ class Remote:
         start = len(self.root) + 1
         return {name[start:]: int(about["size"]) for name, about in found.items()}
 
-    def send(self, source: Path, place: str, expected: FileEntry, advance: Advance) -> None:
-        """Copy a file of a store there.
-
-        Raises
-        ------
-        StoreCorruptError
-            When it does not hold what the manifest says.
-        FileNotFoundError
-            When there is no such file of the store.
-        """
-        check_content(source, expected)
+    def send(self, source: Path, place: str) -> None:
+        """Copy a file of a store there."""
         target = self.path(place)
-        with self._in_place():
-            self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
-            self.fs.put_file(os.fspath(source), target)
-        advance(expected.bytes)
+        self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
+        self.fs.put_file(os.fspath(source), target)
 
     def fetch(self, place: str, target: Path, expected: FileEntry, advance: Advance) -> None:
         """Copy a file from there, whole or not at all.
@@ -348,16 +308,14 @@ def changed(url: str, expected: str, got: str) -> StoreLockedError:
 
 
 def missing_files(manifest: Manifest, folder: Path) -> list[tuple[str, FileEntry]]:
-    """Files of a store that a folder lacks, by place."""
-    files = ((place, file, folder / place) for place, file in files_of(manifest))
-    return [(place, file) for place, file, here in files if not (here.exists() and here.stat().st_size == file.bytes)]
-
-
-def fetch_files(remote: Remote, files: Iterable[tuple[str, FileEntry]], folder: Path, advance: Advance) -> None:
-    """Bring files of a remote into a folder; errors are those of `Remote.fetch`."""
-    for place, file in files:
-        (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        remote.fetch(place, folder / place, file, advance)
+    """Files of a store that a folder lacks, by place; the folders that they belong into are made."""
+    missing = []
+    for place, file in files_of(manifest):
+        here = folder / place
+        if not (here.exists() and here.stat().st_size == file.bytes):
+            here.parent.mkdir(parents=True, exist_ok=True)
+            missing.append((place, file))
+    return missing
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
@@ -373,7 +331,8 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     try:
         with FileLock(folder / "lock"):
             remote, _, there = read_remote(url)
-            fetch_files(remote, missing_files(there, folder), folder, int)
+            for place, file in missing_files(there, folder):
+                remote.fetch(place, folder / place, file, int)
             write_manifest(folder, there)
             drop_stale_files(folder, there)
     except BuildError:

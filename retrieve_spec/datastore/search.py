@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from retrieve_spec.errors import BuildError, PromptError, StoreCorruptError
 from retrieve_spec.kernels.suffix_array import sa_longest, sa_successors
 
 MAX_READS = 1024
+SPAN = 16
+"""Tokens of a continuation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class SearchResult:
     occurrences: tuple[Occurrence, ...]
 
 
-def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int = 16) -> SearchResult:
+def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int = SPAN) -> SearchResult:
     """Find the longest end of a text that occurs in a store.
 
     Parameters
@@ -74,26 +77,27 @@ def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int 
     SearchResult
         With ``matched == 0`` when not even the last token occurs.
     """
-    ids = np.array(store.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    ids, decode = np.array(store.tokenizer.encode(text, add_special_tokens=False).ids, np.int64), store.tokenizer.decode
     found = [_longest(segment, ids) for segment in store.segments]
     matched = max((depth for _, _, depth in found), default=0)
     if matched == 0:
         return SearchResult(len(ids), 0, "", 0, (), ())
-    parts = [(i, lo, hi) for i, (lo, hi, depth) in enumerate(found) if depth == matched]
-    count = sum(_listed(store.segments[i], lo, hi) for i, lo, hi in parts)
-    counts: dict[int, float] = {}
-    for i, lo, hi in parts:
-        for token, n in _successors(store.segments[i], lo, hi, matched):
-            counts[token] = counts.get(token, 0.0) + n
-    best = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
-    decode = store.tokenizer.decode
+    parts = [(i, store.segments[i], lo, hi) for i, (lo, hi, depth) in enumerate(found) if depth == matched]
+    # Suffixes that stand for themselves, not for a removed one.
+    count = sum(hi - lo - int(np.diff(np.searchsorted(part.hidden, [lo, hi]))[0]) for _, part, lo, hi in parts)
+    counts: Counter[int] = Counter()
     places = []
-    for i, lo, hi in parts:
+    tokens, often = np.empty(MAX_READS, np.int64), np.empty(MAX_READS, np.float64)
+    for i, segment, lo, hi in parts:
+        sa = segment.suffix_array
+        n, _ = sa_successors(segment.tokens, sa, lo, hi, matched, MAX_READS, tokens, often)
+        counts.update(dict(zip(segment.ids_of(tokens[:n]).tolist(), often[:n].tolist(), strict=True)))
         share = max(1, round(limit * (hi - lo) / max(count, 1)))
-        chosen = np.linspace(lo, hi - 1, min(share, hi - lo)).astype(np.int64)
-        shown = store.segments[i].suffix_array[chosen]
-        for at in shown[np.sort(np.unique(shown, return_index=True)[1])]:
-            places.append(_occurrence(store, i, int(at), matched, span))
+        shown = sa[np.linspace(lo, hi - 1, min(share, hi - lo)).astype(np.int64)]
+        for at in shown[np.sort(np.unique(shown, return_index=True)[1])].tolist():
+            document, following = _place(store, i, at, at + matched - 1, span)
+            places.append(Occurrence(i, at, document, following))
+    best = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
     return SearchResult(
         len(ids),
         matched,
@@ -114,18 +118,8 @@ def _longest(segment: Segment, ids: NDArray[np.int64]) -> tuple[int, int, int]:
     return int(lo), int(hi), int(depth)
 
 
-def _listed(segment: Segment, lo: int, hi: int) -> int:
-    """Suffixes of an interval that stand for themselves, not for a removed one."""
-    return hi - lo - int(np.diff(np.searchsorted(segment.hidden, [lo, hi]))[0])
-
-
-def _successors(segment: Segment, lo: int, hi: int, depth: int) -> list[tuple[int, float]]:
-    tokens, counts = np.empty(MAX_READS, np.int64), np.empty(MAX_READS, np.float64)
-    n, _ = sa_successors(segment.tokens, segment.suffix_array, lo, hi, depth, MAX_READS, tokens, counts)
-    return list(zip(segment.ids_of(tokens[:n]).tolist(), counts[:n].tolist(), strict=True))
-
-
-def _occurrence(store: Datastore, index: int, position: int, matched: int, span: int) -> Occurrence:
+def _place(store: Datastore, index: int, position: int, last: int, span: int) -> tuple[Document, str]:
+    """The document at a position of a segment, and what follows the last token of the match there."""
     segment = store.segments[index]
     try:
         document = store.document_at(index, position)
@@ -133,9 +127,8 @@ def _occurrence(store: Datastore, index: int, position: int, matched: int, span:
         raise StoreCorruptError(
             f"positions in documents in the suffix array of segment {segment.name}", str(error)
         ) from None
-    ids = continuation(segment, position + matched - 1, span)
-    text = store.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-    return Occurrence(index, position, document, text)
+    ids = continuation(segment, last, span)
+    return document, store.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +142,7 @@ class Neighbour:
     continuation: str
 
 
-def search_dense(
-    store: Datastore, text: str, *, model: Any = None, limit: int = 10, span: int = 16
-) -> tuple[Neighbour, ...]:
+def search_dense(store: Datastore, text: str, *, model: Any = None, limit: int = 10) -> tuple[Neighbour, ...]:
     """Find the places of a store that are most like the end of a text to the model of its dense indexes.
 
     Parameters
@@ -164,8 +155,6 @@ def search_dense(
         Name of the model, or a model at hand; by default the one the manifest names.
     limit
         Neighbours to return at most.
-    span
-        Tokens of each continuation.
 
     Returns
     -------
@@ -203,7 +192,6 @@ def search_dense(
         found += [(-float(s), number, int(p)) for s, p in zip(similarity[0], positions[0], strict=True) if p >= 0]
     neighbours = []
     for negated, number, position in sorted(found)[:limit]:
-        following = continuation(store.segments[number], position, span)
-        shown = store.tokenizer.decode(following.tolist(), skip_special_tokens=False)
-        neighbours.append(Neighbour(-negated, number, position, store.document_at(number, position), shown))
+        document, following = _place(store, number, position, position, SPAN)
+        neighbours.append(Neighbour(-negated, number, position, document, following))
     return tuple(neighbours)

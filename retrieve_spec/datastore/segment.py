@@ -8,8 +8,10 @@ A segment's tombstones, what counts as removed of it, are up to three files of t
 ``…-documents.bin``, the numbers of removed documents; ``…-ranks.bin``, where their suffixes stand in its suffix array;
 and ``…-copies.bin``, the numbers of documents whose text another segment has too: those are not listed, but what they
 say may be drafted. A segment with tombstones is mapped privately, and the pages that a removed document touches are
-altered in memory (`retrieve_spec.kernels.tombstones`). So it costs time and memory in proportion to what was removed:
-beyond `MOST_TOKENS` of a segment, a removal writes the segment anew instead.
+altered in memory: a removed suffix shows its nearest neighbour in the suffix array instead, so the array stays sorted
+and as long as it was, every search works as before, and an interval is empty unless a text that is left goes on that
+way. A neighbour's count grows by the suffixes that it stands for. It costs time and memory in proportion to what was
+removed: beyond `MOST_TOKENS` of a segment, a removal writes the segment anew instead.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.dense import INDEX, DenseIndex
-from retrieve_spec.datastore.files import FileEntry, check_size, map_array, read_in_order, write_files
+from retrieve_spec.datastore.files import FileEntry, map_array, read_in_order, write_files
 from retrieve_spec.datastore.indexes import (
     NgramTable,
     build_grams,
@@ -37,14 +39,14 @@ from retrieve_spec.datastore.indexes import (
 from retrieve_spec.datastore.manifest import TOMBSTONES, DenseRecord, SegmentEntry
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.induced_sort import sort_suffixes
-from retrieve_spec.kernels.ngram import SLOT
-from retrieve_spec.kernels.suffix_array import sa_top_table
-from retrieve_spec.kernels.tombstones import forget_document, hide_suffixes, hide_tops, ranks_of
+from retrieve_spec.kernels.ngram import SLOT, forget_document
+from retrieve_spec.kernels.suffix_array import TOP_SHIFT, sa_top_table
 
 HASHES, PATHS, PATH_ENDS, ORIGINS = "document_hashes", "document_paths", "document_path_ends", "document_origins"
 TABLE = (HASHES, PATHS, PATH_ENDS, ORIGINS)
 DIGEST = 32
 """Bytes of a content hash."""
+SUFFIX = ".bin"
 Origin = tuple[str, str]
 
 
@@ -154,27 +156,11 @@ class DocumentTable:
             When they do not.
         """
         ends, origins = self._arrays[PATH_ENDS].astype(np.int64), self._arrays[ORIGINS]
-        sound = len(self._arrays[HASHES]) == DIGEST * len(self) and len(ends) == len(origins) == len(self)
-        sound = sound and bool((np.diff(ends, prepend=0) >= 0).all()) and bool((origins < len(self.origins)).all())
-        if not (sound and (ends[-1] if len(ends) else 0) == len(self._arrays[PATHS])):
+        sound = len(ends) == len(origins) == len(self.hashes) and bool((np.diff(ends, prepend=0) >= 0).all())
+        if not sound or ends[-1] != len(self._arrays[PATHS]) or int(origins.max()) >= len(self.origins):
             raise self._damaged("arrays of one length")
-        for number in range(len(self)):
-            self.path(number)
-
-    def path(self, number: int) -> str:
-        """Path of one document.
-
-        Raises
-        ------
-        StoreCorruptError
-            When the table is damaged.
-        """
-        try:
-            ends = self._arrays[PATH_ENDS]
-            start = int(ends[number - 1]) if number else 0
-            return self._arrays[PATHS][start : int(ends[number])].tobytes().decode()
-        except (IndexError, UnicodeDecodeError) as error:
-            raise self._damaged(f"a path of document {number}") from error
+        for _ in self:
+            pass  # names are text
 
     def __getitem__(self, number: int) -> Document:
         """One document.
@@ -186,22 +172,17 @@ class DocumentTable:
         """
         try:
             licence, source = self.origins[int(self._arrays[ORIGINS][number])]
+            ends = self._arrays[PATH_ENDS]
+            path = self._arrays[PATHS][int(ends[number - 1]) if number else 0 : int(ends[number])].tobytes().decode()
             digest = self._arrays[HASHES][DIGEST * number : DIGEST * (number + 1)].tobytes().hex()
             start, end = int(self._starts[number]), int(self._starts[number + 1])
-        except IndexError as error:
+        except (IndexError, UnicodeDecodeError) as error:
             raise self._damaged(f"document {number}") from error
+        removed = number in self._removed
+        tokens = end - start - 1
         return Document(
-            self.segment,
-            number,
-            self.path(number),
-            licence,
-            source,
-            digest,
-            start,
-            end - start - 1,
-            self.added_at,
-            number in self._removed,
-        )
+            self.segment, number, path, licence, source, digest, start, tokens, self.added_at, removed
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[Document]:
         return (self[number] for number in range(len(self)))
@@ -244,7 +225,9 @@ class DocumentTable:
 
 MOST_TOKENS = 1 << 17
 """Removed tokens of one segment up to which tombstones are kept."""
+_STEP = 1 << 20
 DOCUMENTS, RANKS, COPIES = "documents", "ranks", "copies"
+_NONE = np.empty(0, np.uint32)
 
 
 def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint32]]:
@@ -255,11 +238,11 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
     StoreCorruptError
         When a file is missing or has another size.
     """
-    found = {kind: np.empty(0, np.uint32) for kind in (DOCUMENTS, RANKS, COPIES)}
+    found = dict.fromkeys((DOCUMENTS, RANKS, COPIES), _NONE)
     for name, file in entry.tombstones.items():
-        kind = name.removesuffix(".bin").rpartition("-")[2]
-        if kind not in found:
-            raise StoreCorruptError(f"tombstones of a kind in {store}", name)
+        kind = name.removesuffix(SUFFIX).rpartition("-")[2]
+        if kind not in found:  # a later kind, maybe, that hides more
+            raise StoreCorruptError(f"tombstones of {', '.join(found)} in {store}", name)
         found[kind] = map_array(store / TOMBSTONES / name, file)
     return found
 
@@ -283,10 +266,9 @@ def write_tombstones(folder: Path, segment: str, arrays: dict[str, NDArray[np.ui
     folder.mkdir(exist_ok=True)
     named = {}
     for kind, array in arrays.items():
-        if len(array):
-            content = np.ascontiguousarray(array, "<u4")
-            named[f"{segment}-{hashlib.sha256(content.data).hexdigest()[:12]}-{kind}.bin"] = content
-    return write_files(folder, named)
+        content = np.ascontiguousarray(array, "<u4")
+        named[f"{segment}-{hashlib.sha256(content.data).hexdigest()[:12]}-{kind}{SUFFIX}"] = content
+    return write_files(folder, {name: content for name, content in named.items() if len(content)})
 
 
 def document_tokens(starts: NDArray[np.uint32], numbers: Iterable[int]) -> int:
@@ -315,50 +297,16 @@ def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequ
     gone = np.zeros(last - first, np.bool_)
     for number in numbers:
         gone[int(starts[number]) - first : int(starts[number + 1]) - 1 - first] = True
-    ranks = np.empty(int(gone.sum()), np.uint32)
+    found = []
     with read_in_order(sa):
-        found = ranks_of(sa, first, last, np.packbits(gone, bitorder="little"), ranks)
-    if found < len(ranks):
-        raise StoreCorruptError(f"{len(ranks):,} suffixes of removed documents in a suffix array", f"{found:,}")
+        for at in range(0, len(sa), _STEP):
+            inside = sa[at : at + _STEP] - np.uint32(first)  # beyond the last for what is in front, too
+            near = np.flatnonzero(inside < last - first)
+            found.append(at + near[gone[inside[near]]])
+    ranks = np.concatenate(found).astype(np.uint32)
+    if len(ranks) != np.count_nonzero(gone):
+        raise StoreCorruptError(f"{np.count_nonzero(gone):,} suffixes of removed documents", f"{len(ranks):,}")
     return ranks
-
-
-def hide(
-    segment: str,
-    tombstones: dict[str, NDArray[np.uint32]],
-    tokens: NDArray[Any],
-    sa: NDArray[np.uint32],
-    top: NDArray[np.uint64],
-    bits: int,
-) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-    """Suffix array and top table, both mapped privately, without what the tombstones name.
-
-    Raises
-    ------
-    StoreCorruptError
-        When the tombstones do not fit the segment.
-    """
-    ranks = tombstones[RANKS]
-    rising = bool((ranks[1:] > ranks[:-1]).all())
-    if not rising or (len(ranks) and int(ranks[-1]) >= len(sa)) or len(ranks) >= max(len(sa), 1):
-        raise StoreCorruptError(f"tombstones of {len(sa):,} suffixes of segment {segment}", "others")
-    if len(ranks):
-        hide_suffixes(sa, ranks)
-        hide_tops(tokens, sa, ranks, bits, top)
-    sa.flags.writeable = top.flags.writeable = False
-    return sa, top
-
-
-def forget(table: NgramTable, texts: Iterable[NDArray[np.uint32]]) -> NgramTable:
-    """N-gram table, mapped privately, without the counts of removed texts."""
-    for ids in texts:
-        forget_document(ids, table.slots, table.succ_tokens, table.succ_counts)
-    for array in (table.slots, table.succ_tokens, table.succ_counts):
-        array.flags.writeable = False
-    return table
-
-
-SUFFIX = ".bin"
 
 
 @dataclass(frozen=True)
@@ -414,7 +362,7 @@ class Segment:
     removed: tuple[int, ...]
     ngram: NgramTable | None
     dense: DenseIndex | None = None
-    hidden: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    hidden: NDArray[np.uint32] = field(default_factory=lambda: _NONE)
 
     @cached_property
     def to_local(self) -> NDArray[np.int32]:
@@ -570,28 +518,26 @@ def open_segment(
         When a file is missing or has the wrong size, or the vocabulary is damaged (its ids would reach the model).
     """
     place = os.path.join(folder, "")
-    others = set(entry.files)
-    hiding = not as_written and tombstones is not None and len(tombstones[DOCUMENTS]) > 0
+    found = {} if tombstones is None else dict(tombstones)
+    gone, ranks = found.get(DOCUMENTS, _NONE), found.get(RANKS, _NONE)
+    hiding = not as_written and len(gone) > 0
 
-    def load(name: str, dtype: type, scattered: bool = False, private: bool = False) -> NDArray[Any]:
-        name += SUFFIX
-        file = entry.files.get(name)
+    def load(name: str, dtype: type = np.uint32, scattered: bool = False, private: bool = False) -> NDArray[Any]:
+        file = entry.files.get(name + SUFFIX)
         if file is None:
             return np.empty(0, dtype)
-        others.discard(name)
-        return map_array(place + name, file, scattered=scattered, private=private)
+        return map_array(place + name + SUFFIX, file, scattered=scattered, private=private)
 
-    to_global = load("vocabulary", np.uint32)
+    to_global, starts = load("vocabulary"), load("documents")
     if not len(to_global) or int(to_global.max()) >= vocabulary:
         raise StoreCorruptError(f"token ids below {vocabulary:,} in {folder / 'vocabulary.bin'}", "others")
-    ngrams = None
-    if "ngram_slots" + SUFFIX in entry.files:
-        slots, *successors = (load(f"ngram_{f.name}", np.uint32, private=hiding) for f in fields(NgramTable))
-        ngrams = NgramTable(slots[: len(slots) // SLOT * SLOT].reshape(-1, SLOT), *successors)
-    starts = load("documents", np.uint32)
     if len(starts) < 2:
         raise StoreCorruptError(f"documents in {folder}", "none")
-    removed = () if tombstones is None else hidden_of(dict(tombstones), len(starts) - 1, entry.name)
+    ngrams = None
+    if "ngram_slots" + SUFFIX in entry.files:
+        slots, *successors = (load(f"ngram_{f.name}", private=hiding) for f in fields(NgramTable))
+        ngrams = NgramTable(slots[: len(slots) // SLOT * SLOT].reshape(-1, SLOT), *successors)
+    removed = hidden_of(found, len(starts) - 1, entry.name) if found else ()
     table = {name: load(name, np.uint8) for name in TABLE}
     dense = None
     if record is not None and INDEX in entry.files:
@@ -610,15 +556,42 @@ def open_segment(
         removed,
         ngrams,
         dense,
-        tombstones[RANKS] if tombstones is not None else np.empty(0, np.uint32),
+        ranks,
     )
-    for name in others:
-        check_size(place + name, entry.files[name])
-    if hiding and tombstones is not None:
-        hide(entry.name, dict(tombstones), segment.tokens, segment.suffix_array, segment.top, segment.bits)
-        if ngrams is not None:
-            forget(ngrams, (segment.text_ids(number) for number in tombstones[DOCUMENTS].tolist()))
+    suffixes, shown = len(segment.suffix_array), len(segment.top) << TOP_SHIFT
+    if not 0 <= shown - suffixes < 1 << TOP_SHIFT or (suffixes and not len(segment.tokens)):
+        raise StoreCorruptError(f"a text, its {suffixes:,} suffixes and their top table in {folder}", "another size")
+    if hiding:
+        _hide(segment, ranks, gone.tolist())
     return segment
+
+
+def _hide(segment: Segment, ranks: NDArray[np.uint32], documents: Iterable[int]) -> None:
+    """Let the indexes of a segment, mapped privately, not show removed documents, whose suffixes have these ranks.
+
+    Raises
+    ------
+    StoreCorruptError
+        When the tombstones do not fit the segment.
+    """
+    tokens, sa, top, ngrams = segment.tokens, segment.suffix_array, segment.top, segment.ngram
+    altered: list[NDArray[Any]] = [sa, top]
+    if len(ranks):
+        if not (ranks[1:] > ranks[:-1]).all() or len(ranks) >= len(sa) or int(ranks[-1]) >= len(sa):
+            raise StoreCorruptError(f"tombstones of {len(sa):,} suffixes of segment {segment.name}", "others")
+        first = np.flatnonzero(np.diff(ranks.astype(np.int64), prepend=-2) != 1)  # of ranks that follow one another
+        shown = ranks[first].astype(np.int64) - 1
+        if shown.size and shown[0] < 0:  # none is in front: the next one behind
+            shown[0] = first[1] if len(first) > 1 else len(ranks)
+        sa[ranks] = np.repeat(sa[shown], np.diff(first, append=len(ranks)))
+        sampled = ranks[ranks & ((1 << TOP_SHIFT) - 1) == 0]
+        top[sampled >> TOP_SHIFT] = sa_top_table(tokens, np.repeat(sa[sampled], 1 << TOP_SHIFT), segment.bits)
+    if ngrams is not None:
+        altered += [ngrams.slots, ngrams.succ_tokens, ngrams.succ_counts]
+        for number in documents:
+            forget_document(segment.text_ids(number), ngrams.slots, ngrams.succ_tokens, ngrams.succ_counts)
+    for array in altered:
+        array.flags.writeable = False
 
 
 def suffix_array(tokens: NDArray[Any]) -> NDArray[np.uint32]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -21,13 +20,20 @@ from retrieve_spec.datastore.build import first_manifest
 from retrieve_spec.datastore.change import ChangeReport, WorkFolder, check_folder, progress_bar, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
 from retrieve_spec.datastore.edit import link_file, unite
-from retrieve_spec.datastore.files import replace_file
-from retrieve_spec.datastore.manifest import Manifest, existing_manifest, explain_write_errors, files_of, write_manifest
+from retrieve_spec.datastore.files import FileEntry, check_content, replace_file
+from retrieve_spec.datastore.manifest import (
+    MANIFEST,
+    Manifest,
+    content_of,
+    existing_manifest,
+    explain_write_errors,
+    files_of,
+    write_manifest,
+)
 from retrieve_spec.datastore.remote import (
     Remote,
     changed,
     explain_remote_errors,
-    fetch_files,
     folder_of,
     missing_files,
     public_name,
@@ -96,12 +102,15 @@ def push_datastore(
     """
     folder = folder_of(path, "push")
     store = open_datastore(folder)
-    manifest = without_lists(store.manifest if keep_paths else public_manifest(store.manifest))
+    manifest = store.manifest if keep_paths else public_manifest(store.manifest)
+    # The lists of what changes left out stay here.
+    history = tuple({key: value for key, value in event.items() if key != "listed"} for event in manifest.history)
+    manifest = replace(manifest, history=history)
     with explain_remote_errors(url):
         remote = Remote(url)
         newest = version = remote.newest()
-        if not newest:
-            remote.check_free()
+        if not newest and remote.fs.exists(remote.path(MANIFEST)):  # of a store's own folder, or another program's
+            raise BuildError(f"an empty folder at {url}", f"one that holds {MANIFEST}", "Choose another one.")
         seen = _seen(folder).get(url, {}).get("version", 0)
         if newest and seen != newest and remote.manifest(newest).content != manifest.content:
             raise changed(url, f"version {seen or 'none'}", f"version {newest}, which this store has not seen")
@@ -109,20 +118,34 @@ def push_datastore(
         files = list(files_of(manifest))
         missing = [(place, file) for place, file in files if there_sizes.get(place) != file.bytes]
         total = sum(file.bytes for _, file in missing)
-        with progress_bar("pushing", total, "B", progress) as advance:
-            for place, file in missing:
-                try:
-                    remote.send(folder / place, place, file, advance)
-                except FileNotFoundError as error:
-                    expected = f"{folder / place}, which the store listed"
-                    got, remedy = "a store that another process has changed meanwhile", "Push it again when it is done."
-                    raise StoreLockedError(expected, got, remedy) from error
-        if not remote.says(manifest):
-            version += 1
-            put_card(remote, told_of(store, manifest), manifest)
-            remote.add_version(version, manifest)
+        try:
+            with progress_bar("pushing", total, "B", progress) as advance:
+                for place, file in missing:
+                    _send(remote, folder / place, place, file)
+                    advance(file.bytes)
+            if remote.read(MANIFEST) != content_of(manifest):  # the newest version is another one, or was not finished
+                version += 1
+                there = remote.read(CARD)
+                if there is None or _TITLE.encode() in there:  # another README is somebody's own
+                    remote.write(remote.path(CARD), store_card(store, manifest))
+                remote.add_version(version, manifest)
+        except FileNotFoundError as error:  # as of a bucket that is not there
+            remedy = "Make the bucket or folder first, or correct the address."
+            raise BuildError(f"to write to {url}", str(error) or "no such place", remedy) from error
     _remember(folder, url, version, manifest.content)
     return PushReport(url, version, len(missing), total, len(files) - len(missing))
+
+
+def _send(remote: Remote, source: Path, place: str, file: FileEntry) -> None:
+    """Copy a file of a store to a remote, once it is known to hold what the manifest says."""
+    try:
+        check_content(source, file)
+        remote.send(source, place)
+    except FileNotFoundError as error:
+        if source.exists():
+            raise  # of the remote
+        got = "a store that another process has changed meanwhile"
+        raise StoreLockedError(f"{source}, which the store listed", got, "Push it again when it is done.") from error
 
 
 def _seen(folder: Path) -> dict[str, Any]:
@@ -180,8 +203,15 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
         mine = existing_manifest(store)
         plan = _begin_pull(work, mine, url)
         pulled = _assemble(work, remote, there, mine, progress)
-        ahead = mine is not None and _seen(store).get(url, {}).get("content") != mine.content
-        report = _take(work, mine if ahead else None, there, pulled, plan, progress)
+        if mine is not None and _seen(store).get(url, {}).get("content") != mine.content:
+            _check_dense(store, mine, there)  # it has segments that the remote has not seen
+            report = unite(work, mine, plan, [store, pulled], progress)
+        else:
+            replace_file(store / there.tokenizer_name, (pulled / there.tokenizer_name).read_bytes())
+            base = first_manifest(store, there.tokenizer_name)
+            base = replace(base, config=there.config, history=there.history, dense=there.dense)
+            base = replace(base, generation=mine.generation if mine else 0)
+            report = unite(work, base, plan, [pulled], progress)
     _remember(store, url, version, there.content)
     return report
 
@@ -203,26 +233,12 @@ def _assemble(work: WorkFolder, remote: Remote, there: Manifest, mine: Manifest 
     with progress_bar("pulling", sum(file.bytes for _, file in missing), "B", progress) as advance:
         for place, file in missing:
             if place in held and (work.store / place).is_file():
-                (folder / place).parent.mkdir(parents=True, exist_ok=True)
                 link_file(work.store / place, folder / place, file)
                 advance(file.bytes)
-        fetch_files(remote, missing_files(there, folder), folder, advance)
+            else:
+                remote.fetch(place, folder / place, file, advance)
     write_manifest(folder, there)
     return folder
-
-
-def _take(
-    work: WorkFolder, mine: Manifest | None, there: Manifest, pulled: Path, plan: dict[str, Any], progress: bool
-) -> ChangeReport:
-    """Publish what was pulled, with the store's own segments where it has some that the remote has not seen."""
-    if mine is not None:
-        _check_dense(work.store, mine, there)
-        return unite(work, mine, plan, [work.store, pulled], progress)
-    replace_file(work.store / there.tokenizer_name, (pulled / there.tokenizer_name).read_bytes())
-    generation = existing.generation if (existing := existing_manifest(work.store)) else 0
-    base = first_manifest(work.store, there.tokenizer_name)
-    base = replace(base, config=there.config, history=there.history, dense=there.dense, generation=generation)
-    return unite(work, base, plan, [pulled], progress)
 
 
 def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:
@@ -275,47 +291,23 @@ def name_of(path: str) -> str:
     return PurePath(path.replace("\\", "/")).name if absolute else path
 
 
-def without_lists(manifest: Manifest) -> Manifest:
-    """A manifest whose history names no lists of what was left out, which stay where they were made."""
-    history = tuple({key: value for key, value in event.items() if key != "listed"} for event in manifest.history)
-    return replace(manifest, history=history)
-
-
-Told = tuple[str, str, int]
-"""Licence, source and tokens of a document."""
-
-
-def told_of(store: Datastore, manifest: Manifest) -> Iterator[Told]:
-    """What a card counts of the documents of a store, with the names that a manifest gives to its origins."""
-    for segment, entry, said in zip(store.segments, store.manifest.segments, manifest.segments, strict=True):
-        names = dict(zip(entry.origins, said.origins, strict=True))
-        for document in segment.documents.live():
-            yield *names[document.licence, document.source], document.tokens
-
-
-def put_card(remote: Remote, told: Iterable[Told], manifest: Manifest) -> None:
-    """Put a store's card at a remote, unless a README that is no store card stands there: it is somebody's own."""
-    place = remote.path(CARD)
-    with suppress(FileNotFoundError):
-        if _TITLE.encode() not in remote.fs.cat_file(place):
-            return
-    remote.write(place, store_card(told, manifest))
-
-
-def store_card(told: Iterable[Told], manifest: Manifest) -> bytes:
-    """README of a shared store: sources, licences, tokenizer, tokens, how it was built."""
-    text = "\n".join(_card(told, manifest)) + "\n"
+def store_card(store: Datastore, manifest: Manifest) -> bytes:
+    """README of a shared store, with the names that its shared manifest has: sources, licences, how it was built."""
+    text = "\n".join(_card(store, manifest)) + "\n"
     return text.encode("utf-8", "backslashreplace")  # names of sources may be no text
 
 
-def _card(told: Iterable[Told], manifest: Manifest) -> Iterator[str]:
-    licences: Counter[str] = Counter()
+def _card(store: Datastore, manifest: Manifest) -> Iterator[str]:
+    tokens: Counter[str] = Counter()
     documents: Counter[str] = Counter()
-    sources: set[str] = set()
-    for licence, source, count in told:
-        licences[licence or "not stated"] += count
-        documents[licence or "not stated"] += 1
-        sources.add(source)
+    named = set()  # of what was removed nothing is told
+    for segment, own, shared in zip(store.segments, store.manifest.segments, manifest.segments, strict=True):
+        names = dict(zip(own.origins, shared.origins, strict=True))
+        for document in segment.documents.live():
+            tokens[document.licence or "not stated"] += document.tokens
+            documents[document.licence or "not stated"] += 1
+            named.add(names[document.licence, document.source][1])
+    sources = sorted(named)
     yield "---\ntags:\n- retrieve-spec\n- speculative-decoding\n---\n"
     yield f"{_TITLE}\n"
     yield "Text that drafts may come from, indexed. Open it with"
@@ -327,9 +319,9 @@ def _card(told: Iterable[Told], manifest: Manifest) -> Iterator[str]:
     if manifest.dense is not None:
         yield f"- dense index for {manifest.dense.model}, layer {manifest.dense.layer}, {manifest.dense.dims} dims"
     yield "\n| licence | documents | tokens |\n|---|---|---|"
-    for licence, tokens in sorted(licences.items(), key=lambda item: (-item[1], item[0])):
-        yield f"| {licence} | {documents[licence]:,} | {tokens:,} |"
-    yield "\nSources: " + (", ".join(sorted(sources)[:50]) + (", …" if len(sources) > 50 else "") or "none") + ".\n"
+    for licence, count in sorted(tokens.items(), key=lambda item: (-item[1], item[0])):
+        yield f"| {licence} | {documents[licence]:,} | {count:,} |"
+    yield "\nSources: " + (", ".join(sources[:50]) + (", …" if len(sources) > 50 else "") or "none") + ".\n"
     yield "How it was built:\n"
     for event in manifest.history:
         counts = f"{event.get('documents', 0):,} documents, {event.get('tokens', 0):,} tokens"

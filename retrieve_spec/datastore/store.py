@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from retrieve_spec.datastore.fingerprint import (
     tokenizer_fingerprint,
 )
 from retrieve_spec.datastore.indexes import ContextFilter, NgramTable, filter_contexts
-from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, manifest_of, read_content
+from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.remote import local_folder
 from retrieve_spec.datastore.segment import TABLE, Document, Segment, open_segment, tombstones_of
 from retrieve_spec.errors import StoreCorruptError, StoreNotFoundError, TokenizerMismatchError
@@ -202,24 +203,19 @@ def open_as_written(path: str | os.PathLike[str]) -> Datastore:
 
 
 def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
-    content = read_content(folder)
-    manifest = manifest_of(content, folder)
+    manifest = read_manifest(folder)
     if tokenizer is not None:
         check_tokenizer(folder, manifest, tokenizer)
-    for attempt in range(_ATTEMPTS):
-        # A change may have replaced files since the manifest was read: what counts is that none did in the meantime.
-        error: StoreCorruptError | None = None
+    attempt = 1
+    while True:
         try:
-            store = _open(folder, manifest, as_written)
-        except StoreCorruptError as caught:
-            error = caught
-        newer = read_content(folder)
-        if newer == content or attempt == _ATTEMPTS - 1:
-            if error is not None:
-                raise error
-            return store
-        content, manifest = newer, manifest_of(newer, folder)
-    raise AssertionError("unreachable")
+            return _open(folder, manifest, as_written)
+        except StoreCorruptError:
+            # A change may have taken files away since the manifest was read: what is there now counts.
+            newer = read_manifest(folder)
+            if newer == manifest or attempt == _ATTEMPTS:
+                raise
+            manifest, attempt = newer, attempt + 1
 
 
 def _open(folder: Path, manifest: Manifest, as_written: bool) -> Datastore:
@@ -327,26 +323,19 @@ def read_ahead(stores: Sequence[Datastore], most_bytes: int | None = None) -> th
         return None
     if most_bytes is None:
         most_bytes = int(SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    chosen = []
-    for size, path in sorted(_files(stores)):
-        most_bytes -= size
-        if most_bytes < 0:
-            break
-        chosen.append(path)
+    files = sorted(
+        (file.bytes, store.path / SEGMENTS / segment.name / name)
+        for store in stores
+        for segment in store.manifest.segments
+        for name, file in segment.files.items()
+    )
+    asked = accumulate(size for size, _ in files)
+    chosen = [path for (_, path), size in zip(files, asked, strict=True) if size <= most_bytes]
     if not chosen:
         return None
     thread = threading.Thread(target=_ask, args=(chosen,), name="datastore-read-ahead", daemon=True)
     thread.start()
     return thread
-
-
-def _files(stores: Sequence[Datastore]) -> list[tuple[int, Path]]:
-    return [
-        (file.bytes, store.path / SEGMENTS / segment.name / name)
-        for store in stores
-        for segment in store.manifest.segments
-        for name, file in segment.files.items()
-    ]
 
 
 def _ask(paths: Sequence[Path]) -> None:

@@ -7,7 +7,6 @@ once.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -258,10 +257,8 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Ch
     """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
     gone: Chosen = {}
     held = set()
-    folder = functools.cache(lambda source: str(Path(source).resolve()))  # `build` takes it down as it was given
     for segment in store.segments:
-        for number, path, given, digest in segment.documents.texts():
-            source = folder(given)
+        for number, path, source, digest in segment.documents.texts():
             if source not in roots or digest in wanted.get((source, path), ()):
                 held.add(digest)
             else:

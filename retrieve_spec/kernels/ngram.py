@@ -253,24 +253,54 @@ def fill_continuations(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def mark_contexts(slots: NDArray[np.uint32], column: int, marks: NDArray[np.uint64]) -> None:
-    """Mark what an n-gram table holds.
+def forget_document(ids, slots, succ_tokens, succ_counts):  # type: ignore[no-untyped-def]
+    """Take the contexts of one removed document out of an n-gram table's counts.
+
+    A continuation that nothing else was counted for is dropped from its slot; the slot stays, since searches for other
+    contexts pass over it.
 
     Parameters
     ----------
-    slots
-        (n, SLOT) uint32, the table's.
-    column
-        Of the table.
-    marks
-        (buckets, words) uint64, buckets a power of two; bits are only set.
+    ids
+        (n,) token ids of the document.
+    slots, succ_tokens, succ_counts
+        Arrays of the table, altered in place.
     """
-    mask = np.int64(len(marks) - 1)
-    word = column >> 6
-    bit = _ONE << np.uint64(column & 63)
-    for i in range(len(slots)):
-        if slots[i, KEY] != 0:
-            marks[np.int64(slots[i, KEY]) & mask, word] |= bit
+    for i in range(len(ids) - 1):
+        h = np.uint64(0)
+        for order in range(1, min(i + 1, MAX_ORDER) + 1):
+            h = ngram_hash(h, ids[i + 1 - order])
+            slot = ngram_find(slots, h)
+            if slot >= 0:
+                _forget(slots, slot, succ_tokens, succ_counts, ids[i + 1])
+
+
+@inner
+def _forget(slots, slot, succ_tokens, succ_counts, token):  # type: ignore[no-untyped-def]
+    """Count one continuation of a context less."""
+    if slots[slot, TOTAL] > 0:
+        slots[slot, TOTAL] -= np.uint32(1)
+    extent = np.int64(slots[slot, EXTENT])
+    kept = extent >> 16
+    start = np.int64(slots[slot, START])
+    end = min(start + kept, np.int64(min(len(succ_tokens), len(succ_counts))))
+    at = start
+    while at < end and succ_tokens[at] != token:
+        at += 1
+    if at >= end:
+        return
+    count = np.int64(succ_counts[at]) - 1
+    # Down to its place: the most frequent come first, of equals the smaller token.
+    while at + 1 < end and (
+        succ_counts[at + 1] > count or (succ_counts[at + 1] == count and succ_tokens[at + 1] < token)
+    ):
+        succ_counts[at] = succ_counts[at + 1]
+        succ_tokens[at] = succ_tokens[at + 1]
+        at += 1
+    succ_counts[at] = max(count, 0)
+    succ_tokens[at] = token
+    if count <= 0:  # the last one now
+        slots[slot, EXTENT] = np.uint32(((kept - 1) << 16) | max((extent & 0xFFFF) - 1, np.int64(0)))
 
 
 @njit(cache=True, nogil=True)

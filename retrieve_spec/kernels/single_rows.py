@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 from numba import cfunc, config, njit
@@ -146,14 +147,14 @@ def _attend(address: int) -> None:
 
 
 @functools.cache
-def _in_a_thread() -> int:
-    """Address of `_attend` as a C function."""
+def _in_c() -> Any:
+    """`_attend` as a C function."""
 
     @cfunc("void(int64)", cache=True)
     def attend(address: int) -> None:
         _attend(address)
 
-    return int(attend.address)
+    return attend
 
 
 def attend_single_rows(
@@ -201,6 +202,8 @@ def attend_single_rows(
     sizes = (len(rows), together, heads, len(keys), width, d, values.shape[2], weights.shape[1])
     numbers = np.array([0, 0, *sizes, *at, window, rule.ctypes.data, weights.ctypes.data], np.int64)
     if threads > 1:
-        run_in_parallel(_in_a_thread(), numbers)
-    else:
+        run_in_parallel(int(_in_c().address), numbers)
+    elif config.DISABLE_JIT:
         _attend(numbers.ctypes.data)
+    else:  # the same code for any number of threads: nothing is compiled when that changes
+        _in_c().ctypes(numbers.ctypes.data)

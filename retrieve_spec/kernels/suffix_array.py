@@ -172,30 +172,12 @@ def sa_top_table(tokens, sa, bits):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _first_not_below(top, key):  # type: ignore[no-untyped-def]
-    """First index of a sorted uint64 array that holds at least `key`."""
-    lo = 0
+def _first_beyond(top, lo, key, above):  # type: ignore[no-untyped-def]
+    """First index from `lo` on of a sorted uint64 array that holds at least `key` (`above` 1: more than it)."""
     hi = len(top)
     while lo < hi:
         mid = (lo + hi) >> 1
-        if top[mid] < key:
-            lo = mid + 1
-        else:
-            hi = mid
-    return lo
-
-
-@inner
-def _first_above(top, lo, key):  # type: ignore[no-untyped-def]
-    """First index from `lo` on of a sorted uint64 array that holds more than `key`, galloping: it is often near."""
-    step = 1
-    while lo + step <= len(top) and top[lo + step - 1] <= key:
-        lo += step
-        step <<= 1
-    hi = min(lo + step, len(top))
-    while lo < hi:
-        mid = (lo + hi) >> 1
-        if top[mid] <= key:
+        if top[mid] < key or (above == 1 and top[mid] == key):
             lo = mid + 1
         else:
             hi = mid
@@ -251,12 +233,12 @@ def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-unty
     spare = np.uint64((64 // bits - width) * bits)
     low = _pack(pattern, start, width, width, bits) << spare
     high = low | ((np.uint64(1) << spare) - np.uint64(1))
-    a = _first_not_below(top, low)
-    b = _first_above(top, a, high)
+    zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the search would be compiled once more
+    a = _first_beyond(top, zero, low, zero)
+    b = _first_beyond(top, a, high, one)
     # Suffixes between the last sample below and the first sample above.
     left = max(a - 1, 0) << TOP_SHIFT
     right = min(b << TOP_SHIFT, len(sa))
-    zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the search would be compiled once more
     left = _suffix_not_below(tokens, sa, left, min(a << TOP_SHIFT, right), zero, pattern, start, width, zero)
     right = _suffix_not_below(tokens, sa, max(left, (b - 1) << TOP_SHIFT), right, zero, pattern, start, width, one)
     if n > width and left < right:

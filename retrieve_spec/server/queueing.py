@@ -31,6 +31,8 @@ _PAUSE_S = 1.5
 """Seconds without a next key after which somebody has paused, and comes first."""
 _TYPES_ON_S = 2.0
 """Seconds after a key within which the next one is waited for."""
+_MOST_TYPING = 16
+"""Completions at a cursor that are under way beside one another: a pass over many costs each of them less."""
 _SHORT, _FEW_NODES = 64, 16
 """Tokens of prompts that other texts read in a pass meanwhile, and nodes they draft: the key may come in any pass."""
 
@@ -59,7 +61,7 @@ class RequestQueue:
     max_queue
         Tasks that may wait.
     max_begun
-        Completions at a cursor that may be under way beside one another, and other tasks that may be.
+        Tasks that may be under way beside one another, completions at a cursor aside.
     share
         Tasks of one scope that may wait.
     prefill_chunk
@@ -338,7 +340,7 @@ class RequestQueue:
         if not like:
             return True
         if (
-            like >= self._max_begun
+            like >= (self._max_begun if task.rank else _MOST_TYPING)
             or self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes
         ):
             return False

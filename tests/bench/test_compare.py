@@ -10,7 +10,6 @@ import numpy as np
 import peers
 import pytest
 import sources
-from table import envelope
 from tokenizers import Tokenizer
 
 from retrieve_spec.bench.replay import Replay, TraceRow
@@ -41,13 +40,6 @@ def test_a_replay_of_a_peer_counts_passes():
     assert result["passes"] <= 3
 
 
-def test_trees_of_peers_are_valid():
-    tree = peers.as_tree(ids(5, 6, 7, 8), ids(-1, 0, -1, 1), [0.9, 0.5, 0.1, 0.4])
-    tree.validate()
-    assert tree.depth.tolist() == [1, 2, 1, 3]
-    assert tree.expected_accepted == pytest.approx(1.9, rel=1e-5)
-
-
 def test_a_missing_peer_is_skipped_with_its_reason():
 
     def missing():
@@ -58,28 +50,14 @@ def test_a_missing_peer_is_skipped_with_its_reason():
     assert compare.measure_drafter(peers.TransformersLookup, [row], 8)["tokens"] == 2
 
 
-def test_budgets_taken_in_turns():
-    assert envelope([(0, 1), (10, 3), (8, 2), (60, 4), (2, 2)]) == [(0, 1), (2, 2), (10, 3), (60, 4)]
-
-
-def test_auto_sizes_its_trees_by_what_a_node_costs():
-    row = TraceRow("", ids(*range(40)), [(ids(*range(20), *range(100, 140), *range(20)), True)])
-    cheap, dear = (Replay(peers.ours("auto"), 60, price).run([row]) for price in (0.01, 0.5))
-    assert dear["nodes_per_pass"] < cheap["nodes_per_pass"]
-
-
-def write_trace(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_half_of_the_groups_is_replayed_and_the_rest_may_be_known(tmp_path):
     rows = [
         {"prompt": "a = 1\n", "output": f"value_{i // 2} = {i // 2}\n", "group": f"g{i // 2}", "meta": {"loop": i == 3}}
         for i in range(40)
     ]  # fmt: skip
     tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
-    path = write_trace(tmp_path / "trace.jsonl", rows)
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = compare.read_workload(path, tokenizer, 100, 10**6)
     replayed = {tokenizer.decode(row.segments[0][0].tolist()) for row in found.rows}
     assert len(replayed) == 10
@@ -90,11 +68,13 @@ def test_half_of_the_groups_is_replayed_and_the_rest_may_be_known(tmp_path):
     assert compare.build_store(found, tokenizer, tmp_path).manifest.tokens > 0
 
 
-def test_ours_can_be_replayed_like_a_peer():
+def test_ours_can_be_replayed_and_sizes_its_trees_by_what_a_node_costs():
     factories = compare.drafters(["ours: auto"], None, None)
-    row = TraceRow("", ids(*range(40)), [(ids(*range(40)), True)])
-    for name, make in factories.items():
-        assert compare.measure_drafter(make, [row], 16)["tokens_per_pass"] > 3, name
+    row = TraceRow("", ids(*range(40)), [(ids(*range(20), *range(100, 140), *range(20)), True)])
+    found = {name: compare.measure_drafter(make, [row], 16, 0.01) for name, make in factories.items()}
+    assert all(figures["tokens_per_pass"] > 1.2 for figures in found.values())
+    dear = compare.measure_drafter(factories["ours: auto"], [row], 16, 0.5)
+    assert dear["nodes_per_pass"] < found["ours: auto"]["nodes_per_pass"]
 
 
 @pytest.mark.parametrize("tool", ["pip", "cmake"])

@@ -22,22 +22,3 @@ def test_an_object_carries_the_machine_and_the_command(monkeypatch, capsys):
     }
     assert made["command"] == "python scripts/bench_x.py trace.jsonl --rows 1 2 --fast"
     assert {"processor", "commit", "others"} <= set(made["machine"])
-
-
-def test_published_commands_name_files_without_their_folders():
-    many = [f"/a/{i}.jsonl" for i in range(9)]
-    words = [
-        "python",
-        "x.py",
-        *many,
-        "--tokenizer",
-        "/a/t.json",
-        "--native",
-        "a*=/a/u.json",
-        "--limit",
-        "3",
-        "--n",
-        "3",
-    ]
-    expected = "python x.py TRACES/*.jsonl --tokenizer t.json --native 'a*=u.json' --limit 3 --n 3"
-    assert harness.published(words) == expected

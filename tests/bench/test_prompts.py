@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from retrieve_spec.bench import workloads
@@ -58,21 +56,30 @@ def test_looping_text_is_recognised():
     assert not workloads.loops("short")
 
 
-def test_lines_with_prompts_and_turns(tmp_path):
-    rows = [{"prompt": "a", "task": "t", "prediction": "p"}, {"turns": ["x", "y"], "id": "q"}]
-    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    first, second = read_prompts(str(tmp_path / "p.jsonl"))
-    assert (first.name, first.task, first.turns, first.prediction, first.raw) == ("1", "t", ("a",), "p", True)
-    assert second.task == "other"
-    assert (second.name, second.turns, second.raw) == ("q", ("x", "y"), False)
-    assert len(read_prompts(str(tmp_path / "p.jsonl"), 1)) == 1
-
-
-def test_spec_bench_questions(tmp_path):
-    rows = [{"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": []}]
-    (tmp_path / "question.jsonl").write_text(json.dumps(rows[0]))
-    (prompt,) = read_prompts(f"spec-bench:{tmp_path / 'question.jsonl'}")
-    assert (prompt.name, prompt.task, prompt.turns, prompt.raw) == ("81", "writing", ("one", "two"), False)
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        (
+            "",
+            '{"prompt": "a", "task": "t", "prediction": "p"}\n{"turns": ["x", "y"], "id": "q"}\n\n',
+            [Prompt("1", "t", ("a",), "p"), Prompt("q", "other", ("x", "y"), raw=False)],
+        ),
+        (  # only a newline ends a line
+            "",
+            '{"prompt": "one\u2028two\u0085three"}\r\n{"prompt": "four"}\n',
+            [Prompt("1", "other", ("one\u2028two\u0085three",)), Prompt("2", "other", ("four",))],
+        ),
+        (
+            "spec-bench:",
+            '{"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": []}',
+            [Prompt("81", "writing", ("one", "two"), raw=False)],
+        ),
+    ],
+)
+def test_lines_with_prompts_and_turns(tmp_path, kind, text, expected):
+    (tmp_path / "p.jsonl").write_bytes(text.encode())
+    assert read_prompts(f"{kind}{tmp_path / 'p.jsonl'}") == expected
+    assert read_prompts(f"{kind}{tmp_path / 'p.jsonl'}", 1) == expected[:1]
 
 
 def test_only_some_tasks():
@@ -87,6 +94,7 @@ def test_only_some_tasks():
     "text",
     [
         *("", "no json", "[1]", '{"text": 1}', '{"turns": []}', '{"prompt": ""}', '{"prompt": "a", "prediction": 7}'),
+        *('{"question_id": 1, "turns": "one"}', '{"question_id": 1, "turns": [1]}'),
         '{"prompt": "\\ud800"}',
         '{"prompt": "a", "id": "\\udfff"}',
     ],
@@ -98,13 +106,6 @@ def test_other_files_are_refused_with_the_line(tmp_path, text):
     assert text in str(refused.value).replace("\\\\", "\\")
     with pytest.raises(TraceError):
         read_prompts(str(tmp_path / "absent.jsonl"))
-
-
-@pytest.mark.parametrize("more", [{}, {"turns": []}, {"turns": "one"}, {"turns": [1]}])
-def test_questions_without_turns_are_refused(tmp_path, more):
-    (tmp_path / "question.jsonl").write_text(json.dumps({"question_id": 1, "category": "qa", **more}))
-    with pytest.raises(TraceError, match="line 1"):
-        read_prompts(f"spec-bench:{tmp_path / 'question.jsonl'}")
 
 
 def test_the_vicuna_template_is_the_one_spec_bench_hard_codes():
@@ -122,13 +123,6 @@ def test_the_chat_template_is_used_where_there_is_one_and_brings_its_special_tok
 
 
 def test_two_prompts_of_one_name_are_refused(tmp_path):
-    path = tmp_path / "twice.jsonl"
-    path.write_text('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n')
+    (tmp_path / "twice.jsonl").write_text('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n')
     with pytest.raises(TraceError, match="'a' more than once"):
-        read_prompts(str(path))
-
-
-def test_only_a_newline_ends_a_line_of_prompts(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "one\u2028two\u0085three"}\r\n{"prompt": "four"}\n', encoding="utf-8")
-    assert [prompt.turns for prompt in read_prompts(str(path))] == [("one\u2028two\u0085three",), ("four",)]
+        read_prompts(str(tmp_path / "twice.jsonl"))

@@ -60,25 +60,10 @@ def bucket(monkeypatch):
     running.stop()
 
 
-@pytest.fixture
-def gs_bucket(monkeypatch):
-    """A bucket of Google's, where one can be played (`pip install gcp-storage-emulator gcsfs`): what is
-    to be put there once only it overwrites, else it does everything."""
-    server = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
-    gcsfs = pytest.importorskip("gcsfs", reason="gcsfs is not installed")
-    running = server.create_server("localhost", 0, in_memory=True, default_bucket="stores")
-    running.start()
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{running._api._httpd.server_port}")
-    gcsfs.GCSFileSystem.clear_instance_cache()
-    yield "gs://stores"
-    gcsfs.GCSFileSystem.clear_instance_cache()
-    running.stop()
-
-
-@pytest.fixture(params=["file", "memory", "s3", "gs"])
+@pytest.fixture(params=["file", "memory", "s3"])
 def url(request, tmp_path):
-    if request.param in ("s3", "gs"):
-        yield request.getfixturevalue({"s3": "bucket", "gs": "gs_bucket"}[request.param]) + "/remote"
+    if request.param == "s3":
+        yield request.getfixturevalue("bucket") + "/remote"
         return
     if request.param == "file":
         yield f"file://{tmp_path}/remote"

@@ -1,24 +1,19 @@
 from __future__ import annotations
 
-import hashlib
 import json
 
-import faiss
 import numpy as np
 import pytest
 import torch
 from dense_models import save_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_corruption import rewrite
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.dense import INDEX, POSITIONS, check_model, continuation, model_fingerprint
+from retrieve_spec.datastore.dense import check_model, continuation, model_fingerprint
 from retrieve_spec.datastore.dense_build import HiddenStates
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
-from retrieve_spec.datastore.search import search_datastore, search_dense
+from retrieve_spec.datastore.search import search_dense
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
@@ -26,8 +21,6 @@ from retrieve_spec.errors import (
     BuildError,
     ConfigError,
     ModelMismatchError,
-    StoreCorruptError,
-    TokenizerMismatchError,
 )
 from retrieve_spec.reference_model import load_model
 
@@ -94,38 +87,6 @@ def test_windows_overlap(model, store):
     assert np.allclose(similarity, 1, atol=1e-4)
     similarity, _ = segment.dense.search(states[40:60], 1)
     assert (similarity > 0.5).all()
-
-
-@settings(max_examples=40)
-@given(data=st.data())
-def test_dense_and_exact_give_the_same_continuation_for_a_key_of_the_store(long_match, data):
-    store, segment, documents = long_match
-    number = data.draw(st.integers(0, len(documents) - 1))
-    _, states = documents[number]
-    at = data.draw(st.integers(0, len(states) - 2))
-    most = data.draw(st.integers(1, 40))
-    _, positions = segment.dense.search(states[at][None], 1)
-    got = continuation(segment, int(positions[0, 0]), most)
-    text = store.tokenizer.decode(segment.text_ids(number)[: at + 1].tolist(), skip_special_tokens=False)
-    exact = search_datastore(store, text, limit=1000, span=most)
-    assert exact.matched == at + 1
-    assert store.tokenizer.decode(got.tolist()) in {place.continuation for place in exact.occurrences}
-
-
-@pytest.fixture(scope="module")
-def long_match(model, tmp_path_factory):
-    from byte_tokenizers import byte_tokenizer
-
-    folder = tmp_path_factory.mktemp("property")
-    random = np.random.default_rng(0)
-    words = ["alpha", "beta", "gamma", "delta", "(x)", "= 1\n"]
-    for i in range(12):
-        (folder / f"{i}.txt").write_text(f"{i} " + " ".join(random.choice(words, 18)))
-    build_datastore(
-        folder / "s", Source(str(folder), include=("*.txt",)), byte_tokenizer(), config=dense(model, window=128)
-    )
-    segment, documents = states_of(model, folder / "s")
-    return open_datastore(folder / "s"), segment, documents
 
 
 def test_continuations_end_with_their_document(store):
@@ -197,19 +158,6 @@ def test_at_most_so_many_vectors(model, tokenizer, texts, tmp_path):
     verify_datastore(tmp_path / "s")
 
 
-def test_thinning_keeps_what_exact_matching_gets_wrong(model, tokenizer, tmp_path):
-    (tmp_path / "t").mkdir()
-    for name, text in {"a": "the cat sat on the mat", "b": "the cat sat on the hat", "c": "zq"}.items():
-        (tmp_path / "t" / f"{name}.txt").write_text(text)
-    build_datastore(tmp_path / "s", str(tmp_path / "t"), tokenizer, config=dense(model, thin=True))
-    (segment,) = open_datastore(tmp_path / "s").segments
-    positions = set(segment.dense.positions.tolist())
-    a, b, c = segment.document_starts[:3].tolist()
-    fork = len("the cat sat on the ") - 1
-    assert {a + fork, b + fork, c} <= positions  # the documents differ behind it; nothing like the last
-    assert not {a + fork - 3, b + fork - 3} & positions  # "on t" goes on alike in both
-
-
 def test_fingerprints_tell_models_apart_and_not_dtypes(model, tmp_path):
     base = load_model(model)[0]
     fingerprint = model_fingerprint(base)
@@ -232,13 +180,6 @@ def test_another_model_is_an_error_naming_both(model, store, tmp_path):
         open_datastore(store).dense[0][1].search(np.zeros((1, 32), np.float32), 1)
 
 
-def test_the_model_must_have_the_stores_tokenizer(model, texts, tmp_path):
-    from byte_tokenizers import byte_tokenizer
-
-    with pytest.raises(TokenizerMismatchError):
-        build_datastore(tmp_path / "s", str(texts), byte_tokenizer(offset=1), config=dense(model))
-
-
 def test_hidden_states_that_are_not_finite(store, tmp_path, model, tokenizer, texts):
     states = np.full((1, 16), np.nan, np.float32)
     with pytest.raises(ConfigError, match="finite"):
@@ -250,12 +191,6 @@ def test_hidden_states_that_are_not_finite(store, tmp_path, model, tokenizer, te
     load_model(model)[1].save_pretrained(tmp_path / "nan")
     with pytest.raises(BuildError, match="NaN"):
         build_datastore(tmp_path / "s2", str(texts), tokenizer, config=dense(str(tmp_path / "nan")))
-
-
-@pytest.mark.parametrize(("options", "words"), [({"dims": 17}, "hidden size"), ({"layer": 3}, "layer from 1 to 2")])
-def test_settings_the_model_does_not_have(model, tokenizer, texts, tmp_path, options, words):
-    with pytest.raises(ConfigError, match=words):
-        build_datastore(tmp_path / "s", str(texts), tokenizer, config=dense(model, **options))
 
 
 @pytest.mark.parametrize("options", [{"layer": 0}, {"layer": "first"}, {"dims": 0}, {"overlap": 32}, {"index": "lsh"}])
@@ -270,72 +205,6 @@ def test_nothing_to_index(model, tokenizer, tmp_path):
     (tmp_path / "one.txt").write_text("x")
     with pytest.raises(BuildError, match="positions to index"):
         build_datastore(tmp_path / "s", str(tmp_path / "one.txt"), tokenizer, config=dense(model))
-
-
-def forge(store, name, content):
-    """Put another file in place and record its checksum: only its structure can tell."""
-    (folder,) = (store / "segments").iterdir()
-    path = folder / name
-
-    def record(body):
-        entry = body["segments"][0]["files"][name]
-        data = np.asarray(content, entry["dtype"])
-        entry.update(bytes=data.nbytes, sha256=hashlib.sha256(data.tobytes()).hexdigest())
-        path.write_bytes(data.tobytes())
-
-    rewrite(store, record)
-
-
-def flat(dims, count):
-    index = faiss.IndexFlatIP(dims)
-    index.add(np.ones((count, dims), np.float32))
-    return faiss.serialize_index(index)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (np.frombuffer(b"no index at all", np.uint8), "a FAISS index"),
-        (flat(4, 3), "keys of 8 dimensions"),
-        (flat(8, 0), "an empty index"),
-        (flat(8, 3), "keys in"),
-    ],
-)
-def test_wrong_indexes_with_right_checksums_are_found(store, content, words):
-    forge(store, INDEX, content)
-    with pytest.raises(StoreCorruptError, match=words):
-        open_datastore(store).dense[0][1].search(np.ones((2, 16), np.float32), 1)
-    with pytest.raises(StoreCorruptError, match=words):
-        verify_datastore(store)
-
-
-@pytest.mark.parametrize("change", [lambda p: p + (1 << 30), lambda p: p[::-1], lambda p: p + 1, lambda p: p[:-1]])
-def test_wrong_positions_with_right_checksums_are_found(store, change):
-    index = open_datastore(store).dense[0][1]
-    forge(store, POSITIONS, change(index.positions.copy()))
-    with pytest.raises(StoreCorruptError):
-        verify_datastore(store)
-
-
-def test_a_transform_of_another_size_is_found(store):
-    forge(store, "dense_mean.bin", np.zeros(15))
-    with pytest.raises(StoreCorruptError, match="transform"):
-        open_datastore(store).dense[0][1].search(np.ones((2, 16), np.float32), 1)
-
-
-def test_a_damaged_index_is_refused_and_no_position_leaves_the_text(store):
-    hidden = np.ones((2, 16), np.float32)
-    (folder,) = (store / "segments").iterdir()
-    whole = (folder / INDEX).read_bytes()
-    (folder / INDEX).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(StoreCorruptError, match="checksum"):
-        open_datastore(store).dense[0][1].search(hidden, 1)
-    (folder / INDEX).write_bytes(whole)
-    positions = open_datastore(store).dense[0][1].positions.copy()
-    positions[5:] = 1 << 30
-    forge(store, POSITIONS, positions)
-    _, found = open_datastore(store).dense[0][1].search(hidden, 30)
-    assert (found[:, -1] == -1).all() and set(found.ravel().tolist()) <= {*positions[:5].tolist(), -1}
 
 
 def test_from_the_command_line(model, texts, tmp_path, capfd):

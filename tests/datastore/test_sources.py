@@ -163,7 +163,7 @@ def test_standard_input(tokenizer, tmp_path, monkeypatch):
     build_datastore(tmp_path / "s", "-", tokenizer)
     (segment,) = open_datastore(tmp_path / "s").segments
     assert tokenizer.decode(segment.text_ids(0).tolist()) == "piped text"
-    assert segment.documents.path(0) == "stdin"
+    assert segment.documents[0].path == "stdin"
 
 
 @pytest.mark.parametrize("step", [30, 64, 400])

@@ -20,6 +20,7 @@ from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.edit import remove_documents
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
 from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore, watch_folders
@@ -40,6 +41,21 @@ def test_a_store_built_of_a_relative_folder_forgets_what_is_deleted(folder, toke
     sync_datastore(tmp_path / "s", [folder.name], tokenizer)
     del before[str(gone.relative_to(folder))]
     assert contents(tmp_path / "s") == before
+
+
+def test_what_lies_in_another_folder_of_the_same_name_stays(folder, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    build_datastore(tmp_path / "s", [folder.name], tokenizer)
+    push_datastore(tmp_path / "s", f"file://{tmp_path}/there")
+    pull_datastore(f"file://{tmp_path}/there", tmp_path / "pulled")
+    mine = tmp_path / "elsewhere" / folder.name
+    mine.mkdir(parents=True)
+    (mine / "mine.txt").write_text("said here alone")
+    monkeypatch.chdir(mine.parent)
+    for store in (tmp_path / "s", tmp_path / "pulled"):
+        before = contents(store)
+        sync_datastore(store, [folder.name])
+        assert contents(store) == before | {"mine.txt": "said here alone"}
 
 
 def test_only_what_changed_is_read(folder, tokenizer, tmp_path, monkeypatch):
@@ -193,16 +209,15 @@ def test_no_change_alters_indexes_in_memory_for_what_was_removed(folder, tokeniz
     (folder / "a.txt").write_text("another text")
     sync_datastore(store, [folder])
     assert any(entry.tombstones for entry in read_manifest(store).segments)
-    monkeypatch.setattr(segment, "hide", None)  # takes time in proportion to all that was ever removed
-    monkeypatch.setattr(segment, "forget", None)
+    monkeypatch.setattr(segment, "_hide", None)  # takes time in proportion to all that was ever removed
     (folder / "a.txt").write_text("a third one")
     sync_datastore(store, [folder])
     (folder / "d.txt").write_text("one more")
     add_documents(store, str(folder / "d.txt"))
-    remove_documents(store, [before.path(1)])
+    remove_documents(store, [before[1].path])
     monkeypatch.undo()
     verify_datastore(store)
-    assert before.path(1) not in contents(store)
+    assert before[1].path not in contents(store)
 
 
 def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cursors import CorpusSource, NgramSource
 from test_build import contents, digest
 
 from retrieve_spec.config import StoreConfig
@@ -57,8 +56,7 @@ def test_only_what_is_left_is_found_and_drafted(places, tokenizer, most, texts, 
     encode = {character: tokenizer.encode(character).ids[0] for character in "abc"}
     followed = naive.contexts([[encode[c] for c in text] for text in left], 5)
     check_ngrams(opened, followed, encode.values())
-    query = data.draw(st.text("abc", min_size=1, max_size=12))
-    check_cursor(opened, left, query, encode)
+    check_search(opened, left, data.draw(st.text("abc", min_size=1, max_size=12)))
 
 
 def check_ngrams(opened, followed, alphabet):
@@ -78,30 +76,16 @@ def check_ngrams(opened, followed, alphabet):
             assert found is not None or sum(expected.values()) < 2 or len(context) == 0
 
 
-def check_cursor(opened, left, query, encode):
+def check_search(opened, left, query):
     """The longest end of a query that occurs is that of the text that is left, and only what follows there follows."""
     longest = next(n for n in range(len(query), -1, -1) if any(query[len(query) - n :] in text for text in left))
-    result = search_datastore(opened, query)
+    result, end = search_datastore(opened, query), query[len(query) - longest :]
     assert result.matched == longest
     if longest:
-        end = query[len(query) - longest :]
-        starts = [text.startswith(end, i) for text in left for i in range(len(text))]
-        assert result.count == sum(starts)
+        starts = [text[i + longest :] for text in left for i in range(len(text)) if text.startswith(end, i)]
+        assert result.count == len(starts)
+        assert {token for token, _ in result.continuations} == {rest[0] for rest in starts if rest}
         assert {place.document.path for place in result.occurrences} <= set(contents(opened.path))
-    source = CorpusSource(opened)
-    state = source.root(np.array([encode[c] for c in query], np.int32))
-    assert state.match_len == longest
-    follow = {c for text in left for c in after(text, end)} if longest else set()
-    assert set(source.successors(state).token_ids.tolist()) == {encode[c] for c in follow}
-    drafted = NgramSource(opened).orders(np.array([encode[c] for c in query[-5:]], np.int64))
-    for known in drafted:
-        context = query[len(query) - known.match_len :]
-        assert {encode[c] for text in left for c in after(text, context)} >= set(known.token_ids.tolist())
-
-
-def after(text, context):
-    n = len(context)
-    return {text[i + n] for i in range(len(text) - n) if text.startswith(context, i)}
 
 
 def test_files_of_a_segment_stay_and_readers_keep_what_they_opened(tokenizer, texts, tmp_path):

@@ -249,15 +249,15 @@ def test_typing_interrupts_and_what_was_interrupted_goes_on(engine, backend):
     assert ahead.result().outcome == "done"
 
 
-def test_tasks_of_one_kind_share_passes(engine, backend):
-    backend.gate = threading.Semaphore(0)
-    sinks = [ask(engine, [500 + 100 * i], client=str(i)) for i in range(3)]
-    wait_for(lambda: engine.begun == 1 or engine.queue_length == 0)
-    backend.gate.release(1000)
+@pytest.mark.parametrize(("typing", "together"), [(True, 16), (False, 4)])
+def test_tasks_of_one_kind_share_passes(backend, codec, typing, together):
+    queue = RequestQueue(backend, codec, max_begun=4)
+    sinks = [ask(queue, [500 + 100 * i], client=str(i), typing=typing) for i in range(18)]
+    while queue.go_on():
+        pass
     for i, sink in enumerate(sinks):
         assert sink.result().token_ids == list(range(501 + 100 * i, 509 + 100 * i))
-    assert max(backend.together) == 3
-    assert backend.passes < 3 * 4
+    assert max(backend.together) == together
 
 
 def test_a_long_prompt_does_not_hold_the_others(engine, backend):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from retrieve_spec.errors import ConfigError, PromptError, StoreCorruptError, StoreVersionError
 from retrieve_spec.sources import answers as answer_file
-from retrieve_spec.sources.answers import RolloutMemory
+from retrieve_spec.sources.answers import RolloutMemory, packed
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -187,6 +187,12 @@ def test_every_altered_byte_is_noticed(tmp_path: Path) -> None:
             RolloutMemory(path)
     path.write_bytes(whole + b"\0")
     with pytest.raises(StoreCorruptError):
+        RolloutMemory(path)
+    path.write_bytes(packed({bytes(32): {b"": None}}))  # an answer without tokens
+    with pytest.raises(StoreCorruptError):
+        RolloutMemory(path)
+    path.write_bytes(b"rs-rollouts\n" + bytes(40))
+    with pytest.raises(StoreVersionError, match="an earlier version"):
         RolloutMemory(path)
     path.write_bytes(whole)
     assert contents(RolloutMemory(path), ids(5)) == [[[6]]]

@@ -14,17 +14,15 @@ printed is one JSON object.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
 import random
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -52,8 +50,7 @@ KNOWN_TOKENS = 400_000  # of other answers at most
 Factory = Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(NamedTuple):
     """Conversations to replay, how many generated tokens they have, and token ids of answers of other groups."""
 
     rows: list[TraceRow]
@@ -133,34 +130,27 @@ def measure_drafter(make: Factory, rows: list[TraceRow], nodes: int, price: floa
         return {"skipped": str(reason)}
 
 
-def measure_file(path: Path, args: argparse.Namespace, tokenizer: str) -> dict[str, Any]:
-    """Everything of one file."""
-    with tempfile.TemporaryDirectory() as folder:
-        encoder = Tokenizer.from_file(tokenizer)
-        workload = read_workload(path, encoder, args.limit, args.tokens)
-        store = build_store(workload, encoder, Path(folder))
-        results = {}
-        for name, make in drafters(args.only, workload, store).items():
-            print(f"{path.stem}: {name}", file=sys.stderr)
-            few = next((n for n in FEW_NODES if name.endswith(f", {n} nodes")), args.nodes)
-            price = next((PRICES[end] for end in PRICES if name.endswith(end)), None)
-            results[name] = measure_drafter(make, workload.rows, few, price)
-        return {
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Replay every file through every drafter."""
+    files = {}
+    for path in map(Path, args.traces):
+        tokenizer = harness.tokenizer_of(path.name, args.native, args.tokenizer)
+        encoder, results = Tokenizer.from_file(tokenizer), {}
+        with tempfile.TemporaryDirectory() as folder:
+            workload = read_workload(path, encoder, args.limit, args.tokens)
+            store = build_store(workload, encoder, Path(folder))
+            for name, make in drafters(args.only, workload, store).items():
+                print(f"{path.stem}: {name}", file=sys.stderr)
+                few = next((n for n in FEW_NODES if name.endswith(f", {n} nodes")), args.nodes)
+                price = next((PRICES[end] for end in PRICES if name.endswith(end)), None)
+                results[name] = measure_drafter(make, workload.rows, few, price)
+        files[path.stem] = {
             "rows": len(workload.rows),
             "tokens": workload.tokens,
             "known_tokens": sum(map(len, workload.answers)),
             "tokenizer": Path(tokenizer).name,
             "drafters": results,
         }
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Replay every file through every drafter."""
-    native = [entry.split("=", 1) for entry in filter(None, args.native)]
-    files = {}
-    for path in map(Path, args.traces):
-        tokenizer = next((own for pattern, own in native if fnmatch.fnmatch(path.name, pattern)), args.tokenizer)
-        files[path.stem] = measure_file(path, args, tokenizer)
     limits = {name: getattr(args, name) for name in ("nodes", "limit", "tokens")}
     return {"peers": [ARCTIC, VLLM], **limits, "files": files}
 

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from sources import Skipped, arctic_folder, vllm_ngram_file
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.published.base import PublishedDrafter
 from retrieve_spec.drafting.tree import DraftTree
 
 Ids = NDArray[np.int32]
@@ -22,29 +25,8 @@ LOOKUP_TOKENS = 10  # candidates of every prompt lookup, transformers' default
 SCRIPT = 7  # index in SOURCE_NAMES that is credited
 
 
-class Peer:
-    """A drafter over the text so far, kept in one growing buffer."""
-
-    top_k = 0
-    wants_hidden = None
-
-    def start(self, prompt_ids: Ids, prediction_ids: Ids | None = None) -> None:
-        """Begin a request."""
-        self.buffer = np.zeros(max(4096, 2 * len(prompt_ids)), np.int32)
-        self.length = 0
-        self.feed(prompt_ids)
-
-    @property
-    def text(self) -> Ids:
-        """(L,) the text so far."""
-        return self.buffer[: self.length]
-
-    def feed(self, token_ids: Ids) -> None:
-        """Append text."""
-        while self.length + len(token_ids) > len(self.buffer):
-            self.buffer = np.concatenate([self.buffer, np.zeros_like(self.buffer)])
-        self.buffer[self.length : self.length + len(token_ids)] = token_ids
-        self.length += len(token_ids)
+class Peer(PublishedDrafter):
+    """A drafter of chains over the text so far."""
 
     def propose(self, budget: Budget) -> DraftTree:
         """Draft a chain."""
@@ -54,45 +36,41 @@ class Peer:
         """(<= most,) the tokens that the peer expects."""
         raise NotImplementedError
 
-    def observe(self, verified: VerifiedPass) -> None:
-        """Append what was emitted."""
-        self.feed(verified.emitted)
-
-    def observe_prompt(self, token_ids: Ids, top_ids: Ids, top_logits: NDArray[np.float32]) -> None:
-        """Learn nothing."""
-
-    def finish(self) -> None:
-        """Nothing to keep."""
-
 
 class TransformersLookup(Peer):
     """`PromptLookupCandidateGenerator` of transformers, as `prompt_lookup_num_tokens=10` runs it."""
 
-    def start(self, prompt_ids: Ids, prediction_ids: Ids | None = None) -> None:
-        """Begin a request."""
-        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-
-        super().start(prompt_ids)
+    def __init__(self) -> None:
+        super().__init__()
         self.generator = PromptLookupCandidateGenerator(num_output_tokens=LOOKUP_TOKENS, max_length=2**31)
 
     def lookup(self, most: int) -> Ids:
         """Its candidates."""
-        import torch
-
-        ids = torch.from_numpy(self.text)[None]
-        return self.generator.get_candidates(ids)[0][0, self.length :].numpy()[:most]
+        ids = torch.frombuffer(self.text, dtype=torch.int32)[None]
+        return self.generator.get_candidates(ids)[0][0, len(self.text) :].numpy()[:most]
 
 
 class VllmNgram(Peer):
     """The n-gram proposer of vLLM: the longest match of `shortest` to `longest` tokens."""
 
     def __init__(self, shortest: int, longest: int) -> None:
+        super().__init__()
         self.shortest, self.longest = shortest, longest
-        self.find = _load_vllm()._find_longest_matched_ngram_and_propose_tokens
+        # It imports two classes for annotations only, and stand-ins spare its dependencies.
+        for place, attribute in (("vllm.config", "VllmConfig"), ("vllm.v1.worker.gpu_input_batch", "InputBatch")):
+            parts = place.split(".")
+            for end in range(1, len(parts) + 1):
+                sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
+            setattr(sys.modules[place], attribute, object)
+        spec = importlib.util.spec_from_file_location("peer_vllm_ngram", vllm_ngram_file())
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self.find = module._find_longest_matched_ngram_and_propose_tokens
 
     def lookup(self, most: int) -> Ids:
         """Its candidates."""
-        return self.find(self.text, self.shortest, self.longest, 2**31, most)
+        return self.find(np.frombuffer(self.text, np.int32), self.shortest, self.longest, 2**31, most)
 
 
 class ArcticSuffix(Peer):
@@ -115,7 +93,9 @@ class ArcticSuffix(Peer):
     def __init__(
         self, tree: bool, keep: bool, factor: float = 1.0, least: float = 0.1, answers: Sequence[Ids] = ()
     ) -> None:
-        _arctic()
+        super().__init__()
+        if (folder := str(arctic_folder())) not in sys.path:
+            sys.path.insert(0, folder)
         from arctic_inference.suffix_decoding._C import SuffixTree
 
         self.make, self.tree, self.keep, self.factor, self.least = SuffixTree, tree, keep, factor, least
@@ -143,7 +123,7 @@ class ArcticSuffix(Peer):
 
     def propose(self, budget: Budget) -> DraftTree:
         """The better of both trees' drafts, by its score."""
-        context = np.ascontiguousarray(self.text[-self.depth :])
+        context = np.frombuffer(self.text[-self.depth :], np.int32)
         most = min(budget.max_nodes, budget.max_depth) if not self.tree else budget.max_nodes
         drafts = [
             tree.speculate_ndarray(context, most, self.factor, 0.0, self.least, self.tree)
@@ -171,7 +151,7 @@ def ours(preset: str, session: bool = False, datastores: Sequence[Any] = (), phr
 
 def chain(token_ids: Ids) -> DraftTree:
     """A chain of tokens as a tree."""
-    return as_tree(np.asarray(token_ids, np.int32), np.arange(-1, len(token_ids) - 1, dtype=np.int32), None)
+    return as_tree(np.array(token_ids, np.int32), np.arange(-1, len(token_ids) - 1, dtype=np.int32), None)
 
 
 def as_tree(token_ids: Ids, parent: Ids, path_probability: Any) -> DraftTree:
@@ -184,27 +164,6 @@ def as_tree(token_ids: Ids, parent: Ids, path_probability: Any) -> DraftTree:
     log_p = np.zeros(n, np.float32) if path_probability is None else np.log(np.maximum(path_probability, 1e-6))
     credit = np.full(n, SCRIPT, np.uint8)
     return DraftTree(token_ids, parent, depth, log_p.astype(np.float32), credit, np.full(n, -1, np.int64))
-
-
-def _arctic() -> None:
-    """Make the suffix part of Arctic Inference importable."""
-    folder = str(arctic_folder())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-
-
-def _load_vllm() -> Any:
-    """vLLM's n-gram proposer; it imports two classes for annotations only, and stand-ins spare its dependencies."""
-    for module, attribute in (("vllm.config", "VllmConfig"), ("vllm.v1.worker.gpu_input_batch", "InputBatch")):
-        parts = module.split(".")
-        for end in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
-        setattr(sys.modules[module], attribute, object)
-    spec = importlib.util.spec_from_file_location("peer_vllm_ngram", vllm_ngram_file())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 PEERS: dict[str, Callable[[], Any]] = {
