@@ -122,7 +122,7 @@ class StoreNotFoundError(StoreError):
 
 
 class StoreIncompleteError(StoreError):
-    """A build was interrupted; the message says how to resume it."""
+    """A build was interrupted, or is running."""
 
 
 class StoreCorruptError(StoreError):

@@ -1,41 +1,52 @@
-"""Building and growing stores on disk, out of sources and with a tokenizer."""
+"""Building and growing stores: sources are read as shards of tokens, cut into segments, and indexed.
+
+Reading a shard and indexing a segment are functions of their arguments that write one output each, so any number of
+processes runs them, in any order, with the same bytes as the result. The cut between them is the one step that sees all
+documents: it drops duplicates and says where segments begin, from the order and length of the documents alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.change import (
     ChangeReport,
-    Inputs,
     Stopwatch,
     WorkFolder,
-    change_store,
+    begin_change,
     check_folder,
-    check_not_begun,
     nothing_to_index,
     publish,
     report_of,
+    writer,
 )
 from retrieve_spec.datastore.entry_filter import admitted_parts
 from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
-from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.fingerprint import encode, load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.git_rules import Reason
+from retrieve_spec.datastore.ingest import Tokenised, tokenise
 from retrieve_spec.datastore.licences import allow_list
 from retrieve_spec.datastore.manifest import (
+    SEGMENTS,
     Manifest,
     SegmentEntry,
     config_of,
@@ -43,39 +54,49 @@ from retrieve_spec.datastore.manifest import (
     tokenizer_name,
 )
 from retrieve_spec.datastore.remote import folder_of
-from retrieve_spec.datastore.sources import Source, check_sources, file_shards, list_files
-from retrieve_spec.datastore.stages import Cut, Done, Stages
-from retrieve_spec.datastore.store import open_as_written
+from retrieve_spec.datastore.segment import Row, Segment, open_segment, tombstones_of, write_segment
+from retrieve_spec.datastore.sources import Source, SourceFile, check_sources, file_shards, list_files
+from retrieve_spec.datastore.store import check_files, open_as_written
 from retrieve_spec.errors import BuildError
 
 SPAWN_WORK = 1 << 23
 """Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
+SHARD_TOKENS = 1 << 21
+"""Tokens of a segment that are converted to another tokenizer at once."""
+_PIECE, _PIECES = 1 << 24, 8
+"""Entries that each of several segments has at least, and segments that a text is divided into without need."""
+_SMALL_SHARE = 16
+"""A segment is small if so many of it would make the largest one."""
+_KEY = 16
+"""Bytes of a content hash that tell texts apart: among 10^12 of them two are alike with a chance of 10^-15."""
+_SEPARATOR = np.zeros(1, np.uint32)
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 def build_datastore(
     path: str | os.PathLike[str],
-    sources: Source | str | list[Source | str] | None = None,
-    tokenizer: Any = None,
+    sources: Source | str | Sequence[Source | str],
+    tokenizer: Any,
     *,
     config: StoreConfig | None = None,
     licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
     part: tuple[int, int] | None = None,
-    resume: bool = False,
     progress: bool = False,
     recipe: str = "",
 ) -> ChangeReport:
-    """Build a new datastore.
+    """Build a new datastore; what an interrupted build left there is thrown away.
 
     Parameters
     ----------
     path
         Folder to create.
     sources
-        Files, folders, checkouts, or `Source` objects with options; not needed to resume.
+        Files, folders, checkouts, or `Source` objects with options.
     tokenizer
-        Tokenizer of the model that will draft: an object, a tokenizer.json or a model folder; not needed to resume.
+        Tokenizer of the model that will draft: an object, a tokenizer.json or a model folder.
     config
         What to keep, and limits.
     licence
@@ -88,8 +109,6 @@ def build_datastore(
     part
         ``(rank, count)``: read only one of `count` parts of the sources, numbered from 0. Many machines make a store
         each, which `merge_datastores` joins.
-    resume
-        Continue an interrupted build with the options it was begun with.
     progress
         Show bars on standard error.
     recipe
@@ -104,42 +123,35 @@ def build_datastore(
     ------
     BuildError
         When there is a store already, a source is missing, nothing can be indexed or the disk cannot be written.
-    StoreIncompleteError
-        When an interrupted build lies there and `resume` is not set.
     StoreLockedError
         When another process is writing there.
     """
     store = folder_of(path, "build")
-    wished = as_sources(sources, licence) if not resume else ()
+    wished = as_sources(sources, licence)
     rank, count = part or (0, 1)
     if not 0 <= rank < count:
         raise BuildError(f"a part from 0 to {count - 1} of {count}", f"{rank}", "Number the parts from 0.")
-
-    def make_plan(work: WorkFolder, _: None) -> tuple[dict[str, Any], Inputs]:
-        check_not_begun(store, work)
+    check_folder(store)
+    with writer(store) as work:
+        check_folder(store)  # which may have been finished meanwhile
         settings = checked(config or StoreConfig(), tokenizer)
-        plan, inputs = plan_of(work, wished, settings, max_tokens)
-        plan |= {"recipe": recipe, "part": part, "tokenizer": write_tokenizer(store, tokenizer)}
-        return plan, islice(inputs, rank, None, count)
-
-    def apply(work: WorkFolder, _: None, plan: dict[str, Any]) -> ChangeReport:
-        manifest = replace(first_manifest(store, plan["tokenizer"]), config=plan["config"])
-        return grow(work, manifest, plan, workers=workers, progress=progress)
-
-    if not resume:
-        check_folder(store)
-    return change_store(store, "build", make_plan, apply, resume=resume)
+        check_sources(wished)
+        manifest = first_manifest(store, write_tokenizer(store, tokenizer))
+        manifest = replace(manifest, config=asdict(settings))
+        plan = {"verb": "build", "recipe": recipe, "part": part, "max_tokens": max_tokens}
+        plan = begin_change(work, None, plan | plan_of(manifest, wished, settings))
+        shards = list(islice(listed_shards(work, wished), rank, None, count))
+        return grow(work, manifest, plan, shards, workers=workers, progress=progress)
 
 
 def add_documents(
     path: str | os.PathLike[str],
-    sources: Source | str | list[Source | str] | None = None,
+    sources: Source | str | Sequence[Source | str],
     *,
     config: StoreConfig | None = None,
     licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
-    resume: bool = False,
     progress: bool = False,
 ) -> ChangeReport:
     """Add documents to a datastore as new segments; texts it already has are skipped as duplicates.
@@ -148,19 +160,19 @@ def add_documents(
     """
     store = folder_of(path, "add")
     read_manifest(store)
-
-    def make_plan(work: WorkFolder, manifest: Manifest) -> tuple[dict[str, Any], Inputs]:
+    with writer(store) as work:
+        manifest = read_manifest(store)
         settings = checked(config or config_of(manifest), store / manifest.tokenizer_name)
-        plan, inputs = plan_of(work, as_sources(sources, licence), settings, max_tokens)
-        return plan | {"tokenizer": manifest.tokenizer_name}, inputs
+        wished = as_sources(sources, licence)
+        check_sources(wished)
+        plan = {"verb": "add", "max_tokens": max_tokens} | plan_of(manifest, wished, settings)
+        plan = begin_change(work, manifest, plan)
+        shards = list(listed_shards(work, wished))
+        known = live_hashes(store)
+        return grow(work, manifest, plan, shards, workers=workers, progress=progress, known=known)
 
-    def apply(work: WorkFolder, manifest: Manifest, plan: dict[str, Any]) -> ChangeReport:
-        return grow(work, manifest, plan, workers=workers, progress=progress, known=live_hashes(store))
 
-    return change_store(store, "add", make_plan, apply, resume=resume)
-
-
-def as_sources(sources: Source | str | list[Source | str] | None, licence: str) -> tuple[Source, ...]:
+def as_sources(sources: Source | str | Sequence[Source | str], licence: str) -> tuple[Source, ...]:
     """Normalise what the caller gave.
 
     Raises
@@ -168,7 +180,7 @@ def as_sources(sources: Source | str | list[Source | str] | None, licence: str) 
     BuildError
         When nothing was given, an allowed licence is no SPDX identifier, or there is no such part of the filter.
     """
-    given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources or ())
+    given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources)
     if not given:
         raise BuildError("at least one file or folder to build from", "none", "Give a source.")
     listed = (s if isinstance(s, Source) else Source(str(s), licence) for s in given)
@@ -187,13 +199,19 @@ def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
     return replace(config, dense=checked_settings(config.dense, tokenizer_fingerprint(tokenizer)))
 
 
-def plan_of(
-    work: WorkFolder, sources: tuple[Source, ...], config: StoreConfig, max_tokens: int | None
-) -> tuple[dict[str, Any], Inputs]:
-    """Plan of new documents, and the inputs."""
-    check_sources(sources)
-    plan = {"sources": [asdict(source) for source in sources], "config": asdict(config), "max_tokens": max_tokens}
-    return plan, file_shards(work, list_files(sources, work.store))
+def plan_of(manifest: Manifest, sources: tuple[Source, ...], config: StoreConfig) -> dict[str, Any]:
+    """What a change records of its settings, and reads them from."""
+    plan = {"config": asdict(config), "tokenizer": manifest.tokenizer_name}
+    return plan | {"sources": [asdict(source) for source in sources]} if sources else plan
+
+
+def listed_shards(work: WorkFolder, sources: tuple[Source, ...]) -> Iterator[list[SourceFile]]:
+    """Files of some sources as shards; where they cannot be listed, the change has not begun."""
+    try:
+        yield from file_shards(work, list_files(sources, work.store))
+    except Exception:
+        work.end()
+        raise
 
 
 def write_tokenizer(store: Path, tokenizer: Any) -> str:
@@ -233,10 +251,275 @@ def live_hashes(store: Path) -> Iterator[str]:
         yield from (digest for *_, digest in segment.documents.texts())
 
 
+@dataclass(frozen=True, slots=True)
+class TokenShard:
+    """Documents that were read and encoded: where they lie, what was no document, and the bytes read."""
+
+    path: Path
+    skipped: list[tuple[str, str, str]]
+    bytes: int
+
+    def rows(self) -> list[Row | None]:
+        """All documents, in order."""
+        return [Row(*row) for row in json.loads(self.path.with_suffix(".json").read_bytes())]
+
+    def take(self, ranges: list[tuple[int, int]]) -> Iterator[tuple[list[Row | None], NDArray[np.uint32]]]:
+        """Documents of some ranges, and their token ids, each with an entry for its separator after it."""
+        rows = self.rows()
+        starts = np.cumsum([0, *(row.tokens + 1 for row in rows if row)], dtype=np.int64)
+        for first, end in ranges:
+            at, count = int(starts[first]), int(starts[end] - starts[first])
+            yield rows[first:end], np.fromfile(self.path.with_suffix(".bin"), "<u4", count, offset=4 * at)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentShard:
+    """A segment of a store as a shard: its text is taken over as it is, or documents `[first, end)` are converted.
+
+    Attributes
+    ----------
+    store, entry, vocabulary
+        The segment, and the size of its tokenizer's vocabulary.
+    first, end, tokenizer
+        Documents to convert, and the copy of the tokenizer that they were encoded with; end 0: none.
+    """
+
+    store: Path
+    entry: SegmentEntry
+    vocabulary: int
+    first: int = 0
+    end: int = 0
+    tokenizer: Path | None = None
+
+    def open(self) -> Segment:
+        """The segment as its files are, which keeps its text."""
+        segment = open_segment(self.store / SEGMENTS / self.entry.name, self.entry, self.vocabulary)
+        check_text(segment, self.store)
+        return segment
+
+    def rows(self) -> list[Row | None]:
+        """All documents, None for what counts as removed; of the files only the document table is checked."""
+        segment = self.open()
+        check_files(self.store, self.entry, text=False)
+        found = tombstones_of(self.store, self.entry)
+        left_out = {n for array in found.values() if array is not found["ranks"] for n in array.tolist()}
+        return [
+            None if d.number in left_out else Row(d.path, d.licence, d.source, d.sha256, d.tokens)
+            for d in segment.documents
+        ]
+
+    def take(self, ranges: list[tuple[int, int]]) -> Iterator[tuple[list[Row | None], NDArray[np.uint32]]]:
+        """As of a `TokenShard`; the files are checked, as their content is written under new checksums."""
+        segment, rows = self.open(), self.rows()
+        check_files(self.store, self.entry)
+        starts = segment.document_starts
+        for first, end in ranges:
+            yield rows[first:end], segment.ids_of(segment.tokens[int(starts[first]) : int(starts[end])])
+
+    def converted(self, tokenizer: Tokenizer) -> Iterator[Tokenised]:
+        """The documents to convert, encoded by another tokenizer."""
+        segment, rows = self.open(), self.rows()
+        check_files(self.store, self.entry)
+        old = load_tokenizer(self.tokenizer)
+        for number in range(self.first, self.end):
+            if row := rows[number]:
+                ids = segment.text_ids(number)
+                encoded = encode(tokenizer, old.decode(ids.tolist(), skip_special_tokens=False))
+                skip = "" if len(encoded) else Reason.EMPTY
+                yield Tokenised(row, encoded, 4 * len(ids), skip)
+
+
+Shard = list[SourceFile] | SegmentShard
+
+
+def segment_shards(store: Path, manifest: Manifest) -> Iterator[SegmentShard]:
+    """Shards that are the segments of a store, taken over as they are."""
+    return (SegmentShard(store, entry, manifest.vocabulary) for entry in manifest.segments)
+
+
+def conversion_shards(store: Path, manifest: Manifest) -> Iterator[SegmentShard]:
+    """Shards whose documents are decoded from a store and encoded anew."""
+    for shard in segment_shards(store, manifest):
+        starts = shard.open().document_starts
+        first = 0
+        for end in range(1, len(starts)):
+            if end == len(starts) - 1 or int(starts[end + 1]) - int(starts[first]) > SHARD_TOKENS:
+                yield replace(shard, first=first, end=end, tokenizer=store / manifest.tokenizer_name)
+                first = end
+
+
+def check_text(segment: Segment, store: Path, remedy: str = "Build it again from sources.") -> None:
+    """Check that a segment keeps its text.
+
+    Raises
+    ------
+    BuildError
+        When it keeps n-grams only.
+    """
+    if not len(segment.tokens):
+        raise BuildError("a store that keeps its text", f"{store}, which keeps n-grams only", remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What processes that read shards and index segments have to know of a change."""
+
+    work: Path
+    tokenizer: Path
+    config: StoreConfig
+    sources: tuple[Source, ...]
+    at: str
+
+
+def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
+    """Read and encode a shard, given with its number."""
+    number, shard = given
+    tokenizer = _kept_tokenizer(job.tokenizer)
+    results = (
+        shard.converted(tokenizer)
+        if isinstance(shard, SegmentShard)
+        else tokenise(shard, job.sources, tokenizer, job.config.document_bytes)
+    )
+    found = TokenShard(job.work / f"shard-{number:06d}", [], 0)
+    rows: list[tuple[Any, ...]] = []
+    size = 0
+    with found.path.with_suffix(".bin").open("wb") as file:
+        for result in results:
+            size += result.bytes
+            if result.skip:
+                found.skipped.append((result.row.path, result.row.source, str(result.skip)))
+                continue
+            for row, ids in _parts(result.row, result.ids, job.config.segment_tokens - 1):
+                file.write(np.concatenate([ids, _SEPARATOR]).astype("<u4", copy=False).data)
+                rows.append(astuple(row))
+    found.path.with_suffix(".json").write_text(json.dumps(rows))
+    return replace(found, bytes=size)
+
+
+@lru_cache(maxsize=1)
+def _kept_tokenizer(path: Path) -> Tokenizer:
+    """A store's tokenizer, kept for the next change: a large one takes longer to load than a small change to make."""
+    return load_tokenizer(path)
+
+
+def _parts(row: Row, ids: NDArray[np.uint32], limit: int) -> Iterator[tuple[Row, NDArray[np.uint32]]]:
+    """A document and its ids, or the parts of one that is longer than a segment."""
+    if len(ids) <= limit:
+        yield replace(row, tokens=len(ids)), ids
+        return
+    for number, start in enumerate(range(0, len(ids), limit), 1):
+        part = ids[start : start + limit]
+        digest = hashlib.sha256(f"{row.sha256}#{number}".encode()).hexdigest() if number > 1 else row.sha256
+        yield replace(row, path=f"{row.path}#part{number}", sha256=digest, tokens=len(part)), part
+
+
+@dataclass(slots=True)
+class SegmentCut:
+    """Documents of one segment: tokens, documents, and the shards and ranges of documents where they are."""
+
+    tokens: int
+    documents: int
+    pieces: list[tuple[TokenShard | SegmentShard, list[tuple[int, int]]]]
+
+
+def small_size(limit: int) -> int:
+    """Entries of the largest segment that is small, where one has at most `limit` of them.
+
+    Segments that a text was divided into without need are not: joined, they would be divided again.
+    """
+    return min(limit, _PIECES * _PIECE) // _SMALL_SHARE
+
+
+class Choice:
+    """Goes through shards in order and chooses documents: each text once, up to a limit of tokens.
+
+    It is the one step that knows of all documents, and holds their hashes.
+    """
+
+    def __init__(self, known: Iterable[str], most: int | None) -> None:
+        self.most, self.full = most, False
+        self.skipped: list[tuple[str, str, str]] = []
+        self._seen = {_key(digest) for digest in known}
+        self._total = 0
+        self._chosen: list[tuple[TokenShard | SegmentShard, NDArray[np.uint32], NDArray[np.uint32]]] = []
+
+    def take(self, shard: TokenShard | SegmentShard) -> None:
+        """Choose among the documents of the next shard."""
+        numbers, lengths = [], []
+        for number, row in enumerate(() if self.full else shard.rows()):
+            if row is None:
+                continue
+            if (key := _key(row.sha256)) in self._seen:
+                self.skipped.append((row.path, row.source, "duplicate"))
+                continue
+            if self.most is not None and self._total + row.tokens > self.most:
+                self.full = True
+                break
+            self._seen.add(key)
+            self._total += row.tokens
+            numbers.append(number)
+            lengths.append(row.tokens)
+        self._chosen.append((shard, np.array(numbers, np.uint32), np.array(lengths, np.uint32)))
+
+    def cut(self, limit: int) -> list[SegmentCut]:
+        """Divide what was chosen into segments of about one size, each of at most `limit` entries with separators.
+
+        As few as that allows, or more, so that cores can share the indexing: a power of two up to `_PIECES`, as long as
+        each has `_PIECE` entries.
+        """
+        total = sum(int(lengths.sum(dtype=np.int64)) + len(lengths) for _, _, lengths in self._chosen)
+        shared = 1 << (min(_PIECES, max(1, total // _PIECE)).bit_length() - 1)
+        size = total / max(shared, -(-total // limit))
+        segments: list[SegmentCut] = []
+        at = 0
+        for shard, numbers, lengths in self._chosen:
+            for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+                last = segments[-1] if segments else None
+                full = last is not None and last.tokens + last.documents + length + 1 > limit
+                if last is None or full or at + (length + 1) / 2 > size * len(segments):
+                    last = SegmentCut(0, 0, [])
+                    segments.append(last)
+                if not last.pieces or last.pieces[-1][0] is not shard:
+                    last.pieces.append((shard, []))
+                ranges = last.pieces[-1][1]
+                if ranges and ranges[-1][1] == number:
+                    ranges[-1] = (ranges[-1][0], number + 1)
+                else:
+                    ranges.append((number, number + 1))
+                at += length + 1
+                last.tokens += length
+                last.documents += 1
+        return segments
+
+
+def _key(digest: str) -> bytes:
+    return bytes.fromhex(digest[: 2 * _KEY])
+
+
+def index_segment(job: _Job, given: tuple[int, SegmentCut]) -> SegmentEntry:
+    """Index one segment of a cut, given with its number; returns its entry, under that number in the work folder."""
+    number, part = given
+    rows: list[Row] = []
+    ids = np.empty(part.tokens + part.documents, np.uint32)
+    at = 0
+    for shard, ranges in part.pieces:
+        for listed, found in shard.take(ranges):
+            rows += (row for row in listed if row)
+            ids[at : at + len(found)] = found
+            at += len(found)
+    folder = job.work / f"segment-{number:06d}"
+    folder.mkdir()
+    handed = [ids]
+    del ids
+    files, origins = write_segment(folder, handed.pop(), rows, job.config)
+    return SegmentEntry(f"{number:06d}", len(rows), part.tokens, job.at, origins, files)
+
+
 def grow(
     work: WorkFolder,
     manifest: Manifest,
     plan: dict[str, Any],
+    shards: Sequence[Shard],
     *,
     workers: int | None,
     progress: bool,
@@ -244,12 +527,14 @@ def grow(
     kept: tuple[SegmentEntry, ...] | None = None,
     made: Sequence[SegmentEntry] = (),
 ) -> ChangeReport:
-    """Make the segments that a plan describes and publish them.
+    """Make segments of some shards and publish them.
 
     Parameters
     ----------
     work, manifest, plan
         The change, and the manifest it starts from.
+    shards
+        What to read.
     workers, progress
         Processes at most (None: all CPUs), and whether to show bars.
     known
@@ -260,58 +545,70 @@ def grow(
         Segments that lie in the work folder already, under numbers of their own.
     """
     watch = Stopwatch(progress)
+    config = StoreConfig(**plan["config"])
+    sources = tuple(Source(**source) for source in plan.get("sources", ()))
     staying = (*(manifest.segments if kept is None else kept), *made)
-    stages, entries, cut = make_segments(work, watch, workers, known)
+    choice = Choice(known, plan.get("max_tokens"))
+    job = _Job(work.path, work.store / plan["tokenizer"], config, sources, plan["at"])
+    with closing(Workers(workers or os.cpu_count() or 1)) as pool:
+        size = sum(map(_bytes, shards))
+        with watch.stage("reading", size or None, "B") as advance:
+            for shard in _read(pool, job, shards, choice, size):
+                advance(shard.bytes)
+        cut = choice.cut(config.segment_tokens)
+        tokens = sum(part.tokens for part in cut)
+        entries: list[SegmentEntry] = []
+        with watch.stage("indexing", tokens, "tok") as advance:
+            for entry in pool.run(partial(index_segment, job), list(enumerate(cut)), 4 * tokens):
+                advance(entry.tokens)
+                entries.append(entry)
     if not entries and not staying:
         work.end()
-        raise nothing_to_index(cut.skipped, plan, stages.shards)
+        raise nothing_to_index(choice.skipped, plan)
     dense: dict[str, Any] = {}
-    if stages.config.dense is None and not staying:
+    if config.dense is None and not staying:
         manifest = replace(manifest, dense=None)
-    elif stages.config.dense is not None and entries:
+    elif config.dense is not None and entries:
         from retrieve_spec.datastore.dense_build import add_dense  # imports torch, which others need not wait for
 
-        entries, record, dense = add_dense(work, manifest, entries, stages.config.dense, watch, fresh=not staying)
+        entries, record, dense = add_dense(work, manifest, entries, config.dense, watch, fresh=not staying)
         manifest = replace(manifest, dense=record)
-    report = report_of(plan["verb"], entries, len(entries) + len(staying), cut.skipped, watch.seconds, dense)
+    report = report_of(plan["verb"], entries, len(entries) + len(staying), choice.skipped, watch.seconds, dense)
     return publish(work, manifest, staying[: len(staying) - len(made)], [*made, *entries], plan, report)
 
 
-def make_segments(
-    work: WorkFolder, watch: Stopwatch, workers: int | None, known: Iterable[str]
-) -> tuple[Stages, list[SegmentEntry], Cut]:
-    """Run the stages of a plan; returns them, the new segments and the cut."""
-    workers = workers or os.cpu_count() or 1
-    stages = Stages(work, workers)
-    size = int(stages.plan.get("bytes", 0))
-    with closing(Workers(stages, workers)) as pool:
-        with watch.stage("reading", size or None, "B") as advance:
+def _bytes(shard: Shard) -> int:
+    """Bytes to read of a shard."""
+    if isinstance(shard, SegmentShard):
+        return 4 * shard.entry.tokens * (shard.end - shard.first) // max(shard.entry.documents, 1)
+    return sum(file.size for file in shard if not file.skip)
 
-            def read(ranks: list[int]) -> None:
-                for bytes_read, _, _ in pool.run("tokens", ranks, size):
-                    advance(bytes_read)
 
-            cut = stages.cut(known, read)
-        with watch.stage("indexing", cut.tokens, "tok") as advance:
-            ranks = [rank for rank in range(len(cut.segments)) if stages.needs_segment(rank)]
-            for _, _, tokens in pool.run("segment", ranks, 4 * cut.tokens):
-                advance(tokens)
-    return stages, [stages.entry(rank) for rank in range(len(cut.segments))], cut
+def _read(pool: Workers, job: _Job, shards: Sequence[Shard], choice: Choice, size: int) -> Iterator[TokenShard]:
+    """Read shards and choose among their documents; with a limit of tokens, only as many as are needed."""
+    step = len(shards) if choice.most is None else 4 * pool.count
+    for first in range(0, len(shards), max(step, 1)):
+        group = list(enumerate(shards[first : first + step], first))
+        whole = [shard for _, shard in group if isinstance(shard, SegmentShard) and not shard.end]
+        for segment in whole:
+            choice.take(segment)
+        for read in pool.run(partial(read_shard, job), [] if whole or choice.full else group, size):
+            choice.take(read)
+            choice.skipped += read.skipped
+            yield read
 
 
 class Workers:
-    """Runs ranks of stages in processes of this machine, which stay for the next stage; little work in this one.
+    """Runs functions in processes of this machine, which stay for the next ones; little work in this process.
 
     Parameters
     ----------
-    stages
-        The stages of the change.
     count
         Processes at most.
     """
 
-    def __init__(self, stages: Stages, count: int) -> None:
-        self._stages, self._count = stages, count
+    def __init__(self, count: int) -> None:
+        self.count = count
         self._executor: ProcessPoolExecutor | None = None
 
     def close(self) -> None:
@@ -319,15 +616,13 @@ class Workers:
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
 
-    def run(self, stage: str, ranks: Sequence[int], size: int) -> Iterator[Done]:
-        """Run some ranks of a stage, and tell what each did.
+    def run(self, function: Callable[[_T], _R], given: Sequence[_T], size: int) -> Iterator[_R]:
+        """What a function makes of some arguments, in order.
 
         Parameters
         ----------
-        stage
-            `"tokens"` or `"segment"`.
-        ranks
-            Which of its ranks.
+        function, given
+            The function and what it is called with, one by one.
         size
             How much work it is: bytes to read, or four times the tokens to sort.
 
@@ -336,28 +631,20 @@ class Workers:
         BuildError
             When a worker died, as from a lack of memory.
         """
-        if self._executor is None and (min(self._count, len(ranks)) < 2 or size < SPAWN_WORK):
-            yield from (getattr(self._stages, stage)(rank) for rank in ranks)
+        if self._executor is None and (min(self.count, len(given)) < 2 or size < SPAWN_WORK):
+            yield from map(function, given)
             return
         if self._executor is None:
             context = multiprocessing.get_context("spawn")  # a fork would inherit locks of threads that it lacks
-            self._executor = ProcessPoolExecutor(self._count, context, _follow_parent)
-        store = self._stages.work.store.absolute()
-        waiting = [self._executor.submit(_run_rank, store, stage, rank) for rank in ranks]
+            self._executor = ProcessPoolExecutor(self.count, context, _follow_parent)
         try:
-            for done in as_completed(waiting):
-                yield done.result()
+            yield from self._executor.map(function, given)
         except BrokenProcessPool as error:
             remedy = (
-                "Where memory ran out, continue with --resume and fewer processes; "
+                "Where memory ran out, run it again with fewer processes; "
                 'a script that builds needs `if __name__ == "__main__":`.'
             )
-            raise BuildError(f"to finish stage {stage!r}", f"a worker process ended: {error}", remedy) from error
-
-
-def _run_rank(store: Path, stage: str, rank: int) -> Done:
-    done: Done = getattr(Stages(WorkFolder(store)), stage)(rank)
-    return done
+            raise BuildError("to finish the change", f"a worker process ended: {error}", remedy) from error
 
 
 def _follow_parent() -> None:

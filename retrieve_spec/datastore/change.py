@@ -18,7 +18,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.entry_filter import RULES
 from retrieve_spec.datastore.files import replace_file, sync_folder, write_bytes
 from retrieve_spec.datastore.manifest import (
     CATALOG,
@@ -35,17 +34,12 @@ from retrieve_spec.datastore.manifest import (
     drop_stale_files,
     existing_manifest,
     explain_write_errors,
-    incomplete,
-    read_manifest,
     write_manifest,
 )
 from retrieve_spec.errors import BuildError, StoreLockedError
 
 LOCK = "lock"
-INPUTS = "inputs.jsonl"
 STDIN_COPY = "stdin"
-_SHORT = ("remove", "sync", "pull")
-"""Changes that are run again instead of being resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +98,12 @@ def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
     return dict(sorted(paths.items()))
 
 
-def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, Any], shards: int) -> BuildError:
+def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, Any]) -> BuildError:
     """Error about a change that found no text, which says why each kind of file was left out."""
     reasons = [f"{len(paths):,} {reason} (first: {paths[0]})" for reason, paths in by_reason(skipped).items()]
-    if reasons:
-        got = f"left out {', '.join(reasons)}"
-    elif "sources" not in plan:
+    if not reasons and "sources" not in plan:
         return BuildError("documents that are not removed", "none", "Add some first.")
-    elif not shards:
-        got = "the sources and filters name no file"
-    else:
-        got = "the files are empty" + (", or the first document exceeds max_tokens" if plan["max_tokens"] else "")
+    got = f"left out {', '.join(reasons)}" if reasons else "sources and filters name no file, or max_tokens is too few"
     return BuildError("text to index", f"none: {got}", "Check the sources and filters, or --admit what stays out.")
 
 
@@ -160,95 +149,12 @@ def writer(store: Path) -> Iterator[WorkFolder]:
             lock.release()
 
 
-Inputs = Iterable[dict[str, Any]]
-
-
-def change_store(
-    store: Path,
-    verb: str,
-    make_plan: Callable[[WorkFolder, Any], tuple[dict[str, Any], Inputs]],
-    apply: Callable[[WorkFolder, Any, dict[str, Any]], ChangeReport],
-    *,
-    resume: bool = False,
-) -> ChangeReport:
-    """Change a store as its only writer: plan the change, or find the plan of the interrupted one, and carry it out.
-
-    Parameters
-    ----------
-    store, verb
-        Folder of the store, and the change.
-    make_plan
-        Makes the plan of a new change, and a line for every shard of its input, from the work folder and the manifest
-        that the change starts from (None where there is no store yet).
-    apply
-        Carries out a plan, from the same and the plan.
-    resume
-        Whether to go on with an interrupted one.
-
-    Raises
-    ------
-    BuildError
-        When there is none to resume, it is of another verb, or was begun by another version or under other rules of
-        what enters; when the folder cannot be written.
-    StoreLockedError
-        When another process is writing to the store.
-    """
-    with writer(store) as work:
-        manifest = existing_manifest(store)
-        if not resume:
-            plan, inputs = make_plan(work, manifest)
-            return apply(work, manifest, begin_change(work, manifest, {"verb": verb, **plan}, inputs))
-        plan = resumed_plan(work, verb)
-        if plan["generation"] == (manifest.generation if manifest else 0):
-            check_same_rules(plan, verb, f"the folder {store}")
-            return apply(work, manifest, plan)
-        work.end()  # the change had taken effect when it was killed, and only tidying up was left
-        manifest = read_manifest(store)
-        event = manifest.history[-1]
-        return ChangeReport(verb, event["documents"], event["tokens"], len(manifest.segments))
-
-
-def begin_change(
-    work: WorkFolder, manifest: Manifest | None, plan: dict[str, Any], inputs: Inputs = ()
-) -> dict[str, Any]:
+def begin_change(work: WorkFolder, manifest: Manifest | None, plan: dict[str, Any]) -> dict[str, Any]:
     """Record the plan of a new change, and clear away what interrupted ones left."""
-    plan = {**plan, "generation": manifest.generation if manifest else 0, "at": utc_now()}
-    plan |= {"version": __version__, "rules": RULES}
-    plan = work.begin(plan, inputs)
+    plan = {**plan, "at": utc_now(), "version": __version__}
+    work.begin(plan)
     drop_stale_files(work.store, manifest)
     return plan
-
-
-def resumed_plan(work: WorkFolder, verb: str) -> dict[str, Any]:
-    """Plan of the interrupted change.
-
-    Raises
-    ------
-    BuildError
-        When there is none, or it is of another verb.
-    """
-    plan = work.plan()
-    if plan is None:
-        work.end()
-        raise BuildError(f"an interrupted {verb} in {work.store}", "none", "Run the command again without --resume.")
-    if plan["verb"] != verb:
-        other = plan["verb"]
-        remedy = "Run the command without --resume."
-        if other not in _SHORT:
-            remedy = f"Continue that one with `retrieve-spec {other} {work.store} --resume`, or leave out --resume."
-        raise BuildError(f"an interrupted {verb} in {work.store}", f"an interrupted {other}", remedy)
-    return plan
-
-
-def check_same_rules(plan: dict[str, Any], verb: str, place: str) -> None:
-    """Check that this version began an interrupted change, and that what enters a store is what entered then."""
-    again = f"Delete {place}" if verb in ("build", "merge") else "Leave out --resume"
-    if plan["version"] != __version__:
-        expected, got = f"a {verb} that version {__version__} began", f"one of {plan['version']}"
-        raise BuildError(expected, got, f"{again}, and run the command again.")
-    if plan.get("rules") != RULES:  # its inputs were listed as those rules say; what is read would go by these
-        expected = f"a {verb} that was begun under the same rules of what enters a store"
-        raise BuildError(expected, "one under others", f"{again}, and run the command again.")
 
 
 def publish(
@@ -283,8 +189,16 @@ def publish(
     put_segments(work, [(number, entry.name) for number, entry in named])
     put_tombstones(work)
     segments = {entry.name: entry for entry in (*kept, *(entry for _, entry in named))}
-    event = event_of(plan, report) | put_skipped(work.store, report.skipped)
-    following = manifest.following(tuple(segments.values()), {"generation": manifest.generation + 1, **event})
+    event = {
+        **{key: value for key, value in plan.items() if value not in (None, "")},
+        "generation": manifest.generation + 1,
+        "documents": report.documents,
+        "tokens": report.tokens,
+        "skipped": report.skipped_by_reason,
+        **({"vectors": report.dense} if report.dense else {}),
+        **put_skipped(work.store, report.skipped),
+    }
+    following = manifest.following(tuple(segments.values()), event)
     write_manifest(work.store, following)
     drop_stale_files(work.store, following)
     for copy in work.store.glob("tokenizer-*.json"):
@@ -292,18 +206,6 @@ def publish(
             copy.unlink()
     work.end()
     return report
-
-
-def event_of(plan: dict[str, Any], report: ChangeReport) -> dict[str, Any]:
-    """Entry of a store's history."""
-    left_out = ("places", "generation", "vocabulary", "tokenizer_before", "rules")
-    return {
-        **{key: value for key, value in plan.items() if key not in left_out and value not in (None, "")},
-        "documents": report.documents,
-        "tokens": report.tokens,
-        "skipped": report.skipped_by_reason,
-        **({"vectors": report.dense} if report.dense else {}),
-    }
 
 
 class WorkFolder:
@@ -319,27 +221,11 @@ class WorkFolder:
         self.store = store
         self.path = store / WORK
 
-    def begin(self, plan: dict[str, Any], inputs: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
-        """Throw away any earlier work and record what is going to be done, and to which inputs, a line per shard.
-
-        Returns the plan, with the bytes of the files that are going to be read.
-        """
-        size = 0
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Throw away any earlier work and record what is going to be done."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
-        try:
-            with (self.path / INPUTS).open("w", encoding="utf-8", errors="surrogateescape") as file:
-                for line in inputs:
-                    file.write(json.dumps(line) + "\n")
-                    size += sum(each["size"] for each in line.get("files", ()) if not each["skip"])
-                file.flush()
-                os.fsync(file.fileno())
-            plan = plan | {"bytes": size} if size else plan
-            replace_file(self.path / PLAN, json.dumps(plan).encode())
-        except BaseException:
-            self.end()  # nothing was begun
-            raise
-        return plan
+        replace_file(self.path / PLAN, json.dumps(plan).encode())
 
     def plan(self) -> dict[str, Any] | None:
         """What is being done, or None when no change was begun."""
@@ -349,25 +235,8 @@ class WorkFolder:
             return None
         return plan if isinstance(plan, dict) and "verb" in plan else None
 
-    def inputs(self) -> list[tuple[int, int]]:
-        """Where each shard's line stands in the inputs: (offset, bytes)."""
-        places, at = [], 0
-        with (self.path / INPUTS).open("rb") as file:
-            for line in file:
-                places.append((at, len(line)))
-                at += len(line)
-        return places
-
-    def input(self, place: tuple[int, int]) -> dict[str, Any]:
-        """One shard's line of the inputs."""
-        with (self.path / INPUTS).open("rb") as file:
-            file.seek(place[0])
-            line: dict[str, Any] = json.loads(file.read(place[1]))
-        return line
-
     def end(self) -> None:
-        """Remove the folder; the plan goes first, so that half a removal is no work to resume."""
-        (self.path / PLAN).unlink(missing_ok=True)
+        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -417,7 +286,7 @@ _OURS = {
         rf"{LOCK}|{WORK}|{SEGMENTS}|{SKIPPED}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
     ),
     WORK: re.compile(
-        rf"(?:plan|cut|(?:shard|segment|dense|keys)-[\w-]+)\.(?:json|bin)(?:\.tmp)?|{STDIN_COPY}|{INPUTS}"
+        rf"(?:plan|shard-\d+)\.(?:json|bin)(?:\.tmp)?|{STDIN_COPY}"
         rf"|segment-\d+|{TOMBSTONES}|pull"
     ),
     SEGMENTS: re.compile(rf"[0-9a-f]{{32}}(?:{re.escape(GONE)})?"),
@@ -440,21 +309,6 @@ def check_folder(store: Path) -> None:
     foreign = next(_foreign(store), None)
     if foreign is not None:
         raise BuildError(f"an empty folder at {store}", f"one that holds {foreign.name}", "Choose another folder.")
-
-
-def check_not_begun(store: Path, work: WorkFolder) -> None:
-    """Check, as the only writer, that no build was finished meanwhile and none was interrupted.
-
-    Raises
-    ------
-    BuildError
-        When there is a store.
-    StoreIncompleteError
-        When an interrupted build lies there.
-    """
-    check_folder(store)
-    if work.plan() is not None:
-        raise incomplete(store, f"an empty folder at {store}")
 
 
 def _foreign(store: Path) -> Iterator[Path]:

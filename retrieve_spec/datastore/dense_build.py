@@ -1,7 +1,4 @@
-"""Building dense indexes for the segments of a change, resumable step by step.
-
-The work folder holds, beside the segments, ``dense-transform.bin`` (mean, scale, components), ``keys-N-M.bin``
-(checkpoint M of the keys of segment N) and ``dense-N.json``, the record that the index files of segment N are written.
+"""Building dense indexes for the segments of a change.
 
 The text is read in windows that overlap, so that every position has context; none crosses the border of a document. Of
 a window only the positions that the one before did not have become keys, and never the last token of a document, which
@@ -10,10 +7,8 @@ nothing follows.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +32,7 @@ from retrieve_spec.datastore.dense import (
     recall,
     write_index,
 )
-from retrieve_spec.datastore.files import FileEntry, entries_of, replace_file, write_files
+from retrieve_spec.datastore.files import FileEntry, write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
 from retrieve_spec.datastore.segment import Segment, open_segment, suffix_array
@@ -45,24 +40,10 @@ from retrieve_spec.errors import BuildError, ConfigError, TokenizerMismatchError
 from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.reference_model import REFERENCE, load_config_and_tokenizer, load_model
 
-_RECORD = "dense-record.json"
-_FITTED = "dense-transform.bin"
-
 Windows = NDArray[np.int64]
 """(w, 4): first token and end of what the model reads, first and end of the positions that become keys."""
 Part = tuple[Segment, Windows, NDArray[np.bool_]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """What `add_dense` was given."""
-
-    work: WorkFolder
-    manifest: Manifest
-    entries: list[SegmentEntry]
-    config: DenseConfig
-    watch: Stopwatch
-    fresh: bool
+"""A segment, windows of it, and which of its positions (n,) bool become keys."""
 
 
 def checked_settings(config: DenseConfig, fingerprint: str) -> DenseConfig:
@@ -87,21 +68,20 @@ def checked_settings(config: DenseConfig, fingerprint: str) -> DenseConfig:
         When keys would have more numbers than its hidden states have, or it has no such layer.
     """
     description, tokenizer = load_config_and_tokenizer(config.model)
-    _check_tokenizer(config, tokenizer, fingerprint)
-    text = description.get_text_config()
-    check_dims(config, int(text.hidden_size))
-    check_layer(config.layer, int(text.num_hidden_layers))
-    folder = Path(config.model).expanduser()
-    return replace(config, model=str(folder.resolve())) if config.model != REFERENCE and folder.is_dir() else config
-
-
-def _check_tokenizer(config: DenseConfig, tokenizer: Any, fingerprint: str) -> None:
     if (found := tokenizer_fingerprint(tokenizer)) != fingerprint:
         raise TokenizerMismatchError(
             f"a model with the store's tokenizer ({fingerprint[7:19]})",
             f"{config.model} with tokenizer {found[7:19]}",
             "Build the store with the tokenizer of the model.",
         )
+    text = description.get_text_config()
+    size, layers = int(text.hidden_size), int(text.num_hidden_layers)
+    if config.dims > size:
+        raise ConfigError(f"dims of at most {size}, the model's hidden size", f"{config.dims}", "Give fewer.")
+    if config.layer != "last" and not 1 <= int(config.layer) <= layers:
+        raise ConfigError(f"a layer from 1 to {layers}, or 'last'", repr(config.layer), "Give one the model has.")
+    folder = Path(config.model).expanduser()
+    return replace(config, model=str(folder.resolve())) if config.model != REFERENCE and folder.is_dir() else config
 
 
 def add_dense(
@@ -137,119 +117,77 @@ def add_dense(
 
     Raises
     ------
-    ModelMismatchError, TokenizerMismatchError
+    ModelMismatchError
         When the model is not that of the store.
     BuildError
         When hidden states are not finite, or there is nothing to index.
     """
-    done = [work.path / f"dense-{entry.name}.json" for entry in entries]
-    if not all(path.exists() for path in done):
-        _build(_Change(work, manifest, entries, config, watch, fresh))
-    record = DenseRecord(**json.loads((work.path / _RECORD).read_bytes()))
-    notes = [json.loads(path.read_bytes()) for path in done]
-    files = [entries_of(note["files"]) for note in notes]
-    reports = [note["report"] for note in notes]
-    extended = [replace(entry, files=entry.files | new) for entry, new in zip(entries, files, strict=True)]
-    return extended, record, _summary(reports, work)
-
-
-def _summary(reports: list[dict[str, Any]], work: WorkFolder) -> dict[str, Any]:
-    vectors = sum(report["vectors"] for report in reports)
-    weighed = sum(report["recall_at_10"] * report["vectors"] for report in reports)
-    fitted = work.path / "dense-fit.json"
-    return {
-        "vectors": vectors,
-        "positions": sum(report["positions"] for report in reports),
-        "kinds": sorted({report["kind"] for report in reports if report["vectors"]}),
-        "recall_at_10": round(weighed / max(vectors, 1), 4),
-        "bytes_per_vector": round(sum(report["bytes"] for report in reports) / max(vectors, 1), 2),
-        "variance_kept": json.loads(fitted.read_bytes())["variance_kept"] if fitted.exists() else None,
-    }
-
-
-def _build(change: _Change) -> None:
-    config, manifest = change.config, change.manifest
     model, tokenizer = load_model(config.model)
-    _check_tokenizer(config, tokenizer, tokenizer_fingerprint(change.work.store / manifest.tokenizer_name))
-    old = None if change.fresh else manifest.dense
-    begun = change.work.path / _RECORD
-    known = DenseRecord(**json.loads(begun.read_bytes())) if begun.exists() else old
-    if known is not None:  # keys of two models do not compare
-        check_model(known, model, config.model)
-        record = known
+    record = None if fresh else manifest.dense
+    if record is not None:  # keys of two models do not compare
+        check_model(record, model, config.model)
     else:
-        size = hidden_size_of(model)
-        check_dims(config, size)
-        record = DenseRecord(config.model, model_fingerprint(model), config.layer, config.dims, size)
-    replace_file(begun, json.dumps(asdict(record)).encode())
+        fingerprint, size = model_fingerprint(model), hidden_size_of(model)
+        record = DenseRecord(config.model, fingerprint, config.layer, config.dims, size)
     encoder = HiddenStates(model, record.layer, prefix_of(load_tokenizer(tokenizer), model))
-    with change.watch.stage("choosing", None, "tok"):
-        parts = _parts(change, encoder)
-    if not any(taken.any() for _, _, taken in parts) and old is None:
+    with watch.stage("choosing", None, "tok"):
+        tokens = sum(entry.tokens for entry in entries)
+        parts = [_part(work, manifest, entry, config, encoder, tokens) for entry in entries]
+    possible = sum(int(taken.sum()) for _, _, taken in parts)
+    if not possible and (fresh or manifest.dense is None):
         raise BuildError("positions to index", "none", "Build from more text, or without --thin.")
-    transform = _transform(change, record, encoder, parts)
-    for entry, part in zip(change.entries, parts, strict=True):
-        if not (change.work.path / f"dense-{entry.name}.json").exists():
-            _build_one(change, entry, part, transform, encoder)
-
-
-def _parts(change: _Change, encoder: HiddenStates) -> list[Part]:
-    """Segments, and the windows and positions whose keys are wanted."""
-    work, config = change.work, change.config
-    size = encoder.window(config.window)
-    tokens = sum(entry.tokens for entry in change.entries)
-    parts = []
-    for entry in change.entries:
-        folder = work.path / f"segment-{entry.name}"
-        folder = folder if folder.exists() else work.store / SEGMENTS / entry.name  # moved before a kill
-        segment = open_segment(folder, entry, change.manifest.vocabulary)
-        windows = windows_of(segment.document_starts, segment.removed, size, min(config.overlap, size // 2))
-        keep = hard_positions(segment) if config.thin else np.ones(len(segment.tokens), np.bool_)
-        share = -(-config.max_vectors * entry.tokens // tokens) if config.max_vectors else 0
-        parts.append((segment, *choose_windows(windows, keep, share)))
-    return parts
-
-
-def _transform(change: _Change, record: DenseRecord, encoder: HiddenStates, parts: list[Part]) -> Transform:
-    """The store's own transform where it has one, so that similarities compare; otherwise one fitted to a sample."""
-    work, manifest, sample = change.work, change.manifest, change.config.sample
-    path, size = work.path / _FITTED, record.hidden_size
-    if not is_written(path, 2 * size + size * record.dims):
-        for entry in manifest.segments if manifest.dense is not None and record == manifest.dense else ():
-            segment = open_segment(work.store / SEGMENTS / entry.name, entry, manifest.vocabulary, manifest.dense)
-            if segment.dense is not None:
-                return segment.dense.transform
-        total = min(sample, sum(int(taken.sum()) for _, _, taken in parts))
-        with change.watch.stage("fitting", total, "pos") as advance:
-            states = sample_states(encoder, parts, sample, advance)
-            fitted, kept = fit_transform(states, size, record.dims)
-        replace_file(work.path / "dense-fit.json", json.dumps({"variance_kept": round(kept, 4)}).encode())
-        replace_file(path, b"".join(a.tobytes() for a in (fitted.mean, fitted.scale, fitted.components)))
-    content = np.fromfile(path, np.float32)
-    return Transform(content[:size], content[size : 2 * size], content[2 * size :].reshape(size, record.dims))
-
-
-def _build_one(change: _Change, entry: SegmentEntry, part: Part, transform: Transform, encoder: HiddenStates) -> None:
-    work, watch = change.work, change.watch
-    with watch.stage("embedding", int(part[2].sum()), "pos") as advance:
-        keys, positions = write_keys(work.path, entry.name, encoder, transform, *part, advance)
-    report: dict[str, Any] = {"vectors": len(keys), "positions": int(_possible(part[0]))}
-    files: dict[str, FileEntry] = {}
-    if len(keys):
-        kind = choose_kind(change.config.index, len(keys))
+    transform, variance = None if fresh else _own_transform(work.store, manifest), None
+    if transform is None:
+        with watch.stage("fitting", min(config.sample, possible), "pos") as advance:
+            transform, variance = fit_transform(
+                sample_states(encoder, parts, config.sample, advance), record.hidden_size, record.dims
+            )
+    extended, kinds, vectors, found, size = [], set(), 0, 0.0, 0
+    for entry, part in zip(entries, parts, strict=True):
+        with watch.stage("embedding", int(part[2].sum()), "pos") as advance:
+            keys, positions = keys_of(encoder, transform, *part, advance)
+        if not len(keys):
+            extended.append(entry)
+            continue
         with watch.stage("dense index", None, "key"):
-            started = time.perf_counter()
+            kind = choose_kind(config.index, len(keys))
             index = build_index(keys, kind)
             files = _write(work.path / f"segment-{entry.name}", index, positions, transform)
-            share = 1.0 if kind == "flat" else recall(index, keys)
-        report |= {"kind": kind, "recall_at_10": share, "seconds": round(time.perf_counter() - started, 1)}
-    else:
-        report |= {"kind": "", "recall_at_10": 0.0}
-    report["bytes"] = files[INDEX].bytes + files[POSITIONS].bytes if files else 0
-    note = {"files": {name: asdict(file) for name, file in files.items()}, "report": report}
-    replace_file(work.path / f"dense-{entry.name}.json", json.dumps(note).encode())
-    for path in work.path.glob(f"keys-{entry.name}-*.bin"):
-        path.unlink()
+            found += len(keys) * (1.0 if kind == "flat" else recall(index, keys))
+        extended.append(replace(entry, files=entry.files | files))
+        kinds.add(kind)
+        vectors += len(keys)
+        size += files[INDEX].bytes + files[POSITIONS].bytes
+    report = {
+        "vectors": vectors,
+        "positions": sum(_possible(segment) for segment, _, _ in parts),
+        "kinds": sorted(kinds),
+        "recall_at_10": round(found / max(vectors, 1), 4),
+        "bytes_per_vector": round(size / max(vectors, 1), 2),
+        "variance_kept": None if variance is None else round(variance, 4),
+    }
+    return extended, record, report
+
+
+def _part(
+    work: WorkFolder, manifest: Manifest, entry: SegmentEntry, config: DenseConfig, encoder: HiddenStates, tokens: int
+) -> Part:
+    """A new segment, and the windows and positions of it whose keys are wanted; `tokens`: of all new segments."""
+    segment = open_segment(work.path / f"segment-{entry.name}", entry, manifest.vocabulary)
+    size = encoder.window(config.window)
+    windows = windows_of(segment.document_starts, segment.removed, size, min(config.overlap, size // 2))
+    keep = hard_positions(segment) if config.thin else np.ones(len(segment.tokens), np.bool_)
+    share = -(-config.max_vectors * entry.tokens // tokens) if config.max_vectors else 0
+    return segment, *choose_windows(windows, keep, share)
+
+
+def _own_transform(store: Path, manifest: Manifest) -> Transform | None:
+    """The transform of a store, so that similarities compare, None where it has none yet."""
+    for entry in manifest.segments if manifest.dense is not None else ():
+        segment = open_segment(store / SEGMENTS / entry.name, entry, manifest.vocabulary, manifest.dense)
+        if segment.dense is not None:
+            return segment.dense.transform
+    return None
 
 
 def _possible(segment: Segment) -> int:
@@ -264,8 +202,6 @@ def _write(folder: Path, index: Any, positions: NDArray[np.int64], transform: Tr
     return written | write_files(folder, dict(zip((POSITIONS, *TRANSFORM), arrays, strict=True)))
 
 
-SHARD = 1 << 14
-"""Positions of one checkpoint."""
 BATCH = {"cpu": 1 << 10, "cuda": 1 << 15}
 """Tokens of one forward pass, by type of device."""
 
@@ -288,11 +224,6 @@ class HiddenStates:
         `"last"`: what its output embeddings read. N ≥ 1: what the N-th block hands on.
     prefix
         Token ids before every text, as the tokenizer puts them (a BOS token, or none).
-
-    Raises
-    ------
-    ConfigError
-        When the model has no such layer.
     """
 
     def __init__(self, model: Any, layer: int | str, prefix: Sequence[int] = ()) -> None:
@@ -301,8 +232,6 @@ class HiddenStates:
         self.size = hidden_size_of(model)
         device = str(model.device.type)
         self.batch = BATCH.get(device, BATCH["cuda"])
-        if layer != "last":
-            check_layer(layer, len(decoder_blocks(model)))
 
     def window(self, wanted: int) -> int:
         """Tokens of a window: as wanted, or as many as the model has positions for."""
@@ -440,21 +369,7 @@ def fit_transform(states: Iterator[NDArray[np.float32]], size: int, dims: int) -
     return Transform(*(np.ascontiguousarray(a, np.float32) for a in (mean + shift, scale, components))), kept
 
 
-def shards_of(windows: Windows, taken: NDArray[np.bool_]) -> list[Windows]:
-    """Windows of each checkpoint."""
-    before = np.concatenate([[0], np.cumsum(taken)])
-    done = np.cumsum(before[windows[:, 3]] - before[windows[:, 2]])
-    return np.split(windows, np.flatnonzero(np.diff(done // SHARD)) + 1) if len(windows) else []
-
-
-def is_written(path: Path, numbers: int) -> bool:
-    """Whether a checkpoint holds as many float32 numbers as it should; one of another version may not."""
-    return path.exists() and path.stat().st_size == 4 * numbers
-
-
-def write_keys(
-    folder: Path,
-    name: str,
+def keys_of(
     encoder: HiddenStates,
     transform: Transform,
     segment: Segment,
@@ -462,29 +377,21 @@ def write_keys(
     taken: NDArray[np.bool_],
     tick: Callable[[int], object],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Compute the keys of a segment, from where the last checkpoint left off.
+    """Compute the keys of a segment.
 
     Returns
     -------
     tuple
-        Keys (n, dims) float32 and their positions (n,) int64.
+        Keys (n, dims) float32 and their positions (n,) int64, in rising order.
     """
-    keys, places = [], []
-    dims = transform.components.shape[1]
-    for number, part in enumerate(shards_of(windows, taken)):
-        path = folder / f"keys-{name}-{number:06d}.bin"
-        positions = np.concatenate([first + np.flatnonzero(taken[first:end]) for _, _, first, end in part.tolist()])
-        if not is_written(path, len(positions) * dims):
-            found = [(transform(h), p) for h, p in run_windows(encoder, segment, part, taken)]
-            at = np.concatenate([p for _, p in found])
-            content = np.concatenate([k for k, _ in found]).astype("<f4")[np.argsort(at)].tobytes()
-            replace_file(path, content)
-        keys.append(np.fromfile(path, "<f4").reshape(len(positions), dims))
+    keys, places = [np.empty((0, transform.components.shape[1]), np.float32)], [np.empty(0, np.int64)]
+    for hidden, positions in run_windows(encoder, segment, windows, taken):
+        keys.append(transform(hidden))
         places.append(positions)
         tick(len(positions))
-    if not keys:
-        return np.empty((0, dims), np.float32), np.empty(0, np.int64)
-    return np.concatenate(keys), np.concatenate(places)
+    at = np.concatenate(places)
+    order = np.argsort(at)
+    return np.concatenate(keys)[order], at[order]
 
 
 def sample_states(
@@ -504,30 +411,6 @@ def sample_states(
             yield hidden
         if seen >= most:
             return
-
-
-def check_layer(layer: int | str, count: int) -> None:
-    """Compare the layer of the keys with the blocks that the model has.
-
-    Raises
-    ------
-    ConfigError
-        When it has no such layer.
-    """
-    if layer != "last" and not 1 <= int(layer) <= count:
-        raise ConfigError(f"a layer from 1 to {count}, or 'last'", repr(layer), "Give one the model has.")
-
-
-def check_dims(config: DenseConfig, size: int) -> None:
-    """Compare the size of the keys with that of the hidden states they are made from.
-
-    Raises
-    ------
-    ConfigError
-        When keys would have more numbers than hidden states have.
-    """
-    if config.dims > size:
-        raise ConfigError(f"dims of at most {size}, the model's hidden size", f"{config.dims}", "Give fewer.")
 
 
 LONGEST = 16

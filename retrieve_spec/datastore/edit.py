@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain
@@ -16,17 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore.build import checked, first_manifest, grow, write_tokenizer
+from retrieve_spec.datastore.build import (
+    check_text,
+    checked,
+    conversion_shards,
+    first_manifest,
+    grow,
+    plan_of,
+    segment_shards,
+    write_tokenizer,
+)
 from retrieve_spec.datastore.catalog import list_documents
 from retrieve_spec.datastore.change import (
     ChangeReport,
-    Inputs,
     Stopwatch,
     WorkFolder,
     begin_change,
-    change_store,
     check_folder,
-    check_not_begun,
     nothing_to_index,
     publish,
     report_of,
@@ -58,7 +64,6 @@ from retrieve_spec.datastore.segment import (
     write_tombstones,
 )
 from retrieve_spec.datastore.sources import glob
-from retrieve_spec.datastore.stages import check_text, conversion_shards, segment_shards
 from retrieve_spec.datastore.store import Datastore, check_files, check_tokenizer, open_as_written, open_datastore
 from retrieve_spec.errors import BuildError, StoreCorruptError
 
@@ -112,8 +117,6 @@ def remove_documents(
 def compact_datastore(
     path: str | os.PathLike[str],
     *,
-    workers: int | None = None,
-    resume: bool = False,
     progress: bool = False,
 ) -> ChangeReport:
     """Rewrite a datastore into the segments that a build would make, without the text of removed documents.
@@ -124,10 +127,6 @@ def compact_datastore(
     ----------
     path
         Folder of the store.
-    workers
-        Processes at most; all CPUs by default.
-    resume
-        Continue an interrupted compaction.
     progress
         Show bars on standard error.
 
@@ -141,19 +140,13 @@ def compact_datastore(
     store = folder_of(path, "compact")
     read_manifest(store)
 
-    def make_plan(_: WorkFolder, manifest: Manifest) -> tuple[dict[str, Any], Inputs]:
+    with writer(store) as work:
+        manifest = read_manifest(store)
         _check_texts([store])
-        plan = {
-            "config": asdict(checked(config_of(manifest), store / manifest.tokenizer_name)),
-            "tokenizer": manifest.tokenizer_name,
-            "vocabulary": manifest.vocabulary,
-        }
-        return plan, segment_shards(store, manifest)
-
-    def apply(work: WorkFolder, manifest: Manifest, plan: dict[str, Any]) -> ChangeReport:
-        return grow(work, manifest, plan, workers=workers, progress=progress, kept=())
-
-    return change_store(store, "compact", make_plan, apply, resume=resume)
+        config = checked(config_of(manifest), store / manifest.tokenizer_name)
+        plan = begin_change(work, manifest, {"verb": "compact"} | plan_of(manifest, (), config))
+        shards = list(segment_shards(store, manifest))
+        return grow(work, manifest, plan, shards, workers=None, progress=progress, kept=())
 
 
 def _check_texts(stores: Iterable[Path]) -> None:
@@ -165,9 +158,8 @@ def _check_texts(stores: Iterable[Path]) -> None:
 
 def merge_datastores(
     out: str | os.PathLike[str],
-    stores: Sequence[str | os.PathLike[str]] = (),
+    stores: Sequence[str | os.PathLike[str]],
     *,
-    resume: bool = False,
     progress: bool = False,
 ) -> ChangeReport:
     """Join datastores built with one tokenizer into a new one; a text that several hold is listed once.
@@ -180,8 +172,8 @@ def merge_datastores(
     out
         Folder to create.
     stores
-        Folders of the stores, or addresses of remotes, in order; not needed to resume.
-    resume, progress
+        Folders of the stores, or addresses of remotes, in order.
+    progress
         As for `compact_datastore`.
 
     Raises
@@ -192,47 +184,31 @@ def merge_datastores(
         When there is a store at `out` already or no store is given.
     """
     target = folder_of(out, "merge into")
-
-    def make_plan(work: WorkFolder, _: None) -> tuple[dict[str, Any], Inputs]:
-        check_not_begun(target, work)
-        return _plan_merge(work, [local_folder(store) for store in stores], [str(store) for store in stores])
-
-    def apply(work: WorkFolder, _: None, plan: dict[str, Any]) -> ChangeReport:
-        manifest = replace(first_manifest(target, plan["tokenizer"]), config=plan["config"])
-        if plan["indexed_anew"]:
-            return grow(work, manifest, plan, workers=None, progress=progress)
-        return unite(work, manifest, plan, [Path(place) for place in plan["places"]], progress)
-
-    if not resume:
+    check_folder(target)
+    with writer(target) as work:
         check_folder(target)
-    return change_store(target, "merge", make_plan, apply, resume=resume)
-
-
-def _plan_merge(work: WorkFolder, stores: list[Path], names: list[str]) -> tuple[dict[str, Any], Inputs]:
-    if not stores:
-        raise BuildError("at least one store to merge", "none", "Give the folders of the stores.")
-    manifests = [read_manifest(store) for store in stores]
-    for store, manifest in zip(stores, manifests, strict=True):
-        check_tokenizer(store, manifest, stores[0] / manifests[0].tokenizer_name)
-    if not any(manifest.segments for manifest in manifests):
-        raise nothing_to_index((), {}, 0)
-    dense = _common_dense(stores, manifests)
-    if dense is not None:
-        _check_texts(stores)
-    widest = max(range(len(stores)), key=lambda i: manifests[i].vocabulary)  # added tokens stay out of fingerprints
-    tokenizer = manifests[widest].tokenizer_name
-    replace_file(work.store / tokenizer, (stores[widest] / tokenizer).read_bytes())
-    config = replace(config_of(manifests[0]), dense=dense)
-    plan = {
-        "stores": names,
-        "places": [os.path.abspath(store) for store in stores],  # to resume from any folder
-        "tokenizer": tokenizer,
-        "vocabulary": max(manifest.vocabulary for manifest in manifests),
-        "config": asdict(checked(config, work.store / tokenizer)),
-        "indexed_anew": dense is not None,
-    }
-    shards = (segment_shards(store, manifest) for store, manifest in zip(stores, manifests, strict=True))
-    return plan, chain.from_iterable(shards)
+        if not stores:
+            raise BuildError("at least one store to merge", "none", "Give the folders of the stores.")
+        folders = [local_folder(store) for store in stores]
+        manifests = [read_manifest(folder) for folder in folders]
+        for folder, manifest in zip(folders, manifests, strict=True):
+            check_tokenizer(folder, manifest, folders[0] / manifests[0].tokenizer_name)
+        if not any(manifest.segments for manifest in manifests):
+            raise nothing_to_index((), {})
+        dense = _common_dense(folders, manifests)
+        if dense is not None:
+            _check_texts(folders)
+        widest = max(range(len(folders)), key=lambda i: manifests[i].vocabulary)  # fingerprints know no added tokens
+        tokenizer = manifests[widest].tokenizer_name
+        replace_file(target / tokenizer, (folders[widest] / tokenizer).read_bytes())
+        config = checked(replace(config_of(manifests[0]), dense=dense), target / tokenizer)
+        first = replace(first_manifest(target, tokenizer), config=asdict(config))
+        plan = {"verb": "merge", "stores": [str(store) for store in stores]} | plan_of(first, (), config)
+        plan = begin_change(work, None, plan)
+        if dense is None:
+            return unite(work, first, plan, folders, progress)
+        shards = list(chain.from_iterable(map(segment_shards, folders, manifests)))
+        return grow(work, first, plan, shards, workers=None, progress=progress)
 
 
 def _common_dense(stores: list[Path], manifests: list[Manifest]) -> DenseConfig | None:
@@ -257,10 +233,9 @@ def _common_dense(stores: list[Path], manifests: list[Manifest]) -> DenseConfig 
 
 def retokenize_datastore(
     path: str | os.PathLike[str],
-    tokenizer: Any = None,
+    tokenizer: Any,
     *,
     workers: int | None = None,
-    resume: bool = False,
     progress: bool = False,
 ) -> ChangeReport:
     """Rewrite a datastore for another tokenizer, from its own text: the sources are not needed.
@@ -272,10 +247,10 @@ def retokenize_datastore(
     path
         Folder of the store.
     tokenizer
-        The tokenizer to convert to (anything `load_tokenizer` takes); not needed to resume.
+        The tokenizer to convert to (anything `load_tokenizer` takes).
     workers
         Processes that decode, encode and index; all CPUs by default.
-    resume, progress
+    progress
         As for `compact_datastore`.
 
     Raises
@@ -288,24 +263,15 @@ def retokenize_datastore(
     store = folder_of(path, "retokenize")
     read_manifest(store)
 
-    def make_plan(_: WorkFolder, manifest: Manifest) -> tuple[dict[str, Any], Inputs]:
+    with writer(store) as work:
+        manifest = read_manifest(store)
         _check_texts([store])
-        config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
-        plan = {
-            "tokenizer": write_tokenizer(store, tokenizer),
-            "tokenizer_before": manifest.tokenizer_name,
-            "vocabulary": manifest.vocabulary,
-            "config": asdict(config),
-            "bytes": 4 * manifest.tokens,
-        }
-        return plan, conversion_shards(store, manifest)
-
-    def apply(work: WorkFolder, manifest: Manifest, plan: dict[str, Any]) -> ChangeReport:
-        new = first_manifest(store, plan["tokenizer"])
+        new = first_manifest(store, write_tokenizer(store, tokenizer))
         base = replace(manifest, fingerprint=new.fingerprint, tokenizer=new.tokenizer, vocabulary=new.vocabulary)
-        return grow(work, base, plan, workers=workers, progress=progress, kept=())
-
-    return change_store(store, "retokenize", make_plan, apply, resume=resume)
+        config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
+        plan = begin_change(work, manifest, {"verb": "retokenize"} | plan_of(base, (), config))
+        shards = list(conversion_shards(store, manifest))
+        return grow(work, base, plan, shards, workers=workers, progress=progress, kept=())
 
 
 Chosen = dict[str, set[int]]
@@ -324,14 +290,16 @@ def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chos
         raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
     patterns = [glob(path) for path in paths]
     chosen: Chosen = {}
-    with closing(sqlite3.connect(":memory:")) as database:
-        list_documents(database, store.documents())
-        try:
-            rows = database.execute(f"select segment, number, path from documents where {where or '1'}").fetchall()
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # by version of Python; text that is none
-            raise BuildError(
-                "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
-            ) from error
+    rows: Iterable[tuple[str, int, str]] = ((d.segment, d.number, d.path) for d in store.documents())
+    if where:
+        with closing(sqlite3.connect(":memory:")) as database:
+            list_documents(database, store.documents())
+            try:
+                rows = database.execute(f"select segment, number, path from documents where {where}").fetchall()
+            except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # by version of Python; text that is none
+                raise BuildError(
+                    "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
+                ) from error
     for segment, number, path in rows:
         if not paths or path in paths or any(pattern.fullmatch(path) for pattern in patterns):
             chosen.setdefault(segment, set()).add(number)
@@ -466,28 +434,38 @@ def unite(
     """
     watch = Stopwatch(progress)
     opened = [open_datastore(store, tokenizer=work.store / manifest.tokenizer_name) for store in stores]
+    removed: dict[str, set[int]] = {}
+    ranks: dict[str, list[NDArray[np.uint32]]] = {}
+    for store in opened:
+        for entry in store.manifest.segments:
+            found = tombstones_of(store.path, entry)
+            removed.setdefault(entry.name, set()).update(found[DOCUMENTS].tolist())
+            ranks.setdefault(entry.name, []).append(found[RANKS])
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
     skipped: list[tuple[str, str, str]] = []
+    pairs = [(s, *pair) for s in opened for pair in zip(s.segments, s.manifest.segments, strict=True)]
     with watch.stage("joining", sum(store.manifest.bytes for store in opened), "B") as advance:
-        for store, segment, entry, removed in _segments(opened):
-            copies, listed = _copies(segment, removed, known)
+        for store, segment, entry in pairs:
+            if entry.name not in removed:
+                continue  # an earlier store has it
+            gone = removed.pop(entry.name)
+            copies, listed = _copies(segment, gone, known)
             skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
             if listed:
                 link_files(store.path / SEGMENTS / entry.name, entry.files, work.path / f"segment-{len(entries):06d}")
-                ranks = _ranks(opened, entry.name)
                 arrays = {
-                    DOCUMENTS: np.array(sorted(removed), np.uint32),
-                    RANKS: ranks,
+                    DOCUMENTS: np.array(sorted(gone), np.uint32),
+                    RANKS: np.unique(np.concatenate(ranks[entry.name])).astype(np.uint32),
                     COPIES: np.array(copies, np.uint32),
                 }
                 files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
-                taken = counted(entry, segment, {*removed, *copies}, files)
+                taken = counted(entry, segment, {*gone, *copies}, files)
                 entries.append(renumbered(taken, len(entries)))
             advance(sum(file.bytes for file in entry.files.values()))
     if not entries:
         work.end()
-        raise nothing_to_index((), {}, 0)
+        raise nothing_to_index((), {})
     report = report_of(plan["verb"], entries, len(entries), skipped, watch.seconds)
     return publish(work, manifest, (), entries, plan, report)
 
@@ -503,29 +481,6 @@ def renumbered(entry: SegmentEntry, number: int) -> SegmentEntry:
     if content_name(entry.files) != entry.name:
         raise StoreCorruptError(f"the files of segment {entry.name}", content_name(entry.files))
     return replace(entry, name=f"{number:06d}")
-
-
-def _segments(stores: Sequence[Datastore]) -> Iterator[tuple[Datastore, Segment, SegmentEntry, set[int]]]:
-    """Every segment once, with the documents that any of the stores removed from it."""
-    removed: dict[str, set[int]] = {}
-    for store in stores:
-        for entry in store.manifest.segments:
-            numbers = tombstones_of(store.path, entry)[DOCUMENTS].tolist() if entry.tombstones else ()
-            removed.setdefault(entry.name, set()).update(numbers)
-    for store in stores:
-        for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
-            if entry.name in removed:
-                yield store, segment, entry, removed.pop(entry.name)
-
-
-def _ranks(stores: Sequence[Datastore], name: str) -> NDArray[np.uint32]:
-    """Ranks that any of the stores hides of a segment."""
-    found = [np.empty(0, np.uint32)]
-    for store in stores:
-        for entry in store.manifest.segments:
-            if entry.name == name and entry.tombstones:
-                found.append(tombstones_of(store.path, entry)[RANKS])
-    return np.unique(np.concatenate(found)).astype(np.uint32)
 
 
 def _copies(segment: Segment, removed: set[int], known: set[bytes]) -> tuple[list[int], int]:

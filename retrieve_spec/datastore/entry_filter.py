@@ -11,7 +11,7 @@ The one place where this is decided, for `build`, `add` and `sync` as for a serv
 - binaries, large files and texts that are neither UTF-8 nor UTF-16 with a byte order mark stay out;
 - with a list of allowed licences, so does everything under another one, or under none that is known (`licences`).
 
-The first three are `PARTS`, which can be switched off each. Three calls are the whole door: `EntryFilter.list` goes
+The first three are `PARTS`, which can be switched off each. Three calls are the whole door: `EntryFilter.entries` goes
 through the folders, `EntryFilter.verdicts` looks at paths that changed, `EntryFilter.read` opens one. All three answer
 with a `Reason` where the answer is no.
 """
@@ -19,13 +19,12 @@ with a `Reason` where the answer is no.
 from __future__ import annotations
 
 import codecs
+import errno
 import fnmatch
 import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,10 @@ from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_cla
 from detect_secrets.plugins.base import RegexBasedDetector
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.git_rules import Left, listed, look_through
+from retrieve_spec.datastore.files import IrregularFileError
+from retrieve_spec.datastore.git_rules import Reason, listed, look_through
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
+from retrieve_spec.datastore.remote import open_file
 from retrieve_spec.errors import BuildError
 
 _FILES = (
@@ -144,45 +145,6 @@ MAX_BYTES = 256 << 10
 _TRIES = 3
 
 
-class Reason(StrEnum):
-    """Why a file may not enter."""
-
-    OUTSIDE = "outside the folders"
-    LINK = "a symbolic link, or behind one"
-    IGNORED = "ignored by git or an ignore file"
-    TOOLS = "in a folder of tools, caches or build results"
-    SECRET_NAME = "a secret by its name"
-    SECRET_TEXT = "holds a key or token"
-    GENERATED = "generated or minified"
-    NAME = "its name is not UTF-8"
-    GONE = "gone"
-    NOT_A_FILE = "not a regular file"
-    LARGE = "too large"
-    BINARY = "binary"
-    ENCODING = "neither UTF-8 nor UTF-16 with a byte order mark"
-    UNREADABLE = "unreadable"
-    DAMAGED = "unreadable from some place on; the records before it are kept"
-    CHANGING = "changed while it was read"
-    EMPTY = "empty"
-    LICENCE = "under a licence that is not allowed"
-    NO_LICENCE = "under no known licence"
-
-    @property
-    def part(self) -> str:
-        """The part of the filter that says so, "" for what no part decides."""
-        return _PART_OF.get(self, "")
-
-
-_PART_OF = {
-    Reason.IGNORED: "ignored",
-    Reason.TOOLS: "ignored",
-    Reason.GENERATED: "generated",
-    Reason.SECRET_NAME: "secrets",
-    Reason.SECRET_TEXT: "secrets",
-}
-_LEFT = {Left.IGNORED: Reason.IGNORED, Left.TOOLS: Reason.TOOLS, Left.UNREADABLE: Reason.UNREADABLE}
-
-
 def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
     """Parts of the filter that do not count, from names that may hold several with commas between.
 
@@ -195,15 +157,6 @@ def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
     if unknown := sorted(found.difference(PARTS)):
         raise BuildError(f"parts of the filter, of {', '.join(PARTS)}", ", ".join(unknown), "Name some of these.")
     return tuple(sorted(found))
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A file whose name says nothing against it: its path, its bytes, and when it changed last (nanoseconds)."""
-
-    path: Path
-    size: int
-    modified_ns: int
 
 
 class EntryFilter:
@@ -249,61 +202,50 @@ class EntryFilter:
         self._store = None if store is None else os.path.join(store.resolve(), "")
         self.rule = LicenceRule(self.roots, allow_list(licences)) if licences else None
 
-    def list(self) -> Iterator[tuple[Path, Candidate | Reason]]:
+    def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
         """All that lies below the folders, in no order, with what its name, kind and size say.
 
-        A folder that is left out as a whole stands for all that is in it; a datastore is no part of its folder.
+        A folder that is left out as a whole, told by a slash at its end, stands for all that is in it; a datastore is
+        no part of its folder.
         """
-        for name, said in self.entries():
-            path = Path(name)
-            yield path, said if isinstance(said, Reason) else Candidate(path, said.st_size, said.st_mtime_ns)
-
-    def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
-        """`list` with paths as text, of folders with a slash at the end."""
-        if self.rule is not None:
-            self.rule.look_again()
+        self._look_again()
         real: dict[str, bool] = {}
         for root in self.roots:
-            for name, left in look_through(root, everything="ignored" in self._admit):
-                if self._is_own(name):
-                    continue
-                if left is None:
-                    yield name, self._outside(name, real) or self._look(name)
-                elif left is not Left.STORE:
-                    yield name, _LEFT[left]
+            for name, reason in look_through(root, everything="ignored" in self._admit):
+                if not self._is_own(name):
+                    yield name, reason or self._outside(name, real) or self.look(name)
 
-    def verdicts(self, paths: Iterable[Path]) -> dict[Path, Candidate | Reason]:
+    def verdicts(self, paths: Iterable[Path]) -> dict[Path, os.stat_result | Reason]:
         """What names, kind, size and ignore rules say of some paths; many cost little more than one."""
-        if self.rule is not None:
-            self.rule.look_again()
+        self._look_again()
         real: dict[str, bool] = {}
-        found: dict[Path, Candidate | Reason] = {}
-        for path in paths:
-            said = self._outside(str(path), real) or self._look(str(path))
-            found[path] = said if isinstance(said, Reason) else Candidate(path, said.st_size, said.st_mtime_ns)
-        left = [path for path, verdict in found.items() if isinstance(verdict, Candidate)]
+        found = {path: self._outside(str(path), real) or self.look(str(path)) for path in paths}
+        left = [path for path, verdict in found.items() if not isinstance(verdict, Reason)]
         allowed = listed(self.roots, left, everything="ignored" in self._admit)
         return {**found, **{path: Reason.IGNORED for path in left if path not in allowed or self._is_own(str(path))}}
+
+    def _look_again(self) -> None:
+        if self.rule is not None:
+            self.rule.look_again()
 
     def _is_own(self, name: str) -> bool:
         return self._store is not None and name.startswith(self._store)
 
     def read(self, path: Path) -> str | Reason:
-        """Text of a file that `list` or `verdicts` let pass, with LF lines and no byte order mark; never empty."""
+        """Text of a file that `entries` or `verdicts` let pass, with LF lines and no byte order mark; never empty."""
         if self._outside(str(path), {}) is not None or path.is_symlink():
             return Reason.LINK
         for _ in range(_TRIES):
             data = self._bytes(path)
             if data is not Reason.CHANGING:
                 break
-        text = data if isinstance(data, Reason) else self._text(path, data)
-        return text if isinstance(text, Reason) else self._licence(path, text) or text
-
-    def admit(self, path: Path, text: str) -> Reason | None:
-        """Why a text may not enter under a path, None if it may (for texts that an editor holds, saved or not)."""
-        link = Reason.LINK if path.is_symlink() else None
-        said = self._outside(str(path), {}) or link or self._name(str(path)) or self.content(path.name, text)
-        return said or self._licence(path, text)
+        text = data if isinstance(data, Reason) else decoded(data)
+        if isinstance(text, Reason):
+            return text
+        said = self.content(path.name, text)
+        if said is None and self.rule is not None:
+            said = self.rule.refuses(self.rule.licence(path, own_licence(text)))
+        return said or text
 
     def content(self, name: str, text: str) -> Reason | None:
         """Why a text may not enter for what it says, None if it may; the name is that of its file, "" for a record.
@@ -318,9 +260,6 @@ class EntryFilter:
             return Reason.SECRET_TEXT
         generated = name and "generated" not in self._admit and generated_text(name, text)
         return Reason.GENERATED if generated else None
-
-    def _licence(self, path: Path, text: str) -> Reason | None:
-        return None if self.rule is None else refused(self.rule, self.rule.licence(path, own_licence(text)))
 
     def _outside(self, name: str, real: dict[str, bool]) -> Reason | None:
         """Whether a path leads out of the folders, or a folder above it is a link; `real` remembers folders."""
@@ -351,14 +290,12 @@ class EntryFilter:
         generated = "generated" not in self._admit and generated_name(name.rpartition(os.sep)[2])
         return Reason.GENERATED if generated else None
 
-    def _look(self, name: str) -> os.stat_result | Reason:
+    def look(self, name: str) -> os.stat_result | Reason:
         """What kind, name and size of a file below the folders say."""
         try:
             status = os.lstat(name)
-        except FileNotFoundError:
-            return Reason.GONE
-        except OSError:
-            return Reason.UNREADABLE
+        except OSError as error:
+            return reason_of(error)
         if stat.S_ISLNK(status.st_mode):
             return Reason.LINK
         if said := self._name(name):
@@ -372,30 +309,25 @@ class EntryFilter:
     def _bytes(self, path: Path) -> bytes | Reason:
         """Content of a regular file; a pipe does not block, and a link put in its place is not followed."""
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
-        except FileNotFoundError:
-            return Reason.GONE
-        except OSError:
-            return Reason.UNREADABLE
-        try:
-            before = os.fstat(handle)
-            if not stat.S_ISREG(before.st_mode):
-                return Reason.NOT_A_FILE
-            with open(handle, "rb", closefd=False) as file:
+            with open_file(str(path), listed=True) as file:
+                before = os.fstat(file.fileno())
                 data = file.read(self.max_bytes + 1)
-            after = os.fstat(handle)
-        except OSError:
-            return Reason.UNREADABLE
-        finally:
-            os.close(handle)
+                after = os.fstat(file.fileno())
+        except OSError as error:
+            return reason_of(error)
         if len(data) > self.max_bytes:
             return Reason.LARGE
         same = (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
         return data if same else Reason.CHANGING
 
-    def _text(self, path: Path, data: bytes) -> str | Reason:
-        text = decoded(data)
-        return text if isinstance(text, Reason) else self.content(path.name, text) or text
+
+def reason_of(error: Exception) -> Reason:
+    """Why a file is left out whose reading raised an error."""
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        return Reason.LINK
+    if isinstance(error, IrregularFileError | IsADirectoryError):
+        return Reason.NOT_A_FILE
+    return Reason.GONE if isinstance(error, FileNotFoundError) else Reason.UNREADABLE
 
 
 def is_utf16(data: bytes) -> bool:
@@ -419,10 +351,3 @@ def _is_link(folder: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def refused(rule: LicenceRule, licence: str) -> Reason | None:
-    """Why a text under a licence may not enter, None if it may."""
-    if rule.allows(licence):
-        return None
-    return Reason.LICENCE if licence else Reason.NO_LICENCE

@@ -10,7 +10,8 @@ import os
 import re
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from enum import Enum
+from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
@@ -33,16 +34,45 @@ _KEPT = frozenset(["GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTE
 _SECONDS = 120
 
 
-class Left(Enum):
-    """Why something in a folder is passed over."""
+class Reason(StrEnum):
+    """Why a file may not enter."""
 
-    IGNORED = 1
-    TOOLS = 2
-    STORE = 3
-    UNREADABLE = 4
+    OUTSIDE = "outside the folders"
+    LINK = "a symbolic link, or behind one"
+    IGNORED = "ignored by git or an ignore file"
+    TOOLS = "in a folder of tools, caches or build results"
+    SECRET_NAME = "a secret by its name"
+    SECRET_TEXT = "holds a key or token"
+    GENERATED = "generated or minified"
+    NAME = "its name is not UTF-8"
+    GONE = "gone"
+    NOT_A_FILE = "not a regular file"
+    LARGE = "too large"
+    BINARY = "binary"
+    ENCODING = "neither UTF-8 nor UTF-16 with a byte order mark"
+    UNREADABLE = "unreadable"
+    DAMAGED = "unreadable from some place on; the records before it are kept"
+    CHANGING = "changed while it was read"
+    EMPTY = "empty"
+    LICENCE = "under a licence that is not allowed"
+    NO_LICENCE = "under no known licence"
+
+    @property
+    def part(self) -> str:
+        """The part of the filter that says so, "" for what no part decides."""
+        return _PART_OF.get(self, "")
 
 
-Entry = tuple[str, Left | None]
+_PART_OF = {
+    Reason.IGNORED: "ignored",
+    Reason.TOOLS: "ignored",
+    Reason.GENERATED: "generated",
+    Reason.SECRET_NAME: "secrets",
+    Reason.SECRET_TEXT: "secrets",
+}
+
+
+Entry = tuple[str, Reason | None]
 
 
 def list_folder(root: Path) -> Iterator[Path]:
@@ -52,7 +82,7 @@ def list_folder(root: Path) -> Iterator[Path]:
 
 def look_through(root: Path, *, everything: bool = False, only: Collection[str] | None = None) -> Iterator[Entry]:
     """(path, None or why it is passed over) of what lies below a folder; a folder, told by a slash at its end, stands
-    for all that is in it.
+    for all that is in it. Datastores are no part of it.
 
     Of a folder that lies in a checkout git says what it ignores, of every other one its ignore files do; checkouts
     inside of it are asked on their own. A folder that git ignores itself is looked into: whoever names it wants it.
@@ -77,15 +107,14 @@ def _walk(
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
     except OSError:
-        yield os.path.join(folder, ""), Left.UNREADABLE
+        yield os.path.join(folder, ""), Reason.UNREADABLE
         return
     names = {entry.name for entry in entries}
     if not top:
         if MANIFEST in names and os.path.isdir(os.path.join(folder, SEGMENTS)):
-            yield os.path.join(folder, ""), Left.STORE
             return
         if rules is not None and _ENVIRONMENT in names:
-            yield os.path.join(folder, ""), Left.TOOLS
+            yield os.path.join(folder, ""), Reason.TOOLS
             return
         if rules is not None and ".git" in names:
             yield from look_through(Path(folder), only=only)
@@ -98,22 +127,15 @@ def _walk(
         if rules is None:
             left = None
         elif (is_folder and entry.name in NEVER) or (within and not rules.tracks(entry.path)):
-            left = Left.TOOLS
+            left = Reason.TOOLS
         else:
-            left = Left.IGNORED if rules.ignores(entry.path, folder=is_folder) else None
+            left = Reason.IGNORED if rules.ignores(entry.path, folder=is_folder) else None
         if not is_folder:
             yield entry.path, left
         elif left is None:
             yield from _walk(entry.path, rules, only, built=within)
-        elif not _is_empty(entry.path):
+        else:
             yield os.path.join(entry.path, ""), left
-
-
-def _is_empty(folder: str) -> bool:
-    try:
-        return not os.listdir(folder)
-    except OSError:
-        return False
 
 
 def listed(roots: Sequence[Path], paths: Collection[Path], *, everything: bool = False) -> set[Path]:
@@ -133,15 +155,9 @@ def listed(roots: Sequence[Path], paths: Collection[Path], *, everything: bool =
     return passed.intersection(paths)
 
 
-def checkout_of(folder: Path, known: dict[Path, Path | None] | None = None) -> Path | None:
+def checkout_of(folder: Path) -> Path | None:
     """The checkout a folder lies in, None for none."""
-    known = {} if known is None else known
-    if folder not in known:
-        if (folder / ".git").exists():
-            known[folder] = folder
-        else:
-            known[folder] = None if folder.parent == folder else checkout_of(folder.parent, known)
-    return known[folder]
+    return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), None)
 
 
 def _rules_of(root: Path) -> IgnoreFiles:
@@ -172,10 +188,6 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return done.stdout
-
-
-_NO_RULE = (ValueError, re.error)
-"""What comes of a pattern that is none, as ``!`` or ``[z-a]``."""
 
 
 class IgnoreFiles:
@@ -261,22 +273,16 @@ def _general_rules(top: Path) -> GitIgnoreSpec | None:
 
 def _read_rules(files: Iterable[str]) -> GitIgnoreSpec | None:
     lines: list[str] = []
-    for name in files:  # most are not there
-        try:
-            with open(name, encoding="utf-8", errors="replace", opener=open_regular) as file:
-                lines += file.read().splitlines()
-        except OSError:
-            continue
-    try:
-        return GitIgnoreSpec.from_lines(lines) if lines else None
-    except _NO_RULE:
-        return GitIgnoreSpec.from_lines(filter(_is_rule, lines))
+    for name in files:
+        with suppress(OSError), open(name, encoding="utf-8", errors="replace", opener=open_regular) as file:
+            lines += filter(_is_rule, file.read().splitlines())
+    return GitIgnoreSpec.from_lines(lines) if lines else None
 
 
 def _is_rule(line: str) -> bool:
     """Whether a line is a rule: others match nothing, as git has it, and the rest of the file counts."""
     try:
         GitIgnoreSpec.from_lines([line])
-    except _NO_RULE:
+    except (ValueError, re.error):  # as `!` or `[z-a]`
         return False
     return True

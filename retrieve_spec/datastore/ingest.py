@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import io
 import json
@@ -20,12 +19,12 @@ import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, decoded, is_utf16, refused
-from retrieve_spec.datastore.files import IrregularFileError
+from retrieve_spec.datastore.entry_filter import EntryFilter, decoded, is_utf16, reason_of
 from retrieve_spec.datastore.fingerprint import encode
-from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
+from retrieve_spec.datastore.git_rules import Reason
+from retrieve_spec.datastore.licences import LicenceRule, own_licence
 from retrieve_spec.datastore.remote import is_address, open_file
-from retrieve_spec.datastore.segment import text_hash
+from retrieve_spec.datastore.segment import Row, text_hash
 from retrieve_spec.datastore.sources import STDIN, Source, SourceFile
 from retrieve_spec.errors import BuildError
 
@@ -64,7 +63,7 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
         except BuildError:  # a remote that cannot be reached any more, among others
             raise
         except _READ_ERRORS as error:
-            yield Text(file, file.path, skip=Reason.DAMAGED if read else _reason(error))
+            yield Text(file, file.path, skip=Reason.DAMAGED if read else reason_of(error))
 
 
 class _Zstandard(io.RawIOBase):
@@ -112,15 +111,6 @@ def _opened(file: SourceFile) -> Iterator[Any]:
 
 
 _READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstandard.ZstdError)
-
-
-def _reason(error: Exception) -> Reason:
-    """Why a file is left out whose reading raised an error."""
-    if isinstance(error, OSError) and error.errno == errno.ELOOP:
-        return Reason.LINK
-    if isinstance(error, IrregularFileError | IsADirectoryError):
-        return Reason.NOT_A_FILE
-    return Reason.GONE if isinstance(error, FileNotFoundError) else Reason.UNREADABLE
 
 
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
@@ -187,17 +177,24 @@ def _field(record: Any, field: str) -> Any:
     return record
 
 
-def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
-    """Content of a record, of a compressed or a remote file, bytes read and reason to skip."""
-    content = text.content
+def read_text(text: Text, entries: EntryFilter, field: str) -> tuple[str, int, str]:
+    """Content of a text, bytes read, and why it may not enter: one of the first and the last is empty."""
+    file, content = text.file, text.content
+    if text.skip:
+        return "", 0, text.skip
+    if content is None and not file.compression and not is_address(file.location):
+        found = entries.read(Path(file.location))
+        return ("", 0, str(found)) if isinstance(found, Reason) else (found, file.size, "")
+    name = ""  # of records, which are no files
     if content is None:
+        name = Path(file.location).stem if file.compression else os.path.basename(file.location)
         try:
-            with _opened(text.file) as stream:
-                content = stream.read(limit + 1)
+            with _opened(file) as stream:
+                content = stream.read(entries.max_bytes + 1)
         except BuildError:
             raise
         except _READ_ERRORS as error:
-            return "", 0, _reason(error)
+            return "", 0, reason_of(error)
     elif isinstance(content, bytes):
         try:
             value = _field(json.loads(content), field)
@@ -207,18 +204,17 @@ def content_of(text: Text, field: str, limit: int) -> tuple[str, int, str]:
             return "", len(content), f"no field {field!r}"
         content = value
     size = len(content)
-    if size > limit:
+    if size > entries.max_bytes:
         return "", size, Reason.LARGE
-    if isinstance(content, bytes):
-        found = decoded(content)
-        if isinstance(found, Reason):
-            return "", size, found
-        content = found
+    said = decoded(content) if isinstance(content, bytes) else content
+    if isinstance(said, Reason):
+        return "", size, said
     try:
-        content.encode()
+        said.encode()
     except UnicodeEncodeError:  # lone surrogates from JSON escapes
         return "", size, Reason.ENCODING
-    return content, size, ""
+    skip = entries.content(name, said)
+    return ("", size, str(skip)) if skip else (said, size, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +223,8 @@ class Tokenised:
 
     Attributes
     ----------
-    path, licence, source, sha256
-        As in `Document`.
+    row
+        What is recorded of it.
     ids
         (n,) uint32 token ids.
     bytes
@@ -237,60 +233,10 @@ class Tokenised:
         ``""``, or why it was left out.
     """
 
-    path: str
-    licence: str
-    source: str
-    sha256: str
+    row: Row
     ids: NDArray[np.uint32]
     bytes: int = 0
     skip: str = ""
-
-
-class Gate:
-    """What decides about the texts of one source: its filter, and the licences that it may be under.
-
-    Attributes
-    ----------
-    place
-        Where the source lies, whatever folder it was named in: what documents have as theirs.
-    """
-
-    def __init__(self, source: Source, limit: int) -> None:
-        self.source, self.limit = source, limit
-        anywhere = source.path == STDIN or is_address(source.path)
-        self.place = source.path if anywhere else os.path.realpath(source.path)
-        self._filters: dict[str, EntryFilter] = {}
-        self.rule: LicenceRule | None = None
-        if source.licences:
-            root = Path(self.place)
-            top = root if root.is_dir() else root.parent
-            self.rule = LicenceRule([top], allow_list(source.licences), source.licence)
-
-    def filter(self, location: str) -> EntryFilter:
-        """The filter of a file of the source."""
-        if is_address(location):
-            root, named = self.source.path, location.rstrip("/") == self.source.path
-        else:
-            named = self.source.path == STDIN or not os.path.isdir(self.source.path)
-            root = os.path.dirname(location) if named else self.place
-        if root not in self._filters:
-            self._filters[root] = self.source.entry_filter(Path(root), self.limit, named=named)
-        return self._filters[root]
-
-    def read(self, text: Text) -> tuple[str, int, str]:
-        """Text, bytes read and reason to skip (one of the first and the last is empty)."""
-        file = text.file
-        if text.skip:
-            return "", 0, text.skip
-        entries = self.filter(file.location)
-        if text.content is None and not file.compression and not is_address(file.location):
-            found = entries.read(Path(file.location))
-            return ("", 0, str(found)) if isinstance(found, Reason) else (found, file.size, "")
-        content, size, skip = content_of(text, self.source.field, self.limit)
-        if not skip:
-            name = Path(file.location).stem if file.compression else os.path.basename(file.location)
-            skip = entries.content("" if text.content is not None else name, content) or ""
-        return content, size, str(skip)
 
 
 def tokenise(
@@ -307,19 +253,36 @@ def tokenise(
     """
 
     @cache
-    def gate(number: int) -> Gate:
-        return Gate(sources[number], limit)
+    def place(number: int) -> str:  # whatever folder it was named in
+        path = sources[number].path
+        return path if path == STDIN or is_address(path) else os.path.realpath(path)
+
+    @cache
+    def entry_filter(number: int, folder: str) -> EntryFilter:
+        source = sources[number]
+        if not folder:
+            return source.entry_filter(Path(source.path), limit, named=False)
+        return source.entry_filter(Path(folder), limit, named=True)
+
+    @cache
+    def licence_rule(number: int) -> LicenceRule | None:
+        root = Path(place(number))
+        top = root if root.is_dir() else root.parent
+        return sources[number].licence_rule(top)
 
     for text in texts_of(files, sources, limit):
-        rules = gate(text.file.source)
-        content, size, skip = rules.read(text)
-        licence, source = text.file.licence, rules.place
-        if rules.rule is not None and not skip:
-            is_file = source != STDIN and text.path == text.file.path and not is_address(text.file.location)
+        number, location = text.file.source, text.file.location
+        source = sources[number]
+        named = location.rstrip("/") == source.path or not (is_address(location) or os.path.isdir(source.path))
+        content, size, skip = read_text(
+            text, entry_filter(number, os.path.dirname(location) if named else ""), source.field
+        )
+        licence, rule = text.file.licence, licence_rule(number)
+        if rule is not None and not skip:
+            is_file = source.path != STDIN and text.path == text.file.path and not is_address(location)
             # (rows are not under the licence of a collection)
-            path = Path(text.file.location).resolve() if is_file else None
-            licence = rules.rule.licence(path, own_licence(content))
-            skip = refused(rules.rule, licence) or ""
+            licence = rule.licence(Path(location).resolve() if is_file else None, own_licence(content))
+            skip = rule.refuses(licence) or ""
         ids = encode(tokenizer, "" if skip else content)
-        digest = "" if skip else text_hash(content)
-        yield Tokenised(text.path, licence, source, digest, ids, size, skip or ("" if len(ids) else Reason.EMPTY))
+        row = Row(text.path, licence, place(number), "" if skip else text_hash(content), len(ids))
+        yield Tokenised(row, ids, size, skip or ("" if len(ids) else Reason.EMPTY))

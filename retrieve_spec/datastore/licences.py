@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
-from retrieve_spec.datastore.git_rules import checkout_of
+from retrieve_spec.datastore.git_rules import Reason, checkout_of
 from retrieve_spec.errors import BuildError
 
 _HEAD_CHARS = 8192
@@ -180,7 +180,6 @@ class LicenceRule:
         self.allowed = tuple(allowed)
         self._roots, self._stated = set(roots), canonical(stated) if stated else UNKNOWN
         self._folders: dict[Path, str | None] = {}
-        self._checkouts: dict[Path, Path | None] = {}
 
     def licence(self, path: Path | None, own: str | None) -> str:
         """Licence of a file whose own lines say `own` (`own_licence`); a text that is no file has no path."""
@@ -188,18 +187,20 @@ class LicenceRule:
             own = self._nearest(path.parent)
         return self._stated if own is None else own
 
-    def allows(self, expression: str) -> bool:
-        """Whether a text under this licence may enter."""
-        return allows(self.allowed, expression)
+    def refuses(self, expression: str) -> Reason | None:
+        """Why a text under this licence may not enter, None if it may."""
+        if allows(self.allowed, expression):
+            return None
+        return Reason.LICENCE if expression else Reason.NO_LICENCE
 
     def look_again(self) -> None:
         """Forget what licence files said: they may have changed."""
-        self._folders, self._checkouts = {}, {}
+        self._folders = {}
 
     def _nearest(self, folder: Path) -> str | None:
         """What the licence files of a folder say, or of the nearest above it that has some; None where none has."""
         if folder not in self._folders:
-            checkout = checkout_of(folder, self._checkouts)
+            checkout = checkout_of(folder)
             last = folder == checkout or folder.parent == folder or (checkout is None and folder in self._roots)
             said = _folder_licence(folder, checkout or self._root_of(folder))
             self._folders[folder] = said if said is not None or last else self._nearest(folder.parent)

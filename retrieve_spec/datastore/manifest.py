@@ -289,7 +289,7 @@ def incomplete(store: Path, expected: str) -> StoreIncompleteError:
     return StoreIncompleteError(
         expected,
         f"an interrupted {verb}, or one that is running",
-        f"Wait for it, continue it with `retrieve-spec {verb} {store} --resume`, or delete the folder.",
+        f"Wait for it, run `retrieve-spec {verb}` again, or delete the folder.",
     )
 
 
@@ -317,7 +317,7 @@ def explain_write_errors(store: Path) -> Iterator[None]:
         folder = os.path.realpath(store)  # which links that lead to each other do not upset
         there = "; the store is as it was" if os.path.exists(store / MANIFEST) else ""
         if os.path.exists(store / WORK / PLAN):
-            there += "; continue the change with --resume, or run it again"
+            there += "; run the change again"
         if isinstance(error.filename, str) and not Path(os.path.realpath(error.filename)).is_relative_to(folder):
             raise BuildError(f"to use {error.filename}", reason, f"Check who may read it{there}.") from error
         remedy = f"Check permissions and free space{there or ', or choose another place'}."

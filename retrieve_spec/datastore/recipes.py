@@ -29,8 +29,6 @@ from retrieve_spec.errors import (
 
 _KEYS = {"name", "description", "expected", "source", "index"}
 _SOURCE_KEYS = {"path", "distributions", "licence", "include", "exclude", "field", "admit"}
-_TEXTS = {"name", "description", "path", "licence", "field"}
-_LISTS = {"include", "exclude", "admit"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +123,6 @@ def _check_keys(file: Path, table: dict[str, Any], known: set[str]) -> None:
     unknown = sorted(set(table) - known)
     if unknown:
         raise BuildError(f"keys {', '.join(sorted(known))} in {file}", ", ".join(unknown), "Correct the recipe.")
-    for key, value in table.items():
-        if key in _TEXTS and not isinstance(value, str):
-            raise BuildError(f"text as {key} in {file}", repr(value), "Correct the recipe.")
-        texts = value if isinstance(value, list) else [value]
-        if key in _LISTS and not all(isinstance(text, str) for text in texts):
-            raise BuildError(f"a list of texts as {key} in {file}", repr(value), "Correct the recipe.")
 
 
 def _sources_of(file: Path, source: dict[str, Any], given: Sequence[str]) -> list[Source]:
@@ -213,7 +205,7 @@ def open_or_build(
 ) -> Datastore:
     """Open a store, or build it where there is none that can be used.
 
-    An interrupted build is continued; a store that is damaged, of another version or for another tokenizer is thrown
+    What an interrupted build left, and a store that is damaged, of another version or for another tokenizer, is thrown
     away: give a path that nothing else is kept at.
 
     Parameters
@@ -236,22 +228,10 @@ def open_or_build(
     """
     try:
         return open_datastore(path, tokenizer=tokenizer)
-    except (StoreNotFoundError, StoreIncompleteError) as error:
-        interrupted = isinstance(error, StoreIncompleteError)
+    except (StoreNotFoundError, StoreIncompleteError):
+        pass
     except (StoreError, TokenizerMismatchError):
         shutil.rmtree(path, ignore_errors=True)
-        interrupted = False
     before()
-    after(_build(path, recipe, tokenizer, interrupted, progress))
+    after(build_datastore(path, recipe.sources, tokenizer, config=recipe.config, recipe=recipe.name, progress=progress))
     return open_datastore(path, tokenizer=tokenizer)
-
-
-def _build(path: Path, recipe: Recipe, tokenizer: Any, interrupted: bool, progress: bool) -> ChangeReport:
-    if interrupted:
-        try:
-            return build_datastore(path, resume=True, progress=progress)
-        except BuildError:  # not enough is left of it, or its sources are no longer what they were
-            shutil.rmtree(path, ignore_errors=True)
-    return build_datastore(
-        path, list(recipe.sources), tokenizer, config=recipe.config, recipe=recipe.name, progress=progress
-    )

@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
 
 from retrieve_spec.datastore.change import STDIN_COPY, WorkFolder
-from retrieve_spec.datastore.entry_filter import EntryFilter, Reason, generated_name, is_utf16, secret_name
-from retrieve_spec.datastore.git_rules import NEVER
+from retrieve_spec.datastore.entry_filter import EntryFilter, generated_name, is_utf16, secret_name
+from retrieve_spec.datastore.git_rules import NEVER, Reason
+from retrieve_spec.datastore.licences import LicenceRule
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 from retrieve_spec.datastore.remote import explain_remote_errors, is_address, open_file, public_name, reach
 from retrieve_spec.errors import BuildError
 
 STDIN = "-"
 SHARD_BYTES = 1 << 22
-"""Bytes of input that make a shard; what an interrupted build reads again is less than this for each worker."""
+"""Bytes of input that make a shard."""
 SHARD_FILES = 1 << 13
 _BLOCK = 1 << 22
 _ANY = 1 << 62
@@ -79,6 +78,10 @@ class Source:
         whatever git says of it."""
         admit = {*self.admit, "ignored", "generated"} if named else self.admit
         return EntryFilter([root], max_bytes=self.max_bytes or limit, admit=admit, any_name=True, store=store)
+
+    def licence_rule(self, root: Path) -> LicenceRule | None:
+        """Which licences are allowed of the files of this source, which lie below `root`; None for any."""
+        return LicenceRule([root], self.licences, self.licence) if self.licences else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,42 +208,25 @@ def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> I
     with explain_remote_errors(source.path):
         fs, root = reach(source.path)
         about = fs.find(root, detail=True) or ({root: fs.info(root)} if fs.isfile(root) else {})
-    found = {str(name): Reason.LINK if _is_link(one) else int(one.get("size") or 0) for name, one in about.items()}
-    if not found:
+    if not about:
         raise BuildError(f"files at {source.path}", "nothing there", "Check the address.")
-    stores = _stores_among(found)
+    stores = _stores_among(about)
     if f"{root}/" in stores:
         raise _is_store(source.path)
-    found = {name: said for name, said in found.items() if not name.startswith(stores)}
-    if list(found) == [root]:
-        name = public_name(fs.unstrip_protocol(root)).rpartition("/")[2]
-        if wanted(name):
-            size = int(about[root].get("size") or 0)  # a link that is named itself is followed
-            yield _entry(index, source, name, fs.unstrip_protocol(root), size)
-        return
-    start = len(root) + 1
-    for name, said in sorted(found.items(), key=_order):
-        relative = name[start:]
-        if wanted(relative):
-            yield _entry(index, source, relative, fs.unstrip_protocol(name), _named(source, relative) or said)
+    for name, said in sorted(about.items(), key=_order):
+        named = name == root
+        relative = public_name(fs.unstrip_protocol(name)).rpartition("/")[2] if named else name[len(root) + 1 :]
+        if name.startswith(stores) or not wanted(relative):
+            continue
+        is_link = not named and (said.get("islink") or said.get("type") == "link")
+        reason = None if named else _named(source, relative) or (Reason.LINK if is_link else None)
+        yield _entry(index, source, relative, fs.unstrip_protocol(name), reason or int(said.get("size") or 0))
 
 
-def _is_link(about: dict[str, Any]) -> bool:
-    """Whether what a file system says of a file says that it is a link."""
-    return bool(about.get("islink")) or about.get("type") == "link"
-
-
-def _stores_among(names: Iterable[str]) -> tuple[str, ...]:
+def _stores_among(names: Collection[str]) -> tuple[str, ...]:
     """Folders of datastores, with a slash at their ends, among the files of an address."""
-    manifests, segments = set(), set()
-    for name in names:
-        folder, _, last = name.rpartition("/")
-        if last == MANIFEST:
-            manifests.add(f"{folder}/")
-        above, found, _ = name.rpartition(f"/{SEGMENTS}/")
-        if found:
-            segments.add(f"{above}/")
-    return tuple(manifests & segments)
+    folders = {name.rpartition(f"/{SEGMENTS}/")[0] for name in names if f"/{SEGMENTS}/" in name}
+    return tuple(f"{folder}/" for folder in folders if f"{folder}/{MANIFEST}" in names)
 
 
 def _named(source: Source, relative: str) -> Reason | None:
@@ -270,20 +256,15 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def _describe(index: int, source: Source, name: str, location: Path) -> SourceFile:
-    """A file that was named itself."""
-    kind, compression = kind_of(name)
-    size, skip = 0, ""
+    """A file that was named itself; a link is followed, but not to a secret."""
     try:
         real = location.resolve(strict=True)
-        status = real.stat()
-        size = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            skip = str(Reason.NOT_A_FILE)
-        elif "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
-            skip = str(Reason.SECRET_NAME)
     except (OSError, RuntimeError):
-        real, skip = location, str(Reason.UNREADABLE)
-    return SourceFile(index, readable(source.prefix + name), str(real), size, kind, compression, skip, source.licence)
+        return _entry(index, source, name, str(location), Reason.UNREADABLE)
+    said = source.entry_filter(real.parent, _ANY, named=True).look(str(real))
+    if "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
+        said = Reason.SECRET_NAME
+    return _entry(index, source, name, str(real), said if isinstance(said, Reason) else said.st_size)
 
 
 def readable(path: str) -> str:
@@ -305,18 +286,18 @@ def glob(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(translated.get(part) or re.escape(part) for part in parts), re.DOTALL)
 
 
-def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[dict[str, Any]]:
-    """Inputs of shards of files, in order; standard input is copied, so that any worker can read it, and again."""
+def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[list[SourceFile]]:
+    """Shards of files, in order; standard input is copied, so that any worker can read it."""
     group: list[SourceFile] = []
     size = 0
     for file in chain.from_iterable(_divided(_readable(work, file)) for file in files):
         if group and (size + file.size > SHARD_BYTES or len(group) == SHARD_FILES):
-            yield {"files": [asdict(each) for each in group]}
+            yield group
             group, size = [], 0
         group.append(file)
         size += file.size
     if group:
-        yield {"files": [asdict(each) for each in group]}
+        yield group
 
 
 def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
@@ -325,8 +306,6 @@ def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
     copy = work.path / STDIN_COPY
     with copy.open("wb") as out:
         shutil.copyfileobj(sys.stdin.buffer, out)
-        out.flush()
-        os.fsync(out.fileno())
     return replace(file, location=os.path.realpath(copy), size=copy.stat().st_size)
 
 

@@ -10,26 +10,32 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.build import build_datastore, checked, grow
-from retrieve_spec.datastore.change import ChangeReport, Inputs, WorkFolder, begin_change, publish, writer
+from retrieve_spec.datastore.build import (
+    build_datastore,
+    checked,
+    grow,
+    plan_of,
+    segment_shards,
+    small_size,
+)
+from retrieve_spec.datastore.change import ChangeReport, WorkFolder, begin_change, publish, writer
 from retrieve_spec.datastore.edit import Chosen, without
-from retrieve_spec.datastore.entry_filter import RULES, Reason, admitted_parts, refused
-from retrieve_spec.datastore.ingest import Gate, texts_of
-from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
+from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, admitted_parts
+from retrieve_spec.datastore.git_rules import Reason
+from retrieve_spec.datastore.ingest import read_text, texts_of
+from retrieve_spec.datastore.licences import allow_list, own_licence
 from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, config_of, existing_manifest, read_manifest
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.segment import text_hash
 from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, file_shards, kind_of, readable
-from retrieve_spec.datastore.stages import part_hash, segment_shards, small_size
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
 from retrieve_spec.errors import BuildError, StoreLockedError
 
@@ -47,22 +53,10 @@ RACY_NS = 2_000_000_000
 """A file that changed this shortly before it was looked at may change again without another time."""
 
 
-@dataclass(slots=True)
-class FolderState:
-    """What the files of a folder said.
-
-    Attributes
-    ----------
-    files
-        Of each file by name: bytes, times of the last change in nanoseconds by the file itself (0: look again) and by
-        the system, and of each of its texts the name behind that of the file, SHA-256 or "", reason it is left out or
-        "", licence by its own lines or None without any.
-    admit
-        Parts of the filter that did not count.
-    """
-
-    files: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    admit: tuple[str, ...] = ()
+FolderState = dict[str, tuple[Any, ...]]
+"""Of each file by name: bytes, times of the last change in nanoseconds by the file itself (0: look again) and by the
+system, and of each of its texts the name behind that of the file, SHA-256 or "", reason it is left out or "", licence
+by its own lines or None without any."""
 
 
 def look(source: Source, before: FolderState, store: Path) -> FolderState:
@@ -78,53 +72,51 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
         Where the store is, which is no part of the folder.
     """
     entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES, store)
-    gate = Gate(replace(source, licences=()), FOLLOWED_BYTES)  # licences are looked at later: files beside may change
     racy = time.time_ns() - RACY_NS
-    now = FolderState(admit=source.admit)
+    now: FolderState = {}
     start = len(os.path.join(entries.roots[0], ""))
-    same = before.files if before.admit == source.admit else {}
     for place, found in entries.entries():
         name = place[start:]
         if isinstance(found, Reason):
-            now.files[name] = (0, 0, 0, [["", "", str(found), None]])
+            now[name] = (0, 0, 0, [["", "", str(found), None]])
             continue
-        known = same.get(name)
+        known = before.get(name)
         # The system's time tells another file that was put in place of one with its bytes and its time.
         if known is not None and known[:3] == (found.st_size, found.st_mtime_ns, found.st_ctime_ns):
-            now.files[name] = known
+            now[name] = known
             continue
         modified = 0 if found.st_mtime_ns >= racy else found.st_mtime_ns
         file = SourceFile(0, name, place, found.st_size, *kind_of(name))
-        now.files[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(gate, file)))
+        now[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(entries, file, source)))
     return now
 
 
-def _texts(gate: Gate, file: SourceFile) -> Iterator[list[Any]]:
+def _texts(entries: EntryFilter, file: SourceFile, source: Source) -> Iterator[list[Any]]:
     """Name behind that of the file, SHA-256 or "", reason or "", own licence, of every text that a file holds."""
-    for text in texts_of([file], (gate.source,), gate.limit):
-        content, _, skip = gate.read(text)
+    for text in texts_of([file], (source,), FOLLOWED_BYTES):
+        content, _, skip = read_text(text, entries, source.field)
         behind = text.path[len(file.path) :]
         yield [behind, "", skip, None] if skip else [behind, text_hash(content), "", own_licence(content)]
 
 
-def read_state(store: Path) -> dict[str, FolderState]:
-    """What folders said when a store was last synchronised, by folder."""
+def rules_of(admit: Sequence[str]) -> str:
+    """Name of the rules by which files enter: what was said under others does not count."""
+    return " ".join((RULES, *admit))
+
+
+def read_state(store: Path, rules: str) -> dict[str, FolderState]:
+    """What folders said when a store was last synchronised under some rules, by folder."""
     try:
         raw = json.loads((store / STATE).read_bytes())
-        if raw["rules"] != RULES:  # which may have let in other files
-            return {}
-        return {
-            root: FolderState({name: tuple(said) for name, said in folder["files"].items()}, tuple(folder["admit"]))
-            for root, folder in raw["folders"].items()
-        }
+        found = {root: {name: tuple(said) for name, said in files.items()} for root, files in raw["folders"].items()}
+        return found if raw["rules"] == rules else {}
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return {}
 
 
-def write_state(store: Path, states: dict[str, FolderState]) -> None:
+def write_state(store: Path, states: dict[str, FolderState], rules: str) -> None:
     """Remember what folders said; half of it, after a failure of the power, would be none."""
-    folders = {root: {"files": state.files, "admit": state.admit} for root, state in states.items()}
-    content = json.dumps({"rules": RULES, "folders": folders})
+    content = json.dumps({"rules": rules, "folders": states})
     written = store / f"{STATE}.tmp"
     written.write_bytes(content.encode("utf-8", "surrogateescape"))
     os.replace(written, store / STATE)
@@ -133,8 +125,6 @@ def write_state(store: Path, states: dict[str, FolderState]) -> None:
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
 _REWRITTEN = 900_000
-_PART = re.compile(r"(.*)#part([1-9][0-9]{0,9})", re.DOTALL)
-"""Name of a part of a long text; a file may be called so too."""
 
 
 def sync_datastore(
@@ -146,7 +136,6 @@ def sync_datastore(
     licences: Sequence[str] = (),
     admit: Sequence[str] = (),
     config: StoreConfig | None = None,
-    forget: bool = False,
     workers: int | None = None,
     progress: bool = False,
 ) -> ChangeReport:
@@ -170,8 +159,6 @@ def sync_datastore(
         Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`).
     config
         Settings of a new store.
-    forget
-        Write segments anew from which documents were taken out, so that no file of the store holds their text any more.
     workers, progress
         As for `build_datastore`.
 
@@ -207,8 +194,6 @@ def sync_datastore(
         report = _synchronised(work, roots, sources, workers, progress)
         while (group := _small(manifest := read_manifest(store))) is not None:
             _merge(work, manifest, group, progress)
-        if forget and (marked := [entry for entry in manifest.segments if entry.tombstones]):
-            _merge(work, manifest, marked, progress)
     if built is None:
         return report
     documents, tokens = built.documents + report.documents, built.tokens + report.tokens
@@ -231,20 +216,21 @@ def _synchronised(
 ) -> ChangeReport:
     opened = open_as_written(work.store)
     manifest = opened.manifest
-    states = read_state(work.store)
+    rules = rules_of(sources[0].admit)
+    states = read_state(work.store, rules)
     wanted: Wanted = {}
     first: dict[str, tuple[int, str]] = {}  # number of the folder, and file, in which a text was found first, by hash
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
     for number, root in enumerate(roots):
         source, place = sources[number], str(root)
-        state = found[place] = look(source, states.get(place, FolderState()), work.store)
-        rule = LicenceRule([root], source.licences, source.licence) if source.licences else None
-        said = ((name, *text) for name in sorted(state.files) for text in state.files[name][3])
+        state = found[place] = look(source, states.get(place, {}), work.store)
+        rule = source.licence_rule(root)
+        said = ((name, *text) for name in sorted(state) for text in state[name][3])
         for name, behind, digest, reason, own in said:
             if rule is not None and digest:
                 path = None if behind else root / name  # records are not under the licence of their collection
-                reason = str(refused(rule, rule.licence(path, own)) or "")
+                reason = str(rule.refuses(rule.licence(path, own)) or "")
             if digest and not reason:
                 first.setdefault(digest, (number, name))
                 wanted.setdefault((place, readable(name) + behind), set()).add(digest)
@@ -259,7 +245,7 @@ def _synchronised(
         again = (one for one in done.skipped if one[2] != "duplicate")  # records beside those that changed
         report = replace(done, skipped=tuple(dict.fromkeys((*skipped, *again))))
     if {root: states.get(root) for root in found} != found:
-        write_state(work.store, states | found)
+        write_state(work.store, states | found, rules)
     return report
 
 
@@ -271,29 +257,13 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Ch
     """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
     gone: Chosen = {}
     held = set()
-    divided: dict[str, list[tuple[str, int, str]]] = {}
     for segment in store.segments:
         for number, path, source, digest in segment.documents.texts():
             if source not in roots or digest in wanted.get((source, path), ()):
                 held.add(digest)
-            elif text := _divided(wanted, source, path, digest):
-                divided.setdefault(text, []).append((segment.name, number, digest))
             else:
                 gone.setdefault(segment.name, set()).add(number)
-    for parts in divided.values():
-        for name, number, digest in parts:
-            if len(parts) > 1:
-                held.add(digest)
-            else:  # not all of it, or a whole file that was called so
-                gone.setdefault(name, set()).add(number)
     return gone, held
-
-
-def _divided(wanted: Wanted, folder: str, path: str, digest: str) -> str:
-    """Hash of the long text of a folder that a document is a part of, "" for none: a file may be called so too."""
-    part = _PART.fullmatch(path)
-    texts = () if part is None else wanted.get((folder, part[1]), ())
-    return next((text for text in texts if part and part_hash(text, int(part[2])) == digest), "")
 
 
 def _file(roots: Sequence[Path], sources: tuple[Source, ...], number: int, name: str) -> SourceFile:
@@ -316,18 +286,13 @@ def _change(
     """Publish a store without some documents and with those of some files, in one change."""
     manifest = opened.manifest
     config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
-    plan = {
-        "verb": "sync",
-        "sources": [asdict(source) for source in sources],
-        "config": asdict(config),
-        "tokenizer": manifest.tokenizer_name,
-    }
-    plan = begin_change(work, manifest, plan, file_shards(work, files))
+    plan = begin_change(work, manifest, {"verb": "sync"} | plan_of(manifest, sources, config))
     kept, made = without(work, opened, gone, _REWRITTEN) if gone else (list(manifest.segments), [])
     if not files:
         report = ChangeReport("sync", 0, 0, len(kept) + len(made), (), {})
         return publish(work, manifest, kept, made, plan, report)
-    return grow(work, manifest, plan, workers=workers, progress=progress, known=held, kept=tuple(kept), made=made)
+    shards, staying = list(file_shards(work, files)), tuple(kept)
+    return grow(work, manifest, plan, shards, workers=workers, progress=progress, known=held, kept=staying, made=made)
 
 
 def _small(manifest: Manifest) -> list[SegmentEntry] | None:
@@ -348,17 +313,12 @@ def _small(manifest: Manifest) -> list[SegmentEntry] | None:
 
 def _merge(work: WorkFolder, manifest: Manifest, group: Sequence[SegmentEntry], progress: bool) -> ChangeReport:
     """Make fewer segments of several: one, or as few as have room for all of their text."""
-    plan = {
-        "verb": "sync",
-        "config": asdict(checked(config_of(manifest), work.store / manifest.tokenizer_name)),
-        "tokenizer": manifest.tokenizer_name,
-        "vocabulary": manifest.vocabulary,
-    }
-    inputs: Inputs = segment_shards(work.store, replace(manifest, segments=tuple(group)))
-    plan = begin_change(work, manifest, plan, inputs)
+    config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
+    plan = begin_change(work, manifest, {"verb": "sync"} | plan_of(manifest, (), config))
+    shards = list(segment_shards(work.store, replace(manifest, segments=tuple(group))))
     names = {entry.name for entry in group}
     kept = tuple(entry for entry in manifest.segments if entry.name not in names)
-    return grow(work, manifest, plan, workers=1, progress=progress, kept=kept)
+    return grow(work, manifest, plan, shards, workers=1, progress=progress, kept=kept)
 
 
 def watch_folders(

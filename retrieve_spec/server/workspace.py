@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.datastore.entry_filter import Candidate, EntryFilter, Reason
-from retrieve_spec.datastore.git_rules import list_folder
+from retrieve_spec.datastore.entry_filter import EntryFilter
+from retrieve_spec.datastore.git_rules import Reason, list_folder
 from retrieve_spec.datastore.licences import is_licence_file
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.continuations import SEGMENT_CHARS, Continuation, FileIndex, files_below
@@ -111,32 +111,32 @@ class Workspace:
         The first time, what has been read is drafted from while the rest is read.
         """
         with self._turn:
-            candidates, left_out = self._candidates()
+            paths, left_out = self._candidates()
             texts: dict[Path, str] = {}
             index, group = FileIndex(), dict[Path, str]()
             total = size = 0
-            for done, candidate in enumerate(candidates):
+            for done, path in enumerate(paths):
                 if self._stop.is_set() or self.forgotten:
                     return
                 if len(texts) >= self.config.workspace_files:
-                    left_out[_TOO_MANY] += len(candidates) - done
+                    left_out[_TOO_MANY] += len(paths) - done
                     break
-                text = self._filter.read(candidate.path)
+                text = self._filter.read(path)
                 if isinstance(text, Reason):
                     left_out[text.value] += 1
                 elif total + len(text) > self.config.workspace_chars:
                     left_out[_TOO_MUCH] += 1
                     if total > _FULL * self.config.workspace_chars:
-                        left_out[_TOO_MUCH] += len(candidates) - done - 1
+                        left_out[_TOO_MUCH] += len(paths) - done - 1
                         break
                 else:
-                    texts[candidate.path] = group[candidate.path] = text
+                    texts[path] = group[path] = text
                     total, size = total + len(text), size + len(text)
                 if size >= SEGMENT_CHARS:
                     index, group, size = index.with_files(group), {}, 0
                     if not self.indexed.is_set():
                         self._publish(texts, total, left_out, index)
-                self.read = done + 1, len(candidates)
+                self.read = done + 1, len(paths)
                 if self.progress is not None and done % 100 == 0:
                     self.progress(done, len(texts))
             if not self._publish(texts, total, left_out, index.with_files(group)):
@@ -156,17 +156,16 @@ class Workspace:
                 self.version += 1
             return not self.forgotten
 
-    def _candidates(self) -> tuple[list[Candidate], Counter[str]]:
+    def _candidates(self) -> tuple[list[Path], Counter[str]]:
         """All files that may count, those that changed last first, and how many do not, by reason."""
-        found: list[Candidate] = []
+        found: list[tuple[int, Path]] = []
         left_out: Counter[str] = Counter()
-        for _, verdict in self._filter.list():
-            if isinstance(verdict, Candidate):
-                found.append(verdict)
-            else:
+        for name, verdict in self._filter.entries():
+            if isinstance(verdict, Reason):
                 left_out[verdict.value] += 1
-        found.sort(key=lambda candidate: (-candidate.modified_ns, candidate.path))
-        return found, left_out
+            else:
+                found.append((-verdict.st_mtime_ns, Path(name)))
+        return [path for _, path in sorted(found)], left_out
 
     def update(self, paths: Iterable[Path]) -> bool:
         """Read files again after they changed, appeared or went; whether anything did change.
@@ -186,7 +185,7 @@ class Workspace:
                     looked_at |= set(list_folder(path))
             changed: dict[Path, str] = {}
             for path, verdict in self._filter.verdicts(looked_at).items():
-                read = self._filter.read(path) if isinstance(verdict, Candidate) else verdict
+                read = verdict if isinstance(verdict, Reason) else self._filter.read(path)
                 if read is Reason.CHANGING:
                     continue  # the next notice of it comes
                 text = "" if isinstance(read, Reason) else read

@@ -57,7 +57,10 @@ def test_numbers_and_text_that_nothing_can_use_are_refused_before_a_model_loads(
         (["generate", "--prompt", "x", "--draft", "suffx"], "got 'suffx'. Did you mean 'suffix'?"),
         (["serve", "--host", "0.0.0.0"], "got --host 0.0.0.0 without one. Give --api-key-file."),
         (["serve", "--origin", "*"], "expected the origin of a page, as http://localhost:3000, got '*'."),
-        (["build", "store", "--recipe", "./nowhere.toml"], "could not read recipe nowhere.toml: No such file"),
+        (
+            ["build", "s", "--recipe", "./no.toml", "--tokenizer", "reference"],
+            "could not read recipe no.toml: No such",
+        ),
         (["editor", "vim", "--url", "nonsense"], "got 'nonsense'. Give one like it."),
     ],
 )

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from retrieve_spec.datastore import build
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.change import WorkFolder
 from retrieve_spec.datastore.verify import verify_datastore
 
 
 def planned_then(damage, sources, tokenizer, store, monkeypatch):
     """Report of a build whose sources are damaged once it has planned what to read."""
-    original = WorkFolder.begin
+    grow = build.grow
 
-    def begin(self, plan, inputs=()):
-        plan = original(self, plan, inputs)
+    def damaged(*arguments, **options):
         damage()
-        return plan
+        return grow(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WorkFolder, "begin", begin)
+        patch.setattr(build, "grow", damaged)
         report = build_datastore(store, sources, tokenizer, workers=1)
     verify_datastore(store)
     return report

@@ -12,7 +12,7 @@ from test_share import store  # noqa: F401 (a fixture)
 from retrieve_spec.cli import run
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.edit import merge_datastores, remove_documents
-from retrieve_spec.datastore.entry_filter import Reason
+from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.remote import Remote, public_name
 from retrieve_spec.datastore.share import name_of, push_datastore

@@ -19,8 +19,8 @@ from retrieve_spec.datastore import sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.edit import remove_documents
-from retrieve_spec.datastore.entry_filter import Reason
 from retrieve_spec.datastore.files import FileEntry
+from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.remote import Remote
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.store import open_datastore
@@ -243,7 +243,7 @@ def test_a_place_where_no_store_can_be(texts, tokenizer, tmp_path):
     for place in (tmp_path / "texts" / "a.txt" / "s", Path("/proc/s")):
         with pytest.raises(BuildError, match="choose another place") as told:
             build_datastore(place, str(texts), tokenizer)
-        assert "resume" not in str(told.value) and "the store is" not in str(told.value)
+        assert "run the change again" not in str(told.value) and "the store is" not in str(told.value)
 
 
 def test_a_table_cut_short(tokenizer, tmp_path):
@@ -297,3 +297,18 @@ def test_all_frames_of_a_compressed_file_are_read(tokenizer, tmp_path):
     report = build_datastore(tmp_path / "s", str(tmp_path), tokenizer, workers=1)
     assert contents(tmp_path / "s") == {"a.txt.zst": "one " + "two " * 100_000}
     assert report.skipped_by_reason == {str(Reason.UNREADABLE): 1}
+
+
+def test_a_source_whose_own_name_is_not_utf8(tmp_path, tokenizer):
+    source = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.mkdir(source)
+    for name, text in (("a.py", "alpha = 1\n"), ("b.py", " ")):
+        with open(os.path.join(source, name), "w") as file:
+            file.write(text)
+    build_datastore(tmp_path / "store", source, tokenizer, workers=1)
+    (tmp_path / "more.py").write_text("more = 1\n")
+    add_documents(tmp_path / "store", [source, str(tmp_path / "more.py")], workers=1)
+    store = open_datastore(tmp_path / "store")
+    assert [(d.path, d.source) for d in store.documents()] == [("a.py", source), ("more.py", str(tmp_path / "more.py"))]
+    write_catalog(tmp_path / "store")
+    verify_datastore(tmp_path / "store")

@@ -14,7 +14,7 @@ from byte_tokenizers import byte_tokenizer
 from filelock import FileLock
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import stages
+from retrieve_spec.datastore import build
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.manifest import read_manifest
@@ -73,17 +73,6 @@ def test_document_of_every_position(tokenizer, texts, tmp_path):
             store.document_at(i, len(segment.tokens))
 
 
-@pytest.mark.parametrize("config", [StoreConfig(), SMALL])
-def test_builds_are_identical_for_any_number_of_workers(tokenizer, texts, records, tmp_path, monkeypatch, config):
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    sources = [Source(str(texts)), Source(str(records), field="output")]
-    found = []
-    for workers in (1, 2, 5):
-        build_datastore(tmp_path / f"s{workers}", sources, tokenizer, config=config, workers=workers)
-        found.append(digest(tmp_path / f"s{workers}"))
-    assert found[0] == found[1] == found[2]
-
-
 def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
     build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(segment_tokens=100))
     lengths = [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments]
@@ -93,7 +82,7 @@ def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
 
 @pytest.mark.parametrize(("piece", "segments"), [(50, 4), (100, 2), (200, 1)])
 def test_many_tokens_are_shared_out_without_need(tokenizer, tmp_path, monkeypatch, piece, segments):
-    monkeypatch.setattr(stages, "_PIECE", piece)
+    monkeypatch.setattr(build, "_PIECE", piece)
     for number in range(25):
         (tmp_path / f"{number:02}.txt").write_text(f"{number:09}")  # with its separator ten entries
     build_datastore(tmp_path / "s", str(tmp_path), tokenizer)
@@ -170,7 +159,7 @@ def test_errors(tokenizer, texts, tmp_path):
     with pytest.raises(BuildError, match="source"):
         build_datastore(tmp_path / "s", [], tokenizer)
     with pytest.raises(BuildError, match="a tokenizer, got none"):
-        build_datastore(tmp_path / "s", str(texts))
+        build_datastore(tmp_path / "s", str(texts), None)
     with pytest.raises(BuildError, match=r"tokenizer\.json"):
         build_datastore(tmp_path / "s", str(texts), str(texts / "a.txt"))
     (tmp_path / "empty").mkdir()
@@ -179,8 +168,6 @@ def test_errors(tokenizer, texts, tmp_path):
     build_datastore(tmp_path / "s", str(texts), tokenizer)
     with pytest.raises(BuildError, match="there is one"):
         build_datastore(tmp_path / "s", str(texts), tokenizer)
-    with pytest.raises(BuildError, match="interrupted add"):
-        add_documents(tmp_path / "s", resume=True)
     with pytest.raises(ConfigError):
         StoreConfig(index="all")
 
@@ -192,24 +179,15 @@ def test_one_writer_at_a_time(tokenizer, texts, tmp_path):
     open_datastore(tmp_path / "s")
 
 
-class Stop(Exception):
-    """Stands for a kill in tests that stop at a chosen step."""
-
-
-def test_interrupted_build_says_how_to_resume(tokenizer, texts, tmp_path, monkeypatch):
-    from retrieve_spec.datastore.stages import Stages
-
-    monkeypatch.setattr(Stages, "segment", lambda *a, **k: (_ for _ in ()).throw(Stop()))
-    with pytest.raises(Stop):
-        build_datastore(tmp_path / "s", str(texts), tokenizer)
-    monkeypatch.undo()
-    with pytest.raises(StoreIncompleteError, match="--resume"):
+def test_an_interrupted_build_is_refused_and_begun_again(tokenizer, texts, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "index_segment", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build_datastore(tmp_path / "s", str(texts), tokenizer)
+    with pytest.raises(StoreIncompleteError, match="run `retrieve-spec build` again"):
         open_datastore(tmp_path / "s")
-    with pytest.raises(StoreIncompleteError, match="--resume"):
-        build_datastore(tmp_path / "s", str(texts), tokenizer)
-    (texts / "a.txt").unlink()  # read already: the checkpoint has it
-    assert build_datastore(tmp_path / "s", resume=True).documents == 4
-    assert "a.txt" in contents(tmp_path / "s")
+    (texts / "a.txt").unlink()
+    assert build_datastore(tmp_path / "s", str(texts), tokenizer).documents == 3
     assert not (tmp_path / "s" / "work").exists()
 
 
@@ -248,7 +226,7 @@ def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, t
     monkeypatch.undo()
     assert read_manifest(tmp_path / "s") == before
     verify_datastore(tmp_path / "s")
-    assert add_documents(tmp_path / "s", resume=True).documents == 5
+    assert add_documents(tmp_path / "s", Source(str(records), field="output")).documents == 5
     verify_datastore(tmp_path / "s")
 
 

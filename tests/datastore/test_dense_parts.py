@@ -15,7 +15,6 @@ from retrieve_spec.datastore.dense_build import (
     choose_windows,
     fit_transform,
     hard_positions,
-    shards_of,
     windows_of,
 )
 from retrieve_spec.datastore.store import open_datastore
@@ -55,9 +54,6 @@ def test_chosen_positions_are_wanted_ones_up_to_a_limit(lengths, most, data):
     assert not (taken & ~possible).any()
     assert taken.sum() == min(most or possible.sum(), possible.sum())
     assert {tuple(w) for w in chosen.tolist()} <= {tuple(w) for w in windows.tolist()}
-    parts = shards_of(chosen, taken)
-    assert sum(len(part) for part in parts) == len(chosen)
-    assert sum(int(taken[first:end].sum()) for part in parts for _, _, first, end in part.tolist()) == taken.sum()
 
 
 def naive_hard(documents):

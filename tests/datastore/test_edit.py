@@ -18,7 +18,7 @@ from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.verify import verify_datastore
-from retrieve_spec.errors import BuildError, StoreIncompleteError, TokenizerMismatchError
+from retrieve_spec.errors import BuildError, TokenizerMismatchError
 
 
 @pytest.fixture
@@ -127,22 +127,6 @@ def test_what_another_tokenizer_says_nothing_of_is_left_out(tmp_path):
 def test_a_condition_that_is_no_sql(where, store):
     with pytest.raises(BuildError, match="an SQL condition"):
         remove_documents(store, where=where)
-
-
-def test_interrupted_merge_names_its_command(store, tmp_path, monkeypatch):
-    from retrieve_spec.datastore import edit
-
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(edit, "link_files", stop)
-    with pytest.raises(KeyboardInterrupt):
-        merge_datastores(tmp_path / "out", [store])
-    monkeypatch.undo()
-    with pytest.raises(StoreIncompleteError, match=r"retrieve-spec merge .* --resume"):
-        open_datastore(tmp_path / "out")
-    assert merge_datastores(tmp_path / "out", resume=True).documents == 9
-    verify_datastore(tmp_path / "out")
 
 
 def test_ngram_only_stores_say_what_they_cannot_do(tokenizer, texts, tmp_path):

@@ -6,14 +6,17 @@ import gzip
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 from test_build import contents
+from test_entry_filter import write
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.entry_filter import EntryFilter, Reason
+from retrieve_spec.datastore.entry_filter import EntryFilter
+from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.sync import sync_datastore
@@ -41,13 +44,6 @@ PART = {
     "generated": {"app.min.js", "made.go", "squeezed.js"},
     "secrets": {".env", "settings.py"},
 }
-
-
-def write(root, files):
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 @pytest.fixture(autouse=True)
@@ -131,13 +127,6 @@ def test_every_part_can_be_switched_off(folder, tokenizer, tmp_path, part):
     assert set(contents(tmp_path / "synced")) == entering(folder)
 
 
-def test_workers_leave_out_the_same(folder, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    reports = [build_datastore(tmp_path / f"s{n}", str(folder), tokenizer, workers=n) for n in (1, 3)]
-    names = [[entry.name for entry in read_manifest(tmp_path / f"s{n}").segments] for n in (1, 3)]
-    assert names[0] == names[1] and reports[0].skipped == reports[1].skipped
-
-
 def test_named_files_enter_but_for_their_secrets(folder, tokenizer, tmp_path):
     named = ["noise.log", "node_modules/x.js", "made.go", "app.min.js", "settings.py", ".env", "link.py"]
     report = build_datastore(tmp_path / "s", [str(folder / name) for name in named], tokenizer)
@@ -168,7 +157,7 @@ def test_a_named_folder_that_git_ignores_is_looked_into(tokenizer, tmp_path):
     build_datastore(tmp_path / "s", str(top / "lib" / "pkg"), tokenizer)
     assert set(contents(tmp_path / "s")) == {"a.py", "b.tmp"}  # the rules are of the checkout, which has left it out
     entries = EntryFilter([top / "lib" / "pkg"])
-    listed = {path for path, verdict in entries.list() if not isinstance(verdict, Reason)}
+    listed = {Path(name) for name, verdict in entries.entries() if not isinstance(verdict, Reason)}
     assert {p for p, v in entries.verdicts(listed).items() if not isinstance(v, Reason)} == listed
 
 

@@ -8,7 +8,6 @@ import pytest
 from dense_models import save_model
 
 from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore import edit, stages
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores
 from retrieve_spec.datastore.store import open_datastore
@@ -58,29 +57,10 @@ def test_a_model_named_by_a_relative_path_serves_from_every_folder(texts, tokeni
     assert len(open_datastore(tmp_path / "s").dense) == 2
 
 
-def stop_reading(monkeypatch, change):
-    """Stop a change at its first checkpoint."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stages, "replace_file", stop)
-        patch.setattr(edit, "link_files", stop)
-        with pytest.raises(KeyboardInterrupt):
-            change()
-
-
-def test_changes_are_resumed_from_every_folder(texts, tokenizer, tmp_path, monkeypatch):
+def test_merged_stores_are_named_as_they_were_given(texts, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stop_reading(monkeypatch, lambda: build_datastore("s", "texts", tokenizer))
-    monkeypatch.chdir(texts)
-    report = build_datastore(tmp_path / "s", resume=True)
-    assert (report.documents, report.skipped) == (4, ())
-    monkeypatch.chdir(tmp_path)
-    stop_reading(monkeypatch, lambda: merge_datastores("m", ["s"]))
-    monkeypatch.chdir(texts)
-    assert merge_datastores(tmp_path / "m", resume=True).documents == 4
+    build_datastore("s", "texts", tokenizer)
+    merge_datastores("m", ["s"])
     event = open_datastore(tmp_path / "m").manifest.history[-1]
     assert event["stores"] == ["s"] and str(tmp_path) not in str(event)
     verify_datastore(tmp_path / "m")

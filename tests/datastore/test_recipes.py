@@ -93,8 +93,6 @@ def test_model_outputs(records):
         ('name = "x"\nsource = [1]', r"\[\[source\]\]"),
         ('[[source]]\npath = "."', "expected a name"),
         ('name = "x"\n[[source]]\nlicence = "MIT"', "a path, or distributions"),
-        ('name = "x"\n[[source]]\npath = 5', "text as path .* got 5"),
-        ('name = "x"\n[[source]]\npath = "."\nadmit = [3]', "a list of texts as admit"),
     ],
 )
 def test_bad_recipes(tmp_path, content, message):

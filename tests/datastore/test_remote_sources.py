@@ -53,7 +53,7 @@ def test_a_remote_that_breaks_ends_the_build(name, tokenizer, tmp_path, monkeypa
             patch.setattr(type(memory), "open", broken)
             with pytest.raises(BuildError, match=f"could not reach memory:.*{name}: the line is dead"):
                 build_datastore(tmp_path / "s", "memory://data", tokenizer)
-        build_datastore(tmp_path / "s", resume=True)
+        build_datastore(tmp_path / "s", "memory://data", tokenizer)
         assert set(contents(tmp_path / "s")) == {"r.jsonl#1", "a.txt"}
     finally:
         memory.rm("/", recursive=True)

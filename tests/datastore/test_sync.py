@@ -10,13 +10,11 @@ import subprocess
 import threading
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from test_build import contents
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import entry_filter, segment, stages, sync
+from retrieve_spec.datastore import build, entry_filter, segment, sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.edit import remove_documents
@@ -29,43 +27,10 @@ from retrieve_spec.datastore.sync import sync_datastore, watch_folders
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError
 
-NAMES = [f"{folder}{name}.txt" for folder in ("", "sub/") for name in "abcd"]
-STATES = st.lists(
-    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["one", "two", "three", "  "])), min_size=1, max_size=6
-)
-
 
 @pytest.fixture
 def folder(texts):
     return texts
-
-
-def said(folder):
-    """Texts of a folder, each once."""
-    return {path.read_text() for path in folder.rglob("*.txt") if path.read_text().strip()}
-
-
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(states=STATES)
-def test_a_store_says_what_its_folder_says(tokenizer, tmp_path_factory, states):
-    place = tmp_path_factory.mktemp("sync")
-    (place / "f" / "sub").mkdir(parents=True)
-    (place / "f" / "stays.txt").write_text("this one stays")
-    sync_datastore(place / "s", [place / "f"], tokenizer)
-    for state in states:
-        for name in NAMES:
-            (place / "f" / name).unlink(missing_ok=True)
-        for name, text in state.items():
-            (place / "f" / name).write_text(text)
-        sync_datastore(place / "s", [place / "f"])
-        found = contents(place / "s")
-        assert set(found.values()) == said(place / "f") and len(found) == len(said(place / "f"))
-        assert all((place / "f" / path).read_text() == text for path, text in found.items())
-        assert len(read_manifest(place / "s").segments) <= sync.MOST_SMALL
-        tables = [segment.documents for segment in open_datastore(place / "s").segments]
-        listed = [(d.number, d.path, d.source, d.sha256) for table in tables for d in table.live()]
-        assert [row for table in tables for row in table.texts()] == listed
-    verify_datastore(place / "s")
 
 
 def test_a_store_built_of_a_relative_folder_forgets_what_is_deleted(folder, tokenizer, tmp_path, monkeypatch):
@@ -141,7 +106,7 @@ def test_segments_that_are_not_small_are_left_alone(folder, tokenizer, tmp_path)
 
 def test_segments_that_a_text_was_shared_out_among_are_left_alone(folder, tokenizer, tmp_path, monkeypatch):
     """Joined, they would be shared out again: every change would write the whole store anew."""
-    monkeypatch.setattr(stages, "_PIECE", 100)
+    monkeypatch.setattr(build, "_PIECE", 100)
     for number in range(90):
         (folder / f"{number}.txt").write_text(f"{number:09}")  # with its separator ten entries
     store = tmp_path / "s"
@@ -237,23 +202,6 @@ def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, wri
     assert contents(store) == before | {"new.txt": "a new text"}
 
 
-@given(
-    st.dictionaries(
-        st.text(st.characters(exclude_characters="\0/"), min_size=1) | st.sampled_from(["\udcff", "ü\udc80", "😀"]),
-        st.tuples(
-            *[st.integers(0)] * 3,
-            st.lists(st.tuples(st.text("#1"), st.text("ab"), st.text("xy "), st.none() | st.text("MIT")).map(list)),
-        ),
-    ),
-    st.lists(st.sampled_from(["ignored", "secrets"])),
-)
-def test_what_is_remembered_of_a_folder_is_what_it_said(tmp_path_factory, files, admit):
-    store = tmp_path_factory.mktemp("state")
-    states = {"/f": sync.FolderState(files, tuple(admit)), "/empty": sync.FolderState()}
-    sync.write_state(store, states)
-    assert sync.read_state(store) == states
-
-
 def test_no_change_alters_indexes_in_memory_for_what_was_removed(folder, tokenizer, tmp_path, monkeypatch):
     store = tmp_path / "s"
     sync_datastore(store, [folder], tokenizer)
@@ -283,53 +231,21 @@ def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_pa
     assert "prod.env.txt" not in contents(tmp_path / "s")
 
 
-def test_a_deleted_file_named_like_a_part_does_not_stay_with_another(tokenizer, tmp_path):
+def test_files_called_like_records_are_files(tokenizer, tmp_path):
     folder, store = tmp_path / "f", tmp_path / "s"
     folder.mkdir()
-    (folder / "notes").write_text("this one stays")
-    (folder / "notes#party.txt").write_text("this one goes")
-    sync_datastore(store, [folder], tokenizer)
-    (folder / "notes#party.txt").unlink()
-    sync_datastore(store, [folder])
-    assert contents(store) == {"notes": "this one stays"}
-
-
-def test_files_called_like_parts_and_records_are_files(tokenizer, tmp_path):
-    folder, store = tmp_path / "f", tmp_path / "s"
-    folder.mkdir()
-    long = "a long text in three parts"
-    (folder / "notes").write_text(long)
-    (folder / "notes#part2").write_text("no part")
     (folder / "list.jsonl").write_text('{"text": "a record"}\n')
     (folder / "list.jsonl#1").write_text("no record")
-
-    def texts():
-        return sorted((document.path, document.sha256) for document in open_datastore(store).documents())
-
-    sync_datastore(store, [folder], tokenizer, config=StoreConfig(segment_tokens=11))
-    before = texts()
-    assert [path for path, _ in before].count("notes#part2") == 2 and len(before) == 6
-    for _ in range(2):
-        assert sync_datastore(store, [folder]).documents == 0 and texts() == before
-    (folder / "notes#part2").unlink()
+    sync_datastore(store, [folder], tokenizer)
+    texts = [(document.path, document.sha256) for document in open_datastore(store).documents()]
+    assert [path for path, _ in texts] == ["list.jsonl#1", "list.jsonl#1"] and len(set(texts)) == 2
+    assert sync_datastore(store, [folder]).documents == 0
+    (folder / "list.jsonl#1").unlink()
     sync_datastore(store, [folder])
-    assert [path for path, _ in texts()] == [
-        "list.jsonl#1",
-        "list.jsonl#1",
-        "notes#part1",
-        "notes#part2",
-        "notes#part3",
-    ]
-    (folder / "list.jsonl#1").rename(folder / "list.jsonl#part1")
+    assert contents(store) == {"list.jsonl#1": "a record"}
+    (folder / "list.jsonl").write_text('{"text": "another record"}\n')
     sync_datastore(store, [folder])
-    (folder / "list.jsonl#part1").replace(folder / "list.jsonl")
-    sync_datastore(store, [folder])
-    (folder / "notes").write_text("short")
-    (folder / "x#part1").write_text("whole")
-    sync_datastore(store, [folder])
-    (folder / "x#part1").rename(folder / "x")
-    sync_datastore(store, [folder])
-    assert contents(store) == {"notes": "short", "x": "whole"}
+    assert contents(store) == {"list.jsonl#1": "another record"}
 
 
 def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
@@ -342,22 +258,6 @@ def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
     assert contents(store) == {}
     (folder / "new.txt").write_text("new text")
     assert sync_datastore(store, [folder]).documents == 1
-    verify_datastore(store)
-
-
-def test_what_is_to_be_forgotten_stands_in_no_file(folder, tokenizer, tmp_path):
-    store = tmp_path / "s"
-    sync_datastore(store, [folder], tokenizer)
-    gone = (folder / "a.txt").read_text()
-    (folder / "a.txt").write_text("now another text")
-    sync_datastore(store, [folder])
-    held = [len(part.documents) for part in open_datastore(store).segments]
-    assert sum(held) == len(contents(store)) + 1  # the old text is hidden
-    sync_datastore(store, [folder], forget=True)
-    segments = open_datastore(store).segments
-    assert (
-        sum(len(part.documents) for part in segments) == len(contents(store)) and gone not in contents(store).values()
-    )
     verify_datastore(store)
 
 

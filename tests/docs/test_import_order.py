@@ -26,7 +26,6 @@ ORDER = [
     {"cli_common"},
     {"server", "bench", "integrations"},
     {"demo"},
-    {"cli_store_read"},
     {"cli_generate", "cli_serve", "cli_store"},
     {"cli_doctor", "cli_editor"},
     {"cli"},

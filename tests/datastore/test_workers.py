@@ -1,0 +1,153 @@
+"""Builds by several processes: the same bytes for any number of them, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from functools import partial
+
+import pytest
+from byte_tokenizers import byte_tokenizer
+from test_build import contents, digest
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore import build, sources
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.change import begin_change
+from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
+from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.errors import BuildError, StoreCorruptError
+
+SMALL = StoreConfig(segment_tokens=200)
+
+
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """A folder of which every few files make a shard, and processes of their own for however little work."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    monkeypatch.setattr(sources, "SHARD_BYTES", 150)
+    monkeypatch.setattr(build, "SPAWN_WORK", 0)
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i:02}.txt").write_text(f"file {i % 27} says {i % 27} things\n" * (1 + i % 27 % 4))
+    (folder / "empty.txt").write_text("")
+    return folder
+
+
+@pytest.mark.slow
+def test_one_process_and_four_write_the_same_bytes(tokenizer, many, tmp_path):
+    found = []
+    for workers in (1, 4):
+        store = tmp_path / f"s{workers}"
+        report = build_datastore(store, str(many), tokenizer, config=SMALL, workers=workers)
+        add_documents(store, str(tmp_path), workers=workers)
+        retokenize_datastore(store, byte_tokenizer(offset=300), workers=workers)
+        compact_datastore(store)
+        verify_datastore(store)
+        found.append((report.skipped, read_manifest(store).content, digest(store)))
+    assert found[0][:2] == found[1][:2]
+    skipped = {path: reason for path, _, reason in found[0][0]}
+    assert skipped == {"27.txt": "duplicate", "28.txt": "duplicate", "29.txt": "duplicate", "empty.txt": "empty"}
+    differing = {name for name in found[0][2] if found[0][2][name] != found[1][2].get(name)}
+    assert differing <= {"manifest.json"}  # names the folder of the store
+    assert len(contents(tmp_path / "s1")) == 27
+
+
+def test_a_limit_of_tokens_reads_no_more_than_it_needs(tokenizer, many, tmp_path, monkeypatch):
+    read, numbers = build.read_shard, []
+    monkeypatch.setattr(build, "read_shard", lambda job, given: numbers.append(given[0]) or read(job, given))
+    report = build_datastore(tmp_path / "s", str(many), tokenizer, workers=1, max_tokens=200)
+    assert 100 < report.tokens <= 200
+    assert numbers == list(range(4))
+
+
+def die(job, given):
+    os._exit(1)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_told(many, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "read_shard", die)
+        with pytest.raises(BuildError, match=r"a worker process ended.*fewer processes"):
+            build_datastore(tmp_path / "s", str(many), byte_tokenizer(), workers=2)
+    assert build_datastore(tmp_path / "s", str(many), byte_tokenizer()).documents == 27
+
+
+@pytest.mark.slow
+def test_errors_of_workers_are_those_of_the_library(many, tmp_path, monkeypatch):
+    def begin(work, manifest, plan):
+        (work.store / plan["tokenizer"]).write_text("{}")
+        return begin_change(work, manifest, plan)
+
+    monkeypatch.setattr(build, "begin_change", begin)
+    with pytest.raises(BuildError, match=r"tokenizer\.json"):
+        build_datastore(tmp_path / "s", str(many), byte_tokenizer(), workers=2)
+
+
+def build_slowly(store, source):
+    """A build of two workers, which wait for ever."""
+    build.SPAWN_WORK, sources.SHARD_BYTES, build.read_shard = 0, 150, wait_for_ever
+    build_datastore(store, source, byte_tokenizer(), workers=2)
+
+
+def wait_for_ever(job, given):
+    (job.work.parent.parent / f"pid-{os.getpid()}").touch()
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_parent(many, tmp_path):
+    parent = multiprocessing.get_context("spawn").Process(target=build_slowly, args=(tmp_path / "s", str(many)))
+    parent.start()
+    while not (found := [int(path.name[4:]) for path in tmp_path.glob("pid-*")]):
+        time.sleep(0.1)
+    parent.kill()
+    parent.join()
+    for pid in found:
+        for _ in range(300):
+            if not running(pid):
+                break
+            time.sleep(0.1)
+        assert not running(pid)
+
+
+def running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_parts_that_machines_build_are_merged(many, tokenizer, tmp_path):
+    build_datastore(tmp_path / "whole", str(many), tokenizer)
+    parts = [tmp_path / f"part{rank}" for rank in range(3)]
+    for rank, part in enumerate(parts):
+        build_datastore(part, str(many), tokenizer, part=(rank, 3))
+    assert all(0 < len(contents(part)) < 27 for part in parts)
+    assert [read_manifest(part).history[0]["part"] for part in parts] == [[0, 3], [1, 3], [2, 3]]
+    with pytest.raises(BuildError, match="Number the parts from 0"):
+        build_datastore(tmp_path / "part3", str(many), tokenizer, part=(3, 3))
+    merge_datastores(tmp_path / "merged", parts)
+    verify_datastore(tmp_path / "merged")
+    assert sorted(contents(tmp_path / "merged").values()) == sorted(contents(tmp_path / "whole").values())
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "document_hashes.bin"])
+def test_damaged_files_of_segments_are_not_taken_over(name, tokenizer, many, tmp_path):
+    store = tmp_path / "s"
+    build_datastore(store, str(many), tokenizer, workers=1)
+    damage(store / "segments" / read_manifest(store).segments[0].name / name)
+    for change in (compact_datastore, partial(retokenize_datastore, tokenizer=byte_tokenizer(offset=300))):
+        with pytest.raises(StoreCorruptError, match=name.partition(".")[0]):
+            change(store)
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
