@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from made_up_model import plain
+from made_up_model import asked, plain
 from sglang_engine import (
     WIDTH,
     NgramWorker,
@@ -26,7 +26,7 @@ from sglang_engine import (
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError, StoreNotFoundError
-from retrieve_spec.integrations import ServingDrafter, options, sglang
+from retrieve_spec.integrations import hosted, sglang
 from retrieve_spec.integrations.sglang import TreeCorpus, mask_of
 
 
@@ -47,12 +47,10 @@ def make(monkeypatch):
 @pytest.mark.parametrize(("overlap", "topk", "given"), [(True, 10, {}), (False, 10, {"session": True}), (True, 1, {})])
 def test_texts_are_those_without_drafts(make, overlap, topk, given):
     scheduler = Scheduler(make(given, overlap, topk), seed=overlap + topk, retracts=0.05)
-    wanted = {}
-    for i in range(16):
-        prompt = [(10 * (i % 9)) + j % 9 for j in range((1, 9, 30, 60)[i % 4])]
-        wanted[f"r{i}"] = {"prompt": prompt, "max_new_tokens": (1, 2, 9, 40)[i % 3], "top_k": 1 + i % 2}
-        scheduler.add(f"r{i}", **wanted[f"r{i}"])
-    assert scheduler.serve() == {name: plain(w["prompt"], w["max_new_tokens"]) for name, w in wanted.items()}
+    wanted = asked(16, "max_new_tokens")
+    for i, (name, request) in enumerate(wanted.items()):
+        scheduler.add(name, **request, top_k=1 + i % 2)
+    assert scheduler.serve() == {name: plain(*request.values()) for name, request in wanted.items()}
     assert scheduler.accepted > scheduler.steps / 2
     counts = scheduler.worker.ngram_corpus.statistics()
     assert counts["failures"] == 0 and counts["requests"] >= 16
@@ -125,12 +123,12 @@ def test_wishes_of_requests(make, caplog):
 
 
 def corpus_of(**given):
-    return TreeCorpus(ServingDrafter(**given), WIDTH, "tree", lambda: None)
+    return TreeCorpus(hosted.Hosted(hosted.Options(**given), "tree"), WIDTH, "tree")
 
 
 def test_answers_are_remembered_whole_and_once():
     """The tokens of the last step come when the request has left the batch; what is read again is no answer twice."""
-    corpus = corpus_of(session=options.Options(session=True).drafter(lambda: None, 100).session)
+    corpus = corpus_of(session=True)
     request = Request("a", [1, 2, 3])
     corpus.begin([request])
     request.output_ids.extend([11, 12])
@@ -216,7 +214,7 @@ def test_mistakes_are_named(make, monkeypatch):
     monkeypatch.setattr(Target, "tokenizer", lambda *_, **__: None)
     with pytest.raises(StoreNotFoundError):
         make({"datastores": "/nowhere"})
-    monkeypatch.setattr(options, "installed_version", lambda name: "0.5.23.post1")
+    monkeypatch.setattr(hosted, "version", lambda name: "0.5.23.post1")
     for wrong, message in (
         ({}, None),
         ({"speculative_ngram_external_corpus_path": "x.jsonl"}, "Build a store"),
@@ -226,7 +224,7 @@ def test_mistakes_are_named(make, monkeypatch):
     ):
         with pytest.raises(ConfigError, match=message) if message else nullcontext():
             sglang.validate(SimpleNamespace(**ARGUMENTS | wrong))
-    monkeypatch.setattr(options, "installed_version", lambda name: "0.6.0")
+    monkeypatch.setattr(hosted, "version", lambda name: "0.6.0")
     with pytest.raises(ConfigError, match=r"SGLang 0\.5\.23, got 0\.6\.0"):
         sglang.validate(SimpleNamespace(**ARGUMENTS))
     monkeypatch.setenv(sglang.PLACE, '{"any_version": true}')
