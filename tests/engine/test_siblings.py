@@ -11,7 +11,6 @@ import torch
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.engine import memories as siblings_module
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.memories import Siblings
 from retrieve_spec.errors import ConfigError
@@ -99,46 +98,12 @@ def test_beside_a_session(tiny: Any) -> None:
     assert tiny.speculation.last.accepted_by_source.get("session", 0) > 20
 
 
-def test_runs_are_heard_with_what_stands_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Siblings()
-    own = heard.automata[-1]
-
-    def told(sample: int, *tokens: int) -> None:
-        heard.hear(sample, ids(*tokens))
-        with heard:
-            pass
-
-    told(1, *range(20, 40))
-    told(2, 90)
-    told(1, 40, 41)
-    assert own.follow(ids(*range(32, 42)))[1] == 10, "the run and eight tokens before it"
-    assert own.follow(ids(39, 90))[1] == 1, "of another sample"
-    assert heard.texts == []
-    before = len(own)
-    monkeypatch.setattr(siblings_module, "MUCH", 0)
-    told(1, 42)
-    assert len(own) == before
-    told(1, *range(43, 43 + siblings_module.PATIENT))
-    assert own.follow(ids(*range(40, 60)))[1] == 20
-
-
 def test_what_is_heard_is_bounded() -> None:
     full = Siblings(max_tokens=10)
     for tokens in (range(8), [9]):
         full.hear(1, ids(*tokens))
         with full:
             assert len(full.automata[-1]) == 8
-
-
-def test_what_nobody_looks_at_is_read_in_one_go() -> None:
-    heard = Siblings()
-    for token in range(20, 40):
-        heard.hear(1, ids(token))
-        heard.hear(2, ids(token + 40))
-    assert len(heard.automata[-1]) == 0
-    with heard:
-        assert len(heard.automata[-1]) == 40
-        assert heard.automata[-1].follow(ids(*range(60, 80)))[1] == 20
 
 
 def test_a_session_is_read_and_told(tiny: Any) -> None:
