@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from retrieve_spec.config import cache_dir
 from retrieve_spec.errors import RetrieveSpecError, StoreError, StoreLockedError, TokenizerMismatchError
-from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.workspace import Workspace
 
 if TYPE_CHECKING:

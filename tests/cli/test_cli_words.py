@@ -9,7 +9,7 @@ import pytest
 
 from retrieve_spec import cli, cli_serve
 from retrieve_spec.acceleration import accelerate, restore
-from retrieve_spec.errors import ConfigError, ModelNotFoundError, ServeError, UnsupportedModelError
+from retrieve_spec.errors import ModelNotFoundError, ServeError
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.server.run import listen
 
@@ -76,15 +76,6 @@ def test_what_was_to_be_done_and_could_not_is_said_so():
     port = refused.value.expected.rpartition(" ")[2]
     said = f"could not listen on 127.0.0.1, port {port}: Address already in use. "
     assert str(refused.value) == said + "End what listens there, or choose another with --port."
-
-
-def test_names_where_objects_belong_are_met_with_how_to_get_them(reference_model):
-    with pytest.raises(ConfigError, match=r"expected a tokenizer, got 'gpt2'. Load it with AutoTokenizer"):
-        accelerate(reference_model, "gpt2")
-    with pytest.raises(ConfigError, match=r"got 'mystore'. Give datastores=\['mystore'\]"):
-        accelerate(reference_model, datastores="mystore")
-    with pytest.raises(UnsupportedModelError, match=r"got 'gpt2'. Load it with AutoModelForCausalLM"):
-        accelerate("gpt2")
 
 
 def test_a_store_that_nothing_can_be_checked_by_is_said(reference_model, tmp_path, caplog):
