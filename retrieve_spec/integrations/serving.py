@@ -113,7 +113,6 @@ class ServingDrafter:
             self.session.keep_in(self._answers, self._answers.key(""))
         self._saved = -float("inf")
         self._requests: dict[str, Request] = {}
-        self._starting: set[str] = set()
         self._idle: dict[str, list[BatchRow]] = {GREEDY: [], SAMPLED: []}
         self._counts = dict.fromkeys(("requests", "steps", "rows", "drafted", "accepted", "emitted"), 0)
         self._lock = threading.RLock()
@@ -189,21 +188,15 @@ class ServingDrafter:
             raise PromptError("a prompt of one token at least", "an empty one", "Start with what the model reads.")
         kind = SAMPLED if sampled else GREEDY
         with self._lock:
-            if request in self._requests or request in self._starting:
+            if request in self._requests:
                 raise RequestError("a request that is not under way", repr(request), "Finish it, or use another name.")
-            self._starting.add(request)
             row = self._idle[kind].pop() if self._idle[kind] else None
-        try:
-            row = row or BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
-            row.start(prompt, prediction)  # takes a while where the prompt is long: others go on
-            with self._lock:
-                if request in self._starting:  # all requests may have been given up meanwhile
-                    self._requests[request] = Request(row, kind)
-                    self._slots = None
-                    self._counts["requests"] += 1
-        finally:
-            with self._lock:
-                self._starting.discard(request)
+        row = row or BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
+        row.start(prompt, prediction)  # takes a while where the prompt is long: others go on
+        with self._lock:
+            self._requests[request] = Request(row, kind)
+            self._slots = None
+            self._counts["requests"] += 1
 
     def length(self, request: str) -> int:
         """Tokens that a request has been given, the prompt included.
@@ -470,7 +463,6 @@ class ServingDrafter:
         """End all requests at once; nothing is learned from them, and their drafters are not used again."""
         with self._lock:
             self._requests.clear()
-            self._starting.clear()
             self._slots = None
 
     def save(self) -> None:

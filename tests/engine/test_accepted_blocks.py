@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from batch_rows import CHAINS, small_model
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import retrieve_spec as rs
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.tree import DraftTree
 
 MOST = 12
@@ -189,38 +188,3 @@ def test_blocks_end_at_the_last_position(recorded_pass: str) -> None:
     for length in BLOCKS:
         drafter.take([*wanted[0].tolist(), *range(3, 30)], [length])
         assert torch.equal(greedy(ours, ids, 32 - LENGTH), wanted), length
-
-
-def offers(model: Any, ids: torch.Tensor, **options: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """A text, and behind how many of its tokens which token was offered as the likeliest next one."""
-    seen: list[tuple[int, int]] = []
-    text = ids[0].tolist()
-
-    def watch(verified: VerifiedPass) -> None:
-        roots = np.flatnonzero(verified.tree.parent < 0)
-        if len(roots):
-            likeliest = roots[np.argmax(verified.tree.log_p[roots])]
-            seen.append((len(text), int(verified.tree.token_ids[likeliest])))
-        text.extend(verified.emitted.tolist())
-
-    for _ in rs.generate_stream(model, ids, on_pass=watch, max_new_tokens=60, do_sample=False, **options):
-        pass
-    return text, seen
-
-
-def test_a_refused_token_is_not_the_first_that_is_offered_there_again() -> None:
-    """Behind the same text: a session remembers what was said there, whatever was predicted."""
-    plain = small_model("llama")
-    ours = rs.accelerate(copy.deepcopy(plain), session=True, nodes=8)
-    ids = prompt_of()
-    wanted = greedy(plain, ids, 60)[0].tolist()
-    expected = [token if i % 4 else (token + 1) % VOCAB for i, token in enumerate(wanted[LENGTH:])]
-    text, first = offers(ours, ids, prediction=expected)
-    refused = {(at, token) for at, token in first if at < len(wanted) and wanted[at] != token}
-    assert text == wanted
-    assert len(refused) > 3
-    for _ in range(2):
-        text, again = offers(ours, ids)
-        assert text == wanted
-        assert again
-        assert not refused & set(again)

@@ -93,27 +93,6 @@ def draw_best_of_rows(temperature: float, seed: int, rng: np.random.Generator) -
     return continue_plainly(best, temperature, rng)
 
 
-def draw_redrawn(temperature: float, seed: int, rng: np.random.Generator) -> list[int]:
-    """Wrong: accept the draft with its probability, else draw again from the full distribution."""
-    text: list[int] = []
-    for previous, drafted in [(VOCAB, 0), (0, 1)]:
-        p = processed(_TABLE[previous], temperature)
-        if rng.random() < p[drafted]:
-            text.append(drafted)
-            continue
-        text.append(int(rng.choice(VOCAB, p=p)))
-        break
-    return continue_plainly(text, temperature, rng)
-
-
-def draw_raw_bonus(temperature: float, seed: int, rng: np.random.Generator) -> list[int]:
-    """Wrong: accept from the processed distribution, but take the bonus token from the raw one."""
-    token = int(rng.choice(VOCAB, p=processed(_TABLE[VOCAB], temperature)))
-    if token not in (0, 3, 5):
-        return continue_plainly([token], temperature, rng)
-    return [token, int(rng.choice(VOCAB, p=processed(_TABLE[token], 1.0, top_p=1.1)))]
-
-
 def statistic(draw: Callable[..., list[int]], temperature: float) -> tuple[float, float]:
     rng = np.random.default_rng(1)
     counts = Counter(tuple(draw(temperature, seed, rng)) for seed in range(DRAWS))
@@ -127,9 +106,8 @@ def test_sampled_pairs_follow_the_processed_distribution(temperature: float) -> 
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("wrong", [draw_best_of_rows, draw_redrawn, draw_raw_bonus])
-def test_wrong_rules_are_noticed(wrong: Callable[..., list[int]], temperature: float) -> None:
-    found, allowed = statistic(wrong, temperature)
+def test_a_wrong_rule_is_noticed(temperature: float) -> None:
+    found, allowed = statistic(draw_best_of_rows, temperature)
     assert found > allowed
 
 

@@ -332,34 +332,6 @@ def test_learned_positions_end_as_in_plain_generate() -> None:
         model.generate(batch, attention_mask=mask, max_length=20, do_sample=False, pad_token_id=0)
 
 
-def test_drafts_end_at_the_last_learned_position_behind_a_cache() -> None:
-    """A criterion ends the text where the positions do; the row knows only its new tokens, the cache holds the rest."""
-
-    class Full(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.full((1,), input_ids.shape[1] >= 12)
-
-    def continued() -> torch.Tensor:
-        cache = DynamicCache(config=config)
-        with torch.no_grad():
-            model(ids[:, :4], past_key_values=cache)
-        mask = torch.ones_like(ids)
-        return answer_of(
-            model, ids[:, 4:], past_key_values=cache, attention_mask=mask, stopping_criteria=[Full()], pad_token_id=0
-        )
-
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).eval()
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
-    expected = continued()
-    assert expected.shape == (1, 12)
-    drafter = ScriptedDrafter(torch.cat([expected, expected], dim=1)[0], "right", length=15)
-    rs.accelerate(model, drafter=drafter, nodes=32)
-    assert torch.equal(continued(), expected)
-    assert drafter.budgets[0].max_depth == 16 - 4 - 3, "after the cached tokens, the prompt and the first new one"
-
-
 def test_what_a_tokenizer_gives_without_tensors_is_streamed(tiny: Any, prompt: torch.Tensor) -> None:
     expected = answer_of(tiny, prompt)[0, 12:].tolist()
     rs.accelerate(tiny)

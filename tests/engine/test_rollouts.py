@@ -11,7 +11,6 @@ import torch
 from batch_rows import left_padded
 
 import retrieve_spec as rs
-from retrieve_spec import acceleration
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "seed": 4, "max_new_tokens": 24}
 
@@ -22,22 +21,6 @@ def prompts() -> torch.Tensor:
 
 def kept(memory: rs.RolloutMemory, prompt: torch.Tensor) -> list[list[int]]:
     return [answer.tolist() for answer in memory.answers_to(prompt.numpy().astype(np.int32))]
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"do_sample": False}], ids=["1.0", "0.7", "greedy"])
-def test_no_text_changes(tiny: Any, options: dict[str, Any]) -> None:
-    """Samples, rows and single texts, in epochs; drafting off says the same."""
-    memory = rs.RolloutMemory(answers=4)
-    rs.accelerate(tiny, recorded_pass="off", nodes=16, rollouts=memory)
-    count = 3 if options.get("do_sample", True) else 1
-    for epoch in range(3):
-        given = OPTIONS | {"top_k": 0, "seed": epoch // 2} | options
-        for ids, samples in ((prompts(), count), (prompts()[:1], 1)):
-            got = tiny.generate(ids, **given, num_return_sequences=samples)
-            assert torch.equal(tiny.generate(ids, **given, num_return_sequences=samples, draft="off"), got)
-            assert not given["do_sample"] or got[samples - 1, 8:].tolist() in kept(memory, ids[0])
-            assert len(memory) == 2
-    assert tiny.speculation.last.mode == "plain"
 
 
 def test_the_same_again_takes_few_passes(tiny: Any) -> None:
@@ -138,30 +121,3 @@ def test_answers_outlive_the_process_and_are_forgotten_on_demand(tiny: Any, tmp_
     assert len(rs.RolloutMemory(path)) == 0
     assert torch.equal(tiny.generate(prompts()[:1], **OPTIONS), first)
     assert tiny.speculation.last.passes > 3
-
-
-def test_an_optimiser_step_records_nothing_anew(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that a step changes in place are followed: the model is examined at most once for each step."""
-    examined: list[Any] = []
-    probe = acceleration._find_mode
-    monkeypatch.setattr(acceleration, "_find_mode", lambda model: examined.append(model) or probe(model))
-    before = {name: tensor.detach().clone() for name, tensor in tiny.state_dict().items()}
-    rs.accelerate(tiny, recorded_pass="always", nodes=16, rollouts=rs.RolloutMemory())
-    optimiser = torch.optim.SGD(tiny.parameters(), lr=0.1)
-    try:
-        tiny.generate(prompts(), **OPTIONS)
-        for step in range(3):
-            tiny.train()
-            tiny(prompts(), labels=prompts()).loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            tiny.eval()
-            examined.clear()
-            texts = [tiny.generate(prompts(), **OPTIONS | {"seed": step}, draft=draft) for draft in ("auto", "off")]
-            tiny.generate(prompts(), **OPTIONS)
-            assert torch.equal(*texts)
-            assert len(examined) <= 1
-            assert tiny.speculation.pass_kind == "recorded", tiny.speculation.pass_reason
-    finally:
-        tiny.load_state_dict(before)
-        tiny.zero_grad()

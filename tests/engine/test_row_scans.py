@@ -144,20 +144,6 @@ def test_gated_delta_rule(texts: int) -> None:
             torch.testing.assert_close(rows.behind(state[only], only, torch.tensor(path))[0], wanted)
 
 
-def test_scans_under_autocast_are_what_they_are_without() -> None:
-    tree, _ = row_tree(2, roots=2)
-    rows, heads, d = (2, tree.width), 3, 4
-    query, key, value = (torch.randn(*rows, heads, d) for _ in range(3))
-    decay, beta, state = -torch.rand(*rows, heads), torch.rand(*rows, heads), torch.randn(2, heads, d, d)
-    with torch.autocast("cpu", torch.bfloat16):
-        delta = scan_delta(tree, query, unit(key), value, decay, beta, state)[0]
-        ssd = scan_ssd(tree, value, beta, key, query, state, decay[0, 0])[0]
-        assert torch.is_autocast_enabled("cpu")
-    assert delta.dtype == ssd.dtype == torch.float32
-    torch.testing.assert_close(delta, scan_delta(tree, query, unit(key), value, decay, beta, state)[0])
-    torch.testing.assert_close(ssd, scan_ssd(tree, value, beta, key, query, state, decay[0, 0])[0])
-
-
 def test_decays_of_rows_far_apart_are_zero_and_no_numbers_are_lost() -> None:
     """Rows that are not on one path may be any number of powers of ten apart."""
     tree = RowTree.of([1], [DraftTree.from_paths([[1, 2], [3, 4]])], CPU)

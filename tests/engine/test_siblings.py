@@ -27,19 +27,6 @@ def ids(*tokens: int) -> Any:
     return np.array(tokens, np.int32)
 
 
-@pytest.mark.parametrize("recorded", ["always", "off"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_no_text_changes(tiny: Any, recorded: str, temperature: float) -> None:
-    """Samples of two prompts: shared, not shared, not drafted at all."""
-    rs.accelerate(tiny, recorded_pass=recorded, nodes=16)
-    for count in (2, 9):
-        options = OPTIONS | {"temperature": temperature, "num_return_sequences": count, "top_k": 0}
-        shared = tiny.generate(prompts(), **options)
-        assert tiny.speculation.last.rows == 2 * count
-        assert torch.equal(tiny.generate(prompts(), **options, siblings="off"), shared)
-        assert torch.equal(tiny.generate(prompts(), **options, draft="off"), shared)
-
-
 def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
     """Samples that say nearly the same, one after another."""
     rs.accelerate(tiny, recorded_pass="always", nodes=32)

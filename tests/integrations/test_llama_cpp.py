@@ -153,23 +153,6 @@ def called(llama, text):
     return generate(llama)
 
 
-def test_a_step_is_measured_from_draft_to_draft(monkeypatch):
-    steps = []
-    one = Llama(DraftModel())
-    monkeypatch.setattr(ServingDrafter, "measured", lambda self, seconds: steps.append(seconds))
-    other = Llama(one.draft_model)
-    called(one, [1, 2, 3])
-    assert not steps, "the prompt was read before the first draft"
-    called(one, [1, 2, 3, 4])
-    assert len(steps) == 1 and 0 < steps[0] < 60
-    called(other, [1, 2, 3])
-    called(one, [1, 2, 3, 4, 5])
-    assert len(steps) == 1, "another text's step lies between"
-    called(one, [1, 2, 3, 4, 5, 6])
-    called(one, [9, 9])
-    assert len(steps) == 2
-
-
 def test_what_cannot_be_verified_goes_without_drafts(caplog):
     prompt = list(range(9)) * 3
     llama = Llama(DraftModel(), recurrent=True)

@@ -411,25 +411,6 @@ def test_threads_may_call_at_once():
     assert counts["requests"] == 32 and counts["emitted"] == 32 * 55
 
 
-def test_requests_given_up_while_they_begin(monkeypatch):
-    from retrieve_spec.integrations import serving
-
-    drafter = ServingDrafter()
-    start = serving.BatchRow.start
-
-    def given_up(row, *prompt):
-        start(row, *prompt)
-        if len(prompt[0]):
-            drafter.abandon()
-
-    monkeypatch.setattr(serving.BatchRow, "start", given_up)
-    drafter.start("a", [1, 2, 3])
-    assert "a" not in drafter
-    monkeypatch.undo()
-    drafter.start("a", [1, 2, 3])
-    assert "a" in drafter
-
-
 def test_drafters_at_rest_hold_no_automata_of_the_session():
     drafter = ServingDrafter(SpeculationConfig(session=True, session_tokens=300))
     rng = np.random.default_rng(0)

@@ -21,7 +21,6 @@ from sglang_engine import (
     Target,
     links,
     pretend_modules,
-    walk_sampled,
 )
 
 from retrieve_spec.drafting.tree import DraftTree
@@ -77,29 +76,6 @@ def test_trees_are_filled_up_with_a_path(make):
         assert parent[0, 1 : 1 + len(tree)].tolist() == (tree.parent + 1).tolist()
         child, _ = links(mask_of(parent))
         assert (child[0] == -1).sum() == max(tree.paths, 1)
-
-
-def test_sampled_tokens_have_the_models_distribution(make):
-    """Of SGLang's walk with coins, by chi-square; tokens that come twice below one node would come too often."""
-    rng = np.random.default_rng(1)
-    vocabulary, draws = 6, 4000
-    corpus = make().ngram_corpus
-    tree = DraftTree(np.array([0, 1, 2, 3], np.int32), np.array([-1, 0, 0, -1], np.int32))
-    corpus._draft = lambda *_: {0: tree}
-    token_ids, parent = corpus.trees([Request("a", [0, 0])], [[]])
-    padded = (token_ids[0], mask_of(parent)[0])
-    twice = (np.array([4, *tree.token_ids, 0, 0, 0, 0]), mask_of(np.array([[-1, *(tree.parent + 1), 0, 0, 0, 0]]))[0])
-    target = rng.dirichlet(np.ones(vocabulary), WIDTH)
-    far = []
-    for candidates, mask in (padded, twice):
-        child, sibling = (one[0] for one in links(mask[None]))
-        counts = np.zeros(vocabulary)
-        for _ in range(draws):
-            nodes, token = walk_sampled(candidates, child, sibling, target, rng.random(WIDTH), rng.random())
-            counts[candidates[nodes[1]] if len(nodes) > 1 else token] += 1
-        expected = target[0] * draws
-        far.append((((counts - expected) ** 2 / expected).sum() - (vocabulary - 1)) / (2 * (vocabulary - 1)) ** 0.5)
-    assert far[0] < 4.0 < far[1]
 
 
 def test_wishes_of_requests(make, caplog):
