@@ -86,19 +86,6 @@ def test_time_outside_the_forward_is_added() -> None:
     np.testing.assert_allclose(cost.seconds(500, 16)[[0, 16]], [0.005, 0.009], rtol=0.02)
 
 
-def test_one_slow_pass_of_a_new_width_changes_little() -> None:
-    cost = fed(widths=(4, 16, 64))
-    before = cost.seconds(500, 64).copy()
-    cost.observe(0, 500, 4 * linear(0, 500))
-    for _ in range(8):
-        cost.observe(16, 500, linear(16, 500))
-    assert cost.seconds(500, 64)[0] < 2 * before[0]
-    for _ in range(40):
-        cost.observe(0, 500, linear(0, 500))
-        cost.observe(16, 500, linear(16, 500))
-    assert cost.seconds(500, 64)[0] == pytest.approx(linear(0, 500), rel=0.1)
-
-
 @pytest.mark.parametrize("slow", [3.0, 10.0])
 def test_widths_measured_on_a_busy_machine_are_tried_again(slow: float) -> None:
     """A policy that takes what pays best by the curve recovers from a probe beside other load."""
@@ -128,25 +115,6 @@ def test_a_machine_that_changes_its_speed_keeps_its_curve(busy: float) -> None:
     assert curve[16] == pytest.approx(linear(16, 500), rel=0.1)
     np.testing.assert_allclose((curve / curve[0])[:17], before[:17], rtol=0.15)
     assert 2.0 < curve[64] / curve[0] <= 1.1 * before[64], "half forgotten at most"
-
-
-def test_widths_that_do_not_pay_are_hardly_tried() -> None:
-    cost = fed()
-    gain = np.append(1.0, np.full(64, 1.01))
-    chosen = []
-    for _ in range(6000):
-        chosen.append(int(np.argmax(gain / cost.seconds(500, 64))))
-        cost.observe(chosen[-1], 500, linear(chosen[-1], 500))
-    lost = np.mean([linear(n, 500) for n in chosen]) / linear(0, 500) - 1
-    assert 0 < lost < 0.01
-
-
-def test_a_context_that_was_left_is_as_it_was() -> None:
-    cost = fed((500,))
-    before = cost.seconds(500, 64).copy()
-    for _ in range(5000):
-        cost.observe(0, 60_000, linear(0, 60_000))
-    np.testing.assert_allclose(cost.seconds(500, 64), before)
 
 
 def test_more_rows_cost_what_more_nodes_do() -> None:

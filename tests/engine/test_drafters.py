@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import PRESETS
-from retrieve_spec.engine.drafters import KEPT, Drafters
+from retrieve_spec.engine.drafters import Drafters
 
 
 def lent(drafters: Drafters, count: int) -> list[Any]:
@@ -29,18 +27,6 @@ def test_sequences_share_what_is_learned_and_kept() -> None:
     assert first.calibration is second.calibration is third.calibration
     assert lent(drafters, 2) == [first, second], "they are kept"
     assert drafters.lend("off") == "drafting is off"
-
-
-def test_one_that_is_lent_is_nobody_elses() -> None:
-    drafters = Drafters(SpeculationConfig(), [], None, "model")
-    first = drafters.lend()
-    second = drafters.of(None)
-    assert second is not first
-    assert drafters.lend() is second
-    drafters.give_back(first)
-    assert drafters.lend() is first
-    drafters.give_back(first, spoiled=True)
-    assert drafters.lend() not in (first, second)
 
 
 def test_other_stores_are_drafted_from_in_every_sequence() -> None:
@@ -78,18 +64,3 @@ def test_a_given_drafter_stands_in_for_what_is_configured_alone() -> None:
     assert drafters.of("off") is None
     assert drafters.lend() is given
     assert drafters.lend() == "the given drafter is at work for another sequence"
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_crowd_leaves_those_drafters_that_may_remember_most(order: int) -> None:
-    drafters = Drafters(SpeculationConfig(), [], None, "model")
-    crowd: list[Any] = [drafters.lend() for _ in range(2 * KEPT)]
-    capacity = [len(drafter.recycling.entries) for drafter in crowd]
-    assert min(capacity[:KEPT]) > max(capacity[KEPT:])
-    for drafter in crowd[::order]:
-        drafters.give_back(drafter)
-    again = [drafters.lend() for _ in range(KEPT + 1)]
-    assert again[:KEPT] == crowd[:KEPT]
-    assert not any(again[KEPT] is one for one in crowd)
-    drafters.give_back(again[0], spoiled=True)
-    assert drafters.lend() is not again[0]

@@ -36,13 +36,11 @@ def scripted(model: Any, answer: Any, script: str = "right", **options: Any) -> 
 
 
 class RecordingStreamer:
-    def __init__(self, fail_after: int = -1) -> None:
+    def __init__(self) -> None:
         self.puts: list[list[int]] = []
-        self.ended, self.fail_after = 0, fail_after
+        self.ended = 0
 
     def put(self, value: torch.Tensor) -> None:
-        if len(self.puts) == self.fail_after:
-            raise RuntimeError("the reader went away")
         self.puts.append(value.flatten().tolist())
 
     def end(self) -> None:
@@ -216,16 +214,6 @@ def test_streamer_gets_every_token_once_and_the_end(tiny: Any, prompt: torch.Ten
     answer_of(tiny, prompt, streamer=ours)
     assert ours.puts == plain.puts
     assert (ours.ended, plain.ended) == (1, 1)
-
-
-def test_streamer_hears_the_end_after_an_error(tiny: Any, prompt: torch.Tensor) -> None:
-    expected = answer_of(tiny, prompt)
-    scripted(tiny, expected)
-    streamer = RecordingStreamer(fail_after=4)
-    with pytest.raises(RuntimeError, match="went away"):
-        answer_of(tiny, prompt, streamer=streamer)
-    assert streamer.ended == 1
-    assert torch.equal(answer_of(tiny, prompt), expected), "the model is usable afterwards"
 
 
 def test_a_cache_without_config(tiny: Any, prompt: torch.Tensor) -> None:

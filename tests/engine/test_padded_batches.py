@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,15 +13,11 @@ from hypothesis import strategies as st
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import row_cost, share_evenly
 from retrieve_spec.engine.cost import Costs
-from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
 from retrieve_spec.verify.probe import probe
-from retrieve_spec.verify.steps import prepare_call
-from retrieve_spec.verify.verifier import VerifierInputs
 
 
 @pytest.mark.parametrize("name", ["right", "wrong", "half", "branchy"])
@@ -170,71 +164,6 @@ def test_samples_of_a_recurrent_model_are_those_of_each_row_alone(monkeypatch: p
 def hybrid() -> Any:
     """Recurrent states beside keys and values."""
     return small_model("qwen3_5_text", **_QWEN)
-
-
-def verifiers(model: Any, count: int) -> tuple[PaddedBatch, list[HFVerifier], list[HFVerifier]]:
-    """Lone verifiers, and those of one batch, that have read the same texts."""
-    interface = probe(model, read_interface(model)).interface
-    lone, texts = ([HFVerifier(model, interface) for _ in range(count)] for _ in range(2))
-    for i, both in enumerate(zip(lone, texts, strict=True)):
-        ids = torch.tensor([[3 + (j * 37 + 11 * i) % 190 for j in range(1 + 5 * i)]])
-        for verifier in both:
-            call = prepare_call(model, ids, torch.ones_like(ids))
-            verifier.start(VerifierInputs(ids, call.take(), max_length=100))
-            verifier.forward(ids[0].numpy().astype(np.int32))
-            verifier.commit(np.empty(0, np.int32))
-    return PaddedBatch(model, interface), lone, texts
-
-
-TREES = [DraftTree.from_paths(paths) for paths in ([[5, 6, 7], [8, 9]], [], [[10], [11, 12]], [[13, 14, 15, 16]])]
-PATHS: tuple[list[int], ...] = ([3, 4], [], [1, 2], [0, 1])
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_rows_come_and_go(hybrid: Any, seed: int) -> None:
-    """At random together, alone, failed, ended: logits, caches and states are those of a lone row."""
-    draw = np.random.default_rng(seed)
-    with torch.no_grad():
-        batch, lone, rows = verifiers(hybrid, 4)
-        live = [0, 1, 2, 3]
-        for _ in range(int(draw.integers(2, 7))):
-            going = draw.permutation(live)[: draw.integers(1, len(live) + 1)].tolist()
-            which = draw.integers(0, len(TREES), len(going)).tolist()
-            trees, roots = [TREES[n] for n in which], [draw.integers(3, 190, 1, np.int32) for _ in going]
-            if draw.random() < 0.2:
-                with failing_layer(hybrid):
-                    batch.forward([rows[i] for i in going], roots, trees)
-                continue
-            if len(going) == 1:
-                got = [rows[going[0]].forward(roots[0], trees[0])]
-            else:
-                got = batch.forward([rows[i] for i in going], roots, trees)
-            for i, n, root, output in zip(going, which, roots, got, strict=True):
-                wanted = lone[i].forward(root, TREES[n])
-                torch.testing.assert_close(output.logits, wanted.logits, atol=2e-5, rtol=1e-4)
-                path = np.array(PATHS[n] if draw.random() < 0.7 else [], np.int32)
-                lone[i].commit(path)
-                rows[i].commit(path)
-            if len(live) > 1 and draw.random() < 0.3:
-                ended = live.pop(int(draw.integers(0, len(live))))
-                ours, theirs = rows[ended].finish(), lone[ended].finish()
-                for a, b in zip(ours.layers, theirs.layers, strict=True):
-                    held = ("keys", "values") if hasattr(b, "keys") else ("conv_states", "recurrent_states")
-                    for name in held:
-                        torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=2e-5, rtol=1e-4)
-
-
-@contextlib.contextmanager
-def failing_layer(model: Any) -> Iterator[None]:
-    """Let the second layer's forward fail, as where memory runs out."""
-
-    def fail(*_given: Any, **_named: Any) -> None:
-        raise torch.OutOfMemoryError("too much at once")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.model.layers[1].mlp, "forward", fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            yield
 
 
 def test_a_pass_that_cannot_be_shared_is_taken_alone(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:

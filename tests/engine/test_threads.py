@@ -70,14 +70,6 @@ def test_a_machine_that_gets_busy_and_idle_again_is_followed(seed):
     assert threads.chosen == 2
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_many_cores_settle_below_those_that_are_taken(seed):
-    machine, threads = Machine(16, seed), PassThreads(16)
-    machine.busy = 9
-    run(machine, threads, 1500)
-    assert threads.chosen == 4
-
-
 @pytest.mark.parametrize(("cores", "busy", "chosen"), [(2, 0, 2), (2, 1, 1), (16, 0, 16), (16, 9, 4), (1, 0, 1)])
 def test_threads_are_chosen_before_the_first_pass_by_work_done_for_it(cores, busy, chosen, monkeypatch):
     machine, time, work = Machine(cores, waiting=20.0), [0.0], []

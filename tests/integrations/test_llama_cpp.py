@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from made_up_model import plain, says
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.errors import ConfigError, StoreNotFoundError, TokenizerMismatchError
+from retrieve_spec.errors import ConfigError, StoreNotFoundError
 from retrieve_spec.integrations.llama_cpp import DraftModel
 from retrieve_spec.integrations.serving import ServingDrafter
 
@@ -191,22 +190,6 @@ def test_a_failure_leaves_the_text_and_ends_drafting(caplog, monkeypatch):
         assert llama.write(list(range(9)) * 3, 30) == plain(list(range(9)) * 3, 30)
     assert llama.draft_model.statistics()["failures"] == 3
     assert called(llama, []) == []
-
-
-def test_a_store_of_another_tokenizer(monkeypatch):
-    def store(piece, highest=60):
-        pieces = SimpleNamespace(decode=lambda ids, **_: piece.format(ids[0]))
-        segment = SimpleNamespace(to_global=np.arange(highest, dtype=np.uint32))
-        return SimpleNamespace(tokenizer=pieces, segments=[segment], path="store", check_ids=lambda known: None)
-
-    for piece, right in (("<{}>", True), (" <{}>", True), ("({})", False)):
-        llama = Llama(DraftModel())
-        llama.draft_model.drafter.datastores = [store(piece)]
-        if right:
-            llama.draft_model._meet(llama)
-        else:
-            with pytest.raises(TokenizerMismatchError, match="100% stand for another text"):
-                called(llama, [1])
 
 
 def test_mistakes_are_named():

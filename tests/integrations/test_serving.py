@@ -297,23 +297,6 @@ def test_a_few_looks_that_find_nothing_are_no_reason_to_rest():
     assert pace.goes_without(1), "six are"
 
 
-def test_slow_first_steps_are_forgotten():
-    """As where kernels are compiled meanwhile: drafts are soon as long again as they pay."""
-    rng, pace, drafted, slow = np.random.default_rng(0), Pace(), [], 10
-    for _ in range(800):
-        nodes = 0
-        if not pace.goes_without(1):
-            cost = pace.curve(1, 500)
-            nodes = 8 if cost is None else int(np.argmax(np.cumsum(0.93 ** np.arange(33)) / cost[:33]))
-        pace.stepped(1, nodes, 500, False, True)
-        seconds = (3.6 + (0.5 + 0.06 * nodes if nodes else 0.0)) * 1e-3 * rng.lognormal(0, 0.05)
-        pace.measured(seconds + (20e-3 if nodes and slow > 0 else 0.0))
-        slow -= nodes > 0
-        drafted.append(nodes)
-    assert np.mean(drafted[50:150]) < 16, "they were believed"
-    assert np.mean(drafted[500:]) > 20
-
-
 def test_tokens_that_the_model_does_not_have_are_not_drafted():
     text, lengths = np.array([[1, 2, 3, 9, 1, 2, 3, 9, 1]], np.int32), np.array([9], np.int32)
     drafter = ServingDrafter(vocabulary=6)

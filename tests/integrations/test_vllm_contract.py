@@ -180,17 +180,6 @@ def test_a_failure_leaves_the_answer_and_ends_drafting(caplog, monkeypatch):
     assert runner.drafter.statistics()["failures"] == 3
 
 
-def test_state_is_kept(tmp_path):
-    for _ in range(2):
-        runner = Runner({"session": True, "state": str(tmp_path / "state")})
-        known = len(runner.drafter.drafter.session)
-        runner.add("a", [1])
-        runner.write("a")
-        runner.add("b", [2])
-        runner.step(["b"])
-    assert known > 30
-
-
 def test_ranks_that_only_follow_draft_nothing():
     runner = Runner()
     parallel = runner.vllm_config.parallel_config
