@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
@@ -122,16 +122,12 @@ def prepare(
     Its `generate` stays, or is the original one again.
     """
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
-        raise _no_model(model, "accelerate")
+        raise _no_model(model)
     names = (str, os.PathLike)
     has_tokens = tokenizer is None or (hasattr(tokenizer, "__len__") and not isinstance(tokenizer, names))
     require(has_tokens, "a tokenizer", tokenizer, "Load it with AutoTokenizer.from_pretrained.")
     several = not isinstance(datastores, names)
     require(several, "a list of datastores", datastores, f"Give datastores=[{str(datastores)!r}].")
-    named = isinstance(config, SpeculationConfig | None)
-    require(named, "a SpeculationConfig", config, "Give options by name: draft='auto', ….")
-    drafts = drafter is None or hasattr(drafter, "propose")
-    require(drafts, "a drafter", drafter, "Name a preset instead: draft='auto', ….")
     survive_forks()
     config, known = (config or SpeculationConfig()).with_options(**options), embedded_tokens(model)
     if tokenizer is not None and len(tokenizer) > known:
@@ -178,16 +174,12 @@ def prepare(
             measure_passes(model, speculation)
 
 
-def _no_model(given: Any, verb: str) -> UnsupportedModelError:
+def _no_model(given: Any) -> UnsupportedModelError:
     """The error of what is no model that can generate, with what to do where that can be seen."""
     got, remedy = type(given).__name__, "Load it with AutoModelForCausalLM.from_pretrained."
     if isinstance(given, (str, os.PathLike)):
         name = str(given)[:60]
         got, remedy = repr(name), f"Load it with AutoModelForCausalLM.from_pretrained({name!r})."
-    elif isinstance(getattr(given, "model", None), PreTrainedModel):  # a pipeline
-        remedy = f"Give its model: {verb}(pipeline.model)."
-    elif isinstance(given, PreTrainedTokenizerBase):
-        remedy = f"Give the model first: {verb}(model, tokenizer)."
     elif isinstance(given, PreTrainedModel):
         got, remedy = f"{got}, which has no head for the next token", "Load it with AutoModelForCausalLM."
     return UnsupportedModelError("a transformers model that can generate", got, remedy)
@@ -254,7 +246,7 @@ def restore(model: Any) -> Any:
     """Undo `accelerate`, copies of weights included; a model that was not accelerated is returned as it is."""
     wrapper, model = model, base_model(model)
     if not isinstance(model, PreTrainedModel):
-        raise _no_model(model, "restore")
+        raise _no_model(model)
     if isinstance(getattr(model, "speculation", None), Speculation):
         model.speculation.invalidate()
         model.speculation.drafters.keep(at_once=True)

@@ -177,7 +177,12 @@ class DraftModel:
 
     def _draft(self, owner: Any, ids: NDArray[np.int32], sampled: bool, known: _Llama, came: float) -> NDArray[np.intc]:
         text = self._texts.get(owner)
-        if text is not None and text.sampled == sampled and _goes_on(text, ids):
+        if (
+            text is not None
+            and text.sampled == sampled
+            and 0 <= len(ids) - len(text.ids) <= text.drafted + 1
+            and (ids[: len(text.ids)] == text.ids).all()
+        ):
             if self._last is text and len(ids) > len(text.ids):
                 self.drafter.measured(max(came - text.answered, 1e-9))
             self.drafter.feed(text.name, ids[len(text.ids) :])
@@ -239,12 +244,6 @@ def _who_generates() -> tuple[Any, Any]:
             return frame.f_locals["self"], frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
     return None, {}
-
-
-def _goes_on(text: _Text, ids: NDArray[np.int32]) -> bool:
-    """Whether ids are those of a text and at most what its last draft can have brought."""
-    more = len(ids) - len(text.ids)
-    return 0 <= more <= text.drafted + 1 and bool((ids[: len(text.ids)] == text.ids).all())
 
 
 def _check_logits(llama: Any) -> None:

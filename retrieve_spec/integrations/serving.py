@@ -25,6 +25,7 @@ from retrieve_spec.engine.budget import pruned, share_out
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line
 from retrieve_spec.integrations.pace import Pace
 from retrieve_spec.kernels.batch import CONTEXT, DEEPEST, STEPS
+from retrieve_spec.kernels.treemask import find_child
 from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.token_ids import token_ids_of
@@ -519,13 +520,9 @@ def _each_of(value: int | Many[int], rows: int, name: str) -> list[int]:
 def _path_of(tree: DraftTree, emitted: NDArray[np.int32]) -> NDArray[np.int32]:
     """(a,) int32 nodes of the path of a tree that tokens (e,) took."""
     path: list[int] = []
-    tokens, parents = tree.token_ids.tolist(), tree.parent.tolist()
     for token in emitted.tolist():
-        at = path[-1] if path else -1
-        child = at + 1  # children come behind their parent, the most probable one first
-        while child < len(tokens) and (parents[child] != at or tokens[child] != token):
-            child += 1
-        if child == len(tokens):
+        child = find_child(tree.parent, tree.token_ids, path[-1] if path else -1, token)
+        if child < 0:
             break
         path.append(child)
     return np.array(path, np.int32)

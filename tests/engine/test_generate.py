@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -409,7 +408,6 @@ ACCELERATE: list[tuple[Any, type[Exception], str]] = [
     ({"given": "gpt2"}, errors.UnsupportedModelError,
      r"got 'gpt2'\. Load it with AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
     ({"given": BARE}, errors.UnsupportedModelError, "got GPT2Model, which has no head for the next token"),
-    ({"given": SimpleNamespace(model=BARE)}, errors.UnsupportedModelError, r"Give its model: \w+\(pipeline.model\)"),
     ({"tokenizer": Tokenizer(500)}, errors.TokenizerMismatchError, "at most 199 tokens"),
     ({"tokenizer": "gpt2"}, errors.ConfigError, "a tokenizer, got 'gpt2'. Load it with AutoTokenizer"),
     ({"node": 3}, errors.ConfigError, "Did you mean 'nodes'"),
@@ -417,8 +415,6 @@ ACCELERATE: list[tuple[Any, type[Exception], str]] = [
     ({"draft": 3}, errors.ConfigError, "draft to be one of"),
     ({"datastores": [3]}, errors.ConfigError, "a datastore's folder, or an open one, got 3. Give its path"),
     ({"datastores": "mystore"}, errors.ConfigError, r"got 'mystore'. Give datastores=\['mystore'\]"),
-    ({"config": {"draft": "auto"}}, errors.ConfigError, "a SpeculationConfig, got .*Give options by name"),
-    ({"drafter": object()}, errors.ConfigError, "a drafter, got <object .*Name a preset"),
     ({"rollouts": "rollouts.bin"}, errors.ConfigError, "RolloutMemory"),
 ]  # fmt: skip
 
