@@ -74,33 +74,10 @@ def test_one_that_is_never_asked_takes_in_the_text_at_the_end() -> None:
     assert drafter.said == [("start", [4, 5, 6]), ("observe", [7, 8]), "finish"]
 
 
-def test_one_that_remembers_text_is_not_started_for_it() -> None:
-    class Remembers(Noted):
-        def remember(self, generated: Any) -> None:
-            self.said.append(("remember", generated.tolist()))
-
-    drafter = Remembers()
-    made = lent(drafter)
-    made.finish()
-    made.finish()
-    assert drafter.said == [("remember", [7, 8])]
-
-
 def test_who_may_not_wait_comes_at_the_start() -> None:
     drafter = Noted()
     lent(drafter, may_wait=False)
     assert drafter.said == [("start", [4, 5, 6]), ("observe", [7]), ("observe", [8])]
-
-
-def test_a_text_that_never_drafts_waits_for_nobody() -> None:
-    """As one whose verifier takes single steps: its drafter is not started."""
-    drafter = Noted()
-    made = DrafterLease(lambda: drafter, PROMPT, None, None, True)
-    made.wait()
-    assert not made.drafts
-    made.observe(seen(7), prompt=True)
-    made.finish()
-    assert drafter.said == []
 
 
 def test_one_that_was_interrupted_or_cannot_be_had_is_not_asked_again() -> None:

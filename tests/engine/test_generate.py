@@ -437,6 +437,7 @@ CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("generate", {"prediction": [[1, 2], [3]]}, errors.ConfigError, "token ids as prediction"),
     *(("generate", {"prediction": wrong}, errors.ConfigError, "prediction of token ids 0 … 198")
       for wrong in ([5, 199], [-1], [2**40], torch.tensor([[7, 500]]), np.array([1.5]))),
+    ("generate", {"siblings": "yes"}, errors.ConfigError, "siblings"),
     ("generate", {"seed": "one"}, errors.ConfigError, "seed to be a whole number of 64 bits, got 'one'"),
     ("generate", {"datastores": ["x"]}, errors.ConfigError, "datastores as an option of accelerate, got it in gene"),
     ("generate", {"session": True}, errors.ConfigError, r"Call accelerate\(model, session=…\)"),

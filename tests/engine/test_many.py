@@ -98,13 +98,6 @@ def test_keys_and_values_are_bounded(tiny: Any, monkeypatch: pytest.MonkeyPatch)
     assert most <= 1
 
 
-def test_as_completed(tiny: Any) -> None:
-    rs.accelerate(tiny, recorded_pass="always", draft="off")
-    requests = [{"inputs": ids_of(i, 5), "max_new_tokens": n} for i, n in enumerate([30, 2, 9])]
-    order = [one.index for one in rs.generate_many(tiny, requests, order="completed")]
-    assert order == [1, 2, 0]
-
-
 class Failing(LogitsProcessor):
     """Raises at the fourth token."""
 

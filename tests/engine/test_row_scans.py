@@ -12,7 +12,6 @@ import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.recurrent import RowState
@@ -208,19 +207,15 @@ def test_prompts_and_steps_are_the_models_own(make: Any, cache: str, length: int
 def test_other_threads_run_the_mixer_itself_and_the_model_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mamba2()
     ids = torch.randint(1, 64, (1, 5))
-    wanted, state = model(ids).logits, ModelState(model)
+    wanted = model(ids).logits
     said: list[torch.Tensor] = []
     monkeypatch.setattr(RowMixer, "scan_ssd", lambda *args, **kwargs: 1 / 0)
     rows = RowState(Recurrence(tuple(find_mixers(model, "cache_params", ids)), "rows"))
     with rows.verifying(None, [None], [5], [DraftTree()], CPU):
-        assert state.holds() and not state.changes()
-        assert ModelState(model).holds()
         other = threading.Thread(target=lambda: said.append(model(ids).logits))
         other.start()
         other.join()
         with pytest.raises(ZeroDivisionError):
             model(ids)
     assert torch.equal(said[0], wanted) and torch.equal(model(ids).logits, wanted)
-    assert state.holds() and "forward" not in vars(model.backbone.layers[0].mixer)
-    model.backbone.layers[0].mixer.forward = lambda *args, **kwargs: args[0]
-    assert not state.holds() and list(state.changes()) == ["Mamba2Mixer.forward"]
+    assert "forward" not in vars(model.backbone.layers[0].mixer)

@@ -13,8 +13,6 @@ import retrieve_spec as rs
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.memories import Siblings
-from retrieve_spec.errors import ConfigError
-from retrieve_spec.sources.session import SessionMemory
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "seed": 4, "max_new_tokens": 24}
 
@@ -91,16 +89,3 @@ def test_what_is_heard_is_bounded() -> None:
         full.hear(1, ids(*tokens))
         with full:
             assert len(full.automata[-1]) == 8
-
-
-def test_a_session_is_read_and_told(tiny: Any) -> None:
-    session = SessionMemory()
-    session.remember(ids(5, 6, 7))
-    heard = Siblings(session)
-    assert len(heard.automata) == 3
-    with heard:
-        heard.remember(ids(8, 9))
-    assert [text.tolist() for text in session.texts] == [[5, 6, 7], [8, 9]]
-    rs.accelerate(tiny)
-    with pytest.raises(ConfigError, match="siblings"):
-        tiny.generate(prompts(), siblings="yes")
