@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
 from retrieve_spec.datastore.store import Datastore
-from retrieve_spec.errors import ConfigError, TokenizerMismatchError
+from retrieve_spec.errors import ConfigError, TokenizerMismatchError, require
 from retrieve_spec.integrations.hosted import Hosted, Options, call_if_alive
 
 logger = logging.getLogger(__name__)
@@ -99,8 +99,8 @@ class DraftModel:
         state: str | os.PathLike[str] | None = None,
         min_path_probability: float = 0.05,
     ) -> None:
-        if not 1 <= num_pred_tokens <= MAX_NODES:
-            raise ConfigError(f"num_pred_tokens from 1 to {MAX_NODES}", repr(num_pred_tokens), "16 is the default.")
+        right = 1 <= num_pred_tokens <= MAX_NODES
+        require(right, f"num_pred_tokens from 1 to {MAX_NODES}", num_pred_tokens, "16 is the default.")
         options = Options(datastores, session, session_tokens, phrases, state, min_path_probability)
         self._hosted = Hosted(options, "chain")
         self.drafter = self._hosted.drafter

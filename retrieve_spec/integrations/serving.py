@@ -22,7 +22,7 @@ from retrieve_spec.drafting.calibration import Calibration, kept_calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
-from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line
+from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.integrations.pace import Pace
 from retrieve_spec.kernels.batch import CONTEXT, DEEPEST, STEPS
 from retrieve_spec.kernels.treemask import find_child
@@ -284,8 +284,8 @@ class ServingDrafter:
             There is no such shape, or another number of limits than of requests.
         """
         began = perf_counter()
-        if shape not in ("chain", "tree"):
-            raise ConfigError("shape 'chain' or 'tree'", repr(shape), "Trees are for engines that verify branches.")
+        known = shape in ("chain", "tree")
+        require(known, "shape 'chain' or 'tree'", shape, "Trees are for engines that verify branches.")
         nodes = _each_of(max_nodes, len(requests), "max_nodes")
         depths = _each_of(MAX_NODES if max_depth is None else max_depth, len(requests), "max_depth")
         with self._lock:
@@ -376,14 +376,13 @@ class ServingDrafter:
 
         What compiled code will read is looked at here: it looks at nothing itself.
         """
-        if texts.dtype != np.int32 or texts.strides[1:] != (4,) or lengths.dtype != np.int32:
-            got = f"{texts.dtype} of shape {texts.shape} and {lengths.dtype}"
-            raise ConfigError("texts (rows, positions) and lengths in int32, rows without gaps", got, "Copy them so.")
-        if places and not 0 <= min(places) <= max(places) < min(len(texts), len(lengths)):
-            raise ConfigError(f"places below {min(len(texts), len(lengths))}", f"{list(places)}", "See `step`.")
-        if not len(requests) == len(places) == len(longest):
-            got = f"{len(places)} and {len(longest)}"
-            raise ConfigError(f"places and lengths for {len(requests)} requests", got, "See `step`.")
+        ours = texts.dtype == np.int32 == lengths.dtype and texts.strides[1:] == (4,)
+        got, most = (texts.dtype, texts.shape, lengths.dtype), min(len(texts), len(lengths))
+        require(ours, "texts (rows, positions) and lengths in int32, rows without gaps", got, "Copy them so.")
+        inside = all(0 <= place < most for place in places)
+        require(inside, f"places below {most}", list(places), "See `step`.")
+        each = len(requests) == len(places) == len(longest)
+        require(each, f"places and lengths for {len(requests)} requests", (len(places), len(longest)), "See `step`.")
         rows = self._each(requests)
         begin, stride = texts.__array_interface__["data"][0], texts.strides[0]
         self._slots = Slots([state.row for state in rows], [begin + stride * i for i in places], places, longest)
@@ -429,8 +428,7 @@ class ServingDrafter:
         ConfigError
             No step takes that long.
         """
-        if not 0.0 < seconds < float("inf"):
-            raise ConfigError("seconds above 0", repr(seconds), "Measure from one draft to the next.")
+        require(0.0 < seconds < float("inf"), "seconds above 0", seconds, "Measure from one draft to the next.")
         with self._lock:
             self._pace.measured(seconds)
 
@@ -512,8 +510,7 @@ def _samples(requests: Many[Request]) -> bool:
 def _each_of(value: int | Many[int], rows: int, name: str) -> list[int]:
     """A limit for each of so many rows; `ConfigError` where there are others than that."""
     values = [int(value)] * rows if isinstance(value, int | np.integer) else list(value)
-    if len(values) != rows:
-        raise ConfigError(f"{name} for {rows} requests", f"{len(values)} of them", "Give one number, or one for each.")
+    require(len(values) == rows, f"{name} for {rows} requests", values, "Give one number, or one for each.")
     return values
 
 

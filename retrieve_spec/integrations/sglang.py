@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.integrations.hosted import DRAFT, KEEP, Hosted, Options, wished
 from retrieve_spec.integrations.serving import Shape
 
@@ -89,8 +89,7 @@ def validate(server_args: Any) -> None:
         (width is None or 2 <= width <= MAX_NODES + 1, widths, width, "12 is the default."),
         (stages == 1, "--pp-size 1", stages, "Use tensor or data parallelism."),
     ):
-        if not right:
-            raise ConfigError(expected, repr(got), remedy)
+        require(right, expected, got, remedy)
 
 
 def handle_server_args(algorithm: Any, server_args: Any) -> None:
