@@ -147,7 +147,9 @@ def prepare(
     read_ahead(stores)
     check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
-    threads = _choose_threads(model)
+    threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
+    if threads is not None and Ranks.of(model) is None:
+        threads.settle(some_of_a_pass(model))  # where another program has a core, all threads would wait for it
     with using(threads):
         own = DenseIndexes(stores).layer if drafter is None and config.dense == AUTO else None
         layer = own or getattr(drafter, "wants_hidden", None) or "last"
@@ -207,17 +209,6 @@ def _check_stores(model: Any, config: SpeculationConfig, stores: Sequence[Any]) 
             store.check_ids(known)
         if config.dense == AUTO and store.dense:
             check_model(store.manifest.dense, model)
-
-
-def _choose_threads(model: Any) -> PassThreads | None:
-    """How many threads passes begin with, None where no CPU runs them or torch's runtime cannot be asked.
-
-    Where another program has a core, every operation of a probe with all threads waits for it.
-    """
-    threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
-    if threads is not None and Ranks.of(model) is None:
-        threads.settle(some_of_a_pass(model))
-    return threads
 
 
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
