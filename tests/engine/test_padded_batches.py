@@ -12,9 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import retrieve_spec as rs
-from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.engine.budget import row_cost, share_evenly
-from retrieve_spec.engine.cost import Costs
+from retrieve_spec.engine.budget import share_evenly
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
 from retrieve_spec.verify.probe import probe
@@ -36,16 +34,6 @@ def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: py
     if name == "right":
         assert report.passes < 12
     assert torch.equal(tiny.generate(**inputs, **options, draft="off"), plain)
-
-
-def test_rows_of_a_call_share_what_is_looked_at_of_prompts(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of many prompts' ends cost as much as passes do, and drafting fades out as rows become many."""
-    rs.accelerate(tiny, recorded_pass="always", prompt_logits=7)
-    shown: list[int] = []
-    monkeypatch.setattr(MixtureDrafter, "observe_prompt", lambda _self, ids, *_top: shown.append(len(ids)))
-    for lengths in ((9,), (5, 9, 11)):
-        tiny.generate(**left_padded(lengths), max_new_tokens=3, do_sample=False)
-    assert shown == [7, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -222,14 +210,3 @@ def test_even_shares_are_the_best_there_are(data: st.DataObject) -> None:
     assert [len(tree) for tree in share_evenly(trees, None, most, np.ones(len(trees)))] == [
         min(len(tree), most) for tree in trees
     ]
-
-
-def test_a_row_pays_for_the_width_of_all() -> None:
-    costs = Costs()
-    for nodes in (0, 4, 16, 64) * 20:
-        costs.alone.observe(nodes, 64, 1.0 + nodes / 10)
-    seconds = costs.of(4).seconds(64, 256)
-    cost = row_cost(seconds, 4, padded=True)
-    assert len(cost) == 65
-    assert cost[0] == pytest.approx(seconds[0] / 4, rel=1e-5)
-    assert cost[2] == pytest.approx(seconds[8] / 4, rel=1e-5)

@@ -19,7 +19,6 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import ConfigError, PromptError, RequestError
 from retrieve_spec.integrations import ServingDrafter
-from retrieve_spec.integrations.pace import Pace
 from retrieve_spec.sources.session import SessionMemory
 
 CONFIG = SpeculationConfig(min_path_probability=0.03)
@@ -287,14 +286,6 @@ def test_slow_steps_are_not_believed_for_good_and_hope_grows_rare():
     assert sum(found[-40:]) > 40 * 8 * 16
     found = drafted_after(ServingDrafter(), 4, lambda n: 1.0 + 2.0 * n, 600)
     assert sum(map(bool, found[200:])) < 20
-
-
-def test_a_few_looks_that_find_nothing_are_no_reason_to_rest():
-    pace = Pace()
-    for found in (3, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0):
-        assert not pace.goes_without(1)
-        pace.stepped(1, found, 100, False, True)
-    assert pace.goes_without(1), "six are"
 
 
 def test_tokens_that_the_model_does_not_have_are_not_drafted():
