@@ -31,23 +31,16 @@ class Request:
         return self.finished_reason is not None
 
 
-class Mode:
-    """`ForwardMode`, of which three members are asked for here."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def is_extend(self):
-        return self.name in ("EXTEND", "TARGET_VERIFY")
-
-    def is_decode(self):
-        return self.name == "DECODE"
-
-    def is_target_verify(self):
-        return self.name == "TARGET_VERIFY"
+def mode(name):
+    """A member of `ForwardMode`, of which three are asked for here."""
+    return SimpleNamespace(
+        is_extend=lambda: name in ("EXTEND", "TARGET_VERIFY"),
+        is_decode=lambda: name == "DECODE",
+        is_target_verify=lambda: name == "TARGET_VERIFY",
+    )
 
 
-MODES = SimpleNamespace(**{name: Mode(name) for name in ("EXTEND", "DECODE", "TARGET_VERIFY")})
+MODES = SimpleNamespace(**{name: mode(name) for name in ("EXTEND", "DECODE", "TARGET_VERIFY")})
 
 
 def links(mask):

@@ -116,18 +116,17 @@ def test_state_follows_what_texts_say(seed, session, llamas):
     drafts = [[] for _ in askers]
     for _ in range(60):
         who = int(rng.integers(llamas))
-        text, what = texts[who], rng.choice(["goes on"] * 6 + ["back", "edit", "new", "turn", "again"])
-        if what == "goes on":
-            text = text + drafts[who][: int(rng.integers(0, 7))] + [int(rng.integers(5))]
-        elif what == "back":
-            text = text[: int(rng.integers(1, len(text) + 1))]
-        elif what == "edit":
-            at = int(rng.integers(len(text)))
-            text = [*text[:at], int(rng.integers(5)), *text[at + 1 :]]
-        elif what == "new":
-            text = rng.integers(0, 5, int(rng.integers(1, 30))).tolist()
-        elif what == "turn":
-            text = text + rng.integers(0, 5, 20).tolist()
+        text, at = texts[who], int(rng.integers(len(texts[who])))
+        fresh = rng.integers(0, 5, 30).tolist()
+        ways = {
+            "goes on": text + drafts[who][: int(rng.integers(0, 7))] + fresh[:1],
+            "back": text[: at + 1],
+            "edit": [*text[:at], *fresh[:1], *text[at + 1 :]],
+            "new": fresh[: int(rng.integers(1, 30))],
+            "turn": text + fresh[:20],
+            "again": text,
+        }
+        text = ways[rng.choice(["goes on"] * 6 + ["back", "edit", "new", "turn", "again"])]
         texts[who] = text
         drafts[who] = called(askers[who], text)
         assert drafts[who] == naive.draft(who, text)
