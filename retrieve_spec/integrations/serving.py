@@ -124,16 +124,10 @@ class ServingDrafter:
         self._slots_of: tuple[object, object] = (None, None)
         self._samples = False
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def __iter__(self) -> Iterator[str]:
         """Names of the requests under way, in the order they were begun."""
         with self._lock:
             return iter(list(self._requests))
-
-    def __contains__(self, request: object) -> bool:
-        return request in self._requests
 
     def prepare(self, shapes: Many[Shape] = ("chain", "tree")) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it.

@@ -237,7 +237,7 @@ def test_damaged_state_starts_anew(tmp_path, caplog):
     drafter.start("a", [1, 2, 1, 2, 1])
     assert drafter.draft(["a"], 1)[0].token_ids.tolist() == [2]
     drafter.finish("a")
-    assert len(ServingDrafter(state=tmp_path)) == 0
+    assert not list(ServingDrafter(state=tmp_path))
     with pytest.raises(ConfigError, match="folder to keep state in"):
         ServingDrafter(state=tmp_path / "greedy.npy" / "below")
 
@@ -380,7 +380,7 @@ def test_threads_may_call_at_once():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed and len(drafter) == 0
+    assert not failed and not list(drafter)
     counts = drafter.statistics()
     assert counts["requests"] == 32 and counts["emitted"] == 32 * 55
 

@@ -111,7 +111,7 @@ def test_answers_are_remembered_whole_and_once():
     corpus.trees([request], [[13]])
     request.is_retracted = True
     corpus.end_those_gone()
-    assert not len(corpus.drafter) and not corpus.drafter.session.texts
+    assert not list(corpus.drafter) and not corpus.drafter.session.texts
     request.is_retracted = False
     request.output_ids.extend([13, 14, 15])
     corpus.trees([request], [[]])
@@ -131,7 +131,7 @@ def test_requests_that_never_decode_are_forgotten():
         del request
         gc.collect()
     corpus.end_those_gone()
-    assert not len(corpus.drafter)
+    assert not list(corpus.drafter)
 
 
 def test_tokens_taken_back_and_names_that_come_back():

@@ -210,7 +210,7 @@ def test_texts_behind_the_released_worker(wheel, monkeypatch, overlap):
     assert scheduler.accepted > scheduler.steps / 2
     assert worker.ngram_corpus.statistics()["failures"] == 0
     worker.clear_cache_pool()
-    assert not len(worker.ngram_corpus.drafter)
+    assert not list(worker.ngram_corpus.drafter)
 
 
 def test_what_is_overridden_is_what_the_worker_calls(wheel):
