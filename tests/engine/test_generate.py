@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -246,21 +245,6 @@ def test_what_is_left_to_the_original(tiny: Any, prompt: torch.Tensor, options: 
     assert torch.equal(getattr(got, "sequences", got), getattr(expected, "sequences", expected))
     assert tiny.speculation.last.mode == "delegated"
     assert reason in tiny.speculation.last.reason
-
-
-def test_a_drafter_that_was_given_serves_no_batches_but_embeddings(
-    tiny: Any, prompt: torch.Tensor, caplog: Any
-) -> None:
-    both = torch.cat([prompt, prompt.flip(1)])
-    embeds = tiny.get_input_embeddings()(prompt).detach()
-    expected = [answer_of(tiny, both), tiny.generate(inputs_embeds=embeds, **GREEDY)]
-    scripted(tiny, answer_of(tiny, prompt))
-    with caplog.at_level(logging.INFO, "retrieve_spec"):
-        for _ in range(2):
-            assert torch.equal(answer_of(tiny, both), expected[0])
-            assert "serves one text" in tiny.speculation.last.reason
-    assert len([record for record in caplog.records if "serves one text" in record.message]) == 1, "said once"
-    assert torch.equal(tiny.generate(inputs_embeds=embeds, **GREEDY), expected[1])
 
 
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])

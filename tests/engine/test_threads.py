@@ -88,19 +88,6 @@ def test_threads_are_chosen_before_the_first_pass_by_work_done_for_it(cores, bus
     assert len(work) <= 24
 
 
-def test_a_model_is_looked_at_with_the_threads_that_are_faster(tiny, monkeypatch):
-    """Where another program has a core, a probe with all threads takes several times as long."""
-    begun, seen = PassThreads.of_torch(), []
-    if begun is None:
-        pytest.skip("torch does not compute with libgomp here")
-    monkeypatch.setattr(PassThreads, "settle", lambda self, work: setattr(self, "chosen", self.most + 1))
-    tiny.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
-    rs.accelerate(tiny, draft="off")
-    assert set(seen) == {begun.most + 1}
-    assert torch.get_num_threads() == begun.most
-    assert tiny.speculation.engine.threads.chosen == begun.most + 1
-
-
 def test_only_the_pass_and_only_its_thread_see_another_number():
     threads = PassThreads.of_torch()
     if threads is None:
