@@ -39,10 +39,6 @@ GREEDY, SAMPLED = "greedy", "sampled"
 NOTHING = DraftTree()
 _SAVE_EVERY = 30.0
 """Seconds between two times that what was learned is written, where requests end."""
-_KEPT = 64
-"""Drafters of ended requests that are kept for later ones …"""
-_LARGE = 1 << 16
-"""… but for those whose arrays have grown beyond so many rows."""
 
 
 @dataclass(slots=True)
@@ -114,7 +110,6 @@ class ServingDrafter:
             self.session.keep_in(self._answers, self._answers.key(""))
         self._saved = -float("inf")
         self._requests: dict[str, Request] = {}
-        self._idle: dict[str, list[BatchRow]] = {GREEDY: [], SAMPLED: []}
         self._counts = dict.fromkeys(("requests", "steps", "rows", "drafted", "accepted", "emitted"), 0)
         self._lock = threading.RLock()
         self._pace = Pace()
@@ -185,8 +180,7 @@ class ServingDrafter:
         with self._lock:
             if request in self._requests:
                 raise RequestError("a request that is not under way", repr(request), "Finish it, or use another name.")
-            row = self._idle[kind].pop() if self._idle[kind] else None
-        row = row or BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
+        row = BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
         row.start(prompt, prediction)  # takes a while where the prompt is long: others go on
         with self._lock:
             self._requests[request] = Request(row, kind)
@@ -447,13 +441,11 @@ class ServingDrafter:
             del self._requests[request]
             self._slots = None
             state.row.finish(keep)
-            if len(self._idle[state.kind]) < _KEPT and len(state.row.context.edges) <= _LARGE:
-                self._idle[state.kind].append(state.row)
             if perf_counter() - self._saved > _SAVE_EVERY:
                 self.save()
 
     def abandon(self) -> None:
-        """End all requests at once; nothing is learned from them, and their drafters are not used again."""
+        """End all requests at once; nothing is learned from them."""
         with self._lock:
             self._requests.clear()
             self._slots = None
