@@ -165,13 +165,6 @@ class Drafting:
             hosted = Hosted(options(), shape, tokenizer, vocabulary, parallel.dp_rank)
             self.ngram_corpus = TreeCorpus(hosted, self._width, shape)
 
-    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """One step, as SGLang's; while prompts are read, their requests begin."""
-        reading = list(batch.reqs) if batch.forward_mode.is_extend() else []
-        result = super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
-        self.ngram_corpus.begin(reading)
-        return result
-
     def _prepare_draft_tokens(self, batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Token ids (b · K,) and who looks at whom (b · K · K,), as the n-gram worker has them."""
         drafted = np.empty((2, len(batch.reqs), self._width), np.int32)
@@ -203,9 +196,6 @@ class Drafting:
 
 class Corpus:
     """What stands where SGLang's worker has its corpus of n-grams, on ranks that do not draft."""
-
-    def begin(self, requests: Many[Any]) -> None:
-        """Begin requests whose prompts are being read, so that their first draft does not wait for that."""
 
     def end_those_gone(self) -> None:
         """Forget the requests that have ended, were aborted or wait to be read again; write what was learned."""
@@ -254,17 +244,6 @@ class TreeCorpus(Corpus):
         self._hosted = hosted
         self.drafter, self.statistics = hosted.drafter, hosted.statistics
 
-    def begin(self, requests: Many[Any]) -> None:
-        """Begin requests."""
-        if requests and not self._hosted.is_off:
-            try:
-                self.end_those_gone()
-                for request in requests:
-                    if request.rid not in self._seen:
-                        self._take(request, ())
-            except Exception:
-                self._failed()
-
     def trees(self, requests: Many[Any], latest: Many[Many[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Draft what follows the texts of a batch.
 
@@ -287,17 +266,14 @@ class TreeCorpus(Corpus):
             try:
                 drafts = self._draft(requests, latest)
             except Exception:  # a request is answered without drafts rather than not at all
-                self._failed()
+                self._hosted.failed()
+                self._seen.clear()
         token_ids, parent = np.empty((2, len(requests), self.width), np.int32)
         for i, request in enumerate(requests):
             token_ids[i, 0] = (latest[i] or request.output_ids or request.origin_input_ids_unpadded)[-1]
             parent[i, 0] = -1
             _fill(token_ids[i], parent[i], drafts.get(i, DraftTree()))
         return token_ids, parent
-
-    def _failed(self) -> None:
-        self._hosted.failed()
-        self._seen.clear()
 
     def _draft(self, requests: Many[Any], latest: Many[Many[int]]) -> dict[int, DraftTree]:
         """Trees of those that may be drafted for, by their place in the batch."""
