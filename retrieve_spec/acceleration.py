@@ -18,17 +18,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore, read_ahead
-from retrieve_spec.drafting.drafter import Drafter, Layer
+from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import PassThreads, some_of_a_pass, using
-from retrieve_spec.errors import ConfigError, TokenizerMismatchError, UnsupportedModelError
+from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
 from retrieve_spec.generation.many import generate_many
 from retrieve_spec.generation.streams import generate_stream
@@ -122,40 +122,46 @@ def prepare(
     Its `generate` stays, or is the original one again.
     """
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
-        raise _no_model(model, "accelerate")
-    if tokenizer is not None and (isinstance(tokenizer, (str, os.PathLike)) or not hasattr(tokenizer, "__len__")):
-        raise ConfigError("a tokenizer", repr(tokenizer)[:60], "Load it with AutoTokenizer.from_pretrained.")
-    if isinstance(datastores, (str, os.PathLike)):
-        raise ConfigError("a list of datastores", repr(datastores), f"Give datastores=[{str(datastores)!r}].")
-    if not isinstance(config, SpeculationConfig | None):
-        raise ConfigError("a SpeculationConfig", type(config).__name__, "Give options by name: draft='auto', ….")
-    if drafter is not None and not hasattr(drafter, "propose"):
-        raise ConfigError("a drafter", type(drafter).__name__, "Name a preset instead: draft='auto', ….")
+        raise _no_model(model)
+    names = (str, os.PathLike)
+    has_tokens = tokenizer is None or (hasattr(tokenizer, "__len__") and not isinstance(tokenizer, names))
+    require(has_tokens, "a tokenizer", tokenizer, "Load it with AutoTokenizer.from_pretrained.")
+    several = not isinstance(datastores, names)
+    require(several, "a list of datastores", datastores, f"Give datastores=[{str(datastores)!r}].")
     survive_forks()
-    config = (config or SpeculationConfig()).with_options(**options)
-    if tokenizer is not None:
-        _check_tokenizer(model, tokenizer)
+    config, known = (config or SpeculationConfig()).with_options(**options), embedded_tokens(model)
+    if tokenizer is not None and len(tokenizer) > known:
+        raise TokenizerMismatchError(
+            f"a tokenizer of at most {known} tokens, as many as the model embeds",
+            f"{len(tokenizer)} tokens ({getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__})",
+            "Load the tokenizer from where the model came from.",
+        )
     if isinstance(getattr(model, "speculation", None), Speculation):
         restore(model)
-    loading = _load_kernels()
+    began = perf_counter()
+    read_logits(torch.zeros(1, 2), 1)  # Numba sets itself up and loads a first kernel; what follows is timed without it
+    loading = perf_counter() - began
     stores = [_open_store(store, tokenizer) for store in datastores or ()]
     if stores and tokenizer is None:
         logger.warning("no tokenizer was given to check the datastores by: pass tokenizer= to accelerate")
     read_ahead(stores)
     check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
-    threads = _choose_threads(model)
+    threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
+    if threads is not None and Ranks.of(model) is None:
+        threads.settle(some_of_a_pass(model))  # where another program has a core, all threads would wait for it
     with using(threads):
-        passes = VerifierFactory(model, config, _wanted_layer(drafter, stores, config), _find_mode)
-    finding, known = passes.finding, embedded_tokens(model)
+        own = DenseIndexes(stores).layer if drafter is None and config.dense == AUTO else None
+        layer = own or getattr(drafter, "wants_hidden", None) or "last"
+        passes = VerifierFactory(model, config, layer, _find_mode)
+    finding = passes.finding
     speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model), known)
     speculation.check_stores = check_stores
     speculation.ranks = Ranks.of(model)
     speculation.engine.in_step = speculation.ranks is not None
     speculation.engine.threads = threads
-    text_config = model.config.get_text_config(decoder=True)
     speculation.new_cache = functools.partial(new_cache, model)
-    speculation.bytes_per_token = _bytes_per_token(text_config, model.dtype)
+    speculation.bytes_per_token = _bytes_per_token(model.config.get_text_config(decoder=True), model.dtype)
     speculation.prepare_seconds = loading
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
@@ -170,16 +176,12 @@ def prepare(
             measure_passes(model, speculation)
 
 
-def _no_model(given: Any, verb: str) -> UnsupportedModelError:
+def _no_model(given: Any) -> UnsupportedModelError:
     """The error of what is no model that can generate, with what to do where that can be seen."""
     got, remedy = type(given).__name__, "Load it with AutoModelForCausalLM.from_pretrained."
     if isinstance(given, (str, os.PathLike)):
         name = str(given)[:60]
         got, remedy = repr(name), f"Load it with AutoModelForCausalLM.from_pretrained({name!r})."
-    elif isinstance(getattr(given, "model", None), PreTrainedModel):  # a pipeline
-        remedy = f"Give its model: {verb}(pipeline.model)."
-    elif isinstance(given, PreTrainedTokenizerBase):
-        remedy = f"Give the model first: {verb}(model, tokenizer)."
     elif isinstance(given, PreTrainedModel):
         got, remedy = f"{got}, which has no head for the next token", "Load it with AutoModelForCausalLM."
     return UnsupportedModelError("a transformers model that can generate", got, remedy)
@@ -195,8 +197,7 @@ def _open_store(store: Any, tokenizer: Any) -> Datastore:
         return open_datastore(store, tokenizer=tokenizer)
     if tokenizer is not None and isinstance(store, Datastore):
         check_tokenizer(store.path, store.manifest, tokenizer)
-    if not hasattr(store, "segments"):
-        raise ConfigError("a datastore's folder, or an open one", repr(store)[:60], "Give its path.")
+    require(hasattr(store, "segments"), "a datastore's folder, or an open one", store, "Give its path.")
     return store  # type: ignore[no-any-return]
 
 
@@ -208,31 +209,6 @@ def _check_stores(model: Any, config: SpeculationConfig, stores: Sequence[Any]) 
             store.check_ids(known)
         if config.dense == AUTO and store.dense:
             check_model(store.manifest.dense, model)
-
-
-def _wanted_layer(drafter: Drafter | None, stores: Sequence[Any], config: SpeculationConfig) -> Layer:
-    """The layer whose hidden states will be asked for."""
-    if drafter is not None:
-        return drafter.wants_hidden or "last"
-    return (DenseIndexes(stores).layer if config.dense == AUTO else None) or "last"
-
-
-def _choose_threads(model: Any) -> PassThreads | None:
-    """How many threads passes begin with, None where no CPU runs them or torch's runtime cannot be asked.
-
-    Where another program has a core, every operation of a probe with all threads waits for it.
-    """
-    threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
-    if threads is not None and Ranks.of(model) is None:
-        threads.settle(some_of_a_pass(model))
-    return threads
-
-
-def _load_kernels() -> float:
-    """Let Numba set itself up and load a first kernel, so that what follows is timed without it; seconds taken."""
-    began = perf_counter()
-    read_logits(torch.zeros(1, 2), 1)
-    return perf_counter() - began
 
 
 def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -261,7 +237,7 @@ def restore(model: Any) -> Any:
     """Undo `accelerate`, copies of weights included; a model that was not accelerated is returned as it is."""
     wrapper, model = model, base_model(model)
     if not isinstance(model, PreTrainedModel):
-        raise _no_model(model, "restore")
+        raise _no_model(model)
     if isinstance(getattr(model, "speculation", None), Speculation):
         model.speculation.invalidate()
         model.speculation.drafters.keep(at_once=True)
@@ -291,14 +267,3 @@ def _find_mode(model: Any) -> Finding:
         return Finding("plain", reason, interface)
     with evaluating(model):
         return probe(model, interface)
-
-
-def _check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Refuse a tokenizer of more tokens than the model embeds."""
-    known = embedded_tokens(model)
-    if len(tokenizer) > known:
-        raise TokenizerMismatchError(
-            f"a tokenizer of at most {known} tokens, as many as the model embeds",
-            f"{len(tokenizer)} tokens ({getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__})",
-            "Load the tokenizer from where the model came from.",
-        )

@@ -17,8 +17,7 @@ import click
 from retrieve_spec._version import __version__
 from retrieve_spec.errors import RetrieveSpecError
 
-HELP_NAMES = ["-h", "--help"]
-CONTEXT_SETTINGS = {"help_option_names": HELP_NAMES, "max_content_width": 100}
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 INTERRUPTED = 130
 
 COMMANDS = {
@@ -38,7 +37,7 @@ COMMANDS = {
     "retokenize": ("retrieve_spec.cli_store", "Rewrite a datastore for another tokenizer."),
     "serve": ("retrieve_spec.cli_serve", "Serve completions to editors over HTTP."),
     "lsp": ("retrieve_spec.cli_serve", "Serve inline completions as a language server."),
-    "editor": ("retrieve_spec.cli_editor", "Print or write an editor's settings, and try the server."),
+    "editor": ("retrieve_spec.cli_serve", "Print or write an editor's settings, and try the server."),
     "doctor": ("retrieve_spec.cli_doctor", "Say what this machine and a model allow, and what would be faster."),
     "forget": ("retrieve_spec.cli_serve", "Delete what is kept about workspaces."),
 }
@@ -73,7 +72,7 @@ class LazyGroup(click.Group):
         module = importlib.import_module(self.table[cmd_name][0])
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command), f"{module.__name__}.{cmd_name} is not a command"
-        return with_help(command)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -90,17 +89,6 @@ class LazyGroup(click.Group):
         rows += [(name, command.get_short_help_str(80)) for name, command in sorted(self.commands.items())]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
-
-
-def with_help(command: click.Command) -> click.Command:
-    """The command with a help option of its own.
-
-    The one that click makes has the names of the context it is made in first, for good: a command that ran by itself
-    once would not know `-h` here.
-    """
-    if not any("--help" in parameter.opts for parameter in command.params):
-        click.help_option(*HELP_NAMES)(command)
-    return command
 
 
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings=CONTEXT_SETTINGS)

@@ -63,6 +63,17 @@ class FiniteRange(click.FloatRange):
 TEXT = Text()
 PLACE = Place(path_type=Path)
 COUNT = WholeRange(1, 1_000_000)
+MODEL = click.option(
+    "--model", default="reference", show_default=True, metavar="reference|PATH|HUB_ID", help="The model to run."
+)
+DTYPE = click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Number format of the weights; auto takes them as stored.",
+)
+DEVICE = click.option("--device", default="auto", show_default=True, metavar="D", help="auto, cpu, cuda, cuda:1 …")
 SEED = WholeRange(-(2**63), 2**64 - 1)  # what `torch.manual_seed` takes
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
-from retrieve_spec.cli_common import EXTRAS, compiling_shown, counted, loading_bars
+from retrieve_spec.cli_common import DEVICE, DTYPE, EXTRAS, compiling_shown, counted, loading_bars
+from retrieve_spec.cli_generate import compared_with_plain, generate_once, request_of
 
 PROMPT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
 TOKENS = 96
@@ -25,8 +26,8 @@ TOKENS = 96
     metavar="reference|PATH|HUB_ID|none",
     help="The model to examine.",
 )
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
-@click.option("--device", default="auto", show_default=True, metavar="D", help="auto, cpu, cuda, cuda:1 …")
+@DTYPE
+@DEVICE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
 def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
     """Say which packages, kernels, device and pass are used, how fast a model is with and without drafts, and why.
@@ -36,17 +37,13 @@ def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
     from retrieve_spec.bench.machine import machine_facts
 
     facts: dict[str, Any] = {"machine": machine_facts()}
-    facts["missing_extras"] = [extra for extra, modules in EXTRAS.items() if not all(map(_is_there, modules))]
+    facts["missing_extras"] = [extra for extra, modules in EXTRAS.items() if not all(map(find_spec, modules))]
     with compiling_shown():
         facts["kernels"] = _kernels()
         if model != "none":
             facts["model"] = {"name": model, **_examine(model, dtype, device)}
     facts["advice"] = advice(facts)
     click.echo(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
-
-
-def _is_there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def _kernels() -> dict[str, Any]:
@@ -80,34 +77,20 @@ def _examine(name: str, dtype: str, device: str) -> dict[str, Any]:
         "attention": model.config._attn_implementation,
         "accelerate_seconds": round(time.perf_counter() - began, 1),
     }
-    speculation = model.speculation
-    drafted = _seconds_per_token(model, tokenizer)
-    last = speculation.last
+    request = request_of(model, tokenizer, PROMPT, {"temperature": 0, "max_new_tokens": TOKENS})
+    for _ in range(2):  # the first one warms up
+        drafted = generate_once(model, tokenizer, request, 0)
+    speculation, last = model.speculation, model.speculation.last
     found |= {
         "mode": speculation.mode,
         "reason": speculation.reason,
         "pass_kind": speculation.pass_kind,
         "pass_reason": speculation.pass_reason,
-        "threads": last.threads if last else None,
-        "tokens_per_pass": last.tokens_per_pass if last else None,
+        "threads": last.threads,
+        "tokens_per_pass": last.tokens_per_pass,
+        "tokens_per_second": drafted.tokens_per_second,
     }
-    rs.restore(model)
-    plain = _seconds_per_token(model, tokenizer)
-    return found | {
-        "tokens_per_second": round(1 / drafted, 1),
-        "plain_tokens_per_second": round(1 / plain, 1),
-        "speedup": round(plain / drafted, 2),
-    }
-
-
-def _seconds_per_token(model: Any, tokenizer: Any) -> float:
-    """Time of a token on the second of two generations; the first one warms up."""
-    prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    for _ in range(2):
-        began = time.perf_counter()
-        output = model.generate(**prompt, max_new_tokens=TOKENS, do_sample=False)
-        seconds = time.perf_counter() - began
-    return float(seconds / max(output.shape[1] - prompt["input_ids"].shape[1], 1))
+    return found | compared_with_plain(model, tokenizer, request, 0, drafted)
 
 
 def advice(facts: dict[str, Any]) -> list[str]:

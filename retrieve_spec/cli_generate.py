@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from retrieve_spec.cli_common import COUNT, SEED, TEXT, FiniteRange, WholeRange, compiling_shown, loading_bars
+from retrieve_spec.cli_common import (
+    COUNT,
+    DEVICE,
+    DTYPE,
+    MODEL,
+    SEED,
+    TEXT,
+    FiniteRange,
+    WholeRange,
+    compiling_shown,
+    loading_bars,
+)
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.errors import PromptError
 
@@ -48,9 +59,7 @@ class Run:
 
 
 @click.command(short_help="Continue a prompt, drafting from text that can be looked up.")
-@click.option(
-    "--model", default="reference", show_default=True, metavar="reference|PATH|HUB_ID", help="The model to run."
-)
+@MODEL
 @click.option("--prompt", type=TEXT, metavar="TEXT", help="The text to continue.")
 @click.option(
     "--prompt-file",
@@ -85,14 +94,8 @@ class Run:
 )
 @click.option("--provenance", is_flag=True, help="Say where accepted drafts stand in the datastores.")
 @click.option("--compare", is_flag=True, help="Run plain generation too; report speed-up and identity.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="auto",
-    show_default=True,
-    help="Number format of the weights; auto takes them as stored.",
-)
-@click.option("--device", default="auto", show_default=True, metavar="D", help="auto, cpu, cuda, cuda:1 …")
+@DTYPE
+@DEVICE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
 def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, compare: bool, **options: Any) -> None:
     """Continue a prompt; the text streams to standard output, figures go to standard error."""
@@ -108,12 +111,12 @@ def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, co
     with compiling_shown():
         with loading_bars():
             lm, tokenizer = load_model(model, dtype=options["dtype"], device=options["device"])
-        request = _request(lm, tokenizer, text, options)
+        request = request_of(lm, tokenizer, text, options)
         datastores = [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]
         rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
     if compare:
-        _run(lm, tokenizer, request, options["seed"], max_new_tokens=WARM_UP_TOKENS)
-    run = _run(lm, tokenizer, request, options["seed"], echo=not as_json)
+        generate_once(lm, tokenizer, request, options["seed"], max_new_tokens=WARM_UP_TOKENS)
+    run = generate_once(lm, tokenizer, request, options["seed"], echo=not as_json)
     report = lm.speculation.last
     result = summary(run, report, tokenizer)
     if options["provenance"]:
@@ -122,7 +125,7 @@ def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, co
             for found in report.provenance
         ]
     if compare:
-        result |= _compare(lm, tokenizer, request, options["seed"], run)
+        result |= compared_with_plain(lm, tokenizer, request, options["seed"], run)
     if as_json:
         click.echo(json.dumps(result))
     else:
@@ -180,7 +183,7 @@ def _check(config: SpeculationConfig, stores: Sequence[str]) -> None:
         build_drafter(config.with_options(session=False), datastores=datastores)
 
 
-def _request(
+def request_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Arguments of `generate`."""
@@ -194,7 +197,7 @@ def _request(
     return {**inputs, "max_new_tokens": options["max_new_tokens"], "do_sample": sampled, **choice}
 
 
-def _run(
+def generate_once(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     request: dict[str, Any],
@@ -219,7 +222,7 @@ def _run(
     return Run(output[0, request["input_ids"].shape[1] :].tolist(), time.perf_counter() - start)
 
 
-def _compare(
+def compared_with_plain(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: dict[str, Any], seed: int, run: Run
 ) -> dict[str, Any]:
     """Run transformers' own `generate`; a sampled text is checked against our loop without drafts.
@@ -229,10 +232,10 @@ def _compare(
     """
     import retrieve_spec as rs
 
-    same_as = _run(model, tokenizer, request, seed, draft="off") if request["do_sample"] else None
+    same_as = generate_once(model, tokenizer, request, seed, draft="off") if request["do_sample"] else None
     rs.restore(model)
-    _run(model, tokenizer, request, seed, max_new_tokens=WARM_UP_TOKENS)
-    plain = _run(model, tokenizer, request, seed)
+    generate_once(model, tokenizer, request, seed, max_new_tokens=WARM_UP_TOKENS)
+    plain = generate_once(model, tokenizer, request, seed)
     return {
         "plain_tokens_per_second": plain.tokens_per_second,
         "speedup": run.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0,

@@ -1,4 +1,4 @@
-"""Commands `retrieve-spec serve`, `lsp` and `forget`."""
+"""Commands `retrieve-spec serve`, `lsp`, `editor` and `forget`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,14 @@ from pathlib import Path
 
 import click
 
-from retrieve_spec.cli_common import EXTRAS, FiniteRange, Place, WholeRange, loading_bars
-from retrieve_spec.config import ServeConfig
+from retrieve_spec.cli_common import DEVICE, DTYPE, EXTRAS, MODEL, FiniteRange, Place, WholeRange, loading_bars
+from retrieve_spec.config import EDITORS, ServeConfig
 from retrieve_spec.errors import ServeError
 
 _DEFAULTS = ServeConfig()
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
-_model = click.option(
-    "--model", default="reference", show_default=True, metavar="reference|PATH|HUB_ID", help="The model to run."
-)
-_dtype = click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
-)
-_device = click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="'cpu', 'cuda', …")
 _workspace = click.option(
     "--workspace",
     "workspaces",
@@ -108,7 +101,7 @@ def need_extra() -> None:
 
 
 @click.command(short_help="Serve completions to editors over HTTP.")
-@_model
+@MODEL
 @_workspace
 @_licences
 @_store
@@ -159,8 +152,8 @@ def need_extra() -> None:
     type=WholeRange(min=1),
     help="Requests that may wait; further ones get 503.",
 )
-@_dtype
-@_device
+@DTYPE
+@DEVICE
 @click.option("--quiet", is_flag=True, help="Only errors.")
 def serve(
     model: str,
@@ -230,7 +223,7 @@ def serve(
 
 
 @click.command(short_help="Serve inline completions as a language server.")
-@_model
+@MODEL
 @_workspace
 @_licences
 @_store
@@ -241,8 +234,8 @@ def serve(
     help="Ask the server there (retrieve-spec serve) instead of loading a model.",
 )
 @click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Key for --connect, on its first line.")
-@_dtype
-@_device
+@DTYPE
+@DEVICE
 def lsp(
     model: str,
     workspaces: tuple[Path, ...],
@@ -281,6 +274,58 @@ def lsp(
             device=device,
             on_loaded=end_loading,
         )
+
+
+@click.command(short_help="Print or write an editor's settings, and try the server.")
+@click.argument("name", type=click.Choice(EDITORS), metavar="|".join(EDITORS))
+@click.option("--url", default=f"http://{_DEFAULTS.host}:{_DEFAULTS.port}", show_default=True, help="The server.")
+@click.option("--api-key-file", "key_file", type=_FILE, metavar="F",
+              help="Key for trying the server, on its first line.")  # fmt: skip
+@click.option("--write", is_flag=True, help="Write the settings where the editor looks for them, after asking.")
+@click.option("--yes", is_flag=True, help="Write without asking.")
+def editor(name: str, url: str, key_file: Path | None, write: bool, yes: bool) -> None:
+    """Print the settings with which an editor asks a server, or write them; then show a first completion.
+
+    Settings go to standard output, everything else to standard error. What stood in a file that is written stays in it
+    where that can be, and is kept beside it.
+    """
+    need_extra()
+    from retrieve_spec.server import editors
+    from retrieve_spec.server.guard import client_key
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    remote = editors.Remote(url, client_key(key_file))
+    status, found = remote.ask("GET", "/health")
+    health = found if status == 200 and isinstance(found, dict) else None
+    text = editors.EDITORS[name].text(remote, health)
+    path = editors.settings_file(name)
+    say(f"For {name}: {editors.EDITORS[name].needs}.")
+    if write:
+        content = editors.merged(name, text, path)
+        say(text)
+        if yes or click.confirm(f"Write this into {path}?", err=True):
+            kept = editors.write(path, content)
+            say(f"Written to {path}." + (f" What stood there before the first time is in {kept}." if kept else ""))
+    else:
+        click.echo(text, nl=not text.endswith("\n"))
+        say(f"The editor looks for this in {path} (--write puts it there).")
+    if health is None:
+        what = "is loading its model" if status == 503 else f"answers {status}" if status else "does not answer"
+        say(f"{remote.url} {what}. Start one:  retrieve-spec serve --model Qwen/Qwen2.5-Coder-1.5B --workspace DIR")
+        return
+    say(f"\n{remote.url} serves {health.get('model')}; fill-in-the-middle: {health.get('fim') or 'no'}.")
+    if not health.get("fim"):
+        raise ServeError(
+            "to fill in the middle", str(health.get("fim_missing", "the model cannot")), "Serve another model."
+        )
+    completion, model_ms = editors.first_completion(remote)
+    above, line, below = editors.PROBE
+    say(f"A first completion ({model_ms:.0f} ms):\n")
+    say(above + line + click.style(completion, fg="green", bold=True) + below)
+    if health.get("model") == editors.display_name("reference"):
+        say("That is the bundled model, for trying things out. To write code, serve one trained on fill-in-the-middle.")
 
 
 @click.command(short_help="Delete what is kept about workspaces.")

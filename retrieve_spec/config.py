@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from retrieve_spec.errors import ConfigError, nearest
+from retrieve_spec.errors import ConfigError, nearest, require
 
 AUTO: Literal["auto"] = "auto"
 MAX_NODES = 256
 """Hard limit of draft nodes per pass; a pass is never asked for more."""
+CACHE_VARIABLE = "RETRIEVE_SPEC_CACHE"
 FEW_ROOTS = 16
 """Tokens of a prompt that are read in one pass with the first draft behind them."""
 
@@ -25,9 +27,20 @@ def dial(nodes: int | str) -> int | None:
     """
     if nodes == AUTO:
         return None
-    if isinstance(nodes, int) and 0 <= nodes <= MAX_NODES:
-        return nodes
-    raise ConfigError(f"nodes to be 'auto' or 0 … {MAX_NODES}", repr(nodes), "Leave it at 'auto'.")
+    right = isinstance(nodes, int) and 0 <= nodes <= MAX_NODES
+    require(right, f"nodes to be 'auto' or 0 … {MAX_NODES}", nodes, "Leave it at 'auto'.")
+    return int(nodes)
+
+
+def cache_dir() -> Path:
+    """Folder for what can be made again (stores the demo built, workspaces' stores); not created here.
+
+    `RETRIEVE_SPEC_CACHE` names it; otherwise it follows the XDG rule: `$XDG_CACHE_HOME/retrieve-spec`, by default
+    `~/.cache/retrieve-spec`.
+    """
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrieve-spec"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +101,19 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         dial(self.nodes)
-        if not 0.0 <= (least := self.min_path_probability) < 1.0:
-            raise ConfigError("min_path_probability in [0, 1)", repr(least), "Leave it at its default.")
+        least, session = self.min_path_probability, self.session
+        require(0.0 <= least < 1.0, "min_path_probability in [0, 1)", least, "Leave it at its default.")
         for name in ("max_depth", "session_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
-        if (kind := self.recorded_pass) not in (AUTO, "always", "off"):
-            raise ConfigError("recorded_pass 'auto', 'always' or 'off'", repr(kind), "Leave it at 'auto'.")
-        if not isinstance(self.session, bool | str | os.PathLike):
-            raise ConfigError("session True, False or a path", repr(self.session), "Name a file, or leave it out.")
+            require(getattr(self, name) >= 1, f"{name} of at least 1", getattr(self, name), "Give a positive number.")
+        kinds = (AUTO, "always", "off")
+        require(self.recorded_pass in kinds, f"recorded_pass among {kinds}", self.recorded_pass, "Leave it at 'auto'.")
+        is_place = isinstance(session, bool | str | os.PathLike)
+        require(is_place, "session True, False or a path", session, "Name a file, or leave it out.")
         for name in ("dense", "phrases"):
-            if getattr(self, name) not in (AUTO, "off"):
-                raise ConfigError(f"{name} 'auto' or 'off'", repr(getattr(self, name)), "Leave it at 'auto'.")
-        if self.prompt_logits < 0:
-            raise ConfigError("prompt_logits of at least 0", repr(self.prompt_logits), "Give 0 to switch it off.")
+            value = getattr(self, name)
+            require(value in (AUTO, "off"), f"{name} 'auto' or 'off'", value, "Leave it at 'auto'.")
+        rows = self.prompt_logits
+        require(rows >= 0, "prompt_logits of at least 0", rows, "Give 0 to switch it off.")
 
     def with_options(self, **options: Any) -> SpeculationConfig:
         """Copy with some options replaced; an unknown name is an error that names the closest valid one."""
@@ -287,16 +299,14 @@ class DenseConfig:
     sample: int = 1 << 15
 
     def __post_init__(self) -> None:
-        if self.layer != "last" and not (isinstance(self.layer, int) and self.layer >= 1):
-            raise ConfigError("layer 'last' or a number from 1", repr(self.layer), "Leave it at 'last'.")
-        if self.index not in ("auto", "flat", "ivf-pq", "hnsw"):
-            raise ConfigError("'auto', 'flat', 'ivf-pq' or 'hnsw'", repr(self.index), "Leave it at 'auto'.")
-        if not 1 <= self.dims <= 1024:
-            raise ConfigError("dims in 1 … 1024", repr(self.dims), "Leave it at 64.")
-        if self.max_vectors < 0:
-            raise ConfigError("max_vectors of at least 0", repr(self.max_vectors), "Give 0 to keep all positions.")
-        if not 0 <= self.overlap < self.window:
-            raise ConfigError("an overlap shorter than the window", repr(self.overlap), "Leave both at their defaults.")
+        layer, kinds, most = self.layer, ("auto", "flat", "ivf-pq", "hnsw"), self.max_vectors
+        a_number = isinstance(layer, int) and layer >= 1
+        require(layer == "last" or a_number, "layer 'last' or a number from 1", layer, "Leave it at 'last'.")
+        require(self.index in kinds, f"an index among {kinds}", self.index, "Leave it at 'auto'.")
+        require(1 <= self.dims <= 1024, "dims in 1 … 1024", self.dims, "Leave it at 64.")
+        require(most >= 0, "max_vectors of at least 0", most, "Give 0 to keep all positions.")
+        shorter = 0 <= self.overlap < self.window
+        require(shorter, "an overlap shorter than the window", self.overlap, "Leave both at their defaults.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,14 +346,11 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if isinstance(self.dense, dict):  # read back from a plan
             object.__setattr__(self, "dense", DenseConfig(**self.dense))
-        if self.dense is not None and self.index == "ngram":
-            raise ConfigError("an index that keeps the text", "'ngram' with a dense index", "Leave index at 'both'.")
-        if self.index not in ("both", "exact", "ngram"):
-            raise ConfigError("index to be 'both', 'exact' or 'ngram'", repr(self.index), "Leave it at 'both'.")
-        if not 1 <= self.segment_tokens <= 1 << 30:
-            raise ConfigError("segment_tokens in 1 … 2^30", repr(self.segment_tokens), "Leave it at its default.")
-        if not 1 <= self.ngram_orders <= 5:
-            raise ConfigError("ngram_orders in 1 … 5", repr(self.ngram_orders), "Leave it at its default.")
+        kinds, size, orders = ("both", "exact", "ngram"), self.segment_tokens, self.ngram_orders
+        keeps_text = self.dense is None or self.index != "ngram"
+        require(keeps_text, "an index that keeps the text, for dense keys", self.index, "Leave index at 'both'.")
+        require(self.index in kinds, f"index to be one of {kinds}", self.index, "Leave it at 'both'.")
+        require(1 <= size <= 1 << 30, "segment_tokens in 1 … 2^30", size, "Leave it at its default.")
+        require(1 <= orders <= 5, "ngram_orders in 1 … 5", orders, "Leave it at its default.")
         for name in ("ngram_successors", "document_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of at least 1", repr(getattr(self, name)), "Give a positive number.")
+            require(getattr(self, name) >= 1, f"{name} of at least 1", getattr(self, name), "Give a positive number.")

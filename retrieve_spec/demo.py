@@ -21,8 +21,8 @@ from rich.text import Text
 from retrieve_spec._version import __version__
 from retrieve_spec.bench.workloads import Prompt, builtin, loops
 from retrieve_spec.cli_common import WholeRange, compiling_shown
+from retrieve_spec.config import cache_dir
 from retrieve_spec.errors import StoreError
-from retrieve_spec.paths import cache_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ SEEN_FILES = 8
 
 @dataclass
 class Pane:
-    """What one runner has generated for one file.
+    """What one runner has generated for one file: a transformers streamer, whose text is decoded when it is drawn.
 
     Attributes
     ----------
@@ -50,6 +50,8 @@ class Pane:
         Time since the generation began.
     passes, accepted
         Forward passes and accepted draft tokens by source, when it is done.
+    began
+        When the generation began.
     """
 
     title: str
@@ -57,11 +59,22 @@ class Pane:
     seconds: float = 0.0
     passes: int = 0
     accepted: dict[str, int] = field(default_factory=dict)
+    began: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         """New tokens by time so far."""
         return len(self.token_ids) / max(self.seconds, 1e-9)
+
+    def put(self, value: Any) -> None:
+        """Take new token ids; the first call brings the prompt."""
+        if self.seconds:
+            self.token_ids += value.flatten().tolist()
+        self.end()
+
+    def end(self) -> None:
+        """Stop the clock."""
+        self.seconds = time.perf_counter() - self.began
 
     def panel(self, tokenizer: PreTrainedTokenizerBase) -> Panel:
         """The end of the text under its figures."""
@@ -69,24 +82,6 @@ class Pane:
         lines = text.expandtabs(4).split("\n")[-ROWS:]
         title = f"{self.title}: {len(self.token_ids)} tokens, {self.tokens_per_second:.0f}/s"
         return Panel(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), title=title, height=ROWS + 2)
-
-
-class PaneStreamer:
-    """A transformers streamer that fills a pane; its text is decoded when the pane is drawn."""
-
-    def __init__(self, pane: Pane) -> None:
-        self.pane, self.prompt_seen, self.began = pane, False, time.perf_counter()
-
-    def put(self, value: Any) -> None:
-        """Take new token ids; the first call brings the prompt."""
-        if self.prompt_seen:
-            self.pane.token_ids += value.flatten().tolist()
-            self.pane.seconds = time.perf_counter() - self.began
-        self.prompt_seen = True
-
-    def end(self) -> None:
-        """Stop the clock."""
-        self.pane.seconds = time.perf_counter() - self.began
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +128,8 @@ def race(
 
     with Live(get_renderable=frame, console=console, refresh_per_second=12) as live:
         for runner, pane in zip(runners, panes, strict=True):
-            runner.generate(tokenizer, prompt, new_tokens, PaneStreamer(pane))
+            pane.began = time.perf_counter()
+            runner.generate(tokenizer, prompt, new_tokens, pane)
             pane.passes = len(pane.token_ids)
             if runner.accelerated:
                 report = runner.model.speculation.last

@@ -62,6 +62,12 @@ class ConfigError(RetrieveSpecError, ValueError):
     """An option has a value outside its range, or options contradict each other."""
 
 
+def require(right: bool, expected: str, got: object, remedy: str) -> None:
+    """Refuse an option's value with `ConfigError`, whose `got` is its `repr`, unless it is right."""
+    if not right:
+        raise ConfigError(expected, repr(got)[:60], remedy)
+
+
 class UnknownPresetError(ConfigError):
     """`draft=` names no preset."""
 

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieve_spec.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from retrieve_spec.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, in_a_line, require
 from retrieve_spec.openmp import survive_forks
 
 if TYPE_CHECKING:
@@ -89,17 +89,18 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, KeyError) as error:
-        raise _not_found(name, error) from error
+        got = in_a_line(error).rstrip(".")
+        raise ModelNotFoundError(f"to load model and tokenizer {name!r}", got, HUB_REMEDY) from error
     except ValueError as error:
         raise UnsupportedModelError(
-            f"to load {name!r} as a causal language model", _first_line(error), "Give another checkpoint."
+            f"to load {name!r} as a causal language model", in_a_line(error), "Give another checkpoint."
         ) from error
 
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:
     """Where to load from, and with which options of `from_pretrained`."""
-    if not isinstance(name, str | os.PathLike):
-        raise ConfigError("the name of a model", repr(name)[:60], "Give 'reference', a folder or a hub id.")
+    named = isinstance(name, str | os.PathLike)
+    require(named, "the name of a model", name, "Give 'reference', a folder or a hub id.")
     name = os.fspath(name)
     if name == REFERENCE:
         return str(reference_path()), {"local_files_only": True}
@@ -133,7 +134,7 @@ def copy_if_silent(name: str, file: str) -> Path | None:
             get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
             return None
         except Exception as error:  # of whichever HTTP client the hub's library has
-            why = f"{constants.ENDPOINT} does not answer ({_first_line(error)})"
+            why = f"{constants.ENDPOINT} does not answer ({in_a_line(error)})"
     copy = try_to_load_from_cache(name, file)
     if not isinstance(copy, str):
         got = f"{why}, and there is no copy on this machine"
@@ -179,17 +180,7 @@ def _device(device: str) -> torch.device:
 def _dtype(dtype: str, name: str, device: torch.device) -> torch.dtype | str:
     import torch
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"a dtype among {', '.join(DTYPES)}", repr(dtype), "Leave it at 'auto'.")
+    require(dtype in DTYPES, f"a dtype among {', '.join(DTYPES)}", dtype, "Leave it at 'auto'.")
     if dtype == "auto":
         return torch.float32 if name == REFERENCE and device.type == "cpu" else "auto"
     return getattr(torch, dtype)  # type: ignore[no-any-return]
-
-
-def _not_found(name: str, error: Exception) -> ModelNotFoundError:
-    return ModelNotFoundError(f"to load model and tokenizer {name!r}", _first_line(error), HUB_REMEDY)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from filelock import FileLock
 
+from retrieve_spec.config import cache_dir
 from retrieve_spec.datastore.files import FileEntry, open_regular
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
@@ -36,7 +37,6 @@ from retrieve_spec.datastore.manifest import (
     write_manifest,
 )
 from retrieve_spec.errors import BuildError, RetrieveSpecError, StoreCorruptError, StoreLockedError, StoreNotFoundError
-from retrieve_spec.paths import cache_dir
 
 
 @contextmanager

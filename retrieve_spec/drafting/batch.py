@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 NO_COST = np.empty(0, np.float32)
-_NO_TOKENS = np.empty(0, np.int32)
 _ANY_TOKEN = 1 << 31
 _FIRST_SAID = 1024
 
@@ -96,16 +95,12 @@ class BatchRow(MixtureDrafter):
         self._catch_up()
 
     def finish(self, keep: bool = True) -> None:
-        """End the request and forget its text; with `keep`, session and phrases learn what was generated."""
+        """End the request; with `keep`, session and phrases learn what was generated."""
         self._collect()
         self._catch_up()
         if not keep:
             self._history = []
         super().finish()
-        session, use = self.session, self._use
-        self.session = None  # meanwhile it may exchange its automata: one at rest does not hold them
-        super().start(_NO_TOKENS)
-        self.session, self._use = session, use
 
 
 class RequestDiverged(Exception):

@@ -4,45 +4,171 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from time import perf_counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
+from retrieve_spec.config import AUTO, SpeculationConfig
+from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import ConfigError, PromptError, in_a_line
-from retrieve_spec.integrations.options import prediction_of
 from retrieve_spec.integrations.serving import ServingDrafter, Shape
 
 logger = logging.getLogger(__name__)
-_SAVE_EVERY = 30.0
-"""Seconds between two times that what was learned is written, where requests have ended."""
+DRAFT, KEEP, PREDICTION = "retrieve_spec_draft", "retrieve_spec_keep", "retrieve_spec_prediction"
+"""What a request may say."""
+_NO = frozenset({"", "0", "false", "no", "off"})
+"""What a wish that is given as text says no with."""
 _MOST_FAILURES = 3
-_LONG = 4096
-"""Tokens from which on a text is taken in while the engine goes on: a millisecond for every three thousand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user of an engine may say.
+
+    Attributes
+    ----------
+    datastores
+        Folders or addresses of stores to draft from, or open ones; they must belong to the model's tokenizer.
+    session
+        Draft from the answers of earlier requests, whoever asked.
+    session_tokens
+        Bound of the session's memory, in tokens.
+    phrases
+        `"auto"` drafts what follows one or two tokens in the answers of several requests; `"off"` does not.
+    state
+        Folder in which what was learned is kept between runs; None keeps it in memory.
+    min_path_probability
+        A token whose path is less probable is not drafted.
+    any_version
+        Also run with a version of the engine that was never tested.
+    """
+
+    datastores: Sequence[Datastore | str | os.PathLike[str]] | str | os.PathLike[str] = ()
+    session: bool = False
+    session_tokens: int = SpeculationConfig().session_tokens
+    phrases: str = AUTO
+    state: str | os.PathLike[str] | None = None
+    min_path_probability: float = 0.05
+    any_version: bool = False
+
+    @classmethod
+    def of(cls, given: Any, place: str, **defaults: Any) -> Options:
+        """Options from what a user wrote.
+
+        Parameters
+        ----------
+        given
+            A dictionary of options.
+        place
+            Where that was written, for the message.
+        **defaults
+            Values of an engine that differ from those of the class.
+
+        Raises
+        ------
+        ConfigError
+            It is no dictionary of known options.
+        """
+        known = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(known):
+            got = repr(sorted(given)) if isinstance(given, Mapping) else repr(given)
+            raise ConfigError(f"options of {place}", got, f"Use {', '.join(known)}.")
+        return cls(**{**defaults, **given})
+
+    def check_version(self, engine: str, packages: tuple[str, ...], tested: tuple[str, ...], remedy: str) -> None:
+        """Refuse a version of an engine that was never tested, but for `any_version`.
+
+        Parameters
+        ----------
+        engine
+            Its name.
+        packages
+            Distributions that it may come in.
+        tested
+            Versions that the tests run with; their patch releases count as they do.
+        remedy
+            What the user can do.
+
+        Raises
+        ------
+        ConfigError
+            It is another version, or none is installed.
+        """
+        found = "none"
+        for package in packages:
+            with suppress(PackageNotFoundError):
+                found = version(package)
+        if not self.any_version and not any(found == known or found.startswith(f"{known}.") for known in tested):
+            raise ConfigError(f"{engine} {' or '.join(tested)}", found, remedy)
 
 
 class Hosted:
     """What engines that others wrote do around a drafter: count failures, begin and end requests, keep what it learned.
 
+    The kernels that drafts need are compiled, and what was learned is written at exit; engines that are killed have
+    written it every half minute.
+
     Parameters
     ----------
-    drafter
-        What drafts.
+    options
+        Of the user.
+    shape
+        Of the drafts.
+    tokenizer
+        Makes the model's tokenizer; called where stores are to be checked against it, or a text is to be encoded.
+    vocabulary
+        Tokens of the model, if that is known.
+    replica
+        Number of this copy of the model where there are several: each keeps its own state.
 
     Attributes
     ----------
+    drafter
+        What drafts.
     failures
         Steps in which drafting failed, and was left out.
+
+    Raises
+    ------
+    ConfigError
+        An option has a value outside its range, or the state folder cannot be made.
+    StoreError, TokenizerMismatchError
+        A store cannot be opened, or belongs to another tokenizer.
     """
 
-    def __init__(self, drafter: ServingDrafter) -> None:
-        self.drafter = drafter
+    def __init__(
+        self,
+        options: Options,
+        shape: Shape,
+        tokenizer: Callable[[], Any] = lambda: None,
+        vocabulary: int | None = None,
+        replica: int | None = None,
+    ) -> None:
+        config = SpeculationConfig(
+            session=options.session,
+            session_tokens=options.session_tokens,
+            phrases=options.phrases,  # type: ignore[arg-type]
+            min_path_probability=options.min_path_probability,
+        )
+        state = None if options.state is None else Path(options.state)
+        if state is not None and replica is not None:
+            state /= f"replica{replica}"
+        given = options.datastores
+        stores = [given] if isinstance(given, str | os.PathLike) else given
+        known = tokenizer() if stores else None
+        opened = [one if isinstance(one, Datastore) else open_datastore(one, tokenizer=known) for one in stores]
+        self.drafter = ServingDrafter(config, datastores=opened, vocabulary=vocabulary, state=state)
         self.failures = 0
-        self._saved = perf_counter()
-        self._beside: ThreadPoolExecutor | None = None
+        self._tokenizer = tokenizer
+        self.drafter.prepare([shape])
+        atexit.register(call_if_alive, weakref.WeakMethod(self.drafter.save))
 
     @property
     def is_off(self) -> bool:
@@ -55,75 +181,55 @@ class Hosted:
         logger.exception("drafting failed, %s", "and is off from now on" if self.is_off else "this step goes without")
         self.drafter.abandon()
 
-    def ready(self, shape: Shape) -> None:
-        """Compile the kernels that drafts of a shape need, and see to it that what was learned is written at exit."""
-        self.drafter.prepare([shape])
-        atexit.register(_save, weakref.ref(self.drafter))
-
-    def begin(
-        self,
-        name: str,
-        text: NDArray[Any],
-        prompt: int,
-        wishes: Mapping[str, Any],
-        tokenizer: Callable[[], Any],
-        sampled: bool,
-    ) -> bool:
+    def begin(self, name: str, prompt: NDArray[Any], wishes: Mapping[str, Any], sampled: bool) -> bool:
         """Begin a request; False, and a warning, where what it asks for cannot be: it then goes without drafts.
 
         Parameters
         ----------
         name
             What it is called.
-        text
-            (L,) token ids, prompt and answer so far.
         prompt
-            How many of them are the prompt.
+            (L,) token ids.
         wishes
             What the request says of drafting.
-        tokenizer
-            Makes the model's tokenizer; called where the expected text is to be encoded.
         sampled
             Whether its tokens are sampled.
         """
         try:
-            prediction = prediction_of(wishes, tokenizer)
-            self.drafter.start(name, text[:prompt], prediction_ids=prediction, sampled=sampled)
-            self.drafter.feed(name, text[prompt:])
+            self.drafter.start(name, prompt, prediction_ids=self._prediction(wishes.get(PREDICTION)), sampled=sampled)
         except (ConfigError, PromptError) as error:
             logger.warning("a request goes without drafts: %s", in_a_line(error))
-            self.end(name, keep=False)
             return False
         return True
 
-    def begin_beside(self, name: str, text: NDArray[Any], *rest: Any) -> Future[bool]:
-        """`begin`, on another thread where the text is long, so that no step of the engine waits for it."""
-        if len(text) < _LONG:
-            done: Future[bool] = Future()
-            done.set_result(self.begin(name, text, *rest))
-            return done
-        if self._beside is None:
-            self._beside = ThreadPoolExecutor(1, "retrieve-spec-begin")
-        return self._beside.submit(self.begin, name, text.copy(), *rest)
+    def _prediction(self, wanted: Any) -> list[int] | None:
+        """Tokens of the text that a request expects its answer to repeat: a text or token ids, if it says one."""
+        if not wanted:
+            return None
+        if isinstance(wanted, str):
+            wanted = self._tokenizer()(wanted, add_special_tokens=False)["input_ids"]
+        if isinstance(wanted, (list, tuple)) and all(isinstance(one, int) for one in wanted):
+            return list(wanted)
+        raise PromptError(f"a text or token ids as {PREDICTION}", repr(wanted)[:80], "Leave it out.")
 
     def end(self, name: str, keep: bool) -> None:
         """End a request, if it was begun; with `keep`, session and phrases learn its answer."""
         if name in self.drafter:
             self.drafter.finish(name, keep=keep)
 
-    def save_now_and_then(self) -> None:
-        """Write what was learned, if that was not done for a while; to be called when requests have ended."""
-        if perf_counter() - self._saved > _SAVE_EVERY:
-            self.drafter.save()
-            self._saved = perf_counter()
-
     def statistics(self) -> dict[str, float]:
         """See `ServingDrafter.statistics`; `failures` are steps in which drafting failed, and was left out."""
         return {**self.drafter.statistics(), "failures": self.failures}
 
 
-def _save(drafter: weakref.ref[ServingDrafter]) -> None:
-    """Write at exit what was learned; engines that are killed have written it every half minute."""
-    known = drafter()
+def wished(wishes: Mapping[str, Any], name: str) -> bool:
+    """Whether a request wants something, as it does by default; texts count as they read."""
+    wish = wishes.get(name, True)
+    return wish.strip().lower() not in _NO if isinstance(wish, str) else bool(wish)
+
+
+def call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call at exit a method of what is still there."""
+    known = method()
     if known is not None:
-        known.save()
+        known()

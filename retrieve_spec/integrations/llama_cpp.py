@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
 from retrieve_spec.datastore.store import Datastore
-from retrieve_spec.errors import ConfigError, TokenizerMismatchError
-from retrieve_spec.integrations.hosted import Hosted
-from retrieve_spec.integrations.options import Options
+from retrieve_spec.errors import ConfigError, TokenizerMismatchError, require
+from retrieve_spec.integrations.hosted import Hosted, Options, call_if_alive
 
 logger = logging.getLogger(__name__)
 _SAMPLE, _LEAST_ALIKE = 1024, 0.98
@@ -100,22 +99,19 @@ class DraftModel:
         state: str | os.PathLike[str] | None = None,
         min_path_probability: float = 0.05,
     ) -> None:
-        if not 1 <= num_pred_tokens <= MAX_NODES:
-            raise ConfigError(f"num_pred_tokens from 1 to {MAX_NODES}", repr(num_pred_tokens), "16 is the default.")
-        stores = (datastores,) if isinstance(datastores, str | os.PathLike) else tuple(datastores)
-        options = Options(stores, session, session_tokens, phrases, state, min_path_probability)
-        self.drafter = options.drafter(lambda: None, None)
+        right = 1 <= num_pred_tokens <= MAX_NODES
+        require(right, f"num_pred_tokens from 1 to {MAX_NODES}", num_pred_tokens, "16 is the default.")
+        options = Options(datastores, session, session_tokens, phrases, state, min_path_probability)
+        self._hosted = Hosted(options, "chain")
+        self.drafter = self._hosted.drafter
         self._most = num_pred_tokens
         self._texts: weakref.WeakKeyDictionary[Any, _Text] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Any, _Llama] = weakref.WeakKeyDictionary()
-        self._names: dict[str, None] = {}  # requests under way, in the order they were begun
         self._begun = 0
         self._expected: NDArray[Any] | Many[int] | None = None
         self._last: _Text | None = None
         self._lock = threading.RLock()
-        self._hosted = Hosted(self.drafter)
-        self.drafter.prepare(["chain"])
-        atexit.register(_close, weakref.ref(self))
+        atexit.register(call_if_alive, weakref.WeakMethod(self.close))
 
     def __call__(self, input_ids: NDArray[np.intc], /, **kwargs: Any) -> NDArray[np.intc]:
         """Draft what follows a text.
@@ -151,7 +147,6 @@ class DraftModel:
             except Exception:  # a text goes on without drafts rather than not at all
                 self._hosted.failed()
                 self._texts.clear()
-                self._names.clear()
                 return _NO_DRAFT
 
     def expect(self, token_ids: NDArray[Any] | Many[int] | None) -> None:
@@ -182,7 +177,12 @@ class DraftModel:
 
     def _draft(self, owner: Any, ids: NDArray[np.int32], sampled: bool, known: _Llama, came: float) -> NDArray[np.intc]:
         text = self._texts.get(owner)
-        if text is not None and text.sampled == sampled and _goes_on(text, ids):
+        if (
+            text is not None
+            and text.sampled == sampled
+            and 0 <= len(ids) - len(text.ids) <= text.drafted + 1
+            and (ids[: len(text.ids)] == text.ids).all()
+        ):
             if self._last is text and len(ids) > len(text.ids):
                 self.drafter.measured(max(came - text.answered, 1e-9))
             self.drafter.feed(text.name, ids[len(text.ids) :])
@@ -203,19 +203,15 @@ class DraftModel:
         expected, self._expected = self._expected, None
         read = max(len(ids) - 1, 1)  # the last token is the model's first
         self.drafter.start(name, ids[:read], prediction_ids=expected, sampled=sampled)
-        self._names[name] = None
         self.drafter.feed(name, ids[read:])
         return _Text(name, ids, sampled)
 
     def _end_others(self) -> None:
         """End requests whose text is no longer under way, also those of a `Llama` that is gone."""
         kept = {text.name for text in self._texts.values()}
-        gone = [name for name in self._names if name not in kept]
-        for name in gone:
-            del self._names[name]
-            self.drafter.finish(name)
-        if gone:
-            self._hosted.save_now_and_then()
+        for name in self.drafter:
+            if name not in kept:
+                self.drafter.finish(name)
 
     def _meet(self, llama: Any) -> _Llama:
         """What is known of who asks, looked at once."""
@@ -250,12 +246,6 @@ def _who_generates() -> tuple[Any, Any]:
     return None, {}
 
 
-def _goes_on(text: _Text, ids: NDArray[np.int32]) -> bool:
-    """Whether ids are those of a text and at most what its last draft can have brought."""
-    more = len(ids) - len(text.ids)
-    return 0 <= more <= text.drafted + 1 and bool((ids[: len(text.ids)] == text.ids).all())
-
-
 def _check_logits(llama: Any) -> None:
     """Refuse a `Llama` that has room for the logits of one batch only.
 
@@ -284,9 +274,3 @@ def _check_tokenizer(store: Datastore, llama: Any) -> None:
             f"{store.path}, of whose tokens {1 - alike / seen:.0%} stand for another text",
             f"Build it again with the model's tokenizer, or convert it with `retrieve-spec retokenize {store.path}`.",
         )
-
-
-def _close(draft_model: weakref.ref[DraftModel]) -> None:
-    known = draft_model()
-    if known is not None:
-        known.close()

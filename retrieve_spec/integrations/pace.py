@@ -13,9 +13,6 @@ from retrieve_spec.engine.cost import CostModel, Costs
 
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
-_FIRST_LEARNED, _LEARNED_EVERY = 64, 4
-"""Steps with drafts over about as many rows that are all learned from; then one of four, as learning takes time, where
-drafts are so long that there is no doubt of them. The first ones may be slow, as where kernels are compiled beside."""
 _PATIENCE = 4
 """Looks in a row which find nothing that pays, behind which steps rest: a few say little of the next one. Resting no
 sooner is worth one per cent for a lone sampled request."""
@@ -27,14 +24,11 @@ many at most. A few slow steps, as there are beside other work, would else be be
 
 @dataclass(slots=True)
 class _Rows:
-    """Steps over about as many rows: what they cost, as a curve too, up to a length of context, if nothing was learned
-    since; how many had drafts, how many none, and how many since then; nodes that the last look found to pay; looks
-    since one that was hopeful, how many there are between two, and what these divide the cost of nodes by."""
+    """Steps over about as many rows: what they cost; how many had no drafts, and how many had some since then; nodes
+    that the last look found to pay; looks since one that was hopeful, how many there are between two, and what these
+    divide the cost of nodes by."""
 
     cost: CostModel
-    curve: NDArray[np.float32] | None = None
-    longest: int = 0
-    drafted: int = 0
     plain: int = 0
     since: int = 0
     nodes: int = 0
@@ -48,13 +42,12 @@ class Pace:
 
     Steps in which tokens are sampled are apart: vLLM goes through the whole vocabulary for each of them. An engine may
     take another way as soon as one row has a draft, so steps without any are measured too: they are taken now and then
-    where none were seen. Steps over as many rows as the last one find all at hand.
+    where none were seen.
     """
 
     def __init__(self) -> None:
         self._costs = Costs(), Costs()
         self._rows: dict[tuple[int, bool], _Rows] = {}
-        self._now: tuple[int, bool, _Rows] = 0, False, _Rows(CostModel())
         self._step: tuple[_Rows, int, int] | None = None
         self._backoff = Backoff(patience=_PATIENCE)
         self._hopes = False
@@ -64,38 +57,24 @@ class Pace:
         if self._step is None:
             return
         (known, nodes, context), self._step = self._step, None
-        if nodes == 0:
-            known.plain += 1
-            known.since = 0
-        else:
-            known.drafted += 1
-            known.since += 1
-            steady = nodes > 2 * self._now[0]
-            if steady and known.drafted > _FIRST_LEARNED and known.drafted % _LEARNED_EVERY:
-                return
+        known.plain += nodes == 0
+        known.since = known.since + 1 if nodes else 0
         known.cost.observe(nodes, context, seconds)
-        known.curve = None
 
     def curve(self, rows: int, context: int, sampled: bool = False) -> NDArray[np.float32] | None:
         """(MAX_NODES + 1,) seconds of a step over so many rows and 0 … n nodes, None while nothing is measured."""
         known = self._of(rows, sampled)
-        if known.curve is None or context > known.longest or context <= known.longest // 2:
-            known.longest = 1 << max(context - 1, 1).bit_length()  # as far as contexts are taken together
-            known.curve = known.cost.seconds(context, MAX_NODES) if known.cost.measured else None
         self._hopes = False
-        if known.curve is None:
+        if not known.cost.measured:
             return None
+        curve = known.cost.seconds(context, MAX_NODES)
+        known.looks += 1
         if known.nodes >= rows or rows == 1:
             known.looks, known.patience = 0, _HOPE_EVERY
-            return known.curve
-        known.looks += 1
-        return known.curve if known.looks < known.patience else self._hopeful(known, known.curve)
-
-    def _hopeful(self, known: _Rows, curve: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The curve if nodes cost less than they seem to."""
-        known.looks, self._hopes = 0, True
-        hopeful: NDArray[np.float32] = curve[0] + (curve - curve[0]) / np.float32(known.hope)
-        return hopeful
+        elif known.looks >= known.patience:  # the curve if nodes cost less than they seem to
+            known.looks, self._hopes = 0, True
+            curve = curve[0] + (curve - curve[0]) / np.float32(known.hope)
+        return curve
 
     def goes_without(self, rows: int, sampled: bool = False) -> bool:
         """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
@@ -116,12 +95,7 @@ class Pace:
         self._step = known, nodes, context
 
     def _of(self, rows: int, sampled: bool) -> _Rows:
-        last, as_last, known = self._now
-        if rows == last and sampled == as_last:
-            return known
         bucket = 1 << (rows - 1).bit_length()
         if (bucket, sampled) not in self._rows:
             self._rows[bucket, sampled] = _Rows(self._costs[sampled].of(bucket))
-        known = self._rows[bucket, sampled]
-        self._now = rows, sampled, known
-        return known
+        return self._rows[bucket, sampled]

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.batch import NO_COST, Slots, plan_of
-from retrieve_spec.drafting.drafter import Budget
+from retrieve_spec.drafting.batch import NO_COST, BatchRow, Slots, plan_of
+from retrieve_spec.drafting.calibration import Calibration, kept_calibration
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.integrations.pace import Pace
-from retrieve_spec.integrations.requests import NOTHING, Request, Requests, each_of
-from retrieve_spec.integrations.state import SAMPLED
 from retrieve_spec.kernels.batch import CONTEXT, DEEPEST, STEPS
-from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.kernels.treemask import find_child
+from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
+from retrieve_spec.sources.session import SessionMemory, token_ids_of
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
+logger = logging.getLogger(__name__)
 Shape = Literal["chain", "tree"]
+GREEDY, SAMPLED = "greedy", "sampled"
+NOTHING = DraftTree()
+_SAVE_EVERY = 30.0
+"""Seconds between two times that what was learned is written, where requests end."""
 
 
-class ServingDrafter(Requests):
+@dataclass(slots=True)
+class Request:
+    """A request under way: its drafter, and what `ServingDrafter.draft` has last drafted for it."""
+
+    row: BatchRow
+    kind: str
+    tree: DraftTree = NOTHING
+
+
+class ServingDrafter:
     """Drafts for the requests of an engine that holds the model itself; any of its methods may be called by any thread.
 
     Each request has a text of its own, which is never drafted into another's unless there is a session. Stores,
@@ -43,13 +63,11 @@ class ServingDrafter(Requests):
         no meaning here. Hidden states and logits are not asked for, so neither dense indexes nor recycling are used.
     datastores
         Open stores to draft from.
-    session
-        Memory of earlier texts to draft from and add to; None for one of its own if `config.session`, else none.
     vocabulary
         Tokens of the model: what has another number is never drafted. None: anything may be.
     state
         Folder in which calibration, phrases and the session are kept between runs, one for each model; made when there
-        is none.
+        is none. It is written when a request ends, but not for half a minute behind the last time.
 
     Raises
     ------
@@ -76,17 +94,34 @@ class ServingDrafter(Requests):
         config: SpeculationConfig | None = None,
         *,
         datastores: Many[Datastore] = (),
-        session: SessionMemory | None = None,
         vocabulary: int | None = None,
         state: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(config, datastores, session, state)
+        self.config = (config or SpeculationConfig()).with_options(dense="off", provenance=False)
+        self.datastores = list(datastores)
         self.vocabulary = vocabulary
+        self.session = SessionMemory(self.config.session_tokens) if self.config.session else None
+        self._folder = None if state is None else _open_folder(state)
+        self._calibrations = _load_calibrations(self._folder)
+        self._answers: AnswerMemory | None = None
+        if self._folder is not None and self.session is not None:
+            self._answers = _open_answers(self._folder / "session.bin", self.session.max_tokens)
+            self.session.keep_in(self._answers, self._answers.key(""))
+        self._saved = -float("inf")
+        self._requests: dict[str, Request] = {}
+        self._counts = dict.fromkeys(("requests", "steps", "rows", "drafted", "accepted", "emitted"), 0)
+        self._lock = threading.RLock()
         self._pace = Pace()
         self._seconds = 0.0
         self._plan = plan_of(MAX_NODES, vocabulary)
-        self._texts: object = None
+        self._slots: Slots | None = None
+        self._slots_of: tuple[object, object] = (None, None)
         self._samples = False
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the requests under way, in the order they were begun."""
+        with self._lock:
+            return iter(list(self._requests))
 
     def prepare(self, shapes: Many[Shape] = ("chain", "tree")) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it.
@@ -107,6 +142,97 @@ class ServingDrafter(Requests):
             if shape == "chain":
                 trial.step([shape], np.tile(text, 2)[None], np.array([15], np.int32), [0], [20], 4)
             trial.finish(shape)
+
+    def start(
+        self,
+        request: str,
+        prompt_ids: NDArray[Any] | Many[int],
+        *,
+        prediction_ids: NDArray[Any] | Many[int] | None = None,
+        sampled: bool = False,
+    ) -> None:
+        """Begin a request; other threads may go on with theirs while a long prompt is taken in.
+
+        Parameters
+        ----------
+        request
+            Its name, for all other methods.
+        prompt_ids
+            (L,) token ids, L ≥ 1.
+        prediction_ids
+            (P,) token ids of a text that the answer is expected to repeat, if there is one.
+        sampled
+            Whether its tokens are sampled; how far drafts can be trusted is learned apart.
+
+        Raises
+        ------
+        RequestError
+            A request of that name is under way.
+        PromptError
+            The prompt or the prediction is no sequence of token ids, or the prompt has none.
+        """
+        prompt = token_ids_of(prompt_ids, "a prompt")
+        prediction = None if prediction_ids is None else token_ids_of(prediction_ids, "a prediction")
+        if not len(prompt):
+            raise PromptError("a prompt of one token at least", "an empty one", "Start with what the model reads.")
+        kind = SAMPLED if sampled else GREEDY
+        with self._lock:
+            if request in self._requests:
+                raise RequestError("a request that is not under way", repr(request), "Finish it, or use another name.")
+        row = BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
+        row.start(prompt, prediction)  # takes a while where the prompt is long: others go on
+        with self._lock:
+            self._requests[request] = Request(row, kind)
+            self._slots = None
+            self._counts["requests"] += 1
+
+    def length(self, request: str) -> int:
+        """Tokens that a request has been given, the prompt included.
+
+        Raises
+        ------
+        RequestError
+            No request of that name is under way.
+        """
+        with self._lock:
+            return self._of(request).row.length
+
+    def feed(self, request: str, token_ids: NDArray[Any] | Many[int], *, verified: int | None = None) -> int:
+        """Give a request its next tokens: what was accepted of its draft, and what the model said next.
+
+        Parameters
+        ----------
+        token_ids
+            (n,) token ids behind those it has been given.
+        verified
+            How many nodes of the last draft, in order, the engine has verified; None for all, 0 where it took another
+            way. What was not verified says nothing about how far drafts can be trusted.
+
+        Returns
+        -------
+        int
+            How many of the tokens the draft had foreseen.
+
+        Raises
+        ------
+        RequestError
+            No request of that name is under way.
+        PromptError
+            These are no token ids.
+        """
+        emitted = token_ids_of(token_ids, "tokens")
+        with self._lock:
+            state = self._of(request)
+            if not len(emitted):
+                return 0
+            tree, state.tree = state.tree, NOTHING
+            if verified is not None and verified < len(tree):
+                tree = tree.first(verified)
+            path = _path_of(tree, emitted)
+            state.row.observe(VerifiedPass(tree, path, emitted))
+            self._counts["accepted"] += len(path)
+            self._counts["emitted"] += len(emitted)
+            return len(path)
 
     def draft(
         self,
@@ -145,10 +271,10 @@ class ServingDrafter(Requests):
             There is no such shape, or another number of limits than of requests.
         """
         began = perf_counter()
-        if shape not in ("chain", "tree"):
-            raise ConfigError("shape 'chain' or 'tree'", repr(shape), "Trees are for engines that verify branches.")
-        nodes = each_of(max_nodes, len(requests), "max_nodes")
-        depths = each_of(MAX_NODES if max_depth is None else max_depth, len(requests), "max_depth")
+        known = shape in ("chain", "tree")
+        require(known, "shape 'chain' or 'tree'", shape, "Trees are for engines that verify branches.")
+        nodes = _each_of(max_nodes, len(requests), "max_nodes")
+        depths = _each_of(MAX_NODES if max_depth is None else max_depth, len(requests), "max_depth")
         with self._lock:
             rows = self._each(requests)
             trees = self._draft(rows, nodes, depths, shape == "chain") if rows else []
@@ -206,7 +332,7 @@ class ServingDrafter(Requests):
         began = perf_counter()
         with self._lock:
             slots = self._slots
-            if slots is None or self._slots_of is not requests or self._texts is not texts:
+            if slots is None or self._slots_of[0] is not requests or self._slots_of[1] is not texts:
                 slots = self._fill_slots(requests, texts, lengths, places, longest, max_nodes)
             if any(lengths[place] > self._width for place in places):  # a kernel would read what lies behind
                 raise ConfigError(f"lengths up to {self._width}", f"{lengths[list(places)]}", "See `step`.")
@@ -237,18 +363,17 @@ class ServingDrafter(Requests):
 
         What compiled code will read is looked at here: it looks at nothing itself.
         """
-        if texts.dtype != np.int32 or texts.strides[1:] != (4,) or lengths.dtype != np.int32:
-            got = f"{texts.dtype} of shape {texts.shape} and {lengths.dtype}"
-            raise ConfigError("texts (rows, positions) and lengths in int32, rows without gaps", got, "Copy them so.")
-        if places and not 0 <= min(places) <= max(places) < min(len(texts), len(lengths)):
-            raise ConfigError(f"places below {min(len(texts), len(lengths))}", f"{list(places)}", "See `step`.")
-        if not len(requests) == len(places) == len(longest):
-            got = f"{len(places)} and {len(longest)}"
-            raise ConfigError(f"places and lengths for {len(requests)} requests", got, "See `step`.")
+        ours = texts.dtype == np.int32 == lengths.dtype and texts.strides[1:] == (4,)
+        got, most = (texts.dtype, texts.shape, lengths.dtype), min(len(texts), len(lengths))
+        require(ours, "texts (rows, positions) and lengths in int32, rows without gaps", got, "Copy them so.")
+        inside = all(0 <= place < most for place in places)
+        require(inside, f"places below {most}", list(places), "See `step`.")
+        each = len(requests) == len(places) == len(longest)
+        require(each, f"places and lengths for {len(requests)} requests", (len(places), len(longest)), "See `step`.")
         rows = self._each(requests)
         begin, stride = texts.__array_interface__["data"][0], texts.strides[0]
         self._slots = Slots([state.row for state in rows], [begin + stride * i for i in places], places, longest)
-        self._slots_of, self._texts, self._samples = requests, texts, _samples(rows)
+        self._slots_of, self._samples = (requests, texts), _samples(rows)
         self._width = texts.shape[1]
         self._plan[DEEPEST] = min(max_nodes, self.config.max_depth, MAX_NODES)
         return self._slots
@@ -290,21 +415,49 @@ class ServingDrafter(Requests):
         ConfigError
             No step takes that long.
         """
-        if not 0.0 < seconds < float("inf"):
-            raise ConfigError("seconds above 0", repr(seconds), "Measure from one draft to the next.")
+        require(0.0 < seconds < float("inf"), "seconds above 0", seconds, "Measure from one draft to the next.")
         with self._lock:
             self._pace.measured(seconds)
 
-    def follow(self, requests: Iterable[str] | None = None) -> None:
-        """Let drafters take in now what their requests were given; else the next `draft` does.
+    def finish(self, request: str, *, keep: bool = True) -> None:
+        """End a request and forget its text.
 
-        For an engine that has time for that while its model runs. `requests` that are not under way are left out.
+        Parameters
+        ----------
+        request
+            Its name, which is free afterwards.
+        keep
+            Let the session, if there is one, and the phrases learn from what was generated; False for a request that
+            was aborted, or that asked for it.
+
+        Raises
+        ------
+        RequestError
+            No request of that name is under way.
         """
         with self._lock:
-            asked = self._requests if requests is None else dict.fromkeys(requests)
-            for name in asked:
-                if name in self:
-                    self._requests[name].row.follow()
+            state = self._of(request)
+            del self._requests[request]
+            self._slots = None
+            state.row.finish(keep)
+            if perf_counter() - self._saved > _SAVE_EVERY:
+                self.save()
+
+    def abandon(self) -> None:
+        """End all requests at once; nothing is learned from them."""
+        with self._lock:
+            self._requests.clear()
+            self._slots = None
+
+    def save(self) -> None:
+        """Write to the state folder, if there is one, what was learned."""
+        with self._lock:
+            self._saved = perf_counter()
+            if self._folder is not None:
+                for calibration in self._calibrations.values():
+                    calibration.keep(at_once=True)
+            if self._answers is not None:
+                self._answers.keep(at_once=True)
 
     def statistics(self) -> dict[str, float]:
         """Counts since the beginning.
@@ -321,7 +474,67 @@ class ServingDrafter(Requests):
                 counts[name] += int(self._plan[column])
             return {**counts, "draft_seconds": self._seconds, "under_way": len(self._requests)}
 
+    def _of(self, request: str) -> Request:
+        state = self._requests.get(request)
+        if state is None:
+            raise RequestError("a request that is under way", repr(request), "Start it first.")
+        return state
+
+    def _each(self, requests: Many[str]) -> list[Request]:
+        """Requests under way; `RequestError` where one is not, or named twice."""
+        if len(set(requests)) < len(requests):
+            raise RequestError("each request once", f"{list(requests)}", "Ask for one draft of each.")
+        return [self._of(request) for request in requests]
+
 
 def _samples(requests: Many[Request]) -> bool:
     """Whether tokens of any of these are sampled."""
     return any(state.kind == SAMPLED for state in requests)
+
+
+def _each_of(value: int | Many[int], rows: int, name: str) -> list[int]:
+    """A limit for each of so many rows; `ConfigError` where there are others than that."""
+    values = [int(value)] * rows if isinstance(value, int | np.integer) else list(value)
+    require(len(values) == rows, f"{name} for {rows} requests", values, "Give one number, or one for each.")
+    return values
+
+
+def _path_of(tree: DraftTree, emitted: NDArray[np.int32]) -> NDArray[np.int32]:
+    """(a,) int32 nodes of the path of a tree that tokens (e,) took."""
+    path: list[int] = []
+    for token in emitted.tolist():
+        child = find_child(tree.parent, tree.token_ids, path[-1] if path else -1, token)
+        if child < 0:
+            break
+        path.append(child)
+    return np.array(path, np.int32)
+
+
+def _open_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder, made where there is none; `ConfigError` where it cannot be."""
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("a folder to keep state in", in_a_line(error), "Name a folder that can be written.") from None
+    return path
+
+
+def _load_calibrations(folder: Path | None) -> dict[str, Calibration]:
+    """Calibrations for greedy and for sampled text, which have their phrases in common; damaged ones start anew."""
+    found = {name: kept_calibration(None if folder is None else folder / f"{name}.npy") for name in (GREEDY, SAMPLED)}
+    most = max(found.values(), key=lambda calibration: calibration.phrases.requests)
+    for calibration in found.values():
+        calibration.phrases = most.phrases
+    return found
+
+
+def _open_answers(path: Path, session_tokens: int) -> AnswerMemory:
+    """Answers of earlier runs; a damaged file is logged and deleted, they are remembered anew."""
+    try:
+        return answers_by_scope(path, "", session_tokens)
+    except RetrieveSpecError as error:
+        logger.warning("the session starts anew: %s", in_a_line(error))
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return answers_by_scope(None if path.exists() else path, "", session_tokens)

@@ -16,7 +16,7 @@ import json
 import os
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.errors import ConfigError
-from retrieve_spec.integrations.hosted import Hosted
-from retrieve_spec.integrations.options import DRAFT, KEEP, Options, check_version, wished
-from retrieve_spec.integrations.serving import ServingDrafter, Shape
+from retrieve_spec.errors import ConfigError, require
+from retrieve_spec.integrations.hosted import DRAFT, KEEP, Hosted, Options, wished
+from retrieve_spec.integrations.serving import Shape
 
 TESTED = ("0.5.23",)
 """Versions of SGLang whose classes the tests know."""
@@ -80,8 +79,7 @@ def validate(server_args: Any) -> None:
     ConfigError
         This version of SGLang was never tested, an option is wrong, or arguments of the server cannot go together.
     """
-    if not options().any_version:
-        check_version("SGLang", ("sglang",), TESTED, _REMEDY)
+    options().check_version("SGLang", ("sglang",), TESTED, _REMEDY)
     corpus, device = server_args.speculative_ngram_external_corpus_path, server_args.device
     width, stages = server_args.speculative_num_draft_tokens, server_args.pp_size
     widths = f"--speculative-num-draft-tokens 2 … {MAX_NODES + 1}"
@@ -91,8 +89,7 @@ def validate(server_args: Any) -> None:
         (width is None or 2 <= width <= MAX_NODES + 1, widths, width, "12 is the default."),
         (stages == 1, "--pp-size 1", stages, "Use tensor or data parallelism."),
     ):
-        if not right:
-            raise ConfigError(expected, repr(got), remedy)
+        require(right, expected, got, remedy)
 
 
 def handle_server_args(algorithm: Any, server_args: Any) -> None:
@@ -163,15 +160,10 @@ class Drafting:
         self.ngram_corpus: Corpus = Corpus()
         if self._group.rank_in_group == 0:
             tokenizer = partial(_tokenizer_of, worker.target_worker)
-            drafter = options().drafter(tokenizer, int(worker.model_runner.model_config.vocab_size), parallel.dp_rank)
-            self.ngram_corpus = TreeCorpus(drafter, self._width, "tree" if worker.topk > 1 else "chain", tokenizer)
-
-    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """One step, as SGLang's; while prompts are read, their requests begin."""
-        reading = list(batch.reqs) if batch.forward_mode.is_extend() else []
-        result = super().forward_batch_generation(batch, *args, **kwargs)  # type: ignore[misc]
-        self.ngram_corpus.begin(reading)
-        return result
+            shape: Shape = "tree" if worker.topk > 1 else "chain"
+            vocabulary = int(worker.model_runner.model_config.vocab_size)
+            hosted = Hosted(options(), shape, tokenizer, vocabulary, parallel.dp_rank)
+            self.ngram_corpus = TreeCorpus(hosted, self._width, shape)
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Token ids (b · K,) and who looks at whom (b · K · K,), as the n-gram worker has them."""
@@ -179,7 +171,11 @@ class Drafting:
         if isinstance(self.ngram_corpus, TreeCorpus):
             drafted[:] = self.ngram_corpus.trees(batch.reqs, self._accepted_last(batch))
         if self._group.world_size > 1:
-            _tell(self._group, drafted)
+            import torch  # all ranks are to have the first one's drafts
+
+            torch.distributed.broadcast(
+                torch.from_numpy(drafted), src=self._group.first_rank, group=self._group.cpu_group
+            )
         token_ids, parent = drafted
         return token_ids.astype(np.int64).ravel(), mask_of(parent).astype(np.int64).ravel()
 
@@ -200,9 +196,6 @@ class Drafting:
 
 class Corpus:
     """What stands where SGLang's worker has its corpus of n-grams, on ranks that do not draft."""
-
-    def begin(self, requests: Many[Any]) -> None:
-        """Begin requests whose prompts are being read, so that their first draft does not wait for that."""
 
     def end_those_gone(self) -> None:
         """Forget the requests that have ended, were aborted or wait to be read again; write what was learned."""
@@ -237,33 +230,19 @@ class TreeCorpus(Corpus):
 
     Parameters
     ----------
-    drafter
+    hosted
         What drafts.
     width
         Nodes of each tree, the text's last token included.
     shape
         `"tree"`, or `"chain"` where the engine's attention takes no branches.
-    tokenizer
-        Makes the model's tokenizer; called where a request gives its prediction as a text.
     """
 
-    def __init__(self, drafter: ServingDrafter, width: int, shape: Shape, tokenizer: Callable[[], Any]) -> None:
-        self.drafter, self.width, self.shape, self._tokenizer = drafter, width, shape, tokenizer
+    def __init__(self, hosted: Hosted, width: int, shape: Shape) -> None:
+        self.width, self.shape = width, shape
         self._seen: dict[str, _Seen] = {}
-        self._hosted = Hosted(drafter)
-        self._hosted.ready(shape)
-        self.statistics = self._hosted.statistics
-
-    def begin(self, requests: Many[Any]) -> None:
-        """Begin requests."""
-        if requests and not self._hosted.is_off:
-            try:
-                self.end_those_gone()
-                for request in requests:
-                    if request.rid not in self._seen:
-                        self._take(request, ())
-            except Exception:
-                self._failed()
+        self._hosted = hosted
+        self.drafter, self.statistics = hosted.drafter, hosted.statistics
 
     def trees(self, requests: Many[Any], latest: Many[Many[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Draft what follows the texts of a batch.
@@ -287,17 +266,14 @@ class TreeCorpus(Corpus):
             try:
                 drafts = self._draft(requests, latest)
             except Exception:  # a request is answered without drafts rather than not at all
-                self._failed()
+                self._hosted.failed()
+                self._seen.clear()
         token_ids, parent = np.empty((2, len(requests), self.width), np.int32)
         for i, request in enumerate(requests):
             token_ids[i, 0] = (latest[i] or request.output_ids or request.origin_input_ids_unpadded)[-1]
             parent[i, 0] = -1
             _fill(token_ids[i], parent[i], drafts.get(i, DraftTree()))
         return token_ids, parent
-
-    def _failed(self) -> None:
-        self._hosted.failed()
-        self._seen.clear()
 
     def _draft(self, requests: Many[Any], latest: Many[Many[int]]) -> dict[int, DraftTree]:
         """Trees of those that may be drafted for, by their place in the batch."""
@@ -326,7 +302,7 @@ class TreeCorpus(Corpus):
             if drafts:
                 prompt = np.asarray(request.origin_input_ids_unpadded, np.int64)
                 sampled = request.sampling_params.top_k != 1  # how SGLang writes a temperature of 0
-                drafts = self._hosted.begin(request.rid, prompt, len(prompt), wishes, self._tokenizer, sampled)
+                drafts = self._hosted.begin(request.rid, prompt, wishes, sampled)
             seen = _Seen(weakref.ref(request), answer, drafts, wished(wishes, KEEP))
             self._seen[request.rid], behind = seen, [*answer, *latest]
         if seen.drafts:
@@ -336,7 +312,6 @@ class TreeCorpus(Corpus):
 
     def end_those_gone(self) -> None:
         """Forget the requests that have ended, were aborted or wait to be read again; write what was learned."""
-        before = len(self._seen)
         for name, seen in list(self._seen.items()):
             request = seen.request()
             ended = request is None or request.finished()
@@ -344,8 +319,6 @@ class TreeCorpus(Corpus):
                 self.drafter.feed(name, seen.answer[seen.written + len(seen.latest) :], verified=0)
             if ended or (request is not None and request.is_retracted):
                 self._forget(name, seen.keep and ended)
-        if len(self._seen) < before:
-            self._hosted.save_now_and_then()
 
     def _forget(self, name: str, keep: bool) -> None:
         self._seen.pop(name, None)
@@ -389,10 +362,3 @@ def _tokenizer_of(target: Any) -> Any:
     if target.tokenizer is None:
         raise ConfigError("the model's tokenizer", "--skip-tokenizer-init", "Leave that out.")
     return target.tokenizer
-
-
-def _tell(group: Any, drafted: NDArray[np.int32]) -> None:
-    """Give all ranks of a group the first one's drafts, in place."""
-    import torch
-
-    torch.distributed.broadcast(torch.from_numpy(drafted), src=group.first_rank, group=group.cpu_group)

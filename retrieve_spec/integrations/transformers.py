@@ -32,20 +32,10 @@ from retrieve_spec.verify.steps import capture
 
 FOLDER = str(Path(__file__).parent / "recipe")
 """Folder for `custom_generate=`, as a repository has it; what a model's own repository needs is the folder in it."""
-_KEPT = "_kept_by_custom_generate"
+_PREPARING = threading.Lock()
+"""Threads that call a model for the first time prepare it once."""
 _ONCE = frozenset(SpeculationConfig.__dataclass_fields__) - {"draft", "nodes"}
 """Options of a model rather than of a call, beside stores, drafter and config."""
-
-
-class _Kept:
-    """What a model was prepared with; a copy of the model has nothing of it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.given: dict[str, Any] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Nothing."""
 
 
 def generate(
@@ -104,25 +94,19 @@ def generate(
 def _prepare(model: Any, tokenizer: Any, given: dict[str, Any]) -> None:
     """Make what a model needs to be drafted for, where it was not made, or with other options."""
     given = {name: value for name, value in given.items() if value is not None}
-    kept = model.__dict__.setdefault(_KEPT, _Kept())
-    if kept is None:  # of a copy
-        kept = model.__dict__[_KEPT] = _Kept()
-    with kept.lock:
-        before = model.__dict__.get("generate")
-        if getattr(before, "__func__", None) is accelerated_generate and _is_prepared(model):
+    with _PREPARING:
+        before, speculation = model.__dict__.get("generate"), getattr(model, "speculation", None)
+        prepared = isinstance(speculation, Speculation)
+        if prepared and getattr(before, "__func__", None) is accelerated_generate:
             if given:
                 remedy = "Give them to accelerate, or call restore(model) first."
                 raise ConfigError("a model that is not accelerated", f"one, and {', '.join(given)}", remedy)
-        elif not _is_prepared(model) or (given and given != kept.given):
+        elif not prepared or (given and given != getattr(speculation, "prepared_with", None)):
             prepare(model, tokenizer, **given)
-            kept.given = given
+            model.speculation.prepared_with = given
         with suppress(AttributeError):  # a model's repository may have this as its generate: what is left to the
             if model.__dict__.get(BEFORE).func is generate:  # original is left to the class's
                 model.__dict__[BEFORE] = None
-
-
-def _is_prepared(model: Any) -> bool:
-    return isinstance(getattr(model, "speculation", None), Speculation)
 
 
 def _decode(model: Any, input_ids: Any, own: dict[str, Any], arguments: dict[str, Any]) -> Any:

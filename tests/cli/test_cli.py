@@ -59,21 +59,6 @@ def test_the_table_of_commands_says_what_each_command_says(group):
         assert command.get_short_help_str(200) == text
 
 
-def test_a_command_that_ran_by_itself_still_knows_the_short_help(capsys):
-    @click.command()
-    def alone():
-        """Alone."""
-
-    alone.main([], standalone_mode=False)
-    assert cli.with_help(cli.with_help(alone)).main(["-h"], standalone_mode=False) == 0
-    assert "-h, --help" in capsys.readouterr().out
-
-
-def test_unknown_command_is_wrong_usage(capsys):
-    assert cli.run(["fly"]) == 2
-    assert "No such command 'fly'" in capsys.readouterr().err
-
-
 def test_no_arguments_show_the_help(capsys):
     assert cli.run([]) in (0, 2)
     streams = capsys.readouterr()

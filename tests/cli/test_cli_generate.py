@@ -101,40 +101,6 @@ def test_a_model_folder_a_prompt_file_standard_input_and_a_dtype(capsys, tmp_pat
     assert piped["token_ids"] == own["token_ids"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "text"),
-    [
-        (["--prompt", ""], 1, "expected a prompt of at least one character"),
-        (["--prompt", "x", "--nodes", "-1"], 1, "expected nodes"),
-        (["--prompt", "x", "--nodes", "many"], 2, "neither 'auto' nor a whole number"),
-        (["--prompt", "x", "--draft", "sma"], 1, "'sma'"),
-        (["--prompt", "x", "--temperature", "-1"], 2, "--temperature"),
-        (["--prompt", "x", "--top-p", "0"], 2, "--top-p"),
-        (["--prompt", "x", "--max-new-tokens", "0"], 2, "--max-new-tokens"),
-        (["--prompt", "x", "--model", "/no/such/folder"], 1, "expected a model folder at '/no/such/folder'"),
-        (["--prompt", "x", "--model", "a/b/c"], 1, "expected a model folder"),
-        (["--prompt", "x", "--device", "abacus"], 1, "expected a device torch can use"),
-        (["--prompt", "x", "--store", "/no/such/store"], 1, "/no/such/store"),
-        (["--prompt-file", "/no/such/file"], 2, "/no/such/file"),
-        (["--prompt", "x", "--nodse", "3"], 2, "--nodes"),
-    ],
-)
-def test_bad_input_is_explained(words, code, text, capsys):
-    assert cli.run(["generate", *words]) == code
-    streams = capsys.readouterr()
-    assert text in streams.err
-    assert "Traceback" not in streams.err
-    assert streams.out == ""
-
-
-def test_prompts_given_twice_and_in_other_bytes_are_explained(capsys, tmp_path):
-    (tmp_path / "p").write_bytes(b"\xff\xfe")
-    assert cli.run(["generate", "--prompt", "x", "--prompt-file", str(tmp_path / "p")]) == 2
-    assert "just one of" in capsys.readouterr().err
-    assert cli.run(["generate", "--prompt-file", str(tmp_path / "p")]) == 1
-    assert "UTF-8" in capsys.readouterr().err
-
-
 def test_folders_that_hold_no_causal_model(capsys, tmp_path):
     from transformers import T5Config
 

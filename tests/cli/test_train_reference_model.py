@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 
 import pytest
@@ -41,20 +40,6 @@ def test_corpus_takes_permissive_unique_files_and_leaves_the_holdout_out(site):
     assert used["python-stdlib"]["chars"] > 0
     assert "viral" not in used
     assert "networkx" not in used
-
-
-def test_fill_in_the_middle_keeps_every_token_once():
-    ids = {token: 1000 + i for i, token in enumerate(script.SPECIAL_TOKENS)}
-    body = list(range(900))
-    parts = list(script.fill_in_the_middle([1000], body, ids, random.Random(3)))
-    assert sorted(t for part in parts for t in part if t < 1000) == body
-    holed = next(part for part in parts if ids["<|fim_middle|>"] in part)
-    at = [holed.index(ids[f"<|fim_{name}|>"]) for name in ("prefix", "suffix", "middle")]
-    assert at == sorted(at)
-    prefix, suffix, middle = holed[at[0] + 1 : at[1]], holed[at[1] + 1 : at[2]], holed[at[2] + 1 : -1]
-    window = prefix + middle + suffix
-    assert window == list(range(window[0], window[0] + len(window)))
-    assert len(middle) <= 128
 
 
 def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(site, tmp_path, monkeypatch):

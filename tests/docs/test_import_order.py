@@ -11,7 +11,7 @@ import retrieve_spec
 PACKAGE = Path(retrieve_spec.__file__).parent
 ORDER = [
     {"_version", "errors", "openmp"},
-    {"config", "paths", "model_layers", "reference_model"},
+    {"config", "model_layers", "reference_model"},
     {"kernels"},
     {"datastore"},
     {"sources"},
@@ -27,7 +27,7 @@ ORDER = [
     {"server", "bench", "integrations"},
     {"demo"},
     {"cli_generate", "cli_serve", "cli_store"},
-    {"cli_doctor", "cli_editor"},
+    {"cli_doctor"},
     {"cli"},
 ]
 """Rooms from the bottom up; those of one floor do not know each other."""

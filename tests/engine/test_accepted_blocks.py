@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from batch_rows import CHAINS, small_model
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import retrieve_spec as rs
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.tree import DraftTree
 
 MOST = 12
@@ -136,24 +135,6 @@ def test_a_text_ends_inside_a_block_where_it_ends(tokenizer: Any, recorded_pass:
         assert torch.equal(greedy(ours, ids, **options), greedy(plain, ids, **options)), name
 
 
-COUNTED: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 17}, {"min_length": LENGTH + 17},
-    {"forced_eos_token_id": 77}, {"exponential_decay_length_penalty": (6, 1.4)}, {"begin_suppress_tokens": [5, 9]},
-    {"repetition_penalty": 1.4, "min_new_tokens": 17, "no_repeat_ngram_size": 3},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("settings", COUNTED, ids=lambda settings: "-".join(settings))
-def test_rules_count_the_tokens_of_a_block(settings: dict[str, Any]) -> None:
-    plain, ours, drafter = pair()
-    ids = prompt_of()
-    settings = settings | {"eos_token_id": int(greedy(plain, ids)[0, LENGTH + 8])}
-    wanted = greedy(plain, ids, **settings)
-    for length in BLOCKS:
-        drafter.take(wanted[0], [length])
-        assert torch.equal(greedy(ours, ids, **settings), wanted), length
-
-
 WINDOWS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
     ("mistral", {"sliding_window": 8}),
@@ -207,82 +188,3 @@ def test_blocks_end_at_the_last_position(recorded_pass: str) -> None:
     for length in BLOCKS:
         drafter.take([*wanted[0].tolist(), *range(3, 30)], [length])
         assert torch.equal(greedy(ours, ids, 32 - LENGTH), wanted), length
-
-
-@pytest.mark.parametrize("rules", [{}, {"do_sample": True, "seed": 4, "temperature": 0.8, "top_k": 20}], ids=str)
-def test_log_probabilities_of_accepted_and_replaced_tokens(rules: dict[str, Any]) -> None:
-    _, ours, drafter = pair()
-    ids = prompt_of()
-    options = rules | {"return_dict_in_generate": True, "return_logprobs": True, "repetition_penalty": 1.1}
-    plain = greedy(ours, ids, **options, draft="off")
-    for length in BLOCKS:
-        drafter.take(plain.sequences[0], [length])
-        said = greedy(ours, ids, **options)
-        assert torch.equal(said.sequences, plain.sequences), length
-        for name in ("logprobs", "raw_logprobs"):
-            torch.testing.assert_close(getattr(said, name), getattr(plain, name), atol=2e-5, rtol=1e-4)
-
-
-def offers(model: Any, ids: torch.Tensor, **options: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """A text, and behind how many of its tokens which token was offered as the likeliest next one."""
-    seen: list[tuple[int, int]] = []
-    text = ids[0].tolist()
-
-    def watch(verified: VerifiedPass) -> None:
-        roots = np.flatnonzero(verified.tree.parent < 0)
-        if len(roots):
-            likeliest = roots[np.argmax(verified.tree.log_p[roots])]
-            seen.append((len(text), int(verified.tree.token_ids[likeliest])))
-        text.extend(verified.emitted.tolist())
-
-    for _ in rs.generate_stream(model, ids, on_pass=watch, max_new_tokens=60, do_sample=False, **options):
-        pass
-    return text, seen
-
-
-def test_a_refused_token_is_not_the_first_that_is_offered_there_again() -> None:
-    """Behind the same text: a session remembers what was said there, whatever was predicted."""
-    plain = small_model("llama")
-    ours = rs.accelerate(copy.deepcopy(plain), session=True, nodes=8)
-    ids = prompt_of()
-    wanted = greedy(plain, ids, 60)[0].tolist()
-    expected = [token if i % 4 else (token + 1) % VOCAB for i, token in enumerate(wanted[LENGTH:])]
-    text, first = offers(ours, ids, prediction=expected)
-    refused = {(at, token) for at, token in first if at < len(wanted) and wanted[at] != token}
-    assert text == wanted
-    assert len(refused) > 3
-    for _ in range(2):
-        text, again = offers(ours, ids)
-        assert text == wanted
-        assert again
-        assert not refused & set(again)
-
-
-def test_a_memory_full_of_other_texts_costs_nothing() -> None:
-    """A million tokens that others wrote: as many tokens are accepted, in as many passes."""
-    plain = small_model("llama", vocab_size=4000, max_position_embeddings=1024)
-    noise = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(3, 4000, (1, 40), generator=noise).repeat(1, 2) for _ in range(6)]
-    wanted = [greedy(plain, ids, 80) for ids in prompts]
-    found = []
-    for many in (0, 20):
-        ours = rs.accelerate(copy.deepcopy(plain), session=True, nodes=16)
-        words = 1.0 / np.arange(3, 4000)
-        drawn = np.random.default_rng(3).choice(np.arange(3, 4000), (many, 49_000), p=words / words.sum())
-        for text in drawn.astype(np.int32):
-            ours.speculation.session().remember(text)
-        passes = nodes = accepted = 0
-        for ids, text in zip(prompts, wanted, strict=True):
-            for given in (ids, text[:, :100]):
-                greedy(ours, given, 60)
-                last = ours.speculation.last
-                passes, nodes = passes + last.passes, nodes + last.nodes
-                accepted += last.new_tokens - last.passes
-            assert torch.equal(greedy(ours, ids, 80), text)
-        found.append((passes, nodes, accepted))
-        assert len(ours.speculation.session()) >= 49_000 * many
-    (passes, nodes, accepted), filled = found
-    assert accepted > 200
-    assert filled[2] >= 0.97 * accepted
-    assert filled[0] <= 1.03 * passes
-    assert filled[1] <= 1.03 * nodes

@@ -110,22 +110,6 @@ def test_narrow_prompts_become_int64(tiny: Any, prompt: torch.Tensor) -> None:
     assert same_accelerated(tiny, lambda: tiny.generate(prompt.int(), **GREEDY)).dtype == torch.int64
 
 
-def test_processors_and_streamers_record_no_gradients(tiny: Any, prompt: torch.Tensor) -> None:
-    def recorded() -> set[bool]:
-        seen: set[bool] = set()
-
-        def look(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            seen.add(torch.is_grad_enabled())
-            return scores
-
-        tiny.generate(prompt, logits_processor=[look], **GREEDY)
-        return seen
-
-    assert same_accelerated(tiny, recorded) == {False}
-    list(rs.generate_stream(tiny, prompt, max_new_tokens=3))
-    assert torch.is_grad_enabled()
-
-
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
 def test_a_generation_within_a_generation(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
     """A processor, a criterion and a streamer that ask the same model for tokens."""
@@ -159,18 +143,6 @@ def test_a_copy_can_be_accelerated_itself(tiny: Any, prompt: torch.Tensor) -> No
     assert twin.speculation.last.tokens_per_pass > 1
     rs.restore(twin)
     assert "generate" not in vars(twin)
-
-
-@pytest.mark.parametrize("recorded_pass", ["off", "always"])
-def test_another_attention_implementation_may_be_chosen_later(
-    tiny: Any, prompt: torch.Tensor, recorded_pass: Any
-) -> None:
-    expected = tiny.generate(prompt, **GREEDY)
-    accelerate(tiny, expected, recorded_pass=recorded_pass)
-    for name in ("eager", "sdpa"):
-        tiny.set_attn_implementation(name)
-        assert torch.equal(tiny.generate(prompt, **GREEDY), expected)
-        assert tiny.speculation.last.tokens_per_pass > 1
 
 
 def broken(model: Any, value: float, rows: slice) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -77,25 +76,6 @@ def test_output_stays_the_same_and_neighbours_are_found(model, prompt, stores, d
         assert getattr(verifier, "recorded", None) is None or verifier.recorded.layer == layer
     finally:
         rs.restore(model)
-
-
-def test_the_key_of_a_token_is_the_state_that_the_pass_hands_out(model, prompt, stores) -> None:
-    """With the store's own text as the prompt, the nearest neighbour is the same place, at similarity one."""
-    for layer, path in stores.items():
-        store = open_datastore(path)
-        rs.accelerate(model, datastores=[store], draft="dresd")
-        try:
-            drafter = model.speculation.drafter()
-            model.generate(prompt, do_sample=False, max_new_tokens=1)
-            near = drafter.indexes.search(drafter._hidden, 1)
-            segment = store.segments[int(near.segment[0])]
-            position = int(near.position[0])
-            assert near.similarity[0] == pytest.approx(1, abs=1e-3)
-            tail = segment.to_global[segment.tokens[position - 9 : position + 1]]
-            np.testing.assert_array_equal(tail, prompt[0, -10:].numpy())
-            assert drafter.wants_hidden == layer
-        finally:
-            rs.restore(model)
 
 
 def test_a_store_of_another_model_names_both_and_can_be_used_without_its_dense_index(prompt, stores) -> None:

@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
-from batch_rows import small_model
 
-import retrieve_spec as rs
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.cost import CostModel
-from retrieve_spec.engine.drafters import DrafterLease, Drafters
-from retrieve_spec.sources.session import loop_start
+from retrieve_spec.engine.drafters import DrafterLease
 
 PROMPT = np.array([4, 5, 6], np.int32)
 
@@ -80,33 +74,10 @@ def test_one_that_is_never_asked_takes_in_the_text_at_the_end() -> None:
     assert drafter.said == [("start", [4, 5, 6]), ("observe", [7, 8]), "finish"]
 
 
-def test_one_that_remembers_text_is_not_started_for_it() -> None:
-    class Remembers(Noted):
-        def remember(self, generated: Any) -> None:
-            self.said.append(("remember", generated.tolist()))
-
-    drafter = Remembers()
-    made = lent(drafter)
-    made.finish()
-    made.finish()
-    assert drafter.said == [("remember", [7, 8])]
-
-
 def test_who_may_not_wait_comes_at_the_start() -> None:
     drafter = Noted()
     lent(drafter, may_wait=False)
     assert drafter.said == [("start", [4, 5, 6]), ("observe", [7]), ("observe", [8])]
-
-
-def test_a_text_that_never_drafts_waits_for_nobody() -> None:
-    """As one whose verifier takes single steps: its drafter is not started."""
-    drafter = Noted()
-    made = DrafterLease(lambda: drafter, PROMPT, None, None, True)
-    made.wait()
-    assert not made.drafts
-    made.observe(seen(7), prompt=True)
-    made.finish()
-    assert drafter.said == []
 
 
 def test_one_that_was_interrupted_or_cannot_be_had_is_not_asked_again() -> None:
@@ -119,33 +90,3 @@ def test_one_that_was_interrupted_or_cannot_be_had_is_not_asked_again() -> None:
     refused = lent("drafting is off")
     assert len(ask(refused)) == 0 and not refused.drafts
     refused.finish()
-
-
-@pytest.mark.parametrize("packed", ["always", "off"])
-def test_many_rows_that_gain_nothing_lend_few_drafters(monkeypatch: pytest.MonkeyPatch, packed: str) -> None:
-    """A few rows are asked for drafts; what all of them wrote is remembered."""
-    model, at_once, most = small_model("llama"), [], []
-    ids = torch.tensor([[3 + (i * 37 + 11 * row) % 190 for i in range(7)] for row in range(24)])
-    mask = torch.ones_like(ids)
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-    plain = model.generate(ids, attention_mask=mask, **options)
-    rs.accelerate(model, recorded_pass=packed, session=True)
-    monkeypatch.setattr(CostModel, "seconds", lambda self, context, most: 1.0 + 9.0 * np.arange(most + 1, dtype="f4"))
-    lend, give_back = Drafters.lend, Drafters.give_back
-
-    def lending(self: Drafters, *given: Any, **named: Any) -> Any:
-        at_once.append(1)
-        most.append(len(at_once))
-        return lend(self, *given, **named)
-
-    def giving_back(self: Drafters, *given: Any, **named: Any) -> None:
-        at_once.pop()
-        give_back(self, *given, **named)
-
-    monkeypatch.setattr(Drafters, "lend", lending)
-    monkeypatch.setattr(Drafters, "give_back", giving_back)
-    assert torch.equal(model.generate(ids, attention_mask=mask, **options), plain)
-    assert max(most) <= 17  # eight, others after eight looks, and one at a time at the end
-    assert len(most) == 24 and not at_once
-    written = [row[: loop_start(row)].tolist() for row in plain[:, 7:].numpy()]
-    assert sorted(text.tolist() for text in model.speculation.session().texts) == sorted(written)

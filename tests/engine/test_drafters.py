@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import PRESETS
-from retrieve_spec.engine.drafters import KEPT, Drafters
-from retrieve_spec.sources.answers import RolloutMemory
+from retrieve_spec.engine.drafters import Drafters
 
 
 def lent(drafters: Drafters, count: int) -> list[Any]:
@@ -31,54 +27,6 @@ def test_sequences_share_what_is_learned_and_kept() -> None:
     assert first.calibration is second.calibration is third.calibration
     assert lent(drafters, 2) == [first, second], "they are kept"
     assert drafters.lend("off") == "drafting is off"
-
-
-def test_one_that_is_lent_is_nobody_elses() -> None:
-    drafters = Drafters(SpeculationConfig(), [], None, "model")
-    first = drafters.lend()
-    second = drafters.of(None)
-    assert second is not first
-    assert drafters.lend() is second
-    drafters.give_back(first)
-    assert drafters.lend() is first
-    drafters.give_back(first, spoiled=True)
-    assert drafters.lend() not in (first, second)
-
-
-def test_rollouts_whose_calibration_cannot_be_read_cost_no_drafter(tmp_path: Path) -> None:
-    (tmp_path / "r.bin.calibration.npy").mkdir()
-    memory = RolloutMemory(tmp_path / "r.bin")
-    drafters = Drafters(SpeculationConfig(rollouts=memory), [], None, "model")
-    for _ in range(3):
-        drafter = drafters.lend(siblings=drafters.siblings())
-        assert not isinstance(drafter, str)
-        drafters.give_back(drafter)
-        assert drafter is drafters.of(None)
-
-
-def test_with_rollouts_the_own_calibration_counts_its_requests_too() -> None:
-    """It has the phrases, and is written now and then."""
-    drafters = Drafters(SpeculationConfig(rollouts=RolloutMemory()), [], None, "model")
-    own = drafters.of(None).calibration  # type: ignore[union-attr]
-    for _ in range(3):
-        drafter = drafters.lend(siblings=drafters.siblings())
-        assert drafter.calibration is not own  # type: ignore[union-attr]
-        drafters.give_back(drafter)  # type: ignore[arg-type]
-    assert own._requests == 3
-
-
-def test_a_drafter_that_cannot_be_lent_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafters = Drafters(SpeculationConfig(), [], None, "model")
-    first = drafters.of(None)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Drafters, "_share", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            drafters.lend(siblings=drafters.siblings())
-    assert drafters.lend() is first
 
 
 def test_other_stores_are_drafted_from_in_every_sequence() -> None:
@@ -116,18 +64,3 @@ def test_a_given_drafter_stands_in_for_what_is_configured_alone() -> None:
     assert drafters.of("off") is None
     assert drafters.lend() is given
     assert drafters.lend() == "the given drafter is at work for another sequence"
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_crowd_leaves_those_drafters_that_may_remember_most(order: int) -> None:
-    drafters = Drafters(SpeculationConfig(), [], None, "model")
-    crowd: list[Any] = [drafters.lend() for _ in range(2 * KEPT)]
-    capacity = [len(drafter.recycling.entries) for drafter in crowd]
-    assert min(capacity[:KEPT]) > max(capacity[KEPT:])
-    for drafter in crowd[::order]:
-        drafters.give_back(drafter)
-    again = [drafters.lend() for _ in range(KEPT + 1)]
-    assert again[:KEPT] == crowd[:KEPT]
-    assert not any(again[KEPT] is one for one in crowd)
-    drafters.give_back(again[0], spoiled=True)
-    assert drafters.lend() is not again[0]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
-from transformers import DynamicCache, GenerationConfig, GPT2Config, GPT2LMHeadModel, GPT2Model, LogitsProcessor
+from transformers import DynamicCache, GenerationConfig, GPT2Config, GPT2LMHeadModel, GPT2Model
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 import retrieve_spec as rs
@@ -36,13 +34,11 @@ def scripted(model: Any, answer: Any, script: str = "right", **options: Any) -> 
 
 
 class RecordingStreamer:
-    def __init__(self, fail_after: int = -1) -> None:
+    def __init__(self) -> None:
         self.puts: list[list[int]] = []
-        self.ended, self.fail_after = 0, fail_after
+        self.ended = 0
 
     def put(self, value: torch.Tensor) -> None:
-        if len(self.puts) == self.fail_after:
-            raise RuntimeError("the reader went away")
         self.puts.append(value.flatten().tolist())
 
     def end(self) -> None:
@@ -159,44 +155,6 @@ def test_prediction_reaches_the_drafter(tiny: Any, prompt: torch.Tensor) -> None
     assert drafter.prediction_ids is None
 
 
-@pytest.mark.parametrize("stop", [[60], [60, 61]])
-def test_end_of_text_tokens(tiny: Any, prompt: torch.Tensor, stop: list[int]) -> None:
-    ids = answer_of(tiny, prompt)[0, 12:].tolist()
-    stop = [ids[7], *stop[1:]]
-    expected = answer_of(tiny, prompt, eos_token_id=stop, pad_token_id=0)
-    assert expected.shape[1] < 36
-    scripted(tiny, answer_of(tiny, prompt))
-    assert torch.equal(answer_of(tiny, prompt, eos_token_id=stop, pad_token_id=0), expected)
-
-
-SETTINGS: list[dict[str, Any]] = [
-    {"max_new_tokens": None, "max_length": 20},
-    {"max_new_tokens": 1},
-    {"min_new_tokens": 10},
-    {"repetition_penalty": 1.5},
-    {"no_repeat_ngram_size": 2},
-    {"bad_words_ids": [[7], [9, 11]]},
-    {"suppress_tokens": [5, 100, 150]},
-    {"forced_eos_token_id": 77},
-    {"sequence_bias": [[[5], 4.0]]},
-    {"exponential_decay_length_penalty": (5, 1.5)},
-    {"renormalize_logits": True},
-]
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(setting))
-@pytest.mark.parametrize("script", ["right", "branchy"])
-def test_settings_that_change_greedy_output(tiny: Any, prompt: torch.Tensor, setting: Any, script: str) -> None:
-    base = answer_of(tiny, prompt)
-    settings = {"eos_token_id": int(base[0, 17]), "pad_token_id": 0} | setting
-    if "sequence_bias" in settings:
-        settings["sequence_bias"] = {(5,): 4.0}
-    expected = answer_of(tiny, prompt, **settings)
-    scripted(tiny, expected, script)
-    assert torch.equal(answer_of(tiny, prompt, **settings), expected)
-    assert tiny.speculation.last.mode == "tree"
-
-
 def test_generation_config_is_honoured(tiny: Any, prompt: torch.Tensor) -> None:
     config = GenerationConfig(max_new_tokens=9, do_sample=False, repetition_penalty=1.3)
     expected = tiny.generate(prompt, generation_config=config)
@@ -238,28 +196,6 @@ def test_sampled_output_is_the_same_with_drafting(tiny: Any, prompt: torch.Tenso
     assert drafter.finished == 4
 
 
-class CountingProcessor(LogitsProcessor):
-    """Stateful: shifts the favourite token by the number of its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[int] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls.append(input_ids.shape[1])
-        scores = scores.clone()
-        scores[:, len(self.calls) % 7] += 2.0
-        return scores
-
-
-@pytest.mark.parametrize("script", ["right", "branchy"])
-def test_stateful_processors_are_called_once_per_token(tiny: Any, prompt: torch.Tensor, script: str) -> None:
-    expected = answer_of(tiny, prompt, logits_processor=[CountingProcessor()])
-    scripted(tiny, expected, script)
-    processor = CountingProcessor()
-    assert torch.equal(answer_of(tiny, prompt, logits_processor=[processor]), expected)
-    assert processor.calls == list(range(12, 36))
-
-
 class StopAt(StoppingCriteria):
     def __init__(self, length: int) -> None:
         self.length, self.calls = length, 0
@@ -269,27 +205,6 @@ class StopAt(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= self.length])
 
 
-def test_custom_criteria_cut_inside_an_accepted_run(tiny: Any, prompt: torch.Tensor) -> None:
-    scripted(tiny, answer_of(tiny, prompt))
-    stop = StopAt(19)
-    out = answer_of(tiny, prompt, stopping_criteria=[stop], return_dict_in_generate=True)
-    assert out.sequences.shape[1] == 19
-    assert out.past_key_values.get_seq_length() == 18
-    assert stop.calls == 7
-
-
-def test_scores_and_logits_are_returned(tiny: Any, prompt: torch.Tensor) -> None:
-    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.2}
-    expected = answer_of(tiny, prompt, **options)
-    scripted(tiny, expected.sequences, "branchy")
-    got = answer_of(tiny, prompt, **options)
-    assert type(got) is type(expected)
-    assert torch.equal(got.sequences, expected.sequences)
-    assert len(got.scores) == len(got.logits) == 24
-    for mine, wanted in zip((*got.scores, *got.logits), (*expected.scores, *expected.logits), strict=True):
-        torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-5)
-
-
 def test_streamer_gets_every_token_once_and_the_end(tiny: Any, prompt: torch.Tensor) -> None:
     plain, ours = RecordingStreamer(), RecordingStreamer()
     expected = answer_of(tiny, prompt, streamer=plain)
@@ -297,34 +212,6 @@ def test_streamer_gets_every_token_once_and_the_end(tiny: Any, prompt: torch.Ten
     answer_of(tiny, prompt, streamer=ours)
     assert ours.puts == plain.puts
     assert (ours.ended, plain.ended) == (1, 1)
-
-
-def test_streamer_hears_the_end_after_an_error(tiny: Any, prompt: torch.Tensor) -> None:
-    expected = answer_of(tiny, prompt)
-    scripted(tiny, expected)
-    streamer = RecordingStreamer(fail_after=4)
-    with pytest.raises(RuntimeError, match="went away"):
-        answer_of(tiny, prompt, streamer=streamer)
-    assert streamer.ended == 1
-    assert torch.equal(answer_of(tiny, prompt), expected), "the model is usable afterwards"
-
-
-def test_callers_cache_with_only_new_tokens(tiny: Any, prompt: torch.Tensor) -> None:
-    """A cache of the first part, and only the second part passed with a mask over both."""
-
-    def first_cache() -> DynamicCache:
-        cache = DynamicCache(config=tiny.config)
-        with torch.no_grad():
-            tiny(prompt[:, :7], past_key_values=cache)
-        return cache
-
-    options = {"attention_mask": torch.ones(1, 12, dtype=torch.long)}
-    expected = answer_of(tiny, prompt[:, 7:], past_key_values=first_cache(), **options)
-    scripted(tiny, torch.cat([prompt[:, 7:], answer_of(tiny, prompt)[:, 12:]], dim=1))
-    cache = first_cache()
-    assert torch.equal(answer_of(tiny, prompt[:, 7:], past_key_values=cache, **options), expected)
-    assert tiny.speculation.last.mode == "tree"
-    assert cache.get_seq_length() == 35
 
 
 def test_a_cache_without_config(tiny: Any, prompt: torch.Tensor) -> None:
@@ -360,21 +247,6 @@ def test_what_is_left_to_the_original(tiny: Any, prompt: torch.Tensor, options: 
     assert reason in tiny.speculation.last.reason
 
 
-def test_a_drafter_that_was_given_serves_no_batches_but_embeddings(
-    tiny: Any, prompt: torch.Tensor, caplog: Any
-) -> None:
-    both = torch.cat([prompt, prompt.flip(1)])
-    embeds = tiny.get_input_embeddings()(prompt).detach()
-    expected = [answer_of(tiny, both), tiny.generate(inputs_embeds=embeds, **GREEDY)]
-    scripted(tiny, answer_of(tiny, prompt))
-    with caplog.at_level(logging.INFO, "retrieve_spec"):
-        for _ in range(2):
-            assert torch.equal(answer_of(tiny, both), expected[0])
-            assert "serves one text" in tiny.speculation.last.reason
-    assert len([record for record in caplog.records if "serves one text" in record.message]) == 1, "said once"
-    assert torch.equal(tiny.generate(inputs_embeds=embeds, **GREEDY), expected[1])
-
-
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
 def test_length_without_end_costs_no_memory(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
     """Nothing is allocated for tokens that may never come."""
@@ -390,13 +262,6 @@ def test_length_without_end_costs_no_memory(tiny: Any, prompt: torch.Tensor, rec
         )
         assert [t for piece in pieces for t in piece.token_ids.tolist()] == expected[0, 12:].tolist()
         rs.restore(tiny)
-
-
-def test_prompt_at_the_position_limit(tiny: Any) -> None:
-    ids = torch.tensor([[3 + i % 100 for i in range(126)]])
-    expected = tiny.generate(ids, max_new_tokens=8, do_sample=False)
-    scripted(tiny, expected)
-    assert torch.equal(tiny.generate(ids, max_new_tokens=8, do_sample=False), expected)
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -436,129 +301,6 @@ def test_learned_positions_end_as_in_plain_generate() -> None:
     assert whole.shape == (2, 16)
     with pytest.raises(errors.PositionError, match="got 17, of which 6"):
         model.generate(batch, attention_mask=mask, max_length=20, do_sample=False, pad_token_id=0)
-
-
-def test_drafts_end_at_the_last_learned_position_behind_a_cache() -> None:
-    """A criterion ends the text where the positions do; the row knows only its new tokens, the cache holds the rest."""
-
-    class Full(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.full((1,), input_ids.shape[1] >= 12)
-
-    def continued() -> torch.Tensor:
-        cache = DynamicCache(config=config)
-        with torch.no_grad():
-            model(ids[:, :4], past_key_values=cache)
-        mask = torch.ones_like(ids)
-        return answer_of(
-            model, ids[:, 4:], past_key_values=cache, attention_mask=mask, stopping_criteria=[Full()], pad_token_id=0
-        )
-
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).eval()
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
-    expected = continued()
-    assert expected.shape == (1, 12)
-    drafter = ScriptedDrafter(torch.cat([expected, expected], dim=1)[0], "right", length=15)
-    rs.accelerate(model, drafter=drafter, nodes=32)
-    assert torch.equal(continued(), expected)
-    assert drafter.budgets[0].max_depth == 16 - 4 - 3, "after the cached tokens, the prompt and the first new one"
-
-
-def test_bad_input_is_a_typed_error(tiny: Any, prompt: torch.Tensor) -> None:
-    with pytest.raises(errors.UnsupportedModelError, match="got Linear"):
-        rs.accelerate(torch.nn.Linear(2, 2))
-    with pytest.raises(errors.TokenizerMismatchError, match="at most 199 tokens"):
-        rs.accelerate(tiny, Tokenizer(500))
-    with pytest.raises(errors.ConfigError, match="Did you mean 'nodes'"):
-        rs.accelerate(tiny, node=3)
-    with pytest.raises(errors.UnknownPresetError):
-        rs.accelerate(tiny, draft="nonsense")
-    assert not hasattr(tiny, "speculation"), "nothing was changed"
-    with pytest.raises(errors.ConfigError, match="accelerate"):
-        next(rs.generate_stream(tiny, prompt))
-    scripted(tiny, answer_of(tiny, prompt))
-    with pytest.raises(errors.ConfigError, match="nodes"):
-        answer_of(tiny, prompt, nodes=-1)
-    with pytest.raises(errors.UnknownPresetError):
-        answer_of(tiny, prompt, draft="nonsense")
-    with pytest.raises(errors.PromptError):
-        answer_of(tiny, prompt[:, :0])
-    with pytest.raises(errors.ConfigError, match="tokenizer"):
-        answer_of(tiny, prompt, prediction="text")
-    with pytest.raises(errors.ConfigError, match="one row"):
-        rs.generate_stream(tiny, torch.cat([prompt, prompt]))
-    for wrong in ([5, 199], [-1], [2**40], torch.tensor([[7, 500]]), np.array([1.5])):
-        with pytest.raises(errors.ConfigError, match="prediction of token ids 0 … 198"):
-            answer_of(tiny, prompt, prediction=wrong)
-        with pytest.raises(errors.ConfigError, match="context_ids of token ids 0 … 198"):
-            rs.generate_stream(tiny, prompt, context_ids=wrong)
-    with pytest.raises(errors.ConfigError, match="token ids as prediction"):
-        answer_of(tiny, prompt, prediction=[[1, 2], [3]])
-    with pytest.raises(errors.ConfigError, match="rows of one length"):
-        rs.generate_stream(tiny, {"input_ids": [[1, 2], [3]]})
-    with pytest.raises(errors.ConfigError, match="expected text or token ids as prompt, got 3"):
-        rs.generate_stream(tiny, 3)
-    with pytest.raises(errors.ConfigError, match="token ids as prediction"):
-        answer_of(tiny, prompt, prediction=3)
-    with pytest.raises(errors.ConfigError, match="seed to be a whole number of 64 bits, got 'one'"):
-        answer_of(tiny, prompt, seed="one")
-    with pytest.raises(errors.ConfigError, match=r"many requests, got str\. Give a list"):
-        rs.generate_many(tiny, "text")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("gpt2", r"got 'gpt2'\. Load it with AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
-        (3, "got int. Load it with AutoModelForCausalLM.from_pretrained"),
-        (BARE, "got GPT2Model, which has no head for the next token"),
-        (SimpleNamespace(model=BARE), r"Give its model: \w+\(pipeline.model\)"),
-    ],
-)  # fmt: skip
-def test_what_is_no_model_is_named_with_what_to_do(given: Any, said: str) -> None:
-    for door in (rs.accelerate, rs.restore):
-        if not (door is rs.restore and given is BARE):  # one that was not accelerated stays as it is
-            with pytest.raises(errors.UnsupportedModelError, match=said):
-                door(given)
-
-
-@pytest.mark.parametrize(
-    ("option", "error", "said"),
-    [
-        ({"datastores": ["x"]}, errors.ConfigError, "datastores as an option of accelerate, got it in generate"),
-        ({"session": True}, errors.ConfigError, r"Call accelerate\(model, session=…\)"),
-        ({"predicton": [1]}, errors.ConfigError, "got 'predicton'. Did you mean 'prediction'"),
-        ({"input_ids": "def f"}, errors.PromptError, r"got str, 'def f'\. Encode the text: generate\(\*\*tokenizer"),
-        ({"input_ids": [[1, 2]]}, errors.PromptError, "shape .rows, tokens., got list"),
-        ({"input_ids": {"input_ids": 1}}, errors.PromptError, r"got dict\. Unpack it: generate\(\*\*inputs\)"),
-        ({"input_ids": torch.tensor([1, 2])}, errors.PromptError, r"got a tensor of shape \(2,\) and int64"),
-        ({"input_ids": torch.ones(1, 2)}, errors.PromptError, "and float32. Give one row as ids.None."),
-    ],
-)  # fmt: skip
-def test_arguments_of_generate_that_are_out_of_place_are_named(
-    tiny: Any, prompt: torch.Tensor, option: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    scripted(tiny, answer_of(tiny, prompt))
-    with pytest.raises(error, match=said):
-        tiny.generate(**{"input_ids": prompt, "max_new_tokens": 4, "do_sample": False, **option})
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ({"tokenizer": 3}, "a tokenizer, got 3. Load it with AutoTokenizer"),
-        ({"draft": 3}, "draft to be one of"),
-        ({"datastores": [3]}, "a datastore's folder, or an open one, got 3. Give its path"),
-        ({"config": {"draft": "auto"}}, "a SpeculationConfig, got dict. Give options by name"),
-        ({"drafter": object()}, "a drafter, got object. Name a preset"),
-    ],
-)
-def test_an_option_of_another_kind_is_named(tiny: Any, option: dict[str, Any], said: str) -> None:
-    with pytest.raises(errors.ConfigError, match=said):
-        rs.accelerate(tiny, **option)
-    assert not hasattr(tiny, "speculation"), "nothing was changed"
 
 
 def test_what_a_tokenizer_gives_without_tensors_is_streamed(tiny: Any, prompt: torch.Tensor) -> None:
@@ -643,3 +385,70 @@ def test_a_token_that_the_model_does_not_embed_is_named(tiny: Any, prompt: Any, 
     finished = list(rs.generate_many(tiny, [ids[0].tolist(), prompt[0].tolist()], max_new_tokens=6, do_sample=False))
     assert isinstance(finished[0].error, errors.UnknownTokenError) and finished[1].error is None
     assert finished[1].token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
+
+
+ACCELERATE: list[tuple[Any, type[Exception], str]] = [
+    ({"given": torch.nn.Linear(2, 2)}, errors.UnsupportedModelError, "got Linear"),
+    ({"given": "gpt2"}, errors.UnsupportedModelError,
+     r"got 'gpt2'\. Load it with AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
+    ({"given": BARE}, errors.UnsupportedModelError, "got GPT2Model, which has no head for the next token"),
+    ({"tokenizer": Tokenizer(500)}, errors.TokenizerMismatchError, "at most 199 tokens"),
+    ({"tokenizer": "gpt2"}, errors.ConfigError, "a tokenizer, got 'gpt2'. Load it with AutoTokenizer"),
+    ({"node": 3}, errors.ConfigError, "Did you mean 'nodes'"),
+    ({"draft": "nonsense"}, errors.UnknownPresetError, "nonsense"),
+    ({"draft": 3}, errors.ConfigError, "draft to be one of"),
+    ({"datastores": [3]}, errors.ConfigError, "a datastore's folder, or an open one, got 3. Give its path"),
+    ({"datastores": "mystore"}, errors.ConfigError, r"got 'mystore'. Give datastores=\['mystore'\]"),
+    ({"rollouts": "rollouts.bin"}, errors.ConfigError, "RolloutMemory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "said"), ACCELERATE, ids=lambda value: str(value)[:30])
+def test_what_accelerate_cannot_take_is_named(tiny: Any, options: Any, error: type[Exception], said: str) -> None:
+    options = dict(options)
+    with pytest.raises(error, match=said):
+        rs.accelerate(options.pop("given", tiny), **options)
+    assert not hasattr(tiny, "speculation"), "nothing was changed"
+
+
+IDS = torch.tensor([[5, 6, 7]])
+CALLS: list[tuple[str, Any, type[Exception], str]] = [
+    ("generate", {"nodes": -1}, errors.ConfigError, "nodes"),
+    ("generate", {"draft": "nonsense"}, errors.UnknownPresetError, "nonsense"),
+    ("generate", {"input_ids": IDS[:, :0]}, errors.PromptError, "prompt"),
+    ("generate", {"prediction": "text"}, errors.ConfigError, "tokenizer"),
+    ("generate", {"prediction": 3}, errors.ConfigError, "token ids as prediction"),
+    ("generate", {"prediction": [[1, 2], [3]]}, errors.ConfigError, "token ids as prediction"),
+    *(("generate", {"prediction": wrong}, errors.ConfigError, "prediction of token ids 0 … 198")
+      for wrong in ([5, 199], [-1], [2**40], torch.tensor([[7, 500]]), np.array([1.5]))),
+    ("generate", {"siblings": "yes"}, errors.ConfigError, "siblings"),
+    ("generate", {"seed": "one"}, errors.ConfigError, "seed to be a whole number of 64 bits, got 'one'"),
+    ("generate", {"datastores": ["x"]}, errors.ConfigError, "datastores as an option of accelerate, got it in gene"),
+    ("generate", {"session": True}, errors.ConfigError, r"Call accelerate\(model, session=…\)"),
+    ("generate", {"predicton": [1]}, errors.ConfigError, "got 'predicton'. Did you mean 'prediction'"),
+    ("generate", {"input_ids": "def f"}, errors.PromptError,
+     r"got str, 'def f'\. Encode the text: generate\(\*\*tokenizer"),
+    ("generate", {"input_ids": [[1, 2]]}, errors.PromptError, "shape .rows, tokens., got list"),
+    ("generate", {"input_ids": {"input_ids": 1}}, errors.PromptError, r"got dict\. Unpack it: generate\(\*\*inputs\)"),
+    ("generate", {"input_ids": IDS[0]}, errors.PromptError, r"got a tensor of shape \(3,\) and int64"),
+    ("generate", {"input_ids": IDS.float()}, errors.PromptError, "and float32. Give one row as ids.None."),
+    ("stream", {"given": IDS.repeat(2, 1)}, errors.ConfigError, "one row"),
+    ("stream", {"given": IDS, "context_ids": [5, 199]}, errors.ConfigError, "context_ids of token ids 0 … 198"),
+    ("stream", {"given": {"input_ids": [[1, 2], [3]]}}, errors.ConfigError, "rows of one length"),
+    ("stream", {"given": 3}, errors.ConfigError, "expected text or token ids as prompt, got 3"),
+    ("many", {"given": "text"}, errors.ConfigError, r"many requests, got str\. Give a list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("door", "options", "error", "said"), CALLS, ids=lambda value: str(value)[:30])
+def test_what_a_call_cannot_take_is_named(
+    tiny: Any, prompt: torch.Tensor, door: str, options: Any, error: type[Exception], said: str
+) -> None:
+    scripted(tiny, answer_of(tiny, prompt))
+    given = {"given": None, **({"input_ids": prompt} if door == "generate" else {}), **options}
+    call = {"generate": answer_of, "stream": rs.generate_stream, "many": rs.generate_many}[door]
+    with pytest.raises(error, match=said):
+        call(tiny, given.pop("given"), **given)
+    rs.restore(tiny)
+    with pytest.raises(errors.ConfigError, match="accelerate"):
+        next(rs.generate_stream(tiny, prompt))

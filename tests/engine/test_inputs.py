@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ import retrieve_spec as rs
 NEW = 6
 HELD = 4
 """Tokens of a cache that is given."""
-Variation = tuple[str, dict[str, Any]]
+Variations = dict[str, dict[str, Any]]
+TYPES = (torch.int32, torch.float32, torch.bool, torch.int8, torch.uint8, torch.complex64)
 
 
 def ids_of(length: int, rows: int) -> torch.Tensor:
@@ -37,129 +38,118 @@ def places(length: int, rows: int) -> torch.Tensor:
     return torch.arange(length)[None].expand(rows, length).contiguous()
 
 
-def masks_and_positions(length: int, rows: int) -> Iterator[Variation]:
+def masks_and_positions(length: int, rows: int) -> Variations:
     """Of other lengths and row counts, alone and beside one another, with padding and holes."""
+    found: Variations = {}
     for more in (-5, -1, 1, 4, 40):
-        yield f"mask {more:+}", {"attention_mask": ones(length + more, rows)}
-        yield f"padding {more:+}", {"attention_mask": padded(length + more, rows)}
-        yield f"positions {more:+}", {"position_ids": places(length + more, rows)}
-        yield f"padding, positions {more:+}", {
-            "attention_mask": padded(length, rows), "position_ids": places(length + more, rows),
-        }  # fmt: skip
-        yield f"mask and positions {more:+}", {
-            "attention_mask": ones(length + more, rows), "position_ids": places(length + more, rows),
+        mask, positions = {"attention_mask": ones(length + more, rows)}, {"position_ids": places(length + more, rows)}
+        found |= {
+            f"mask {more:+}": mask, f"positions {more:+}": positions, f"mask and positions {more:+}": mask | positions,
+            f"padding {more:+}": {"attention_mask": padded(length + more, rows)},
+            f"padding, positions {more:+}": positions | {"attention_mask": padded(length, rows)},
         }  # fmt: skip
     for other in {1, 2, 4} - {rows}:
-        yield f"mask of {other} rows", {"attention_mask": ones(length, other)}
-        yield f"padding of {other} rows", {"attention_mask": padded(length, other)}
-        yield f"positions of {other} rows", {"position_ids": places(length, other)}
-    hole, end = ones(length, rows), ones(length, rows)
+        found |= {
+            f"mask of {other} rows": {"attention_mask": ones(length, other)},
+            f"padding of {other} rows": {"attention_mask": padded(length, other)},
+            f"positions of {other} rows": {"position_ids": places(length, other)},
+        }
+    hole, end, given = ones(length, rows), ones(length, rows), places(length, rows)
     hole[0, length // 2], end[:, -2:] = 0, 0
-    kinds = {"hole": hole, "padding behind": end, "nothing": 0 * hole, "of one": ones(1, rows), "none": ones(0, rows)}
-    for name, mask in kinds.items():
-        yield f"mask: {name}", {"attention_mask": mask}
-    given = places(length, rows)
+    masks = {"hole": hole, "padding behind": end, "nothing": 0 * hole, "of one": ones(1, rows), "none": ones(0, rows)}
     others = {"of one": given[:, :1], "less": given - 3, "more": given + 3, "steps": 2 * given, "same": 0 * given + 4,
               "back": given.flip(1), "far": given + 5000}  # fmt: skip
-    for name, positions in others.items():
-        yield f"positions: {name}", {"position_ids": positions}
+    found |= {f"mask: {name}": {"attention_mask": mask} for name, mask in masks.items()}
+    return found | {f"positions: {name}": {"position_ids": positions} for name, positions in others.items()}
 
 
-def kinds_of_tensors(length: int, rows: int) -> Iterator[Variation]:
+def kinds_of_tensors(length: int, rows: int) -> Variations:
     """Of other types, shapes and devices; what is no tensor."""
-    ids, mask, given = ids_of(length, rows), padded(length, rows), places(length, rows)
-    for name, tensor in {"input_ids": ids, "attention_mask": mask, "position_ids": given}.items():
-        for dtype in (torch.int32, torch.float32, torch.bool, torch.int8, torch.uint8, torch.complex64):
-            yield f"{name} {dtype}", {name: tensor.to(dtype)}
-        yield f"{name} of one axis", {name: tensor[0]}
-        if name != "input_ids":  # of which GPT-2 makes more and more
-            yield f"{name} of three axes", {name: tensor[None]}
-        if name != "position_ids":  # plain generate answers by what is in memory there
-            yield f"{name} elsewhere", {name: tensor.to("meta")}
-        yield f"{name} as a list", {name: tensor.tolist()}
-        yield f"{name} as an array", {name: tensor.numpy()}
-    yield "mask of halves", {"attention_mask": 0.5 * mask}
-    yield "mask of twos", {"attention_mask": 2 * mask}
-    yield "positions in between", {"position_ids": given + 0.5}
-    yield "mask of four axes", {"attention_mask": torch.ones(rows, 1, length, length, dtype=torch.bool)}
+    mask, given = padded(length, rows), places(length, rows)
+    found: Variations = {
+        "mask of halves": {"attention_mask": 0.5 * mask}, "mask of twos": {"attention_mask": 2 * mask},
+        "positions in between": {"position_ids": given + 0.5},
+        "mask of four axes": {"attention_mask": torch.ones(rows, 1, length, length, dtype=torch.bool)},
+    }  # fmt: skip
+    for name, tensor in {"input_ids": ids_of(length, rows), "attention_mask": mask, "position_ids": given}.items():
+        others = {str(kind): tensor.to(kind) for kind in TYPES}
+        others |= {"one axis": tensor[0], "a list": tensor.tolist(), "an array": tensor.numpy()}
+        others |= {} if name == "input_ids" else {"three axes": tensor[None]}  # of which GPT-2 makes more and more
+        # plain generate answers by what is in memory there
+        others |= {} if name == "position_ids" else {"elsewhere": tensor.to("meta")}
+        found |= {f"{name}: {kind}": {name: other} for kind, other in others.items()}
+    return found
 
 
-def what_is_beside(model: Any, length: int, rows: int) -> Iterator[Variation]:
+def what_is_beside(model: Any, length: int, rows: int) -> Variations:
     """Token types, embeddings in place of ids, ids twice, names that the model does not know."""
     ids = ids_of(length, rows)
-    yield "ids twice", {"inputs": ids}
-    yield "an unknown name", {"nonsense": ids}
+    found: Variations = {"ids twice": {"inputs": ids}, "an unknown name": {"nonsense": ids}}
     for name in ("token_type_ids", "mm_token_type_ids"):
-        for more in (-1, 0, 1):
-            yield f"{name} {more:+}", {name: torch.zeros(rows, length + more, dtype=torch.long)}
-        yield f"{name} of one", {name: 0 * ids[:, :1]}
-        yield f"{name} of more rows", {name: torch.zeros(rows + 1, length, dtype=torch.long)}
-        yield f"{name} as numbers", {name: 0.0 * ids}
+        types = {f"{more:+}": torch.zeros(rows, length + more, dtype=torch.long) for more in (-1, 0, 1)}
+        types |= {"of one": 0 * ids[:, :1], "of more rows": torch.zeros(rows + 1, length, dtype=torch.long)}
+        found |= {f"{name} {kind}": {name: given} for kind, given in {**types, "as numbers": 0.0 * ids}.items()}
     embeds = model.get_input_embeddings()(ids).detach()
+    alone = {"inputs_embeds": embeds, "input_ids": None}
     for more in (-1, 0, 1):
-        yield f"embeddings, ids {more:+}", {"inputs_embeds": embeds, "input_ids": ids_of(length + more, rows)}
-        alone = {"inputs_embeds": embeds, "input_ids": None}
-        yield f"embeddings, mask {more:+}", {**alone, "attention_mask": ones(length + more, rows)}
-        yield f"embeddings, padding {more:+}", {**alone, "attention_mask": padded(length + more, rows)}
-        yield f"embeddings, positions {more:+}", {**alone, "position_ids": places(length + more, rows)}
-    yield "embeddings, more ids", {"inputs_embeds": embeds, "input_ids": ids_of(length, rows + 1)}
+        found |= {
+            f"embeddings, ids {more:+}": {"inputs_embeds": embeds, "input_ids": ids_of(length + more, rows)},
+            f"embeddings, mask {more:+}": {**alone, "attention_mask": ones(length + more, rows)},
+            f"embeddings, padding {more:+}": {**alone, "attention_mask": padded(length + more, rows)},
+            f"embeddings, positions {more:+}": {**alone, "position_ids": places(length + more, rows)},
+        }
+    found["embeddings, more ids"] = {"inputs_embeds": embeds, "input_ids": ids_of(length, rows + 1)}
     wrong = {"of two axes": embeds[0], "of four axes": embeds[None], "too narrow": embeds[..., :-1],
              "none": embeds[:, :0], "double": embeds.double(), "whole": embeds.long(),
              "elsewhere": embeds.to("meta")}  # fmt: skip
-    for name, given in wrong.items():
-        yield f"embeddings {name}", {"inputs_embeds": given, "input_ids": None}
+    return found | {f"embeddings {name}": {**alone, "inputs_embeds": given} for name, given in wrong.items()}
 
 
-def caches(model: Any, length: int, rows: int) -> Iterator[Variation]:
+def caches(model: Any, length: int, rows: int) -> Variations:
     """Caches that do not fit, with the whole text or the new tokens, and masks and positions that do not fit them."""
 
-    def holding(tokens: int, many: int = rows, cut: Callable[[Any], None] | None = None) -> Callable[[], DynamicCache]:
+    def holding(tokens: int, many: int, layers: slice, *index: Any) -> Callable[[], DynamicCache]:
+        """Makes a cache of which some layers keep only what an index says."""
+
         def made() -> DynamicCache:
             cache = DynamicCache(config=model.config)
             with torch.no_grad():
                 model(ids_of(tokens, many), past_key_values=cache)
-            if cut is not None:
-                cut(cache)
+            for layer in cache.layers[layers]:
+                layer.keys, layer.values = layer.keys[index], layer.values[index]
             return cache
 
         return made
 
-    def cut_to(index: Any, layers: slice) -> Callable[[Any], None]:
-        def cut(cache: Any) -> None:
-            for layer in cache.layers[layers]:
-                layer.keys, layer.values = layer.keys[index], layer.values[index]
-
-        return cut
-
-    def drop_a_layer(cache: Any) -> None:
+    def with_one_layer() -> DynamicCache:
+        cache = fits()
         del cache.layers[1:]
+        return cache
 
-    new = {"input_ids": ids_of(length, rows)[:, HELD:]}
-    fits = holding(HELD)
+    new, whole = {"input_ids": ids_of(length, rows)[:, HELD:]}, slice(None)
+    fits, shorter = holding(HELD, rows, slice(0)), (..., slice(1, None), whole)
     wrong = {
-        "that fits": fits, "of more rows": holding(HELD, rows + 1),
-        "of fewer layers": holding(HELD, rows, drop_a_layer),
-        "with a shorter first layer": holding(HELD, rows, cut_to((..., slice(1, None), slice(None)), slice(1))),
-        "with a shorter last layer": holding(HELD, rows, cut_to((..., slice(1, None), slice(None)), slice(1, None))),
-        "too narrow": holding(HELD, rows, cut_to((..., slice(2, None)), slice(None))),
-        "of fewer heads": holding(HELD, rows, cut_to((slice(None), slice(1)), slice(None))),
-        "of all": holding(length), "of more": holding(length + 3), "as a string": lambda: "no",
+        "that fits": fits, "of more rows": holding(HELD, rows + 1, slice(0)), "of fewer layers": with_one_layer,
+        "with a shorter first layer": holding(HELD, rows, slice(1), *shorter),
+        "with a shorter last layer": holding(HELD, rows, slice(1, None), *shorter),
+        "too narrow": holding(HELD, rows, whole, ..., slice(2, None)),
+        "of fewer heads": holding(HELD, rows, whole, whole, slice(1)),
+        "of all": holding(length, rows, slice(0)), "of more": holding(length + 3, rows, slice(0)),
+        "as a string": lambda: "no",
     }  # fmt: skip
+    given = {"past_key_values": fits}
+    found: Variations = {"cache, new tokens without a mask": {**new, **given}}
     for name, cache in wrong.items():
-        yield f"cache {name}", {"past_key_values": cache}
-        yield f"cache {name}, new tokens", {**new, "past_key_values": cache, "attention_mask": ones(length, rows)}
+        found[f"cache {name}"] = {"past_key_values": cache}
+        found[f"cache {name}, new tokens"] = {**new, "past_key_values": cache, "attention_mask": ones(length, rows)}
     for more in (-1, 1, HELD):
-        yield f"cache, mask {more:+}", {"past_key_values": fits, "attention_mask": ones(length + more, rows)}
-        yield f"cache, new tokens, mask {more:+}", {
-            **new, "past_key_values": fits, "attention_mask": ones(length + more, rows),
-        }  # fmt: skip
-    yield "cache, new tokens without a mask", {**new, "past_key_values": fits}
+        mask = {**given, "attention_mask": ones(length + more, rows)}
+        found |= {f"cache, mask {more:+}": mask, f"cache, new tokens, mask {more:+}": {**new, **mask}}
     for first in (0, 1, HELD, HELD + 1):
-        positions = {"past_key_values": fits, "position_ids": places(length, rows)[:, first:]}
-        yield f"cache, positions from {first}", positions
-        yield f"cache, new tokens, positions from {first}", {
-            **positions, **new, "attention_mask": ones(length, rows),
-        }  # fmt: skip
+        behind = {**given, "position_ids": places(length, rows)[:, first:]}
+        found[f"cache, positions from {first}"] = behind
+        found[f"cache, new tokens, positions from {first}"] = {**behind, **new, "attention_mask": ones(length, rows)}
+    return found
 
 
 def answer(model: Any, arguments: dict[str, Any], **options: Any) -> torch.Tensor | Exception:
@@ -170,10 +160,10 @@ def answer(model: Any, arguments: dict[str, Any], **options: Any) -> torch.Tenso
         return error
 
 
-def difference(plain: Any, ours: Any, variations: Iterator[Variation], **options: Any) -> list[str]:
+def difference(plain: Any, ours: Any, variations: Variations, **options: Any) -> list[str]:
     """What an accelerated model makes otherwise of calls than the same model as it was."""
     found = []
-    for name, arguments in variations:
+    for name, arguments in variations.items():
         wanted, got = (answer(model, arguments, **options) for model in (plain, ours))
         if isinstance(wanted, Exception) or isinstance(got, Exception):
             if not (isinstance(wanted, Exception) and isinstance(got, Exception)):
@@ -196,17 +186,12 @@ def pair(kind: int, recorded_pass: Any) -> tuple[Any, Any]:
 def test_what_plain_generate_refuses_is_refused(kind: int, recorded_pass: Any, rows: int, length: int) -> None:
     plain, ours = pair(kind, recorded_pass)
 
-    def variations() -> Iterator[Variation]:
-        ids = {"input_ids": ids_of(length, rows)}
-        yield "nothing else", ids
-        for several in (masks_and_positions(length, rows), kinds_of_tensors(length, rows),
-                        what_is_beside(plain, length, rows), caches(plain, length, rows)):  # fmt: skip
-            for name, given in several:
-                yield name, ids | given
-
-    assert difference(plain, ours, variations(), do_sample=False) == []
+    given: Variations = {"nothing else": {}, **masks_and_positions(length, rows), **kinds_of_tensors(length, rows)}
+    given |= what_is_beside(plain, length, rows) | caches(plain, length, rows)
+    variations = {name: {"input_ids": ids_of(length, rows), **more} for name, more in given.items()}
+    assert difference(plain, ours, variations, do_sample=False) == []
     if kind == 0 and length == 10:
-        assert difference(plain, ours, variations(), do_sample=True) == []
+        assert difference(plain, ours, variations, do_sample=True) == []
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -221,22 +206,20 @@ def test_what_plain_generate_refuses_of_an_encoder_and_a_decoder_is_refused() ->
     ours = rs.accelerate(copy.deepcopy(plain), nodes=8)
     length = 10
 
-    def variations() -> Iterator[Variation]:
-        ids = {"input_ids": ids_of(length, 1)}
-        yield "nothing else", ids
-        for name, given in (*masks_and_positions(length, 1), *kinds_of_tensors(length, 1)):
-            yield f"encoder, {name}", ids | given
-            decoder = {f"decoder_{key}": value for key, value in given.items()}
-            yield f"decoder, {name}", ids | {"decoder_input_ids": ids_of(length, 1)} | decoder
-
-    assert difference(plain, ours, variations(), do_sample=False) == []
+    ids = {"input_ids": ids_of(length, 1)}
+    variations = {"nothing else": ids}
+    for name, given in (masks_and_positions(length, 1) | kinds_of_tensors(length, 1)).items():
+        decoder = {f"decoder_{key}": value for key, value in given.items()}
+        variations[f"encoder, {name}"] = ids | given
+        variations[f"decoder, {name}"] = ids | {"decoder_input_ids": ids_of(length, 1)} | decoder
+    assert difference(plain, ours, variations, do_sample=False) == []
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_streams_and_requests_refuse_what_generate_refuses() -> None:
     plain, ours = pair(0, "always")
     ids, options = ids_of(40, 1), {"max_new_tokens": NEW, "do_sample": False}
-    for name, given in masks_and_positions(40, 1):
+    for name, given in masks_and_positions(40, 1).items():
         wanted = answer(plain, {"input_ids": ids, **given}, do_sample=False)
         try:
             streamed = [t for piece in rs.generate_stream(ours, {"input_ids": ids, **given}, **options)

@@ -19,34 +19,6 @@ from retrieve_spec.errors import ConfigError
 GREEDY = {"do_sample": False, "max_new_tokens": 14}
 
 
-class Fails:
-    """A processor that fails at its n-th call."""
-
-    def __init__(self, call: int) -> None:
-        self.left = call
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if not self.left:
-            raise ArithmeticError("this one only")
-        return scores
-
-
-@pytest.mark.parametrize("recorded_pass", ["off", "always"])
-def test_a_sequence_fails_alone(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
-    expected = tiny.generate(prompt, **GREEDY)[0, 12:].tolist()
-    rs.accelerate(tiny, recorded_pass=recorded_pass)
-    good = rs.generate_stream(tiny, prompt, **GREEDY)
-    bad = rs.generate_stream(tiny, prompt.flip(1), logits_processor=[Fails(5)], **GREEDY)
-    shown, of_bad = next(good).token_ids.tolist(), next(bad).token_ids.tolist()
-    shown += [token for piece in good for token in piece.token_ids.tolist()]
-    assert shown == expected
-    with pytest.raises(ArithmeticError, match="this one only"):
-        of_bad += [token for piece in bad for token in piece.token_ids.tolist()]
-    assert len(of_bad) < 5
-    assert torch.equal(tiny.generate(prompt, **GREEDY)[0, 12:], torch.tensor(expected))
-
-
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
 def test_ctrl_c_spares_what_other_threads_read(tiny: Any, prompt: torch.Tensor, recorded_pass: str) -> None:
     """Whoever of them runs the pass."""

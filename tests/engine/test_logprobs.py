@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_rows import CHAINS, left_padded, script, small_model
+from batch_rows import left_padded, script
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 import retrieve_spec as rs
@@ -81,55 +81,6 @@ def test_a_separate_forward_says_the_same(
             assert got.dtype == torch.float32
             assert got.shape == new.shape
             torch.testing.assert_close(got, expected.masked_fill(ended, 0.0), atol=1e-5, rtol=0.0)
-
-
-@pytest.mark.parametrize("recorded_pass", ["off", "always"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_many_samples_of_one_prompt(tiny: Any, prompt: torch.Tensor, temperature: float, recorded_pass: str) -> None:
-    """32 of them, which read the prompt once and draft from one another and from what was said before."""
-    rules: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    options = {**rules, "max_new_tokens": 12, "seed": 3, "num_return_sequences": 32}
-    rs.accelerate(tiny, nodes=12, recorded_pass=recorded_pass, rollouts=rs.RolloutMemory(answers=32))
-    for _ in range(2):  # the second time the answers are known
-        out = tiny.generate(prompt, **options, **DICT)
-        assert tiny.speculation.last.mode == "tree"
-    assert tiny.speculation.last.tokens_per_pass > 2 * 32
-    (done,) = rs.generate_many(tiny, [prompt[0]], **options, return_logprobs=True)
-    inputs = {"input_ids": prompt.repeat(32, 1), "attention_mask": torch.ones((32, 12), dtype=torch.long)}
-    wanted = separate(tiny, inputs, out.sequences, rules)
-    for got, expected in zip((out.logprobs, out.raw_logprobs), wanted, strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0.0)
-    for output, ids, *both in zip(done.outputs, out.sequences[:, 12:], *wanted, strict=True):
-        assert output.token_ids.tolist() == ids.tolist()
-        np.testing.assert_allclose(output.logprobs, both[0], atol=1e-5)
-        np.testing.assert_allclose(output.raw_logprobs, both[1], atol=1e-5)
-
-
-@pytest.mark.parametrize("model_type", ["gpt_neo", "qwen3_next"])
-def test_chains_and_recurrent_state(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    extra: dict[str, Any] = CHAINS
-    if model_type == "qwen3_next":
-        extra = {
-            "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2,
-            "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-        }  # fmt: skip
-    model = small_model(model_type, **extra)
-    prompt = left_padded((9,))["input_ids"]
-    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 3, "max_new_tokens": 12}
-    rs.accelerate(model, draft="off", recorded_pass="off")
-    free = model.generate(prompt, **options)
-    script(model, monkeypatch, free, "right", recorded_pass="off")
-    out = model.generate(prompt, **options, **DICT)
-    assert torch.equal(out.sequences, free)
-    assert model.speculation.last.mode == ("chain" if model_type == "gpt_neo" else "tree")
-    assert model.speculation.last.tokens_per_pass > 2
-    rs.restore(model)
-    with torch.no_grad():
-        whole = model(free).logits[0, 8:-1].log_softmax(-1)
-    wanted = whole.gather(1, free[0, 9:, None])[:, 0]
-    torch.testing.assert_close(out.logprobs[0], wanted, atol=1e-5, rtol=0.0)
-    torch.testing.assert_close(out.raw_logprobs[0], wanted, atol=1e-5, rtol=0.0)
 
 
 def test_every_door_says_the_same(tiny: Any, prompt: torch.Tensor) -> None:

@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from mock_model import MockVerifier, counting, passes, sequence
 from scripted_drafter import ScriptedDrafter
-from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteria
-
-from retrieve_spec.sampling.acceptance import GreedySampler
+from transformers.generation.stopping_criteria import StoppingCriteria
 
 ANSWER = [i % 50 for i in range(3, 80)]
 
@@ -37,15 +34,6 @@ def test_output_is_the_models_whatever_is_drafted(script: str, mode: Any) -> Non
     assert made.text.new_ids.tolist() == shown
 
 
-def test_right_drafts_are_accepted_whole() -> None:
-    drafter = ScriptedDrafter(ANSWER, "right", length=6, vocab=50)
-    made = sequence(MockVerifier(counting()), drafter, [3, 4, 5])
-    assert run(made) == [[6], *[ANSWER[a : a + 7] for a in (4, 11, 18)], ANSWER[25:30]]
-    report = made.log.summary()
-    assert (report.new_tokens, report.passes, report.nodes) == (27, 5, 6 + 6 + 6 + 4)
-    assert report.accepted_by_source == {"script": 22}
-
-
 def test_no_pass_asks_for_more_than_may_be_emitted() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", length=50, vocab=50)
     run(sequence(MockVerifier(counting()), drafter, [3, 4, 5], max_length=9))
@@ -60,15 +48,6 @@ def test_drafts_end_at_the_position_limit() -> None:
     assert drafter.budgets[0].max_depth == 4
     assert all(budget.max_nodes == 0 for budget in drafter.budgets[1:])
     assert verifier.passes[2:] == [0] * len(verifier.passes[2:])
-
-
-def test_end_of_text_inside_an_accepted_run_cuts_there() -> None:
-    verifier = MockVerifier(counting())
-    criteria = [EosTokenCriteria(torch.tensor([40, 10]))]
-    drafter = ScriptedDrafter(ANSWER, "right", length=20, vocab=50)
-    assert flat(run(sequence(verifier, drafter, [3, 4], criteria=criteria))) == [5, 6, 7, 8, 9, 10]
-    assert verifier.cache == [3, 4, 5, 6, 7, 8, 9]
-    assert drafter.seen[-1].emitted.tolist() == [6, 7, 8, 9, 10]
 
 
 class StopAfter(StoppingCriteria):
@@ -124,17 +103,6 @@ def test_a_drafter_that_wants_no_logits_gets_none() -> None:
     assert all(verified.top_ids is None and verified.hidden is None for verified in drafter.seen)
 
 
-def test_prompt_in_chunks_can_be_cancelled_in_between() -> None:
-    verifier = MockVerifier(counting())
-    made = sequence(verifier, None, ANSWER[:20], prefill_chunk=8)
-    under_way = passes(made)
-    assert next(under_way) == []
-    assert verifier.cache == ANSWER[:8]
-    under_way.close()
-    assert verifier.cache == ANSWER[:8]
-    assert flat(run(sequence(MockVerifier(counting()), None, ANSWER[:20], prefill_chunk=8))) == ANSWER[20:30]
-
-
 def test_plain_verifiers_get_no_drafts() -> None:
     drafter = ScriptedDrafter(ANSWER, "right", vocab=50)
     verifier = MockVerifier(counting(), "plain")
@@ -170,42 +138,3 @@ def test_auto_budgets_carry_measured_cost() -> None:
     assert cost.dtype == np.float32
     assert cost.shape == (budget.max_nodes + 1,)
     assert (np.diff(cost) >= 0).all()
-
-
-def test_a_step_is_draft_verify_accept_commit_learn() -> None:
-    order: list[str] = []
-
-    class Watched(MockVerifier):
-        def forward(self, *arguments: Any, **named: Any) -> Any:
-            order.append("verify")
-            return super().forward(*arguments, **named)
-
-        def commit(self, path: Any) -> None:
-            order.append("commit")
-            super().commit(path)
-
-    class Choosing(GreedySampler):
-        def choose(self, *arguments: Any) -> Any:
-            if order[-1] != "accept":
-                order.append("accept")
-            return super().choose(*arguments)
-
-    class Drafting(ScriptedDrafter):
-        def propose(self, budget: Any) -> Any:
-            order.append("draft")
-            return super().propose(budget)
-
-        def observe(self, verified: Any) -> None:
-            order.append("learn")
-            super().observe(verified)
-
-    drafter = Drafting(ANSWER, "right", vocab=50)
-    made = sequence(Watched(counting()), drafter, [3, 4], max_length=20, sampler=Choosing())
-    under_way = passes(made)
-    for _ in range(3):
-        next(under_way)
-    step = ["draft", "verify", "accept", "commit", "learn"]
-    assert order == [*step[1:], *step, *step]
-    assert made.log.summary().passes == 3
-    under_way.close()
-    assert made.log.summary().passes == 3

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from batch_rows import small_model
-from interrupting import ctrl_c, python_handles_it
 from scripted_drafter import ScriptedDrafter
 from transformers import LogitsProcessor
 
@@ -99,13 +98,6 @@ def test_keys_and_values_are_bounded(tiny: Any, monkeypatch: pytest.MonkeyPatch)
     assert most <= 1
 
 
-def test_as_completed(tiny: Any) -> None:
-    rs.accelerate(tiny, recorded_pass="always", draft="off")
-    requests = [{"inputs": ids_of(i, 5), "max_new_tokens": n} for i, n in enumerate([30, 2, 9])]
-    order = [one.index for one in rs.generate_many(tiny, requests, order="completed")]
-    assert order == [1, 2, 0]
-
-
 class Failing(LogitsProcessor):
     """Raises at the fourth token."""
 
@@ -190,15 +182,6 @@ def test_cancelling_ends_one_request(tiny: Any) -> None:
         assert said == expected[i][: len(said)]
 
 
-def test_samples_of_a_request(tiny: Any) -> None:
-    rs.accelerate(tiny, recorded_pass="always")
-    options = {"do_sample": True, "num_return_sequences": 3, "seed": 7, "max_new_tokens": 9}
-    prompt = torch.tensor([ids_of(0, 6)])
-    rows = tiny.generate(prompt, **options)
-    (one,) = rs.generate_many(tiny, [prompt], **options)
-    assert [output.token_ids.tolist() for output in one.outputs] == rows[:, 6:].tolist()
-
-
 def test_what_is_left_to_generate(tiny: Any) -> None:
     """Beams, in the middle of others; and a model whose drafter serves one text at a time."""
     prompt = torch.tensor([ids_of(2, 6)])
@@ -213,27 +196,6 @@ def test_what_is_left_to_generate(tiny: Any) -> None:
     rs.accelerate(tiny, recorded_pass="always", drafter=ScriptedDrafter(np.array(expected[0])))
     finished = list(rs.generate_many(tiny, [requests[0], requests[0]], max_new_tokens=5))
     assert [one.token_ids.tolist() for one in finished] == [expected[0]] * 2
-
-
-def test_an_interruption_leaves_the_model_usable(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rs.accelerate(tiny, recorded_pass="always", draft="off")
-    requests = mixed(4)
-    expected = [alone(tiny, request, max_new_tokens=20) for request in requests]
-    step, calls = tiny.speculation.engine._pass, 0
-
-    def interrupted(batch: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            ctrl_c()
-        step(batch)
-
-    monkeypatch.setattr(tiny.speculation.engine, "_pass", interrupted)
-    with python_handles_it(), pytest.raises(KeyboardInterrupt):
-        list(rs.generate_many(tiny, requests, max_new_tokens=20))
-    assert tiny.speculation.engine._sequences == []
-    finished = list(rs.generate_many(tiny, requests, max_new_tokens=20))
-    assert [one.token_ids.tolist() for one in finished] == expected
 
 
 def test_texts_and_a_bar(reference_model: Any, reference_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,6 @@ import torch
 from batch_rows import KINDS, left_padded, script, small_model
 from transformers import TextStreamer
 
-import retrieve_spec as rs
-
 LENGTHS = (5, 17, 11)
 
 
@@ -61,25 +59,6 @@ def test_greedy_batches(
     again = model.generate(**onward, **more, past_key_values=ours.past_key_values)
     wanted = model.generate(**onward, **more, past_key_values=plain.past_key_values)
     assert torch.equal(again.sequences[longest], wanted.sequences[longest])
-
-
-@pytest.mark.parametrize("recorded_pass", ["always", "off"])
-def test_log_probabilities_of_sampled_tokens(tiny: Any, recorded_pass: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the verifying passes are those of a forward over the whole text."""
-    inputs = left_padded(LENGTHS)
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "seed": 3, "eos_token_id": None}
-    rs.accelerate(tiny, recorded_pass=recorded_pass, draft="off")
-    free = tiny.generate(**inputs, **options)
-    script(tiny, monkeypatch, free, "branchy", recorded_pass=recorded_pass)
-    out = tiny.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
-    assert torch.equal(out.sequences, free)
-    assert tiny.speculation.last.tokens_per_pass > 4
-    ours = torch.stack(out.logits, dim=1).log_softmax(-1)
-    for row, length in enumerate(LENGTHS):
-        with torch.no_grad():
-            whole = tiny(free[row : row + 1, 17 - length :]).logits[0, length - 1 : -1].log_softmax(-1)
-        tokens = free[row, 17:, None]
-        torch.testing.assert_close(ours[row].gather(1, tokens), whole.gather(1, tokens), atol=1e-5, rtol=0.0)
 
 
 class Steps:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,16 +12,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import retrieve_spec as rs
-from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.budget import row_cost, share_evenly
-from retrieve_spec.engine.cost import Costs
-from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.engine.budget import share_evenly
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
 from retrieve_spec.verify.probe import probe
-from retrieve_spec.verify.steps import prepare_call
-from retrieve_spec.verify.verifier import VerifierInputs
 
 
 @pytest.mark.parametrize("name", ["right", "wrong", "half", "branchy"])
@@ -42,16 +34,6 @@ def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: py
     if name == "right":
         assert report.passes < 12
     assert torch.equal(tiny.generate(**inputs, **options, draft="off"), plain)
-
-
-def test_rows_of_a_call_share_what_is_looked_at_of_prompts(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of many prompts' ends cost as much as passes do, and drafting fades out as rows become many."""
-    rs.accelerate(tiny, recorded_pass="always", prompt_logits=7)
-    shown: list[int] = []
-    monkeypatch.setattr(MixtureDrafter, "observe_prompt", lambda _self, ids, *_top: shown.append(len(ids)))
-    for lengths in ((9,), (5, 9, 11)):
-        tiny.generate(**left_padded(lengths), max_new_tokens=3, do_sample=False)
-    assert shown == [7, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -172,71 +154,6 @@ def hybrid() -> Any:
     return small_model("qwen3_5_text", **_QWEN)
 
 
-def verifiers(model: Any, count: int) -> tuple[PaddedBatch, list[HFVerifier], list[HFVerifier]]:
-    """Lone verifiers, and those of one batch, that have read the same texts."""
-    interface = probe(model, read_interface(model)).interface
-    lone, texts = ([HFVerifier(model, interface) for _ in range(count)] for _ in range(2))
-    for i, both in enumerate(zip(lone, texts, strict=True)):
-        ids = torch.tensor([[3 + (j * 37 + 11 * i) % 190 for j in range(1 + 5 * i)]])
-        for verifier in both:
-            call = prepare_call(model, ids, torch.ones_like(ids))
-            verifier.start(VerifierInputs(ids, call.take(), max_length=100))
-            verifier.forward(ids[0].numpy().astype(np.int32))
-            verifier.commit(np.empty(0, np.int32))
-    return PaddedBatch(model, interface), lone, texts
-
-
-TREES = [DraftTree.from_paths(paths) for paths in ([[5, 6, 7], [8, 9]], [], [[10], [11, 12]], [[13, 14, 15, 16]])]
-PATHS: tuple[list[int], ...] = ([3, 4], [], [1, 2], [0, 1])
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_rows_come_and_go(hybrid: Any, seed: int) -> None:
-    """At random together, alone, failed, ended: logits, caches and states are those of a lone row."""
-    draw = np.random.default_rng(seed)
-    with torch.no_grad():
-        batch, lone, rows = verifiers(hybrid, 4)
-        live = [0, 1, 2, 3]
-        for _ in range(int(draw.integers(2, 7))):
-            going = draw.permutation(live)[: draw.integers(1, len(live) + 1)].tolist()
-            which = draw.integers(0, len(TREES), len(going)).tolist()
-            trees, roots = [TREES[n] for n in which], [draw.integers(3, 190, 1, np.int32) for _ in going]
-            if draw.random() < 0.2:
-                with failing_layer(hybrid):
-                    batch.forward([rows[i] for i in going], roots, trees)
-                continue
-            if len(going) == 1:
-                got = [rows[going[0]].forward(roots[0], trees[0])]
-            else:
-                got = batch.forward([rows[i] for i in going], roots, trees)
-            for i, n, root, output in zip(going, which, roots, got, strict=True):
-                wanted = lone[i].forward(root, TREES[n])
-                torch.testing.assert_close(output.logits, wanted.logits, atol=2e-5, rtol=1e-4)
-                path = np.array(PATHS[n] if draw.random() < 0.7 else [], np.int32)
-                lone[i].commit(path)
-                rows[i].commit(path)
-            if len(live) > 1 and draw.random() < 0.3:
-                ended = live.pop(int(draw.integers(0, len(live))))
-                ours, theirs = rows[ended].finish(), lone[ended].finish()
-                for a, b in zip(ours.layers, theirs.layers, strict=True):
-                    held = ("keys", "values") if hasattr(b, "keys") else ("conv_states", "recurrent_states")
-                    for name in held:
-                        torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=2e-5, rtol=1e-4)
-
-
-@contextlib.contextmanager
-def failing_layer(model: Any) -> Iterator[None]:
-    """Let the second layer's forward fail, as where memory runs out."""
-
-    def fail(*_given: Any, **_named: Any) -> None:
-        raise torch.OutOfMemoryError("too much at once")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.model.layers[1].mlp, "forward", fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            yield
-
-
 def test_a_pass_that_cannot_be_shared_is_taken_alone(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, options = left_padded(), {"max_new_tokens": 9, "do_sample": False}
     plain = hybrid.generate(**inputs, **options)
@@ -297,14 +214,3 @@ def test_even_shares_are_the_best_there_are(data: st.DataObject) -> None:
     assert [len(tree) for tree in share_evenly(trees, None, most, np.ones(len(trees)))] == [
         min(len(tree), most) for tree in trees
     ]
-
-
-def test_a_row_pays_for_the_width_of_all() -> None:
-    costs = Costs()
-    for nodes in (0, 4, 16, 64) * 20:
-        costs.alone.observe(nodes, 64, 1.0 + nodes / 10)
-    seconds = costs.of(4).seconds(64, 256)
-    cost = row_cost(seconds, 4, padded=True)
-    assert len(cost) == 65
-    assert cost[0] == pytest.approx(seconds[0] / 4, rel=1e-5)
-    assert cost[2] == pytest.approx(seconds[8] / 4, rel=1e-5)

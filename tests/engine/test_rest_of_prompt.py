@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from batch_rows import script, small_model
-from interrupting import ctrl_c, python_handles_it
 from transformers import DynamicCache
 
 import retrieve_spec as rs
@@ -80,30 +79,6 @@ def test_other_caches_are_read_as_before_and_the_text_is_the_same(
     expected = model.generate(PROMPT, **OPTIONS)
     script(model, monkeypatch, expected, "branchy", recorded_pass="always")
     assert torch.equal(model.generate(PROMPT, past_key_values=read(model, 60 - rest), **OPTIONS), expected)
-
-
-def test_ctrl_c_in_a_shared_pass_ends_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Amid the pass that reads the rest of one prompt, while another sequence shares it."""
-    model = small_model("llama")
-    expected = model.generate(PROMPT, **OPTIONS)
-    script(model, monkeypatch, expected, "branchy", recorded_pass="always")
-    engine = model.speculation.engine
-    mine, other = (open_sequence(model, PROMPT, past_key_values=read(model, 60 - rest), **OPTIONS) for rest in (1, 5))
-    engine.join(other)
-    engine.join(mine)
-    recorded = mine.verifier.recorded
-    run = recorded.run
-    monkeypatch.setattr(recorded, "run", lambda *given, **named: (ctrl_c(), run(*given, **named))[1])
-    with python_handles_it(), pytest.raises(KeyboardInterrupt):
-        engine.advance([mine])
-    monkeypatch.setattr(recorded, "run", run)
-    engine.leave(mine)
-    said: list[int] = []
-    while not other.ended:
-        engine.advance([other])
-        while other.reader.has_pieces:
-            said += other.reader.take().tolist()
-    assert said == expected[0, 60:].tolist()
 
 
 def test_a_copied_cache_is_left_alone() -> None:

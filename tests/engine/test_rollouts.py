@@ -11,10 +11,6 @@ import torch
 from batch_rows import left_padded
 
 import retrieve_spec as rs
-from retrieve_spec import acceleration
-from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.errors import ConfigError
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "seed": 4, "max_new_tokens": 24}
 
@@ -25,22 +21,6 @@ def prompts() -> torch.Tensor:
 
 def kept(memory: rs.RolloutMemory, prompt: torch.Tensor) -> list[list[int]]:
     return [answer.tolist() for answer in memory.answers_to(prompt.numpy().astype(np.int32))]
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"do_sample": False}], ids=["1.0", "0.7", "greedy"])
-def test_no_text_changes(tiny: Any, options: dict[str, Any]) -> None:
-    """Samples, rows and single texts, in epochs; drafting off says the same."""
-    memory = rs.RolloutMemory(answers=4)
-    rs.accelerate(tiny, recorded_pass="off", nodes=16, rollouts=memory)
-    count = 3 if options.get("do_sample", True) else 1
-    for epoch in range(3):
-        given = OPTIONS | {"top_k": 0, "seed": epoch // 2} | options
-        for ids, samples in ((prompts(), count), (prompts()[:1], 1)):
-            got = tiny.generate(ids, **given, num_return_sequences=samples)
-            assert torch.equal(tiny.generate(ids, **given, num_return_sequences=samples, draft="off"), got)
-            assert not given["do_sample"] or got[samples - 1, 8:].tolist() in kept(memory, ids[0])
-            assert len(memory) == 2
-    assert tiny.speculation.last.mode == "plain"
 
 
 def test_the_same_again_takes_few_passes(tiny: Any) -> None:
@@ -75,34 +55,6 @@ def test_padding_is_no_part_of_a_prompt(tiny: Any) -> None:
     tiny.generate(batch["input_ids"][:1], attention_mask=batch["attention_mask"][:1], **OPTIONS | {"pad_token_id": 0})
     tiny.generate(short[None], **OPTIONS)
     assert len(memory) == 2
-
-
-def test_what_a_drafter_lends_it_gives_back(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rollouts it learns into a calibration of their own, which begins with what was known."""
-    lend, seen = Drafters.lend, []
-
-    def noted(self: Drafters, *given: Any) -> Any:
-        drafter = lend(self, *given)
-        if isinstance(drafter, MixtureDrafter):
-            seen.append((drafter, drafter.calibration, drafter.session))
-        return drafter
-
-    monkeypatch.setattr(Drafters, "lend", noted)
-    rs.accelerate(tiny, recorded_pass="off", nodes=8, session=True, rollouts=rs.RolloutMemory())
-    session = tiny.speculation.session()
-    tiny.generate(prompts()[:1], **OPTIONS, siblings="off")
-    (drafter, own, before) = seen.pop()
-    assert before is session
-    learned = own.cells.copy()
-    assert learned.any()
-    tiny.generate(prompts(), **OPTIONS, num_return_sequences=2)
-    others = [calibration for _, calibration, _ in seen]
-    assert all(calibration is others[0] is not own for calibration in others)
-    assert (others[0].cells != learned).any()
-    assert (own.cells == learned).all()
-    assert len(session.texts) == 5
-    assert drafter.session is session and drafter.calibration is own
-    assert all(one.calibration is own and one.session is session for one, _, _ in seen)
 
 
 def test_weights_that_change(tiny: Any) -> None:
@@ -169,48 +121,3 @@ def test_answers_outlive_the_process_and_are_forgotten_on_demand(tiny: Any, tmp_
     assert len(rs.RolloutMemory(path)) == 0
     assert torch.equal(tiny.generate(prompts()[:1], **OPTIONS), first)
     assert tiny.speculation.last.passes > 3
-
-
-def test_anything_else_is_refused(tiny: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="RolloutMemory"):
-        rs.accelerate(tiny, rollouts=str(tmp_path / "rollouts.bin"))
-
-
-def test_epochs(reference_model: Any, reference_tokenizer: Any) -> None:
-    """Real text, sampled anew with every epoch: what earlier epochs said is worth passes."""
-    rs.accelerate(reference_model, reference_tokenizer, nodes=16, recorded_pass="off", rollouts=rs.RolloutMemory())
-    requests = ["class Stack:\n    def __init__(self):\n", "import os\n\n\ndef read_lines(path):\n"]
-    options: dict[str, Any] = {"do_sample": True, "temperature": 0.3, "top_k": 0, "max_new_tokens": 40}
-    paces = []
-    for epoch in range(3):
-        done = list(rs.generate_many(reference_model, requests, **options, num_return_sequences=3, seed=epoch, rows=3))
-        reports = [output.report for one in done for output in one.outputs]
-        paces.append(sum(r.new_tokens for r in reports) / sum(r.passes for r in reports))
-    assert min(paces[1:]) > paces[0], paces
-
-
-def test_an_optimiser_step_records_nothing_anew(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that a step changes in place are followed: the model is examined at most once for each step."""
-    examined: list[Any] = []
-    probe = acceleration._find_mode
-    monkeypatch.setattr(acceleration, "_find_mode", lambda model: examined.append(model) or probe(model))
-    before = {name: tensor.detach().clone() for name, tensor in tiny.state_dict().items()}
-    rs.accelerate(tiny, recorded_pass="always", nodes=16, rollouts=rs.RolloutMemory())
-    optimiser = torch.optim.SGD(tiny.parameters(), lr=0.1)
-    try:
-        tiny.generate(prompts(), **OPTIONS)
-        for step in range(3):
-            tiny.train()
-            tiny(prompts(), labels=prompts()).loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            tiny.eval()
-            examined.clear()
-            texts = [tiny.generate(prompts(), **OPTIONS | {"seed": step}, draft=draft) for draft in ("auto", "off")]
-            tiny.generate(prompts(), **OPTIONS)
-            assert torch.equal(*texts)
-            assert len(examined) <= 1
-            assert tiny.speculation.pass_kind == "recorded", tiny.speculation.pass_reason
-    finally:
-        tiny.load_state_dict(before)
-        tiny.zero_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.verify.mixers import find_mixers
-from retrieve_spec.verify.recurrent import LaggingState, RowMixer, RowState, replaceable
-from retrieve_spec.verify.row_scans import RowTree, SsdRows, convolve, scan_delta, scan_ssd, unit
+from retrieve_spec.verify.recurrent import RowMixer, RowState
+from retrieve_spec.verify.row_scans import RowTree, convolve, scan_delta, scan_ssd, unit
 
 TREES = ([[1, 2, 3], [1, 4], [5, 6]], [[7]], [], [[1, 2, 3, 4, 5, 6]], [[1], [2], [3]])
 CPU = torch.device("cpu")
@@ -143,20 +141,6 @@ def test_gated_delta_rule(texts: int) -> None:
             torch.testing.assert_close(rows.behind(state[only], only, torch.tensor(path))[0], wanted)
 
 
-def test_scans_under_autocast_are_what_they_are_without() -> None:
-    tree, _ = row_tree(2, roots=2)
-    rows, heads, d = (2, tree.width), 3, 4
-    query, key, value = (torch.randn(*rows, heads, d) for _ in range(3))
-    decay, beta, state = -torch.rand(*rows, heads), torch.rand(*rows, heads), torch.randn(2, heads, d, d)
-    with torch.autocast("cpu", torch.bfloat16):
-        delta = scan_delta(tree, query, unit(key), value, decay, beta, state)[0]
-        ssd = scan_ssd(tree, value, beta, key, query, state, decay[0, 0])[0]
-        assert torch.is_autocast_enabled("cpu")
-    assert delta.dtype == ssd.dtype == torch.float32
-    torch.testing.assert_close(delta, scan_delta(tree, query, unit(key), value, decay, beta, state)[0])
-    torch.testing.assert_close(ssd, scan_ssd(tree, value, beta, key, query, state, decay[0, 0])[0])
-
-
 def test_decays_of_rows_far_apart_are_zero_and_no_numbers_are_lost() -> None:
     """Rows that are not on one path may be any number of powers of ten apart."""
     tree = RowTree.of([1], [DraftTree.from_paths([[1, 2], [3, 4]])], CPU)
@@ -165,18 +149,6 @@ def test_decays_of_rows_far_apart_are_zero_and_no_numbers_are_lost() -> None:
     out, _ = scan_ssd(tree, x, steps, keys, keys, torch.ones(1, 1, 1, 1), torch.tensor([-10.0]))
     assert torch.isfinite(out).all()
     assert out[0, 1, 0, 0] == 1e4
-
-
-def test_a_state_is_brought_up_once() -> None:
-    """However often that is begun: the state in the cache is replaced, and another one is left alone."""
-    state = torch.ones(1, 2, 3, 4)
-    rows = SsdRows(torch.ones(1, 2, 2, 3), torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 2))
-    layer = SimpleNamespace(recurrent_states={0: state})
-    behind = LaggingState(state, rows, torch.tensor([0, 1]), None)
-    for _ in range(3):
-        behind.settle(layer)
-        assert torch.equal(layer.recurrent_states[0], torch.full_like(state, 3.0))
-    assert torch.equal(state, torch.ones_like(state))
 
 
 def mamba2() -> Any:
@@ -233,30 +205,15 @@ def test_prompts_and_steps_are_the_models_own(make: Any, cache: str, length: int
 def test_other_threads_run_the_mixer_itself_and_the_model_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mamba2()
     ids = torch.randint(1, 64, (1, 5))
-    wanted, state = model(ids).logits, ModelState(model)
+    wanted = model(ids).logits
     said: list[torch.Tensor] = []
     monkeypatch.setattr(RowMixer, "scan_ssd", lambda *args, **kwargs: 1 / 0)
     rows = RowState(find_mixers(model, "cache_params", ids))
     with rows.verifying(None, [None], [5], [DraftTree()], CPU):
-        assert state.holds() and not state.changes()
-        assert ModelState(model).holds()
         other = threading.Thread(target=lambda: said.append(model(ids).logits))
         other.start()
         other.join()
         with pytest.raises(ZeroDivisionError):
             model(ids)
     assert torch.equal(said[0], wanted) and torch.equal(model(ids).logits, wanted)
-    assert state.holds() and "forward" not in vars(model.backbone.layers[0].mixer)
-    model.backbone.layers[0].mixer.forward = lambda *args, **kwargs: args[0]
-    assert not state.holds() and list(state.changes()) == ["Mamba2Mixer.forward"]
-
-
-def test_mixers_with_a_forward_of_somebody_else_are_left_alone() -> None:
-    mixer = mamba2().backbone.layers[0].mixer
-    assert set(replaceable(mixer).values()) == {"convolve", "convolve_step", "scan_ssd", "step_ssd"}
-    mixer.conv1d._hf_hook = object()  # accelerate's, which moves weights
-    assert not replaceable(mixer)
-    del mixer.conv1d._hf_hook
-    mixer.forward = mixer.forward
-    assert not replaceable(mixer)
-    assert not replaceable(torch.nn.Linear(2, 2))
+    assert "forward" not in vars(model.backbone.layers[0].mixer)

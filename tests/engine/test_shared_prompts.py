@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from interrupting import ctrl_c, python_handles_it
-from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor
+from batch_rows import KINDS, small_model
+from transformers import LogitsProcessor
 
 import retrieve_spec as rs
 from retrieve_spec.engine import joining
 from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.recorded import recorded_verifier
 from retrieve_spec.sampling.samplers import make_sampler
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 4, "max_new_tokens": 16}
@@ -48,16 +46,18 @@ def alone(model: Any, ids: torch.Tensor, row: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("recorded", WAYS)
 @pytest.mark.parametrize("draft", ["auto", "off"])
-@pytest.mark.parametrize("length", [1, 6, 70])
+@pytest.mark.parametrize("length", [1, 70])
+@pytest.mark.parametrize("kind", KINDS[:2], ids=["llama", "windows"])
 def test_samples_of_one_prompt(
-    tiny: Any, recorded: str, draft: str, length: int, monkeypatch: pytest.MonkeyPatch
+    kind: tuple[str, dict[str, Any]], recorded: str, draft: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a prompt that the recorded pass reads, of which the cache is no more by then."""
-    rs.accelerate(tiny, recorded_pass=recorded, draft=draft)
+    """Also a prompt that the recorded pass reads, of which the cache is no more by then, and one beyond a window."""
+    model = small_model(kind[0], **kind[1])
+    rs.accelerate(model, recorded_pass=recorded, draft=draft)
     ids = prompt_of(length)
-    expected = [alone(tiny, ids, row, monkeypatch, **OPTIONS) for row in range(5)]
+    expected = [alone(model, ids, row, monkeypatch, **OPTIONS) for row in range(5)]
     assert len({tuple(text) for text in expected}) == 5
-    rows = tiny.generate(ids, num_return_sequences=5, **OPTIONS)
+    rows = model.generate(ids, num_return_sequences=5, **OPTIONS)
     assert rows[:, length:].tolist() == expected
 
 
@@ -70,44 +70,6 @@ def test_a_prompt_is_read_once(tiny: Any, recorded: str, read: list[int]) -> Non
     assert read == [30, 30], "two prompts, each once"
     tiny.generate(ids, **options, draft="auto")
     assert read == [30] * 4
-
-
-def test_samples_attend_to_their_prompt_at_one_place(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that did not read it themselves; samples of one prompt stand side by side, however the call has them."""
-    seen: list[list[list[int]]] = []
-    attend = recorded_verifier.attend_single_rows
-
-    def noted(*given: Any) -> None:
-        seen.append(given[5].tolist())
-        attend(*given)
-
-    monkeypatch.setattr(recorded_verifier, "attend_single_rows", noted)
-    rs.accelerate(tiny, recorded_pass="always", draft="off")
-    requests = [{"inputs": prompt_of(30, row=i % 2)[0].tolist(), "max_new_tokens": 9} for i in range(6)]
-    expected = [tiny.generate(prompt_of(30, row=row), max_new_tokens=9)[0, 30:].tolist() for row in range(2)]
-    seen.clear()
-    done = list(rs.generate_many(tiny, requests))
-    assert [one.outputs[0].token_ids.tolist() for one in done] == expected * 3
-    for prefixes in seen[-4:]:
-        assert sorted(rows for *_, rows in prefixes) == [0, 0, 30, 30, 30, 30]
-        keys = [keys for keys, _, rows in prefixes if rows]
-        assert keys[0] == keys[1] != keys[2] == keys[3]
-
-
-def test_windows_hold_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "gemma3_text", vocab_size=199, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, initializer_range=0.2, pad_token_id=0,
-        eos_token_id=None, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    ids = prompt_of(20)
-    for recorded in WAYS:
-        rs.accelerate(model, recorded_pass=recorded)
-        expected = [alone(model, ids, row, monkeypatch, **OPTIONS) for row in range(3)]
-        rows = model.generate(ids, num_return_sequences=3, **OPTIONS)
-        assert rows[:, 20:].tolist() == expected
 
 
 class Failing(LogitsProcessor):
@@ -137,28 +99,3 @@ def test_requests_with_one_prompt(tiny: Any, recorded: str, read: list[int]) -> 
     for one, whole in list(zip(finished, expected, strict=True))[1:]:
         assert one.token_ids.tolist() == whole[0, 25:].tolist()
     assert read == [25] * 3, "two prompts, and the one whose reading failed once more"
-
-
-def test_ctrl_c_between_a_prompt_and_its_first_token(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other's text stays what it is."""
-    rs.accelerate(tiny, recorded_pass="off", draft="off")
-    ids = prompt_of(9)
-    expected = tiny.generate(ids, num_return_sequences=3, **OPTIONS)
-    accept, calls = Sequence.accept, 0
-
-    def interrupted(self: Sequence) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            ctrl_c()
-        accept(self)
-
-    monkeypatch.setattr(Sequence, "accept", interrupted)
-    engine, mine = tiny.speculation.engine, rs.generate_stream(tiny, prompt_of(3), max_new_tokens=9, do_sample=False)
-    next(mine)
-    calls = 0
-    with python_handles_it(), pytest.raises(KeyboardInterrupt):
-        tiny.generate(ids, num_return_sequences=3, **OPTIONS)
-    assert len(engine._sequences) == 1
-    mine.close()
-    assert np.array_equal(tiny.generate(ids, num_return_sequences=3, **OPTIONS), expected)

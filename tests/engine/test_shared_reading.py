@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import retrieve_spec as rs
-from retrieve_spec.engine import engine
-from retrieve_spec.sampling import pass_logits
 from retrieve_spec.sampling.pass_logits import read_logits, read_side_by_side
 
 
@@ -48,25 +42,3 @@ def test_every_text_sees_its_own_rows(
         for i in range(len(part)):
             np.testing.assert_array_equal(got.row(i), expected.row(i))
         assert got.logits is part
-
-
-@pytest.mark.parametrize("sample", [False, True])
-def test_a_batch_is_read_at_once_and_says_the_same(tiny: Any, sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = torch.tensor([[3 + (7 * i + 5 * row) % 90 for i in range(12)] * 2 for row in range(3)])
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": sample, "attention_mask": torch.ones_like(ids)}
-    rs.accelerate(tiny, recorded_pass="always")
-    alone = [tiny.generate(ids, **options, seed=5)]
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "read_side_by_side", _raise)  # then each looks for itself
-        alone.append(tiny.generate(ids, **options, seed=5))
-    counts: list[int] = []
-    read = pass_logits.read_logits
-    monkeypatch.setattr(pass_logits, "read_logits", lambda rows, top_k: counts.append(len(rows)) or read(rows, top_k))
-    alone.append(tiny.generate(ids, **options, seed=5))
-    assert all(torch.equal(said, alone[0]) for said in alone)
-    assert len(counts) <= tiny.speculation.last.passes
-    assert max(counts) >= 3
-
-
-def _raise(*_: Any) -> None:
-    raise MemoryError("no room for all of them")

@@ -11,11 +11,8 @@ import torch
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.engine import memories as siblings_module
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.memories import Siblings
-from retrieve_spec.errors import ConfigError
-from retrieve_spec.sources.session import SessionMemory
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "seed": 4, "max_new_tokens": 24}
 
@@ -26,19 +23,6 @@ def prompts() -> torch.Tensor:
 
 def ids(*tokens: int) -> Any:
     return np.array(tokens, np.int32)
-
-
-@pytest.mark.parametrize("recorded", ["always", "off"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_no_text_changes(tiny: Any, recorded: str, temperature: float) -> None:
-    """Samples of two prompts: shared, not shared, not drafted at all."""
-    rs.accelerate(tiny, recorded_pass=recorded, nodes=16)
-    for count in (2, 9):
-        options = OPTIONS | {"temperature": temperature, "num_return_sequences": count, "top_k": 0}
-        shared = tiny.generate(prompts(), **options)
-        assert tiny.speculation.last.rows == 2 * count
-        assert torch.equal(tiny.generate(prompts(), **options, siblings="off"), shared)
-        assert torch.equal(tiny.generate(prompts(), **options, draft="off"), shared)
 
 
 def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
@@ -99,56 +83,9 @@ def test_beside_a_session(tiny: Any) -> None:
     assert tiny.speculation.last.accepted_by_source.get("session", 0) > 20
 
 
-def test_runs_are_heard_with_what_stands_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Siblings()
-    own = heard.automata[-1]
-
-    def told(sample: int, *tokens: int) -> None:
-        heard.hear(sample, ids(*tokens))
-        with heard:
-            pass
-
-    told(1, *range(20, 40))
-    told(2, 90)
-    told(1, 40, 41)
-    assert own.follow(ids(*range(32, 42)))[1] == 10, "the run and eight tokens before it"
-    assert own.follow(ids(39, 90))[1] == 1, "of another sample"
-    assert heard.texts == []
-    before = len(own)
-    monkeypatch.setattr(siblings_module, "MUCH", 0)
-    told(1, 42)
-    assert len(own) == before
-    told(1, *range(43, 43 + siblings_module.PATIENT))
-    assert own.follow(ids(*range(40, 60)))[1] == 20
-
-
 def test_what_is_heard_is_bounded() -> None:
     full = Siblings(max_tokens=10)
     for tokens in (range(8), [9]):
         full.hear(1, ids(*tokens))
         with full:
             assert len(full.automata[-1]) == 8
-
-
-def test_what_nobody_looks_at_is_read_in_one_go() -> None:
-    heard = Siblings()
-    for token in range(20, 40):
-        heard.hear(1, ids(token))
-        heard.hear(2, ids(token + 40))
-    assert len(heard.automata[-1]) == 0
-    with heard:
-        assert len(heard.automata[-1]) == 40
-        assert heard.automata[-1].follow(ids(*range(60, 80)))[1] == 20
-
-
-def test_a_session_is_read_and_told(tiny: Any) -> None:
-    session = SessionMemory()
-    session.remember(ids(5, 6, 7))
-    heard = Siblings(session)
-    assert len(heard.automata) == 3
-    with heard:
-        heard.remember(ids(8, 9))
-    assert [text.tolist() for text in session.texts] == [[5, 6, 7], [8, 9]]
-    rs.accelerate(tiny)
-    with pytest.raises(ConfigError, match="siblings"):
-        tiny.generate(prompts(), siblings="yes")

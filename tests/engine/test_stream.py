@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interrupting import ctrl_c, python_handles_it
 from scripted_drafter import ScriptedDrafter
 from transformers import DynamicCache, GenerationConfig
 
 import retrieve_spec as rs
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.generation.streams import TextDecoder, _pieces
+from retrieve_spec.generation.streams import TextDecoder
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
@@ -48,17 +47,6 @@ def test_closing_early_leaves_model_cache_and_report_in_order(tiny: Any, prompt:
     so_far = torch.cat([prompt, torch.tensor([seen])], dim=1)
     rest = tiny.generate(so_far, past_key_values=cache, do_sample=False, max_new_tokens=17)
     assert torch.equal(rest, expected), "the cache can be continued from"
-
-
-def test_interrupt_inside_a_pass_leaves_the_model_usable(tiny: Any, prompt: torch.Tensor) -> None:
-    expected = scripted(tiny, prompt)
-    stream = rs.generate_stream(tiny, prompt, **GREEDY)
-    next(stream)
-    handle = tiny.model.layers[1].register_forward_pre_hook(ctrl_c)
-    with python_handles_it(), pytest.raises(KeyboardInterrupt):
-        next(stream)
-    handle.remove()
-    assert torch.equal(tiny.generate(prompt, **GREEDY), expected)
 
 
 def ids_of(pieces: Any) -> list[int]:
@@ -181,22 +169,6 @@ def test_a_streamer_is_refused(tiny: Any, prompt: torch.Tensor) -> None:
     assert len(ids_of(rs.generate_stream(tiny, prompt, streamer=None, **GREEDY))) == 24
 
 
-def test_streams_of_one_prompt_with_their_seeds_are_samples(tiny: Any, prompt: torch.Tensor) -> None:
-    """What the refusal says to do."""
-    sampled = {"do_sample": True, "max_new_tokens": 12}
-    rs.accelerate(tiny)
-    alone = [ids_of(rs.generate_stream(tiny, prompt, seed=seed, **sampled)) for seed in range(3)]
-    before = tiny.speculation.engine.steps
-    streams = [rs.generate_stream(tiny, prompt, seed=seed, **sampled) for seed in range(3)]
-    shown: list[list[int]] = [[], [], []]
-    while pieces := [(i, piece) for i, stream in enumerate(streams) if (piece := next(stream, None)) is not None]:
-        for i, piece in pieces:
-            shown[i] += piece.token_ids.tolist()
-    assert shown == alone
-    assert len({tuple(ids) for ids in shown}) == 3
-    assert tiny.speculation.engine.steps - before < sum(stream.report.passes for stream in streams)
-
-
 class Utf8:
     """One token per byte."""
 
@@ -222,19 +194,3 @@ def test_streamed_text_is_the_decoded_whole(reference_tokenizer: Any, size: int)
     decoder = TextDecoder(reference_tokenizer)
     pieces = [decoder.push(ids[i : i + size]) for i in range(0, len(ids), size)]
     assert "".join(pieces) + decoder.flush() == text
-
-
-def test_text_without_tokens_has_no_log_probabilities_but_their_arrays() -> None:
-    class Decoder:
-        def push(self, token_ids: Any) -> str:
-            return ""
-
-        def flush(self) -> str:
-            return "\ufffd"
-
-    def runs() -> Any:
-        yield np.array([7], np.int32), np.array([[-1.0], [-2.0]], np.float32)
-
-    pieces = list(_pieces(runs(), Decoder()))  # type: ignore[arg-type]
-    assert [piece.text for piece in pieces] == ["", "\ufffd"]
-    assert np.concatenate([piece.logprobs for piece in pieces]).tolist() == [-1.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import retrieve_spec as rs
 from retrieve_spec.engine.threads import PassThreads
-from retrieve_spec.openmp import loaded_libgomp
 
 pytestmark = pytest.mark.threads
 
@@ -62,26 +60,6 @@ def test_a_taken_core_is_not_waited_for(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_trials_of_a_taken_core_cost_a_small_share_of_the_time(seed):
-    machine, threads = Machine(2, seed, waiting=100.0), PassThreads(2)
-    machine.busy = 1
-    run(machine, threads, 60)
-    one = Machine(2, seed)
-    taken = sum(machine.seconds(number, 0) for number in run(machine, threads, 3000))
-    assert taken <= 1.1 * sum(one.seconds(1, 0) for _ in range(3000))
-    machine.busy = 0
-    run(machine, threads, 6000)
-    assert threads.chosen == 2
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_machine_that_was_busy_from_the_start_is_known_after_three_passes(seed):
-    machine, threads = Machine(2, seed, waiting=20.0), PassThreads(2)
-    machine.busy = 1
-    assert run(machine, threads, 30).count(2) <= 3
-
-
-@pytest.mark.parametrize("seed", range(8))
 def test_a_machine_that_gets_busy_and_idle_again_is_followed(seed):
     machine, threads = Machine(2, seed), PassThreads(2)
     run(machine, threads, 600)
@@ -90,14 +68,6 @@ def test_a_machine_that_gets_busy_and_idle_again_is_followed(seed):
     machine.busy = 0
     run(machine, threads, 1200)
     assert threads.chosen == 2
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_many_cores_settle_below_those_that_are_taken(seed):
-    machine, threads = Machine(16, seed), PassThreads(16)
-    machine.busy = 9
-    run(machine, threads, 1500)
-    assert threads.chosen == 4
 
 
 @pytest.mark.parametrize(("cores", "busy", "chosen"), [(2, 0, 2), (2, 1, 1), (16, 0, 16), (16, 9, 4), (1, 0, 1)])
@@ -116,24 +86,6 @@ def test_threads_are_chosen_before_the_first_pass_by_work_done_for_it(cores, bus
     threads.settle(multiply)
     assert (threads.chosen, threads.comparing, setting) == (chosen, False, [cores])
     assert len(work) <= 24
-
-
-def test_a_model_is_looked_at_with_the_threads_that_are_faster(tiny, monkeypatch):
-    """Where another program has a core, a probe with all threads takes several times as long."""
-    begun, seen = PassThreads.of_torch(), []
-    if begun is None:
-        pytest.skip("torch does not compute with libgomp here")
-    monkeypatch.setattr(PassThreads, "settle", lambda self, work: setattr(self, "chosen", self.most + 1))
-    tiny.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
-    rs.accelerate(tiny, draft="off")
-    assert set(seen) == {begun.most + 1}
-    assert torch.get_num_threads() == begun.most
-    assert tiny.speculation.engine.threads.chosen == begun.most + 1
-
-
-def test_one_thread_stays_one():
-    threads = PassThreads(1)
-    assert run(Machine(1), threads, 200) == [1] * 200
 
 
 def test_only_the_pass_and_only_its_thread_see_another_number():
@@ -156,21 +108,6 @@ def test_only_the_pass_and_only_its_thread_see_another_number():
     assert torch.get_num_threads() == before
 
 
-def test_an_interruption_as_soon_as_a_number_is_set_leaves_the_setting() -> None:
-    before, set_to = torch.get_num_threads(), list[int]()
-
-    def cut_short(number: int) -> None:
-        set_to.append(number)
-        if len(set_to) == 1:
-            raise KeyboardInterrupt
-
-    threads = PassThreads(before, cut_short)
-    threads.chosen = before + 1
-    with pytest.raises(KeyboardInterrupt), threads.used():
-        pass
-    assert set_to == [before + 1, before]
-
-
 def test_a_setting_that_the_user_changes_counts():
     calls = []
     threads = PassThreads(torch.get_num_threads() + 1, calls.append)
@@ -185,17 +122,3 @@ def test_a_report_says_how_many_threads_passes_used(tiny, prompt):
     tiny.generate(prompt, max_new_tokens=8, do_sample=False)
     chosen = tiny.speculation.engine.threads
     assert tiny.speculation.last.threads == (0 if chosen is None else chosen.chosen)
-
-
-def test_torch_is_asked_where_its_folder_is_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an environment that is a link to another."""
-    folder = Path(torch.__file__).resolve().parent
-    if not any(Path(path).resolve().is_relative_to(folder) for path in loaded_libgomp()):
-        pytest.skip("torch brings no OpenMP runtime of its own here")
-    link = tmp_path / "torch"
-    link.symlink_to(folder)
-    for seen in (folder, link):
-        monkeypatch.setattr(torch, "__file__", str(seen / "__init__.py"))
-        choice = PassThreads.of_torch()
-        assert choice is not None
-        assert choice.most == torch.get_num_threads()

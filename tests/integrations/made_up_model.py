@@ -14,3 +14,9 @@ def plain(prompt, max_new_tokens=40):
     for _ in range(max_new_tokens):
         text.append(says(text))
     return text
+
+
+def asked(count, limit):
+    """Requests by name: prompts of several lengths, and as `limit` how many tokens each may have."""
+    prompts = [[10 * (i % 9) + j % 9 for j in range((1, 9, 30, 60)[i % 4])] for i in range(count)]
+    return {f"r{i}": {"prompt": prompt, limit: (1, 2, 9, 40, 40)[i % 5]} for i, prompt in enumerate(prompts)}

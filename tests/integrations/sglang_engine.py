@@ -31,23 +31,16 @@ class Request:
         return self.finished_reason is not None
 
 
-class Mode:
-    """`ForwardMode`, of which three members are asked for here."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def is_extend(self):
-        return self.name in ("EXTEND", "TARGET_VERIFY")
-
-    def is_decode(self):
-        return self.name == "DECODE"
-
-    def is_target_verify(self):
-        return self.name == "TARGET_VERIFY"
+def mode(name):
+    """A member of `ForwardMode`, of which three are asked for here."""
+    return SimpleNamespace(
+        is_extend=lambda: name in ("EXTEND", "TARGET_VERIFY"),
+        is_decode=lambda: name == "DECODE",
+        is_target_verify=lambda: name == "TARGET_VERIFY",
+    )
 
 
-MODES = SimpleNamespace(**{name: Mode(name) for name in ("EXTEND", "DECODE", "TARGET_VERIFY")})
+MODES = SimpleNamespace(**{name: mode(name) for name in ("EXTEND", "DECODE", "TARGET_VERIFY")})
 
 
 def links(mask):
@@ -76,30 +69,6 @@ def walk_greedy(candidates, child, sibling, predicted):
             break
         accepted.append(int(at))
     return accepted
-
-
-def walk_sampled(candidates, child, sibling, target, coins, last_coin):
-    """(accepted nodes, the token behind them) of one tree, as `TreeSpeculativeSamplingTargetOnly` draws them.
-
-    `target` are probabilities (n, vocabulary), `coins` (n,) and `last_coin` uniform in [0, 1).
-    """
-    accepted, at, row, coin, sum_ = [0], 0, 0, coins[0], 0.0
-    refused = np.zeros_like(target)
-    for _ in range(1, len(candidates)):
-        at = child[at]
-        while at != -1:
-            token = candidates[at]
-            sum_ += target[row, token]
-            if target[row, token] > 0 and (coin < sum_ or target[row, token] >= 1.0):
-                sum_, row, coin = 0.0, at, coins[at]
-                accepted.append(int(at))
-                break
-            refused[row, token] = target[row, token]
-            at = sibling[at]
-        if at == -1:
-            break
-    left = np.maximum(target[row] - refused[row], 0) if len(accepted) < len(candidates) else target[row]
-    return accepted, int(np.searchsorted(np.cumsum(left), last_coin * left.sum(), side="right"))
 
 
 class Target:

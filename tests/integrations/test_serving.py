@@ -1,3 +1,5 @@
+"""Drafts for many requests by name: those of a drafter for each, as many as pay, whoever calls when."""
+
 from __future__ import annotations
 
 import subprocess
@@ -15,7 +17,6 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import ConfigError, PromptError, RequestError
 from retrieve_spec.integrations import ServingDrafter
-from retrieve_spec.integrations.pace import Pace
 from retrieve_spec.sources.session import SessionMemory
 
 CONFIG = SpeculationConfig(min_path_probability=0.03)
@@ -96,11 +97,11 @@ class Twins:
     def __init__(self, session=None):
         self.calibration = Calibration()
         self.session = session
-        self.drafters, self.trees, self.idle = {}, {}, []
+        self.drafters, self.trees = {}, {}
 
     def start(self, name, prompt, prediction=None):
         shared = {"session": self.session, "calibration": self.calibration}
-        self.drafters[name] = self.idle.pop() if self.idle else MixtureDrafter(CONFIG, recycling=False, **shared)
+        self.drafters[name] = MixtureDrafter(CONFIG, recycling=False, **shared)
         self.drafters[name].start(prompt, prediction)
 
     def feed(self, name, emitted):
@@ -113,8 +114,9 @@ class Twins:
         return [self.trees[name] for name in names]
 
 
-def test_it_needs_no_torch():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", NO_TORCH], check=True)
+@pytest.mark.parametrize("program", [NO_TORCH, PREPARED], ids=["no torch", "nothing is compiled behind prepare"])
+def test_a_program_of_its_own(program):
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
 @settings(max_examples=12)
@@ -122,8 +124,8 @@ def test_it_needs_no_torch():
 def test_drafts_are_those_of_a_mixture_drafter_for_each_row(seed, rows, predicted, remembers):
     rng = np.random.default_rng(seed)
     written = texts(seed, rows)
-    sessions = [SessionMemory(500) if remembers else None for _ in range(2)]
-    serving, twins = ServingDrafter(CONFIG, session=sessions[0]), Twins(sessions[1])
+    serving = ServingDrafter(CONFIG.with_options(session=remembers, session_tokens=500))
+    twins = Twins(SessionMemory(500) if remembers else None)
     names = [f"r{i}" for i in range(rows)]
     for _ in range(2):  # a second request of each goes on with what the first ones learned
         at = {name: int(rng.integers(1, 30)) for name in names}
@@ -136,6 +138,7 @@ def test_drafts_are_those_of_a_mixture_drafter_for_each_row(seed, rows, predicte
             assert all(map(same, trees, twins.draft(names, 24, 12)))
             for name, text, tree in zip(names, written, trees, strict=True):
                 tree.validate()
+                assert remembers or predicted or set(tree.token_ids.tolist()) <= set(text.tolist())
                 accepted = len(walk(tree, text[at[name] :]))
                 emitted = text[at[name] : at[name] + accepted + 1]
                 assert serving.feed(name, emitted) == accepted
@@ -143,8 +146,7 @@ def test_drafts_are_those_of_a_mixture_drafter_for_each_row(seed, rows, predicte
                 at[name] += len(emitted)
         for name in names:
             serving.finish(name)
-            twins.drafters[name].finish()
-            twins.idle.append(twins.drafters.pop(name))
+            twins.drafters.pop(name).finish()
 
 
 @settings(max_examples=15)
@@ -161,7 +163,6 @@ def test_a_chain_is_the_first_branch_of_a_whole_tree(seed, depth):
         [tree] = trees.draft(["a"], 256, max_depth=depth, shape="tree")
         assert len(tree) < 256 and chain.is_chain
         assert same(chain, tree.first_branch())
-        assert (chain.depth == np.arange(1, len(chain) + 1)).all() and (chain.origin == -1).all()
         emitted = text[at : at + int(rng.integers(1, 5))]
         for drafter in (chains, trees):
             drafter.feed("a", emitted, verified=0)
@@ -190,49 +191,18 @@ def test_the_same_calls_make_the_same_drafts():
     assert counts["emitted"] == 9 * 90 and counts["drafted"] == sum(map(len, one)) >= counts["accepted"] > 0
 
 
-def test_no_row_drafts_from_another():
-    drafter = ServingDrafter()
-    written = texts(3, 4)
-    for i, text in enumerate(written):
-        drafter.start(f"r{i}", text[:50])
-    for at in range(50, 110, 4):
-        names = [f"r{i}" for i in np.random.default_rng(at).permutation(4)]  # rows of an engine change places
-        for name, tree in zip(names, drafter.draft(names, 16), strict=True):
-            assert set(tree.token_ids.tolist()) <= set(written[int(name[1])].tolist())
-        for i, text in enumerate(written):
-            drafter.feed(f"r{i}", text[at : at + 4])
-
-
-def test_finish_forgets_the_text():
-    text = np.arange(1, 60, dtype=np.int32)
-    drafter = ServingDrafter()
-    drafter.start("a", text)
-    drafter.feed("a", text)
-    drafter.finish("a")
-    drafter.start("b", [5, 6, 7])
-    assert not set(drafter.draft(["b"], 16)[0].token_ids.tolist()) - {5, 6, 7}
-    assert len(drafter) == 1 and "a" not in drafter and "b" in drafter
-
-
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_session_is_given_what_ended_requests_generated(keep):
-    drafter = ServingDrafter(SpeculationConfig(session=True))
+@pytest.mark.parametrize("session", [True, False])
+def test_only_a_session_is_given_what_ended_requests_generated(session, keep):
+    drafter = ServingDrafter(SpeculationConfig(session=session))
     drafter.start("a", [1])
     drafter.feed("a", list(range(20, 60)))
     drafter.start("b", [20, 21, 22])
     assert 23 not in drafter.draft(["b"], 16)[0].token_ids, "what is under way is nobody else's"
     drafter.finish("a", keep=keep)
     drafter.start("c", [20, 21, 22])
-    assert (23 in drafter.draft(["c"], 16)[0].token_ids) == keep
-
-
-def test_a_request_named_twice_is_followed_once():
-    drafter = ServingDrafter(SpeculationConfig(session=True))
-    drafter.start("a", [1])
-    drafter.feed("a", [5, 6, 7])
-    drafter.follow(["a", "a"])
-    drafter.finish("a")
-    assert np.concatenate(list(drafter.session.texts)).tolist().count(6) == 1
+    assert (23 in drafter.draft(["c"], 16)[0].token_ids) == (session and keep)
+    assert list(drafter) == ["b", "c"] and "a" not in drafter
 
 
 def test_what_was_learned_is_kept_between_runs(tmp_path):
@@ -246,6 +216,7 @@ def test_what_was_learned_is_kept_between_runs(tmp_path):
             first.draft([f"r{i}"], 8)
             first.feed(f"r{i}", text[at : at + 3])
         first.finish(f"r{i}")
+        assert len(new().session.texts) == 1, "written when the first one ends, then now and then"
     first.save()
     second = new()
     assert [t.tolist() for t in second.session.texts] == [t.tolist() for t in first.session.texts]
@@ -263,117 +234,83 @@ def test_damaged_state_starts_anew(tmp_path, caplog):
     drafter.start("a", [1, 2, 1, 2, 1])
     assert drafter.draft(["a"], 1)[0].token_ids.tolist() == [2]
     drafter.finish("a")
-    drafter.save()
-    assert len(ServingDrafter(state=tmp_path)) == 0
-
-
-def test_a_state_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
+    assert not list(ServingDrafter(state=tmp_path))
     with pytest.raises(ConfigError, match="folder to keep state in"):
-        ServingDrafter(state=tmp_path / "file" / "below")
+        ServingDrafter(state=tmp_path / "greedy.npy" / "below")
 
 
-def looping(drafter, rows):
-    names = [f"r{i}" for i in range(rows)]
+def drafted_after(drafter, rows, seconds, steps, wrong=0, most=16):
+    """Nodes of every step of an engine whose steps over n nodes take `seconds(n)`; the first `wrong` drafts fail."""
+    names, found = [f"r{i}" for i in range(rows)], []
     for i, name in enumerate(names):
-        drafter.start(name, list(range(50 * i, 50 * i + 9)) * 4)
-    return names
-
-
-def drafted_after(drafter, names, seconds, steps):
-    """Nodes of every step of an engine whose steps over n nodes take `seconds(n)`."""
-    found = []
-    for _ in range(steps):
-        nodes = sum(map(len, drafter.draft(names, 16)))
-        found.append(nodes)
-        drafter.measured(seconds(nodes))
+        if name not in drafter:
+            drafter.start(name, list(range(50 * i, 50 * i + 9)) * 4)
+    for step in range(steps):
+        trees = drafter.draft(names, most)
+        assert all(tree.is_chain for tree in trees)
+        found.append(sum(map(len, trees)))
+        drafter.measured(seconds(found[-1]))
         for i, name in enumerate(names):
-            drafter.feed(name, [50 * i + (drafter.length(name)) % 9])
+            drafter.feed(name, [50 * i + (30 + step if step < wrong else drafter.length(name) % 9)])
     return found
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_nodes_fade_where_they_do_not_pay_and_come_back(rows):
     drafter = ServingDrafter()
-    names = looping(drafter, rows)
-    assert sum(map(len, drafter.draft(names, 16))) > 8 * rows, "all one may have while nothing is measured"
-    dear = drafted_after(drafter, names, lambda n: 1.0 + 20.0 * (n > 0), 200)
-    assert sum(dear[-50:]) < 0.1 * sum(dear[:1]) * 50
-    cheap = drafted_after(drafter, names, lambda n: 1.0, 600)
+    dear = drafted_after(drafter, rows, lambda n: 1.0 + 20.0 * (n > 0), 200)
+    assert dear[0] > 8 * rows, "all one may have while nothing is measured"
+    assert sum(dear[-50:]) < 0.1 * dear[0] * 50
+    cheap = drafted_after(drafter, rows, lambda n: 1.0, 600)
     assert cheap[-1] > 8 * rows or cheap[-2] > 8 * rows
+
+
+def test_steps_without_drafts_are_measured_too():
+    nodes = drafted_after(ServingDrafter(), 2, lambda n: 1.0 + 0.001 * n, 100)
+    assert 4 <= nodes.count(0) <= 8
+    assert 0 < drafted_after(ServingDrafter(), 40, lambda n: 1.0, 4, most=64)[-1] <= 256, "they share one budget"
 
 
 def test_drafting_comes_back_where_its_first_drafts_failed():
     """Drafts that are not trusted are not made, and so could not win trust back by being right."""
-    drafter = ServingDrafter()
-    names = looping(drafter, 16)
-    for step in range(4):
-        nodes = sum(map(len, drafter.draft(names, 16)))
-        drafter.measured(27.0 + nodes)
-        for i, name in enumerate(names):
-            drafter.feed(name, [50 * i + 30 + step])  # all of them wrong
-    found = drafted_after(drafter, names, lambda n: 27.0 + n, 200)
-    assert not any(found[:3]) and any(found[-30:])
+    found = drafted_after(ServingDrafter(), 16, lambda n: 27.0 + n, 204, wrong=4)
+    assert not any(found[4:7]) and any(found[-30:])
 
 
-def test_a_few_looks_that_find_nothing_are_no_reason_to_rest():
-    pace = Pace()
-    for found in (3, 0, 0, 0, 0, 3, 0, 0, 0, 0):
-        assert not pace.goes_without(1)
-        pace.stepped(1, found, 100, False, True)
-    pace.stepped(1, 0, 100, False, True)
-    pace.stepped(1, 0, 100, False, True)
-    assert pace.goes_without(1), "six are"
-
-
-def test_many_rows_share_one_budget():
-    drafter = ServingDrafter()
-    names = looping(drafter, 40)
-    drafted_after(drafter, names, lambda n: 1.0, 3)
-    trees = drafter.draft(names, 64)
-    assert sum(map(len, trees)) <= 256
-    for tree in trees:
-        tree.validate()
-        assert tree.is_chain
-
-
-def test_steps_without_drafts_are_measured_too():
-    drafter = ServingDrafter()
-    names = looping(drafter, 2)
-    nodes = drafted_after(drafter, names, lambda n: 1.0 + 0.001 * n, 100)
-    assert 4 <= nodes.count(0) <= 8
-
-
-def test_slow_steps_are_not_believed_for_good():
-    drafter, steps = ServingDrafter(), iter(range(300))
-    names = looping(drafter, 16)
-    found = drafted_after(drafter, names, lambda n: 20.0 if n and next(steps) < 12 else 1.0 + 0.01 * n, 300)
+def test_slow_steps_are_not_believed_for_good_and_hope_grows_rare():
+    slow = iter(range(300))
+    found = drafted_after(ServingDrafter(), 16, lambda n: 20.0 if n and next(slow) < 12 else 1.0 + 0.01 * n, 300)
     assert sum(found[-40:]) > 40 * 8 * 16
-
-
-def test_hope_grows_rare_where_nothing_pays():
-    drafter = ServingDrafter()
-    found = drafted_after(drafter, looping(drafter, 4), lambda n: 1.0 + 2.0 * n, 600)
+    found = drafted_after(ServingDrafter(), 4, lambda n: 1.0 + 2.0 * n, 600)
     assert sum(map(bool, found[200:])) < 20
 
 
 def test_tokens_that_the_model_does_not_have_are_not_drafted():
+    text, lengths = np.array([[1, 2, 3, 9, 1, 2, 3, 9, 1]], np.int32), np.array([9], np.int32)
     drafter = ServingDrafter(vocabulary=6)
-    drafter.start("a", [1, 2, 3, 9, 1, 2, 3, 9, 1])
+    drafter.start("a", text[0])
     assert drafter.draft(["a"], 8)[0].token_ids.tolist() == [2, 3]
     [tree] = drafter.draft(["a"], 64, shape="tree")
     tree.validate()
     assert len(tree) and tree.token_ids.max() < 6
+    assert drafter.step(["a"], text, lengths, [0], [90], 8) == [[2, 3]]
 
 
-def test_what_was_not_verified_teaches_nothing():
-    drafter = ServingDrafter()
-    drafter.start("a", [1, 2, 3, 4] * 4)
+def test_what_was_not_verified_teaches_nothing(tmp_path):
+    text, kept = np.tile(np.arange(9, dtype=np.int32), 10), []
+    for name in ("drafted", "not"):
+        drafter = ServingDrafter(state=tmp_path / name)
+        drafter.start("a", text[:40])
+        if name == "drafted":
+            assert len(drafter.draft(["a"], 4)[0]) == 4
+        assert drafter.feed("a", text[40:41], verified=0) == 0
+        drafter.draft(["a"], 0)
+        drafter.save()
+        kept.append(np.load(tmp_path / name / "greedy.npy"))
+    np.testing.assert_array_equal(*kept)
     drafter.draft(["a"], 8)
-    assert drafter.feed("a", [1, 2, 9], verified=1) == 1
-    drafter.draft(["a"], 8)
-    assert drafter.feed("a", [7], verified=0) == 0
-    assert drafter.feed("a", []) == 0 and drafter.length("a") == 20
+    assert drafter.feed("a", [5, 6, 2], verified=1) == 1
+    assert drafter.feed("a", []) == 0 and drafter.length("a") == 44
 
 
 def test_short_and_long_prompts():
@@ -389,14 +326,7 @@ def test_short_and_long_prompts():
         drafter.finish(name)
     drafter.start("next", [9000])
     assert set(drafter.draft(["next"], 4)[0].token_ids.tolist()) <= {9000}
-
-
-def test_requests_that_end_at_once():
-    drafter = ServingDrafter(SpeculationConfig(session=True))
-    for i in range(70):
-        drafter.start("a", [1 + i])
-        drafter.finish("a", keep=bool(i % 2))
-    assert len(drafter) == 0 and drafter.draft([], 4) == []
+    assert drafter.draft([], 4) == []
 
 
 def test_mistakes_are_named():
@@ -412,15 +342,13 @@ def test_mistakes_are_named():
     for prompt in ([], [[1]], [-1, 2], [2**40], [0.5], "text"):
         with pytest.raises(PromptError):
             drafter.start("c", prompt)
-    with pytest.raises(PromptError):
-        drafter.feed("a", [-1])
-    with pytest.raises(ConfigError, match="shape"):
-        drafter.draft(["a"], 2, shape="line")
-    with pytest.raises(ConfigError, match="max_nodes for 1"):
-        drafter.draft(["a"], [1, 2])
-    for seconds in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="seconds"):
-            drafter.measured(seconds)
+    for call, words in (
+        (lambda: drafter.draft(["a"], 2, shape="line"), "shape"),
+        (lambda: drafter.draft(["a"], [1, 2]), "max_nodes for 1"),
+        *((lambda seconds=seconds: drafter.measured(seconds), "seconds") for seconds in (0.0, float("nan"))),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            call()
     assert "c" not in drafter and drafter.length("a") == 2
 
 
@@ -449,28 +377,6 @@ def test_threads_may_call_at_once():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed and len(drafter) == 0
+    assert not failed and not list(drafter)
     counts = drafter.statistics()
     assert counts["requests"] == 32 and counts["emitted"] == 32 * 55
-
-
-def test_slow_first_steps_are_forgotten():
-    """As where kernels are compiled meanwhile: drafts are soon as long again as they pay."""
-    rng, pace, drafted, slow = np.random.default_rng(0), Pace(), [], 10
-    for _ in range(800):
-        nodes = 0
-        if not pace.goes_without(1):
-            cost = pace.curve(1, 500)
-            nodes = 8 if cost is None else int(np.argmax(np.cumsum(0.93 ** np.arange(33)) / cost[:33]))
-        pace.stepped(1, nodes, 500, False, True)
-        seconds = (3.6 + (0.5 + 0.06 * nodes if nodes else 0.0)) * 1e-3 * rng.lognormal(0, 0.05)
-        pace.measured(seconds + (20e-3 if nodes and slow > 0 else 0.0))
-        slow -= nodes > 0
-        drafted.append(nodes)
-    assert np.mean(drafted[50:150]) < 16, "they were believed"
-    assert np.mean(drafted[500:]) > 20
-
-
-def test_nothing_is_compiled_behind_prepare():
-    """A step that waits for a compiler would be taken for one that costs as much."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", PREPARED], check=True)

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 import sglang_engine as engine
 import torch
-from made_up_model import plain
+from made_up_model import asked, plain
 
-from retrieve_spec.integrations import options, sglang
+from retrieve_spec.integrations import hosted, sglang
 
 for needed in ("sglang", "msgspec", "orjson", "zmq"):
     if importlib.util.find_spec(needed) is None:
@@ -120,7 +120,7 @@ SETTINGS = (
     ids=repr,
 )
 def test_arguments_are_resolved_as_those_of_ngram(registered, monkeypatch, given):
-    monkeypatch.setattr(options, "installed_version", lambda name: "0.5.23")
+    monkeypatch.setattr(hosted, "version", lambda name: "0.5.23")
     record = importlib.import_module("sglang.srt.server_args").ServerArgs
     resolve = importlib.import_module("sglang.srt.arg_groups.speculative_hook").handle_speculative_decoding
     view = importlib.import_module("sglang.srt.arg_groups.overrides").resolving_view
@@ -203,16 +203,14 @@ def test_texts_behind_the_released_worker(wheel, monkeypatch, overlap):
     worker = worker_class(None, 0, 0, engine.Target())
     worker.alloc_memory_pool()
     scheduler = engine.Scheduler(worker, seed=3, retracts=0.05)
-    wanted = {}
-    for i in range(12):
-        prompt = [(10 * (i % 9)) + j % 9 for j in range((1, 9, 30)[i % 3])]
-        wanted[f"r{i}"] = {"prompt": prompt, "max_new_tokens": (2, 9, 40)[i % 3]}
-        scheduler.add(f"r{i}", **wanted[f"r{i}"])
-    assert scheduler.serve() == {name: plain(w["prompt"], w["max_new_tokens"]) for name, w in wanted.items()}
+    wanted = asked(12, "max_new_tokens")
+    for name, request in wanted.items():
+        scheduler.add(name, **request)
+    assert scheduler.serve() == {name: plain(*request.values()) for name, request in wanted.items()}
     assert scheduler.accepted > scheduler.steps / 2
     assert worker.ngram_corpus.statistics()["failures"] == 0
     worker.clear_cache_pool()
-    assert not len(worker.ngram_corpus.drafter)
+    assert not list(worker.ngram_corpus.drafter)
 
 
 def test_what_is_overridden_is_what_the_worker_calls(wheel):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from made_up_model import plain, says
+from made_up_model import asked, plain, says
 
 from retrieve_spec.errors import ConfigError, StoreNotFoundError
-from retrieve_spec.integrations import hosted, options, vllm
+from retrieve_spec.integrations import hosted, vllm
 
 LONGEST, ROWS = 200, 8
 
@@ -92,6 +92,11 @@ class Runner:
         self.drafts.pop(name, None)
         return self.requests.pop(name).text
 
+    def write(self, name):
+        while not self.ended(name):
+            self.step([name])
+        return self.finish(name)
+
 
 def served(runner, wanted, rng, rows=4, piece=1000):
     """Serve requests in changing rows, some of them left out of steps, until all have ended."""
@@ -117,35 +122,17 @@ def served(runner, wanted, rng, rows=4, piece=1000):
 def test_texts_are_those_without_drafts(seed, piece):
     rng = np.random.default_rng(seed)
     runner = Runner({"session": seed == 2})
-    wanted = {}
-    for i in range(12):
-        length = (1, 9, 30)[i % 3]
-        prompt = [(10 * (i % 9)) + j % 9 for j in range(length)]
-        wanted[f"r{i}"] = {"prompt": prompt, "max_tokens": (1, 2, 9, 40)[i % 4], "temperature": float(i % 2)}
+    wanted = asked(12, "max_tokens")
+    for i, request in enumerate(wanted.values()):
+        request["temperature"] = float(i % 2)
     texts = served(runner, wanted, rng, piece=piece)
-    assert texts == {name: plain(w["prompt"], w["max_tokens"]) for name, w in wanted.items()}
+    assert texts == {name: plain(*list(request.values())[:2]) for name, request in wanted.items()}
     assert runner.accepted > runner.passes / 2
     counts = runner.drafter.statistics()
     assert counts["failures"] == 0 and counts["requests"] == 12
     runner.add("last", [1])
     runner.step(["last"])
     assert runner.drafter.statistics()["under_way"] == 1, "those that ended are forgotten"
-
-
-def test_prompts_that_are_taken_in_beside_the_engine(monkeypatch):
-    monkeypatch.setattr(hosted, "_LONG", 5)
-    rng = np.random.default_rng(3)
-    runner = Runner({"session": True})
-    wanted = {f"r{i}": {"prompt": [10 * (i % 9) + j % 9 for j in range((1, 9, 30)[i % 3])]} for i in range(12)}
-    texts = served(runner, wanted, rng, piece=7)
-    assert texts == {name: plain(w["prompt"]) for name, w in wanted.items()}
-    runner.add("given up", list(range(9)) * 3)
-    runner.step(["given up"])
-    runner.finish("given up")
-    runner.add("last", [1])
-    runner.step(["last"])
-    counts = runner.drafter.statistics()
-    assert counts["failures"] == 0 and counts["requests"] == 14 and counts["under_way"] == 1
 
 
 def test_tokens_that_are_taken_back():
@@ -156,9 +143,7 @@ def test_tokens_that_are_taken_back():
     request = runner.requests["a"]
     del request.text[-2:]
     runner.drafts.clear()
-    while not runner.ended("a"):
-        runner.step(["a"])
-    assert runner.finish("a") == plain(list(range(9)) * 3)
+    assert runner.write("a") == plain(list(range(9)) * 3)
     assert runner.drafter.statistics()["failures"] == 0
 
 
@@ -191,24 +176,8 @@ def test_a_failure_leaves_the_answer_and_ends_drafting(caplog, monkeypatch):
     monkeypatch.setattr(runner.drafter.drafter, "step", lambda *_: 1 / 0)
     runner.add("a", list(range(9)) * 3)
     with caplog.at_level(logging.CRITICAL):
-        while not runner.ended("a"):
-            runner.step(["a"])
-    assert runner.finish("a") == plain(list(range(9)) * 3)
+        assert runner.write("a") == plain(list(range(9)) * 3)
     assert runner.drafter.statistics()["failures"] == 3
-
-
-def test_state_is_kept(tmp_path):
-    for _ in range(2):
-        runner = Runner({"session": True, "state": str(tmp_path / "state")})
-        known = len(runner.drafter.drafter.session)
-        runner.add("a", [1])
-        while not runner.ended("a"):
-            runner.step(["a"])
-        runner.finish("a")
-        runner.add("b", [2])
-        runner.step(["b"])
-        runner.drafter.drafter.save()
-    assert known > 30
 
 
 def test_ranks_that_only_follow_draft_nothing():
@@ -230,9 +199,9 @@ def test_mistakes_are_named(monkeypatch):
         Runner({"datastores": "/nowhere"})
     with pytest.raises(ConfigError, match="made by vLLM's model runner"):
         vllm.Proposer(Runner().vllm_config)
-    monkeypatch.setattr(options, "installed_version", lambda name: "0.33.0")
+    monkeypatch.setattr(hosted, "version", lambda name: "0.33.0")
     with pytest.raises(ConfigError, match=r"vLLM 0\.32, got 0\.33\.0"):
         Runner({"any_version": False})
     Runner({"any_version": True})
-    monkeypatch.setattr(options, "installed_version", lambda name: "0.32.1")
+    monkeypatch.setattr(hosted, "version", lambda name: "0.32.1")
     Runner({"any_version": False})

