@@ -7,7 +7,7 @@ text goes beyond every one of them: on the model itself where they are short, el
 (`retrieve_spec.verify.shrink`). Where there is none, or where passes agree with single steps below such a length only
 (sparse attention whose choice of keys turns on rounding), nothing is drafted beyond the first.
 
-A model in 16 bits, or with quantised weights, is probed in two tiers: all of this on its first layers in float32
+A model of many layers, in 16 bits, or with quantised weights is probed in two tiers: all of this on its first layers in float32
 (`retrieve_spec.verify.shrink`; a small copy where its weights cannot be cast), then one text on the model itself,
 where passes may be as far from single steps as other plain ways to read it (`retrieve_spec.verify.comparison`).
 """
@@ -44,7 +44,7 @@ from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, 
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
 from retrieve_spec.verify.recurrent import replaceable
-from retrieve_spec.verify.shrink import CHOICES, float32_copy, lengths_of, shrunk
+from retrieve_spec.verify.shrink import CHOICES, float32_copy, is_deep, lengths_of, shrunk
 from retrieve_spec.verify.steps import prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 
@@ -135,7 +135,7 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
     mode, reason = weaker((interface.mode, interface.reason), _fresh_cache_mode(model))
     if mode == "plain":
         return Finding(mode, reason, interface)
-    if is_exact(model):
+    if is_exact(model) and not is_deep(model):
         return _structure(model, interface, mode, reason, lengths_of(model.config))
     if why := rows_change_one_another(model):
         return Finding("plain", why, interface)

@@ -269,6 +269,13 @@ _MOST_BYTES = 8 << 30
 _VOCABULARY = 4096
 
 
+def is_deep(model: Any) -> bool:
+    """Whether a model has many more layers than show what it does: each pass that is spared counts."""
+    text = model.config.get_text_config(decoder=True)
+    counts = (getattr(text, name, None) for name in _LAYERS)
+    return any(isinstance(count, int) and count > _MOST_LAYERS for count in counts)
+
+
 def first_layers(model: Any) -> Any:
     """A float32 copy of a model's first layers and tokens, with its own weights.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,22 @@ def test_a_model_that_ignores_masks_is_found_out(tiny: Any, prompt: torch.Tensor
         assert "other logits" in finding.reason
     finally:
         del tiny.model.forward
+
+
+def test_deep_models_are_read_a_few_times_only(tiny: Any) -> None:
+    """Structure is judged on their first layers: of weights on a disk each pass reads all."""
+    passes = {2: 0, 10: 0}
+    for layers in passes:
+        config = copy.deepcopy(tiny.config)
+        config.num_hidden_layers, config.layer_types = layers, None
+        model = type(tiny)(config).eval()
+        counted = model.lm_head.register_forward_hook(
+            lambda *_, layers=layers: passes.update({layers: passes[layers] + 1})
+        )
+        rs.accelerate(model)
+        counted.remove()
+        assert model.speculation.mode == "tree"
+    assert passes[10] < passes[2] / 2
 
 
 @pytest.mark.parametrize("training", [False, True])
