@@ -73,6 +73,11 @@ DTYPE = click.option(
     show_default=True,
     help="Number format of the weights; auto takes them as stored.",
 )
+QUANTIZE = click.option(
+    "--quantize",
+    type=click.Choice(["int8", "int4"]),
+    help="Pack the weights for a CPU, once; kept in the cache. Activations are bfloat16 then.",
+)
 DEVICE = click.option("--device", default="auto", show_default=True, metavar="D", help="auto, cpu, cuda, cuda:1 …")
 SEED = WholeRange(-(2**63), 2**64 - 1)  # what `torch.manual_seed` takes
 

@@ -16,6 +16,7 @@ from retrieve_spec.cli_common import (
     DEVICE,
     DTYPE,
     MODEL,
+    QUANTIZE,
     SEED,
     TEXT,
     FiniteRange,
@@ -95,6 +96,7 @@ class Run:
 @click.option("--provenance", is_flag=True, help="Say where accepted drafts stand in the datastores.")
 @click.option("--compare", is_flag=True, help="Run plain generation too; report speed-up and identity.")
 @DTYPE
+@QUANTIZE
 @DEVICE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
 def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, compare: bool, **options: Any) -> None:
@@ -110,7 +112,7 @@ def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, co
 
     with compiling_shown():
         with loading_bars():
-            lm, tokenizer = load_model(model, dtype=options["dtype"], device=options["device"])
+            lm, tokenizer = load_model(model, **{name: options[name] for name in ("dtype", "quantize", "device")})
         request = request_of(lm, tokenizer, text, options)
         datastores = [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]
         rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)

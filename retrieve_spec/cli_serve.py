@@ -13,7 +13,17 @@ from pathlib import Path
 
 import click
 
-from retrieve_spec.cli_common import DEVICE, DTYPE, EXTRAS, MODEL, FiniteRange, Place, WholeRange, loading_bars
+from retrieve_spec.cli_common import (
+    DEVICE,
+    DTYPE,
+    EXTRAS,
+    MODEL,
+    QUANTIZE,
+    FiniteRange,
+    Place,
+    WholeRange,
+    loading_bars,
+)
 from retrieve_spec.config import EDITORS, ServeConfig
 from retrieve_spec.errors import ServeError
 
@@ -153,6 +163,7 @@ def need_extra() -> None:
     help="Requests that may wait; further ones get 503.",
 )
 @DTYPE
+@QUANTIZE
 @DEVICE
 @click.option("--quiet", is_flag=True, help="Only errors.")
 def serve(
@@ -173,6 +184,7 @@ def serve(
     deadline: float,
     max_queue: int,
     dtype: str,
+    quantize: str | None,
     device: str,
     quiet: bool,
 ) -> None:
@@ -216,6 +228,7 @@ def serve(
             session=session,
             key_file=key_file,
             dtype=dtype,
+            quantize=quantize,
             device=device,
             on_listening=say,
             on_loaded=end_loading,
@@ -235,6 +248,7 @@ def serve(
 )
 @click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Key for --connect, on its first line.")
 @DTYPE
+@QUANTIZE
 @DEVICE
 def lsp(
     model: str,
@@ -245,6 +259,7 @@ def lsp(
     connect: str | None,
     key_file: Path | None,
     dtype: str,
+    quantize: str | None,
     device: str,
 ) -> None:
     """Serve inline completions as a language server on standard input and output.
@@ -271,6 +286,7 @@ def lsp(
             stores=stores,
             session=session,
             dtype=dtype,
+            quantize=quantize,
             device=device,
             on_loaded=end_loading,
         )

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
+import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrieve_spec.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, in_a_line, require
+from retrieve_spec.config import cache_dir
+from retrieve_spec.errors import (
+    ConfigError,
+    ModelNotFoundError,
+    RetrieveSpecError,
+    UnsupportedModelError,
+    in_a_line,
+    require,
+)
 from retrieve_spec.openmp import survive_forks
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 REFERENCE = "reference"
 """The name of the bundled model."""
 HUB_TIMEOUT_S = 10.0
 HUB_REMEDY = "Give 'reference', a folder, or a hub id; a hub id needs the network once, and some need `hf auth login`."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTISED = {"int8": 8, "int4": 4}
+"""Bits of a weight, by the name of the format."""
 
 
 def reference_path() -> Path:
@@ -30,7 +47,7 @@ def reference_path() -> Path:
 
 
 def load_model(
-    name: str = REFERENCE, *, dtype: str = "auto", device: str = "auto"
+    name: str = REFERENCE, *, dtype: str = "auto", device: str = "auto", quantize: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to generate.
 
@@ -42,15 +59,18 @@ def load_model(
         `"auto"` (as stored; the bundled model in float32 on a CPU), `"float32"`, `"bfloat16"` or `"float16"`.
     device
         `"auto"` (the first GPU, else the CPU) or a torch device string.
+    quantize
+        `"int8"` or `"int4"` packs the weights for a CPU (`retrieve_spec.quantized`), once: the folder is kept in the
+        cache. Activations are bfloat16 then. None leaves weights as they are.
 
     Raises
     ------
     ModelNotFoundError
         Nothing by that name, on disk or on the hub.
     UnsupportedModelError
-        The checkpoint is not a causal language model.
+        The checkpoint is not a causal language model, or one that cannot be quantised.
     ConfigError
-        An unknown dtype, or a device that is not there.
+        An unknown dtype or format of weights, or a device that is not there, or that cannot use them.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -58,14 +78,50 @@ def load_model(
     survive_forks()
     target = _device(device)
     wanted = _dtype(dtype, name, target)
+    if quantize is not None:
+        require(quantize in QUANTISED, "weights in int8 or int4", quantize, "Leave quantize out for neither.")
+        require(target.type == "cpu", "the CPU, for which weights are packed", str(target), "Give device='cpu'.")
     source, options = _locate(name)
     config, tokenizer = _config_and_tokenizer(name, source, options)
     with _explained(name):
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=wanted, **options)
+        if quantize is None:
+            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=wanted, **options)
+        else:
+            model = _quantised(source, config, options, quantize)
     with torch.no_grad():
         model.to(target)
     model.eval()
     return model, tokenizer
+
+
+def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], quantize: str) -> PreTrainedModel:
+    """A model with packed weights, from the cache where it was made before."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from retrieve_spec.quantized import WeightOnlyConfig
+
+    files = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in Path(source).glob("*.*")]
+    of = [
+        source,
+        getattr(config, "_commit_hash", None),
+        sorted(files),
+        quantize,
+        torch.backends.cpu.get_cpu_capability(),
+    ]
+    folder = cache_dir() / "quantized" / hashlib.sha256(json.dumps(of).encode()).hexdigest()[:24]
+    if not folder.exists():
+        wanted = WeightOnlyConfig(QUANTISED[quantize])
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+        model.save_pretrained(made)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(made)
+        log.info("weights in %s are kept in %s", quantize, folder)
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
 
 def load_config_and_tokenizer(name: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
@@ -88,6 +144,8 @@ def _explained(name: str) -> Iterator[None]:
     """Turn what Transformers says of a name into errors of this library."""
     try:
         yield
+    except RetrieveSpecError:
+        raise
     except (OSError, KeyError) as error:
         got = in_a_line(error).rstrip(".")
         raise ModelNotFoundError(f"to load model and tokenizer {name!r}", got, HUB_REMEDY) from error

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from retrieve_spec.cli_common import COUNT, SEED, FiniteRange, WholeRange
+from retrieve_spec.cli_common import COUNT, DEVICE, DTYPE, QUANTIZE, SEED, FiniteRange, WholeRange
 from retrieve_spec.config import MAX_NODES
 
 
@@ -67,10 +67,9 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     show_default=True,
     help="How turns are wrapped: the model's chat template, Spec-Bench's Vicuna template, or not at all.",
 )
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
-)
-@click.option("--device", default="auto", show_default=True, metavar="D")
+@DTYPE
+@QUANTIZE
+@DEVICE
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),

@@ -188,6 +188,7 @@ def run_bench(
     tasks: str | None,
     template: str,
     dtype: str,
+    quantize: str | None,
     device: str,
     out: Path,
     quiet: bool,
@@ -208,7 +209,7 @@ def run_bench(
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if plan.sampled:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    lm, tokenizer = load_model(model, dtype=dtype, device=device)
+    lm, tokenizer = load_model(model, dtype=dtype, quantize=quantize, device=device)
     datastores = [open_datastore(path, tokenizer=tokenizer) for path in stores]
     session = state != "cold"
     bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=session, seed=seed, options=sampling)
@@ -219,7 +220,7 @@ def run_bench(
         "command": command,
         "machine": machine_facts(),
         "model": model,
-        "dtype": str(lm.dtype).removeprefix("torch."),
+        "dtype": quantize or str(lm.dtype).removeprefix("torch."),
         "device": str(lm.device),
         "prompts": f"{prompts}{which} ({len(questions)} prompts, digest {digest})",
         "methods": list(methods),

@@ -488,6 +488,7 @@ def serve_stdio(
     stores: Sequence[Path | str] = (),
     session: Path | None = None,
     dtype: str = "auto",
+    quantize: str | None = None,
     device: str = "auto",
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
@@ -497,7 +498,14 @@ def serve_stdio(
         from retrieve_spec.server.run import build_service
 
         service = build_service(
-            model_name, config, workspaces=roots, stores=stores, session=session, dtype=dtype, device=device
+            model_name,
+            config,
+            workspaces=roots,
+            stores=stores,
+            session=session,
+            dtype=dtype,
+            quantize=quantize,
+            device=device,
         )
         on_loaded()
         return LocalCompleter(service)

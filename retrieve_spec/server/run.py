@@ -57,6 +57,7 @@ def build_service(
     stores: Sequence[Path | str] = (),
     session: Path | None = None,
     dtype: str = "auto",
+    quantize: str | None = None,
     device: str = "auto",
     progress: Progress | None = None,
 ) -> Service:
@@ -73,7 +74,7 @@ def build_service(
     """
     tell = progress or (lambda stage: None)
     tell("loading the weights")
-    model, tokenizer = load_model(model_name, dtype=dtype, device=device)
+    model, tokenizer = load_model(model_name, dtype=dtype, quantize=quantize, device=device)
     name = display_name(model_name)
     tell("making the model's passes ready; the first start on a machine compiles the kernels")
     service = assemble(
@@ -192,6 +193,7 @@ def serve(
     session: Path | None = None,
     key_file: Path | None = None,
     dtype: str = "auto",
+    quantize: str | None = None,
     device: str = "auto",
     on_listening: Callable[[str], None] = lambda url: None,
     on_loaded: Callable[[], None] = lambda: None,
@@ -226,6 +228,7 @@ def serve(
             stores=stores,
             session=session,
             dtype=dtype,
+            quantize=quantize,
             device=device,
             progress=progress,
         )

@@ -7,9 +7,10 @@ text goes beyond every one of them: on the model itself where they are short, el
 (`retrieve_spec.verify.shrink`). Where there is none, or where passes agree with single steps below such a length only
 (sparse attention whose choice of keys turns on rounding), nothing is drafted beyond the first.
 
-A model of many layers, in 16 bits, or with quantised weights is probed in two tiers: all of this on its first layers in float32
-(`retrieve_spec.verify.shrink`; a small copy where its weights cannot be cast), then one text on the model itself,
-where passes may be as far from single steps as other plain ways to read it (`retrieve_spec.verify.comparison`).
+A model of many layers, in 16 bits, or with quantised weights is probed in two tiers: all of this on its first layers in
+float32 (`retrieve_spec.verify.shrink`; a small copy where its weights cannot be cast), then one text on the model
+itself, where passes of the latter two may be as far from single steps as other plain ways to read it
+(`retrieve_spec.verify.comparison`).
 """
 
 from __future__ import annotations

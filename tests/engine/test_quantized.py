@@ -1,0 +1,126 @@
+"""Packed weights: products against what the weights stand for, and models that are loaded with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import retrieve_spec as rs
+from retrieve_spec.errors import ConfigError, UnsupportedModelError
+from retrieve_spec.quantized import GROUP, Int4Linear, Int8Embedding, Int8Linear, WeightOnlyConfig
+from retrieve_spec.reference_model import load_model, reference_path
+
+PROMPT = torch.tensor([[3 + (i * 37 + 11) % 190 for i in range(25)]])
+
+
+def steps(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """What the least step of each weight is: of its row in 8 bits, of its group in 4."""
+    if bits == 8:
+        return (weight.abs().amax(1, keepdim=True) / 127).expand_as(weight)
+    groups = weight.unflatten(1, (-1, GROUP))
+    return ((groups.amax(-1) - groups.amin(-1)) / 15).repeat_interleave(GROUP, 1)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_are_those_of_weights_a_step_away_at_most(bits: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 48, bias=biased).to(torch.bfloat16)
+    weight = linear.weight.detach().float()
+    packed = (Int8Linear if bits == 8 else Int4Linear)(linear)
+    plain = packed(torch.eye(96, dtype=torch.bfloat16)).float() - (linear.bias.float() if biased else 0.0)
+    rounding = 0.01 * weight.abs() + (0.01 if biased else 0.0)
+    assert (plain.T - weight).abs().le(0.6 * steps(weight, bits) + rounding).all()
+    for rows in (1, 2, 3, 4, 5, 25, 64):
+        x = torch.randn(2, rows, 96, dtype=torch.bfloat16)
+        wanted = x.float() @ plain + (linear.bias.float() if biased else 0.0)
+        torch.testing.assert_close(packed(x).float(), wanted, atol=0.05, rtol=0.02)
+
+
+def test_tables_of_tokens_are_read_by_rows() -> None:
+    table = nn.Embedding(50, 64).to(torch.bfloat16)
+    weight = table.weight.detach().float()
+    ids = torch.tensor([[3, 49], [0, 3]])
+    got = Int8Embedding(table)(ids)
+    assert got.shape == (2, 2, 64) and got.dtype == torch.bfloat16
+    assert (got.float() - weight[ids]).abs().le(0.6 * steps(weight, 8)[ids] + 0.01 * weight[ids].abs()).all()
+
+
+def save_llama(folder: Path, tied: bool) -> str:
+    """A random model of few tokens beside the tokenizer of the bundled one."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for file in reference_path().glob("token*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def check_tie(model: Any, expected: torch.Tensor, got: torch.Tensor) -> None:
+    """Where two texts part, both tokens are as probable up to the rounding of logits."""
+    if not torch.equal(expected, got):
+        at = int((expected != got).nonzero()[0])
+        logits = model(expected[None, :at]).logits[0, -1].detach().float()
+        apart = abs(float(logits[expected[at]] - logits[got[at]]))
+        assert apart <= 4 * torch.finfo(torch.bfloat16).eps * float(logits.abs().max())
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_models_are_kept_and_drafted_for(tmp_path: Path, cache: Path, quantize: str, tied: bool) -> None:
+    folder = save_llama(tmp_path / "model", tied)
+    made, _ = load_model(folder, device="cpu", quantize=quantize)
+    (kept,) = (cache / "quantized").iterdir()
+    written = (kept / "model.safetensors").stat().st_mtime_ns
+    model: Any = load_model(folder, device="cpu", quantize=quantize)[0]
+    assert (kept / "model.safetensors").stat().st_mtime_ns == written, "it was not made again"
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model(PROMPT).logits, made(PROMPT).logits)
+    assert type(model.model.layers[1].mlp.up_proj) is (Int8Linear if quantize == "int8" else Int4Linear)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    expected = model.generate(PROMPT, do_sample=False, max_new_tokens=30)
+    rs.accelerate(model, nodes=8, session=True, recorded_pass="always")
+    assert model.speculation.mode == "tree"
+    for _ in range(2):
+        check_tie(made, expected[0], model.generate(PROMPT, do_sample=False, max_new_tokens=30)[0])
+    assert model.speculation.last.pass_kind == "recorded"
+    assert model.speculation.last.passes < 25, "its own answer drafts for it"
+
+
+def test_a_model_that_changed_is_packed_again(tmp_path: Path, cache: Path) -> None:
+    for tied in (False, True):
+        load_model(save_llama(tmp_path / "model", tied), device="cpu", quantize="int8")
+    assert len(list((cache / "quantized").iterdir())) == 2
+
+
+def test_what_cannot_be_packed_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weights in int8 or int4, got 'int3'"):
+        load_model(quantize="int3")
+    with pytest.raises(ConfigError, match="4 or 8 bits, got 5"):
+        WeightOnlyConfig(5)
+    folder = save_llama(tmp_path / "gpt2", tied=True)
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4)).save_pretrained(folder)
+    with pytest.raises(UnsupportedModelError, match="most of whose weights are linear layers"):
+        load_model(folder, device="cpu", quantize="int8")
+    load_model(save_llama(tmp_path / "llama", tied=True), device="cpu", quantize="int4")[0].save_pretrained(
+        tmp_path / "q"
+    )
+    config = tmp_path / "q" / "config.json"
+    config.write_text(config.read_text().replace(torch.backends.cpu.get_cpu_capability(), "ANOTHER"))
+    with pytest.raises(ConfigError, match="packed for ANOTHER"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "q")
