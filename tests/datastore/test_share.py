@@ -210,7 +210,7 @@ def test_a_remote_that_breaks_amid_is_told_and_gone_on_with(store, url, tmp_path
 def test_a_store_that_changes_while_it_is_pushed_is_told(store, url, tmp_path):
     def change():
         remove_documents(store, ["a.txt"])
-        compact_datastore(store, workers=1)
+        compact_datastore(store)
 
     with breaking("send", change), pytest.raises(StoreLockedError, match="another process has changed"):
         push_datastore(store, url)
