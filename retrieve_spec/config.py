@@ -318,8 +318,8 @@ class StoreConfig:
     index
         What is kept: `"both"`, only the `"exact"` index (tokens and suffix array) or only `"ngram"` tables.
     segment_tokens
-        Tokens of one segment at most; a document that is longer is cut. A process that indexes one takes about 25 bytes
-        of memory per token.
+        Tokens of one segment at most; a document that is longer is one by itself. A process that indexes one takes
+        about 25 bytes of memory per token.
     ngram_orders
         Longest context of an n-gram table, 1 … 5.
     ngram_successors
@@ -352,5 +352,6 @@ class StoreConfig:
         require(self.index in kinds, f"index to be one of {kinds}", self.index, "Leave it at 'both'.")
         require(1 <= size <= 1 << 30, "segment_tokens in 1 … 2^30", size, "Leave it at its default.")
         require(1 <= orders <= 5, "ngram_orders in 1 … 5", orders, "Leave it at its default.")
-        for name in ("ngram_successors", "document_bytes"):
-            require(getattr(self, name) >= 1, f"{name} of at least 1", getattr(self, name), "Give a positive number.")
+        successors, longest = self.ngram_successors, self.document_bytes
+        require(successors >= 1, "ngram_successors of at least 1", successors, "Give a positive number.")
+        require(1 <= longest <= 1 << 30, "document_bytes in 1 … 2^30", longest, "Divide longer texts into files.")

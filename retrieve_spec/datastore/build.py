@@ -326,7 +326,7 @@ class SegmentShard:
                 ids = segment.text_ids(number)
                 encoded = encode(tokenizer, old.decode(ids.tolist(), skip_special_tokens=False))
                 skip = "" if len(encoded) else Reason.EMPTY
-                yield Tokenised(row, encoded, 4 * len(ids), skip)
+                yield Tokenised(replace(row, tokens=len(encoded)), encoded, 4 * len(ids), skip)
 
 
 Shard = list[SourceFile] | SegmentShard
@@ -389,9 +389,8 @@ def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
             if result.skip:
                 found.skipped.append((result.row.path, result.row.source, str(result.skip)))
                 continue
-            for row, ids in _parts(result.row, result.ids, job.config.segment_tokens - 1):
-                file.write(np.concatenate([ids, _SEPARATOR]).astype("<u4", copy=False).data)
-                rows.append(astuple(row))
+            file.write(np.concatenate([result.ids, _SEPARATOR]).astype("<u4", copy=False).data)
+            rows.append(astuple(result.row))
     found.path.with_suffix(".json").write_text(json.dumps(rows))
     return replace(found, bytes=size)
 
@@ -400,17 +399,6 @@ def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
 def _kept_tokenizer(path: Path) -> Tokenizer:
     """A store's tokenizer, kept for the next change: a large one takes longer to load than a small change to make."""
     return load_tokenizer(path)
-
-
-def _parts(row: Row, ids: NDArray[np.uint32], limit: int) -> Iterator[tuple[Row, NDArray[np.uint32]]]:
-    """A document and its ids, or the parts of one that is longer than a segment."""
-    if len(ids) <= limit:
-        yield replace(row, tokens=len(ids)), ids
-        return
-    for number, start in enumerate(range(0, len(ids), limit), 1):
-        part = ids[start : start + limit]
-        digest = hashlib.sha256(f"{row.sha256}#{number}".encode()).hexdigest() if number > 1 else row.sha256
-        yield replace(row, path=f"{row.path}#part{number}", sha256=digest, tokens=len(part)), part
 
 
 @dataclass(slots=True)
@@ -464,8 +452,8 @@ class Choice:
     def cut(self, limit: int) -> list[SegmentCut]:
         """Divide what was chosen into segments of about one size, each of at most `limit` entries with separators.
 
-        As few as that allows, or more, so that cores can share the indexing: a power of two up to `_PIECES`, as long as
-        each has `_PIECE` entries.
+        A longer document is a segment by itself. As few as that allows, or more, so that cores can share the indexing:
+        a power of two up to `_PIECES`, as long as each has `_PIECE` entries.
         """
         total = sum(int(lengths.sum(dtype=np.int64)) + len(lengths) for _, _, lengths in self._chosen)
         shared = 1 << (min(_PIECES, max(1, total // _PIECE)).bit_length() - 1)

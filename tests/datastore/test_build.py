@@ -17,9 +17,11 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import build
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.catalog import write_catalog
+from retrieve_spec.datastore.edit import compact_datastore
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import (
     BuildError,
@@ -90,14 +92,14 @@ def test_many_tokens_are_shared_out_without_need(tokenizer, tmp_path, monkeypatc
     assert len(lengths) == segments and sum(lengths) == 250 and min(lengths) >= piece
 
 
-def test_document_longer_than_a_segment_is_cut(tokenizer, tmp_path):
-    (tmp_path / "long.txt").write_text("0123456789" * 5)
-    build_datastore(tmp_path / "s", str(tmp_path / "long.txt"), tokenizer, config=StoreConfig(segment_tokens=21))
-    assert contents(tmp_path / "s") == {
-        "long.txt#part1": "0123456789" * 2,
-        "long.txt#part2": "0123456789" * 2,
-        "long.txt#part3": "0123456789",
-    }
+def test_document_longer_than_a_segment_is_one_by_itself(tokenizer, texts, tmp_path):
+    sync_datastore(tmp_path / "s", [texts], tokenizer, config=StoreConfig(segment_tokens=50))
+    assert [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments] == [73, 40, 30, 24]
+    generation = read_manifest(tmp_path / "s").generation
+    assert sync_datastore(tmp_path / "s", [texts]).documents == 0
+    assert read_manifest(tmp_path / "s").generation == generation
+    assert compact_datastore(tmp_path / "s").segments == 4
+    verify_datastore(tmp_path / "s")
 
 
 def test_duplicates_are_kept_once(tokenizer, texts, tmp_path):
