@@ -44,7 +44,7 @@ def explain_remote_errors(url: str) -> Iterator[None]:
     """Turn what a remote's library raises into a `BuildError` that names it; a missing file stays what it is."""
     try:
         yield
-    except (RetrieveSpecError, FileNotFoundError, FileExistsError):
+    except (RetrieveSpecError, FileNotFoundError):
         raise
     except Exception as error:  # every library raises its own
         got = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -209,7 +209,10 @@ class Remote:
             else:
                 self.fs.pipe_file(place, content, mode="create")
         except OSError as error:
-            if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
+            exists = isinstance(error, FileExistsError) and self.fs.exists(
+                place
+            )  # a file may lie in the folder's place
+            if exists or "PreconditionFailed" in str(error):
                 got = "one that another process pushed"
                 raise changed(self.url, f"version {version} to be this one", got) from error
             raise

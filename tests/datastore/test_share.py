@@ -134,6 +134,13 @@ def test_what_a_store_has_not_seen_is_not_pushed_over(store, url, tokenizer, rec
     assert not (tmp_path / "p").exists()
 
 
+def test_a_file_in_the_place_of_the_versions_is_no_other_process(store, tmp_path):
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "versions").write_text("mine")
+    with pytest.raises(BuildError, match=r"could not reach .*versions"):
+        push_datastore(store, f"file://{tmp_path}/remote")
+
+
 @pytest.mark.parametrize("place", ["file", "s3"])
 def test_of_two_that_push_at_once_one_is_told(store, tmp_path, place, request):
     url = f"file://{tmp_path}/remote" if place == "file" else request.getfixturevalue("bucket") + "/remote"
