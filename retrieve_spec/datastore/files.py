@@ -7,7 +7,7 @@ import hashlib
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -154,13 +154,17 @@ def read_in_order(array: NDArray[Any]) -> Iterator[None]:
     mapped.madvise(mmap.MADV_RANDOM)
 
 
-def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, private: bool = False) -> NDArray[Any]:
+def map_array(
+    path: str | Path, entry: FileEntry, dtypes: Collection[str], *, scattered: bool = False, private: bool = False
+) -> NDArray[Any]:
     """Map a raw array into memory, read-only.
 
     Parameters
     ----------
     path, entry
         The file and its record.
+    dtypes
+        Those that the array may have.
     scattered
         Whether reads jump about, so that the system does not read ahead.
     private
@@ -169,8 +173,12 @@ def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, pr
     Raises
     ------
     StoreCorruptError
-        When the file is missing or its size differs.
+        When the file is missing, its size differs, or it is recorded with another dtype.
     """
+    if entry.dtype not in dtypes or entry.bytes % np.dtype(entry.dtype).itemsize:
+        raise StoreCorruptError(
+            f"an array of {' or '.join(dtypes)} in {path}", f"{entry.bytes:,} bytes of {entry.dtype}"
+        )
     try:
         handle = os.open(path, os.O_RDONLY)  # stores have thousands of files: no call here that need not be
         try:

@@ -47,6 +47,12 @@ TABLE = (HASHES, PATHS, PATH_ENDS, ORIGINS)
 DIGEST = 32
 """Bytes of a content hash."""
 SUFFIX = ".bin"
+_DTYPES = {
+    **dict.fromkeys(("tokens", "ngram_succ_tokens"), ("<u2", "<u4")),
+    **dict.fromkeys(("top", "grams", PATH_ENDS), ("<u8",)),
+    **dict.fromkeys((HASHES, PATHS), ("|u1",)),
+}
+"""Of the arrays that are not of uint32."""
 Origin = tuple[str, str]
 
 
@@ -243,7 +249,7 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
         kind = name.removesuffix(SUFFIX).rpartition("-")[2]
         if kind not in found:  # a later kind, maybe, that hides more
             raise StoreCorruptError(f"tombstones of {', '.join(found)} in {store}", name)
-        found[kind] = map_array(store / TOMBSTONES / name, file)
+        found[kind] = map_array(store / TOMBSTONES / name, file, ("<u4",))
     return found
 
 
@@ -522,11 +528,11 @@ def open_segment(
     gone, ranks = found.get(DOCUMENTS, _NONE), found.get(RANKS, _NONE)
     hiding = not as_written and len(gone) > 0
 
-    def load(name: str, dtype: type = np.uint32, scattered: bool = False, private: bool = False) -> NDArray[Any]:
-        file = entry.files.get(name + SUFFIX)
+    def load(name: str, scattered: bool = False, private: bool = False) -> NDArray[Any]:
+        file, dtypes = entry.files.get(name + SUFFIX), _DTYPES.get(name, ("<u4",))
         if file is None:
-            return np.empty(0, dtype)
-        return map_array(place + name + SUFFIX, file, scattered=scattered, private=private)
+            return np.empty(0, dtypes[0])
+        return map_array(place + name + SUFFIX, file, dtypes, scattered=scattered, private=private)
 
     to_global, starts = load("vocabulary"), load("documents")
     if not len(to_global) or int(to_global.max()) >= vocabulary:
@@ -538,17 +544,17 @@ def open_segment(
         slots, *successors = (load(f"ngram_{f.name}", private=hiding) for f in fields(NgramTable))
         ngrams = NgramTable(slots[: len(slots) // SLOT * SLOT].reshape(-1, SLOT), *successors)
     removed = hidden_of(found, len(starts) - 1, entry.name) if found else ()
-    table = {name: load(name, np.uint8) for name in TABLE}
+    table = {name: load(name) for name in TABLE}
     dense = None
     if record is not None and INDEX in entry.files:
         dense = DenseIndex(folder, entry.files, record, starts, removed)
     segment = Segment(
         entry.name,
-        load("tokens", np.uint16, scattered=True),
-        load("suffix_array", np.uint32, scattered=True, private=hiding),
-        load("top", np.uint64, private=hiding),
+        load("tokens", scattered=True),
+        load("suffix_array", scattered=True, private=hiding),
+        load("top", private=hiding),
         bits_of(len(to_global) - 1),
-        load("grams", np.uint64, scattered=True),
+        load("grams", scattered=True),
         to_global,
         vocabulary,
         starts,

@@ -219,7 +219,7 @@ def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
 
 
 def _open(folder: Path, manifest: Manifest, as_written: bool) -> Datastore:
-    tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"))
+    tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"), ("|u1",))
     segments = []
     for entry in manifest.segments:
         tombstones = tombstones_of(folder, entry) if entry.tombstones else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.change import progress_bar
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_content
-from retrieve_spec.datastore.indexes import NgramTable, build_grams, suffix_beginnings
+from retrieve_spec.datastore.indexes import NgramTable, build_grams, build_ngrams, suffix_beginnings
 from retrieve_spec.datastore.manifest import (
     SEGMENTS,
     SKIPPED,
     Manifest,
     SegmentEntry,
+    config_of,
     content_name,
     files_of,
     read_manifest,
@@ -111,7 +114,7 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
         if segment.dense is not None:
             _check_dense(segment, segment.dense)
         if segment.ngram is not None:
-            _check_table(segment, segment.ngram)
+            _check_table(segment, segment.ngram, config_of(manifest))
     return _checked(manifest, len(files) + 1, _size(files))
 
 
@@ -170,7 +173,7 @@ def _check_dense(segment: Segment, dense: DenseIndex) -> None:
     _require(np.isfinite(similarity).all(), segment, "finite similarities of dense keys")
 
 
-def _check_table(segment: Segment, table: NgramTable) -> None:
+def _check_table(segment: Segment, table: NgramTable, config: StoreConfig) -> None:
     used = table.slots[:, KEY] != 0
     _require(len(used) > 0 and not used.all(), segment, "an n-gram table with a free slot")
     start = table.slots[used, START].astype(np.int64)
@@ -180,6 +183,11 @@ def _check_table(segment: Segment, table: NgramTable) -> None:
     counted = int(kept.sum()) == len(table.succ_tokens) == len(table.succ_counts)
     _require(counted, segment, "a token and a count for every continuation")
     _require(int(table.succ_tokens.max(initial=0)) < segment.vocabulary, segment, "n-gram tokens of the tokenizer")
+    if len(segment.grams):
+        built = build_ngrams(segment.tokens, segment.suffix_array, segment.to_global, config)
+        other = len(built.slots) != len(table.slots)  # `add_documents` may have been given other settings
+        same = (np.array_equal(getattr(built, f.name), getattr(table, f.name)) for f in fields(built))
+        _require(other or all(same), segment, "the n-gram table of its text")
 
 
 def _check_tombstones(store: Path, segment: Segment, entry: SegmentEntry) -> None:
