@@ -279,8 +279,6 @@ class DenseConfig:
         `"flat"` (exact), `"ivf-pq"`, `"hnsw"`, or `"auto"`: flat below 50,000 keys, IVF-PQ from there.
     max_vectors
         Keys of one build at most, 0 for all positions; random windows of the text are left out.
-    thin
-        Keep only the positions at which the longest match elsewhere in the text is followed by another token.
     window, overlap
         Tokens the model reads at once, and how many of them the window before had: context that a position has at
         least, where its document has it.
@@ -293,7 +291,6 @@ class DenseConfig:
     dims: int = 64
     index: Literal["auto", "flat", "ivf-pq", "hnsw"] = "auto"
     max_vectors: int = 0
-    thin: bool = False
     window: int = 1024
     overlap: int = 256
     sample: int = 1 << 15
@@ -344,8 +341,9 @@ class StoreConfig:
     dense: DenseConfig | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.dense, dict):  # read back from a plan
-            object.__setattr__(self, "dense", DenseConfig(**self.dense))
+        if isinstance(self.dense, dict):  # read back from a manifest
+            known = {each.name for each in fields(DenseConfig)}  # earlier versions had others, too
+            object.__setattr__(self, "dense", DenseConfig(**{k: v for k, v in self.dense.items() if k in known}))
         kinds, size, orders = ("both", "exact", "ngram"), self.segment_tokens, self.ngram_orders
         keeps_text = self.dense is None or self.index != "ngram"
         require(keeps_text, "an index that keeps the text, for dense keys", self.index, "Leave index at 'both'.")
