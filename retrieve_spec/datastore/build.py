@@ -54,8 +54,8 @@ from retrieve_spec.datastore.manifest import (
     tokenizer_name,
 )
 from retrieve_spec.datastore.remote import folder_of
-from retrieve_spec.datastore.segment import Row, Segment, open_segment, tombstones_of, write_segment
-from retrieve_spec.datastore.sources import Source, SourceFile, check_sources, file_shards, list_files
+from retrieve_spec.datastore.segment import Row, Segment, hidden_of, open_segment, tombstones_of, write_segment
+from retrieve_spec.datastore.sources import Source, SourceFile, file_shards, list_files
 from retrieve_spec.datastore.store import check_files, open_as_written
 from retrieve_spec.errors import BuildError
 
@@ -135,13 +135,11 @@ def build_datastore(
     with writer(store) as work:
         check_folder(store)  # which may have been finished meanwhile
         settings = checked(config or StoreConfig(), tokenizer)
-        check_sources(wished)
-        manifest = first_manifest(store, write_tokenizer(store, tokenizer))
-        manifest = replace(manifest, config=asdict(settings))
-        plan = {"verb": "build", "recipe": recipe, "part": part, "max_tokens": max_tokens}
-        plan = begin_change(work, None, plan | plan_of(manifest, wished, settings))
-        shards = list(islice(listed_shards(work, wished), rank, None, count))
-        return grow(work, manifest, plan, shards, workers=workers, progress=progress)
+        files = list(list_files(wished, store))
+        manifest = replace(first_manifest(store, write_tokenizer(store, tokenizer)), config=asdict(settings))
+        event = begin_change(work, "build", recipe=recipe, part=part, max_tokens=max_tokens, sources=wished)
+        shards = list(islice(file_shards(work, files), rank, None, count))
+        return grow(work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished)
 
 
 def add_documents(
@@ -164,12 +162,12 @@ def add_documents(
         manifest = read_manifest(store)
         settings = checked(config or config_of(manifest), store / manifest.tokenizer_name)
         wished = as_sources(sources, licence)
-        check_sources(wished)
-        plan = {"verb": "add", "max_tokens": max_tokens} | plan_of(manifest, wished, settings)
-        plan = begin_change(work, manifest, plan)
-        shards = list(listed_shards(work, wished))
-        known = live_hashes(store)
-        return grow(work, manifest, plan, shards, workers=workers, progress=progress, known=known)
+        files = list(list_files(wished, store))
+        event = begin_change(work, "add", max_tokens=max_tokens, sources=wished)
+        shards, known = list(file_shards(work, files)), live_hashes(store)
+        return grow(
+            work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished, known=known
+        )
 
 
 def as_sources(sources: Source | str | Sequence[Source | str], licence: str) -> tuple[Source, ...]:
@@ -197,21 +195,6 @@ def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
     from retrieve_spec.datastore.dense_build import checked_settings  # imports torch, which others need not wait for
 
     return replace(config, dense=checked_settings(config.dense, tokenizer_fingerprint(tokenizer)))
-
-
-def plan_of(manifest: Manifest, sources: tuple[Source, ...], config: StoreConfig) -> dict[str, Any]:
-    """What a change records of its settings, and reads them from."""
-    plan = {"config": asdict(config), "tokenizer": manifest.tokenizer_name}
-    return plan | {"sources": [asdict(source) for source in sources]} if sources else plan
-
-
-def listed_shards(work: WorkFolder, sources: tuple[Source, ...]) -> Iterator[list[SourceFile]]:
-    """Files of some sources as shards; where they cannot be listed, the change has not begun."""
-    try:
-        yield from file_shards(work, list_files(sources, work.store))
-    except Exception:
-        work.end()
-        raise
 
 
 def write_tokenizer(store: Path, tokenizer: Any) -> str:
@@ -299,13 +282,11 @@ class SegmentShard:
 
     def rows(self) -> list[Row | None]:
         """All documents, None for what counts as removed; of the files only the document table is checked."""
-        segment = self.open()
+        documents = self.open().documents
         check_files(self.store, self.entry, text=False)
-        found = tombstones_of(self.store, self.entry)
-        left_out = {n for array in found.values() if array is not found["ranks"] for n in array.tolist()}
+        left_out = {*hidden_of(tombstones_of(self.store, self.entry), len(documents), self.entry.name)}
         return [
-            None if d.number in left_out else Row(d.path, d.licence, d.source, d.sha256, d.tokens)
-            for d in segment.documents
+            None if d.number in left_out else Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in documents
         ]
 
     def take(self, ranges: list[tuple[int, int]]) -> Iterator[tuple[list[Row | None], NDArray[np.uint32]]]:
@@ -503,41 +484,57 @@ def index_segment(job: _Job, given: tuple[int, SegmentCut]) -> SegmentEntry:
     return SegmentEntry(f"{number:06d}", len(rows), part.tokens, job.at, origins, files)
 
 
-def grow(
+def rewrite(
     work: WorkFolder,
     manifest: Manifest,
-    plan: dict[str, Any],
-    shards: Sequence[Shard],
+    verb: str,
+    segments: Sequence[SegmentEntry],
     *,
     workers: int | None,
     progress: bool,
+) -> ChangeReport:
+    """Write some segments of a store anew, as few as have room for what is left of them."""
+    config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
+    event = begin_change(work, verb)
+    kept = tuple(entry for entry in manifest.segments if entry not in segments)
+    shards = list(segment_shards(work.store, replace(manifest, segments=tuple(segments))))
+    return grow(work, manifest, event, shards, config, workers=workers, progress=progress, kept=kept)
+
+
+def grow(
+    work: WorkFolder,
+    manifest: Manifest,
+    event: dict[str, Any],
+    shards: Sequence[Shard],
+    config: StoreConfig,
+    *,
+    workers: int | None,
+    progress: bool,
+    sources: tuple[Source, ...] = (),
     known: Iterable[str] = (),
     kept: tuple[SegmentEntry, ...] | None = None,
-    made: Sequence[SegmentEntry] = (),
 ) -> ChangeReport:
     """Make segments of some shards and publish them.
 
     Parameters
     ----------
-    work, manifest, plan
-        The change, and the manifest it starts from.
-    shards
-        What to read.
+    work, manifest, event
+        The change, the manifest it starts from, and its entry of the history.
+    shards, sources
+        What to read, and the sources that the files of shards belong to.
+    config
+        What to keep, and limits.
     workers, progress
         Processes at most (None: all CPUs), and whether to show bars.
     known
         Content hashes that count as duplicates.
     kept
         Segments that stay as they are; None for all of the manifest's.
-    made
-        Segments that lie in the work folder already, under numbers of their own.
     """
     watch = Stopwatch(progress)
-    config = StoreConfig(**plan["config"])
-    sources = tuple(Source(**source) for source in plan.get("sources", ()))
-    staying = (*(manifest.segments if kept is None else kept), *made)
-    choice = Choice(known, plan.get("max_tokens"))
-    job = _Job(work.path, work.store / plan["tokenizer"], config, sources, plan["at"])
+    staying = manifest.segments if kept is None else kept
+    choice = Choice(known, event.get("max_tokens"))
+    job = _Job(work.path, work.store / manifest.tokenizer_name, config, sources, event["at"])
     with closing(Workers(workers or os.cpu_count() or 1)) as pool:
         size = sum(map(_bytes, shards))
         with watch.stage("reading", size or None, "B") as advance:
@@ -552,7 +549,7 @@ def grow(
                 entries.append(entry)
     if not entries and not staying:
         work.end()
-        raise nothing_to_index(choice.skipped, plan)
+        raise nothing_to_index(choice.skipped, event)
     dense: dict[str, Any] = {}
     if config.dense is None and not staying:
         manifest = replace(manifest, dense=None)
@@ -561,8 +558,8 @@ def grow(
 
         entries, record, dense = add_dense(work, manifest, entries, config.dense, watch, fresh=not staying)
         manifest = replace(manifest, dense=record)
-    report = report_of(plan["verb"], entries, len(entries) + len(staying), choice.skipped, watch.seconds, dense)
-    return publish(work, manifest, staying[: len(staying) - len(made)], [*made, *entries], plan, report)
+    report = report_of(event["verb"], entries, len(entries) + len(staying), choice.skipped, watch.seconds, dense)
+    return publish(work, manifest, staying, entries, event, report)
 
 
 def _bytes(shard: Shard) -> int:

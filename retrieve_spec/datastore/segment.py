@@ -463,28 +463,12 @@ def write_segment(
     files, origins
         Files by name, and the origins that the document table numbers.
     """
-    starts = document_starts(rows)
+    starts = np.cumsum([0, *(row.tokens + 1 for row in rows)], dtype=np.int64).astype(np.uint32)
     tokens, to_global = local_ids(token_ids, starts)
     del token_ids
-    return write_arrays(folder, tokens, to_global, suffix_array(tokens), rows, config)
-
-
-def document_starts(rows: Sequence[Row]) -> NDArray[np.uint32]:
-    """(d + 1,) uint32, where documents begin that stand one behind the other with a separator after each."""
-    return np.cumsum([0, *(row.tokens + 1 for row in rows)], dtype=np.int64).astype(np.uint32)
-
-
-def write_arrays(
-    folder: Path,
-    tokens: NDArray[Any],
-    to_global: NDArray[np.uint32],
-    sa: NDArray[np.uint32],
-    rows: Sequence[Row],
-    config: StoreConfig,
-) -> tuple[dict[str, FileEntry], tuple[Origin, ...]]:
-    """Write the files of a segment whose text is already sorted; returns what `write_segment` does."""
+    sa = suffix_array(tokens)
     table, origins = table_arrays(rows)
-    arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": document_starts(rows), **table}
+    arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": starts, **table}
     beginnings = suffix_beginnings(tokens, sa)
     if config.index != "ngram":
         top = sa_top_table(tokens, sa, bits_of(len(to_global) - 1))

@@ -201,23 +201,23 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
             return ChangeReport("pull", 0, 0, len(mine.segments))
     with writer(store) as work:
         mine = existing_manifest(store)
-        plan = _begin_pull(work, mine, url)
+        event = _begin_pull(work, mine, url)
         pulled = _assemble(work, remote, there, mine, progress)
         if mine is not None and _seen(store).get(url, {}).get("content") != mine.content:
             _check_dense(store, mine, there)  # it has segments that the remote has not seen
-            report = unite(work, mine, plan, [store, pulled], progress)
+            report = unite(work, mine, event, [store, pulled], progress)
         else:
             replace_file(store / there.tokenizer_name, (pulled / there.tokenizer_name).read_bytes())
             base = first_manifest(store, there.tokenizer_name)
             base = replace(base, config=there.config, history=there.history, dense=there.dense)
             base = replace(base, generation=mine.generation if mine else 0)
-            report = unite(work, base, plan, [pulled], progress)
+            report = unite(work, base, event, [pulled], progress)
     _remember(store, url, version, there.content)
     return report
 
 
 def _begin_pull(work: WorkFolder, mine: Manifest | None, url: str) -> dict[str, Any]:
-    """Plan of a pull; what an interrupted one of the same remote has fetched is kept."""
+    """Begin a pull, keeping what an interrupted one of that remote has fetched; returns its entry of the history."""
     plan = {"verb": "pull", "url": url, "generation": mine.generation if mine else 0}
     before = work.plan()
     if before is None or {key: before.get(key) for key in plan} != plan:

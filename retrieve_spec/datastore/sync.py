@@ -22,12 +22,11 @@ from retrieve_spec.datastore.build import (
     build_datastore,
     checked,
     grow,
-    plan_of,
-    segment_shards,
+    rewrite,
     small_size,
 )
 from retrieve_spec.datastore.change import ChangeReport, WorkFolder, begin_change, publish, writer
-from retrieve_spec.datastore.edit import Chosen, without
+from retrieve_spec.datastore.edit import Chosen, is_worn, without
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, admitted_parts
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.ingest import read_text, texts_of
@@ -124,7 +123,6 @@ def write_state(store: Path, states: dict[str, FolderState], rules: str) -> None
 
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
-_REWRITTEN = 900_000
 
 
 def sync_datastore(
@@ -192,8 +190,8 @@ def sync_datastore(
         check_tokenizer(store, read_manifest(store), tokenizer)
     with writer(store) as work:
         report = _synchronised(work, roots, sources, workers, progress)
-        while (group := _small(manifest := read_manifest(store))) is not None:
-            _merge(work, manifest, group, progress)
+        while group := list(filter(is_worn, (manifest := read_manifest(store)).segments)) or _small(manifest):
+            rewrite(work, manifest, "sync", group, workers=1, progress=progress)
     if built is None:
         return report
     documents, tokens = built.documents + report.documents, built.tokens + report.tokens
@@ -286,21 +284,31 @@ def _change(
     """Publish a store without some documents and with those of some files, in one change."""
     manifest = opened.manifest
     config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
-    plan = begin_change(work, manifest, {"verb": "sync"} | plan_of(manifest, sources, config))
-    kept, made = without(work, opened, gone, _REWRITTEN) if gone else (list(manifest.segments), [])
+    event = begin_change(work, "sync", sources=sources)
+    kept = tuple(without(work, opened, gone))
     if not files:
-        report = ChangeReport("sync", 0, 0, len(kept) + len(made), (), {})
-        return publish(work, manifest, kept, made, plan, report)
-    shards, staying = list(file_shards(work, files)), tuple(kept)
-    return grow(work, manifest, plan, shards, workers=workers, progress=progress, known=held, kept=staying, made=made)
+        return publish(work, manifest, kept, (), event, ChangeReport("sync", 0, 0, len(kept)))
+    shards = list(file_shards(work, files))
+    return grow(
+        work,
+        manifest,
+        event,
+        shards,
+        config,
+        workers=workers,
+        progress=progress,
+        sources=sources,
+        known=held,
+        kept=kept,
+    )
 
 
-def _small(manifest: Manifest) -> list[SegmentEntry] | None:
+def _small(manifest: Manifest) -> list[SegmentEntry]:
     """Segments to merge: the smallest ones, as long as the next is no larger than two times all before it."""
     limit = small_size(config_of(manifest).segment_tokens)
     small = [entry for entry in manifest.segments if entry.tokens + entry.documents <= limit]
     if len(small) <= MOST_SMALL:
-        return None
+        return []
     rising = sorted(small, key=lambda entry: (entry.tokens, entry.name))
     group = rising[:2]
     for entry in rising[2:]:
@@ -309,16 +317,6 @@ def _small(manifest: Manifest) -> list[SegmentEntry] | None:
         group.append(entry)
     names = {entry.name for entry in group}
     return [entry for entry in small if entry.name in names]
-
-
-def _merge(work: WorkFolder, manifest: Manifest, group: Sequence[SegmentEntry], progress: bool) -> ChangeReport:
-    """Make fewer segments of several: one, or as few as have room for all of their text."""
-    config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
-    plan = begin_change(work, manifest, {"verb": "sync"} | plan_of(manifest, (), config))
-    shards = list(segment_shards(work.store, replace(manifest, segments=tuple(group))))
-    names = {entry.name for entry in group}
-    kept = tuple(entry for entry in manifest.segments if entry.name not in names)
-    return grow(work, manifest, plan, shards, workers=1, progress=progress, kept=kept)
 
 
 def watch_folders(
