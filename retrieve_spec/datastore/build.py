@@ -36,7 +36,6 @@ from retrieve_spec.datastore.change import (
     check_folder,
     nothing_to_index,
     publish,
-    report_of,
     writer,
 )
 from retrieve_spec.datastore.entry_filter import admitted_parts
@@ -67,8 +66,6 @@ _PIECE, _PIECES = 1 << 24, 8
 """Entries that each of several segments has at least, and segments that a text is divided into without need."""
 _SMALL_SHARE = 16
 """A segment is small if so many of it would make the largest one."""
-_KEY = 16
-"""Bytes of a content hash that tell texts apart: among 10^12 of them two are alike with a chance of 10^-15."""
 _SEPARATOR = np.zeros(1, np.uint32)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -164,7 +161,8 @@ def add_documents(
         wished = as_sources(sources, licence)
         files = list(list_files(wished, store))
         event = begin_change(work, "add", max_tokens=max_tokens, sources=wished)
-        shards, known = list(file_shards(work, files)), live_hashes(store)
+        shards = list(file_shards(work, files))
+        known = (document.sha256 for document in open_as_written(store).documents())
         return grow(
             work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished, known=known
         )
@@ -226,12 +224,6 @@ def first_manifest(store: Path, name: str) -> Manifest:
     return Manifest(
         tokenizer_fingerprint(backend), FileEntry(tokenizer.stat().st_size, sha256_of(tokenizer)), vocabulary
     )
-
-
-def live_hashes(store: Path) -> Iterator[str]:
-    """Content hashes of the documents of a store that can be drafted from."""
-    for segment in open_as_written(store).segments:
-        yield from (digest for *_, digest in segment.documents.texts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +400,7 @@ class Choice:
     def __init__(self, known: Iterable[str], most: int | None) -> None:
         self.most, self.full = most, False
         self.skipped: list[tuple[str, str, str]] = []
-        self._seen = {_key(digest) for digest in known}
+        self._seen = {bytes.fromhex(digest) for digest in known}
         self._total = 0
         self._chosen: list[tuple[TokenShard | SegmentShard, NDArray[np.uint32], NDArray[np.uint32]]] = []
 
@@ -418,7 +410,7 @@ class Choice:
         for number, row in enumerate(() if self.full else shard.rows()):
             if row is None:
                 continue
-            if (key := _key(row.sha256)) in self._seen:
+            if (key := bytes.fromhex(row.sha256)) in self._seen:
                 self.skipped.append((row.path, row.source, "duplicate"))
                 continue
             if self.most is not None and self._total + row.tokens > self.most:
@@ -459,10 +451,6 @@ class Choice:
                 last.tokens += length
                 last.documents += 1
         return segments
-
-
-def _key(digest: str) -> bytes:
-    return bytes.fromhex(digest[: 2 * _KEY])
 
 
 def index_segment(job: _Job, given: tuple[int, SegmentCut]) -> SegmentEntry:
@@ -558,8 +546,7 @@ def grow(
 
         entries, record, dense = add_dense(work, manifest, entries, config.dense, watch, fresh=not staying)
         manifest = replace(manifest, dense=record)
-    report = report_of(event["verb"], entries, len(entries) + len(staying), choice.skipped, watch.seconds, dense)
-    return publish(work, manifest, staying, entries, event, report)
+    return publish(work, manifest, staying, entries, event, skipped=choice.skipped, seconds=watch.seconds, dense=dense)
 
 
 def _bytes(shard: Shard) -> int:

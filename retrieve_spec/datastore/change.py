@@ -79,19 +79,6 @@ class ChangeReport:
         return {reason: len(paths) for reason, paths in by_reason(self.skipped).items()}
 
 
-def report_of(
-    verb: str,
-    made: Sequence[SegmentEntry],
-    segments: int,
-    skipped: Iterable[tuple[str, str, str]],
-    seconds: dict[str, float],
-    dense: dict[str, Any] | None = None,
-) -> ChangeReport:
-    """Report of a change that made some segments, of a store that has so many now."""
-    documents, tokens = sum(entry.documents for entry in made), sum(entry.tokens for entry in made)
-    return ChangeReport(verb, documents, tokens, segments, tuple(skipped), seconds, dense or {})
-
-
 def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
     """Paths of what was left out, by reason; reasons in alphabetical order."""
     paths: dict[str, list[str]] = {}
@@ -164,12 +151,16 @@ def begin_change(work: WorkFolder, verb: str, *, sources: Sequence[Source] = (),
 def publish(
     work: WorkFolder,
     manifest: Manifest,
-    kept: Iterable[SegmentEntry],
-    made: Iterable[SegmentEntry],
+    kept: Sequence[SegmentEntry],
+    made: Sequence[SegmentEntry],
     event: dict[str, Any],
-    report: ChangeReport,
+    *,
+    counts: tuple[int, int] | None = None,
+    skipped: Sequence[tuple[str, str, str]] = (),
+    seconds: dict[str, float] | None = None,
+    dense: dict[str, Any] | None = None,
 ) -> ChangeReport:
-    """Make a change take effect: files in their places, then the manifest, then clearing up.
+    """Make a change take effect: files in their places, then the manifest, then clearing up; returns its report.
 
     Parameters
     ----------
@@ -181,18 +172,19 @@ def publish(
         Segments that stay, under their names.
     made
         New segments, under their numbers in the work folder.
-    event, report
-        The change's entry of the history, and what it did.
-
-    Returns
-    -------
-    ChangeReport
-        The report.
+    event
+        The change's entry of the history.
+    counts
+        Documents and tokens that it is about; by default those that it made.
+    skipped, seconds, dense
+        Of the report.
     """
+    documents, tokens = counts or (sum(entry.documents for entry in made), sum(entry.tokens for entry in made))
+    segments = len(kept) + len(made)
+    report = ChangeReport(event["verb"], documents, tokens, segments, tuple(skipped), seconds or {}, dense or {})
     named = [(entry.name, replace(entry, name=content_name(entry.files))) for entry in made]
-    put_segments(work, [(number, entry.name) for number, entry in named])
-    put_tombstones(work)
-    segments = {entry.name: entry for entry in (*kept, *(entry for _, entry in named))}
+    put_files(work, [(number, entry.name) for number, entry in named])
+    entries = {entry.name: entry for entry in (*kept, *(entry for _, entry in named))}
     event = {
         **event,
         "generation": manifest.generation + 1,
@@ -202,7 +194,7 @@ def publish(
         **({"vectors": report.dense} if report.dense else {}),
         **put_skipped(work.store, report.skipped),
     }
-    following = manifest.following(tuple(segments.values()), event)
+    following = manifest.following(tuple(entries.values()), event)
     write_manifest(work.store, following)
     drop_stale_files(work.store, following)
     for copy in work.store.glob("tokenizer-*.json"):
@@ -244,31 +236,21 @@ class WorkFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def put_segments(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
-    """Move finished segments, (number in the work folder, name in the store), to their place.
+def put_files(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
+    """Move finished segments, (number in the work folder, name in the store), and tombstones to their place.
 
     Some may have been moved before a kill; a segment whose name is there already is the same.
     """
-    target = work.store / SEGMENTS
-    target.mkdir(exist_ok=True)
+    segments, tombstones = work.store / SEGMENTS, work.store / TOMBSTONES
+    for folder in (segments, tombstones):
+        folder.mkdir(exist_ok=True)
     for number, name in names:
-        folder = work.path / f"segment-{number}"
-        if (target / name).is_dir():
-            shutil.rmtree(folder, ignore_errors=True)
-        elif folder.exists():
-            os.rename(folder, target / name)
-    sync_folder(target)
-
-
-def put_tombstones(work: WorkFolder) -> None:
-    """Move the tombstones that a change wrote to their place."""
-    made = work.path / TOMBSTONES
-    if made.is_dir():
-        target = work.store / TOMBSTONES
-        target.mkdir(exist_ok=True)
-        for path in sorted(made.iterdir()):
-            os.replace(path, target / path.name)
-        sync_folder(target)
+        if not (segments / name).is_dir():
+            os.rename(work.path / f"segment-{number}", segments / name)
+    for path in sorted(work.path.glob(f"{TOMBSTONES}/*")):
+        os.replace(path, tombstones / path.name)
+    for folder in (segments, tombstones):
+        sync_folder(folder)
 
 
 def put_skipped(store: Path, skipped: Sequence[tuple[str, str, str]]) -> dict[str, Any]:

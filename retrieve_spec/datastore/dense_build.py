@@ -32,7 +32,7 @@ from retrieve_spec.datastore.dense import (
     recall,
     write_index,
 )
-from retrieve_spec.datastore.files import FileEntry, write_files
+from retrieve_spec.datastore.files import write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
 from retrieve_spec.datastore.segment import Segment, open_segment
@@ -152,7 +152,10 @@ def add_dense(
         with watch.stage("dense index", None, "key"):
             kind = choose_kind(config.index, len(keys))
             index = build_index(keys, kind)
-            files = _write(work.path / f"segment-{entry.name}", index, positions, transform)
+            folder, components = work.path / f"segment-{entry.name}", transform.components.reshape(-1)
+            arrays = (positions.astype(np.uint32), transform.mean, transform.scale, components)
+            files = {INDEX: write_index(index, folder / INDEX)}
+            files |= write_files(folder, dict(zip((POSITIONS, *TRANSFORM), arrays, strict=True)))
             found += len(keys) * (1.0 if kind == "flat" else recall(index, keys))
         extended.append(replace(entry, files=entry.files | files))
         kinds.add(kind)
@@ -193,12 +196,6 @@ def _possible(segment: Segment) -> int:
     """Positions of documents that are followed by something."""
     lengths = np.diff(segment.document_starts.astype(np.int64)) - 2
     return int(np.delete(lengths, list(segment.removed)).sum())
-
-
-def _write(folder: Path, index: Any, positions: NDArray[np.int64], transform: Transform) -> dict[str, FileEntry]:
-    arrays = (positions.astype(np.uint32), transform.mean, transform.scale, transform.components.reshape(-1))
-    written = {INDEX: write_index(index, folder / INDEX)}
-    return written | write_files(folder, dict(zip((POSITIONS, *TRANSFORM), arrays, strict=True)))
 
 
 BATCH = {"cpu": 1 << 10, "cuda": 1 << 15}

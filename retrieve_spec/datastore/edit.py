@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain
@@ -35,18 +35,16 @@ from retrieve_spec.datastore.change import (
     check_folder,
     nothing_to_index,
     publish,
-    report_of,
     writer,
 )
 from retrieve_spec.datastore.dense import INDEX
-from retrieve_spec.datastore.files import FileEntry, check_content, replace_file, sha256_of, sync_folder
+from retrieve_spec.datastore.files import FileEntry, check_content, link_file, replace_file, sync_folder
 from retrieve_spec.datastore.manifest import (
     SEGMENTS,
     TOMBSTONES,
     Manifest,
     SegmentEntry,
     config_of,
-    content_name,
     read_manifest,
 )
 from retrieve_spec.datastore.remote import folder_of, local_folder
@@ -64,7 +62,7 @@ from retrieve_spec.datastore.segment import (
 )
 from retrieve_spec.datastore.sources import glob
 from retrieve_spec.datastore.store import Datastore, check_files, check_tokenizer, open_as_written, open_datastore
-from retrieve_spec.errors import BuildError, StoreCorruptError
+from retrieve_spec.errors import BuildError
 
 
 def remove_documents(
@@ -108,9 +106,7 @@ def remove_documents(
             kept = without(work, opened, chosen)
         count = sum(len(numbers) for numbers in chosen.values())
         tokens = opened.manifest.tokens - sum(entry.tokens for entry in kept)
-        report = publish(
-            work, opened.manifest, kept, (), event, ChangeReport("remove", count, tokens, len(kept), (), watch.seconds)
-        )
+        report = publish(work, opened.manifest, kept, (), event, counts=(count, tokens), seconds=watch.seconds)
         if worn := list(filter(is_worn, kept)):
             done = rewrite(work, read_manifest(store), "compact", worn, workers=1, progress=progress)
             report = replace(report, segments=done.segments)
@@ -334,7 +330,18 @@ def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentE
         check_files(store.path, entry, text=False)
         for name, file in entry.tombstones.items():  # which stand in the new ones
             check_content(store.path / TOMBSTONES / name, file)
-        kept.append(with_tombstones(work, segment, entry, gone, found))
+        before, copies = found[DOCUMENTS], found[COPIES]
+        more = np.array(sorted(gone.difference(before.tolist())), np.uint32)
+        # Looked for without those found before, which may lie far from them: that is several times as fast.
+        ranks = find_ranks(segment.suffix_array, segment.document_starts, more.tolist())
+        arrays = {
+            DOCUMENTS: np.sort(np.concatenate([before, more])),
+            RANKS: np.sort(np.concatenate([found[RANKS], ranks])),
+            COPIES: np.setdiff1d(copies, more, assume_unique=True),
+        }
+        files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
+        hidden = (*arrays[DOCUMENTS].tolist(), *arrays[COPIES].tolist())
+        kept.append(counted(entry, segment, hidden, files))
     return kept
 
 
@@ -360,34 +367,12 @@ def _with_copies(store: Datastore, chosen: Chosen) -> Chosen:
     return found
 
 
-def with_tombstones(
-    work: WorkFolder,
-    segment: Segment,
-    entry: SegmentEntry,
-    gone: Iterable[int],
-    found: Mapping[str, NDArray[np.uint32]],
-) -> SegmentEntry:
-    """Entry of a segment, opened as it was written, of which more documents count as removed than those found."""
-    before, copies = found[DOCUMENTS], found[COPIES]
-    more = np.array(sorted(set(gone).difference(before.tolist())), np.uint32)
-    # Looked for without those found before, which may lie far from them: that is several times as fast.
-    ranks = find_ranks(segment.suffix_array, segment.document_starts, more.tolist())
-    arrays = {
-        DOCUMENTS: np.sort(np.concatenate([before, more])),
-        RANKS: np.sort(np.concatenate([found[RANKS], ranks])),
-        COPIES: np.setdiff1d(copies, more, assume_unique=True),
-    }
-    files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
-    return counted(entry, segment, {*arrays[DOCUMENTS].tolist(), *arrays[COPIES].tolist()}, files)
-
-
-def counted(entry: SegmentEntry, segment: Segment, hidden: Iterable[int], tombstones: dict[str, Any]) -> SegmentEntry:
+def counted(entry: SegmentEntry, segment: Segment, hidden: Collection[int], tombstones: dict[str, Any]) -> SegmentEntry:
     """Entry of a segment with other tombstones, which hide some of its documents."""
-    numbers = list(hidden)
     starts = segment.document_starts
     documents = len(starts) - 1
-    tokens = int(starts[-1]) - documents - document_tokens(starts, numbers)
-    return replace(entry, documents=documents - len(numbers), tokens=tokens, tombstones=tombstones)
+    tokens = int(starts[-1]) - documents - document_tokens(starts, hidden)
+    return replace(entry, documents=documents - len(hidden), tokens=tokens, tombstones=tombstones)
 
 
 def unite(
@@ -436,26 +421,12 @@ def unite(
                 }
                 files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
                 taken = counted(entry, segment, {*gone, *copies}, files)
-                entries.append(renumbered(taken, len(entries)))
+                entries.append(replace(taken, name=f"{len(entries):06d}"))
             advance(sum(file.bytes for file in entry.files.values()))
     if not entries:
         work.end()
         raise nothing_to_index((), {})
-    report = report_of(event["verb"], entries, len(entries), skipped, watch.seconds)
-    return publish(work, manifest, (), entries, event, report)
-
-
-def renumbered(entry: SegmentEntry, number: int) -> SegmentEntry:
-    """An entry under its number in the work folder; its name must be that of its content.
-
-    Raises
-    ------
-    StoreCorruptError
-        When it is not.
-    """
-    if content_name(entry.files) != entry.name:
-        raise StoreCorruptError(f"the files of segment {entry.name}", content_name(entry.files))
-    return replace(entry, name=f"{number:06d}")
+    return publish(work, manifest, (), entries, event, skipped=skipped, seconds=watch.seconds)
 
 
 def _copies(segment: Segment, removed: set[int], known: set[bytes]) -> tuple[list[int], int]:
@@ -481,17 +452,3 @@ def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
     for name, file in files.items():
         link_file(source / name, folder / name, file)
     sync_folder(folder)
-
-
-def link_file(source: Path, target: Path, file: FileEntry) -> None:
-    """Put a file of a store in a second place: as a link where it can be, otherwise as a copy that was checked."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError as error:
-        raise StoreCorruptError(f"{file.bytes:,} bytes in {source}", "no such file") from error
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
-        with target.open("r+b") as written:
-            os.fsync(written.fileno())
-        if (found := sha256_of(target)) != file.sha256:
-            raise StoreCorruptError(f"checksum {file.sha256[:12]} of {source}", found[:12]) from None

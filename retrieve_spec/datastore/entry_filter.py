@@ -142,7 +142,6 @@ PARTS = ("ignored", "generated", "secrets")
 RULES = f"{__version__} 3"
 """Name of these rules; the number changes with what they let in: nothing said under others counts."""
 MAX_BYTES = 256 << 10
-_TRIES = 3
 
 
 def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
@@ -235,10 +234,7 @@ class EntryFilter:
         """Text of a file that `entries` or `verdicts` let pass, with LF lines and no byte order mark; never empty."""
         if self._outside(str(path), {}) is not None or path.is_symlink():
             return Reason.LINK
-        for _ in range(_TRIES):
-            data = self._bytes(path)
-            if data is not Reason.CHANGING:
-                break
+        data = self._bytes(path)
         text = data if isinstance(data, Reason) else decoded(data)
         if isinstance(text, Reason):
             return text

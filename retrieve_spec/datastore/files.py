@@ -6,6 +6,7 @@ import errno
 import hashlib
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +30,6 @@ class FileEntry:
     bytes: int
     sha256: str
     dtype: str = ""
-
-
-def entries_of(record: Mapping[str, Any]) -> dict[str, FileEntry]:
-    """Entries of files by name from their JSON form."""
-    return {name: FileEntry(**file) for name, file in record.items()}
 
 
 @contextmanager
@@ -139,6 +135,20 @@ def check_content(path: Path, entry: FileEntry, mapped: NDArray[Any] | None = No
             found = hashlib.sha256(mapped.data).hexdigest()
     if found != entry.sha256:
         raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12])
+
+
+def link_file(source: Path, target: Path, file: FileEntry) -> None:
+    """Put a file of a store in a second place: as a link where it can be, otherwise as a copy that was checked."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError as error:
+        raise StoreCorruptError(f"{file.bytes:,} bytes in {source}", "no such file") from error
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+        with target.open("r+b") as written:
+            os.fsync(written.fileno())
+        if (found := sha256_of(target)) != file.sha256:
+            raise StoreCorruptError(f"checksum {file.sha256[:12]} of {source}", found[:12]) from None
 
 
 @contextmanager

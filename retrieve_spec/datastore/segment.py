@@ -197,26 +197,6 @@ class DocumentTable:
         """Documents that can be drafted from, in order."""
         return (self[number] for number in range(len(self)) if number not in self._removed)
 
-    def texts(self) -> Iterator[tuple[int, str, str, str]]:
-        """(number, path, source, SHA-256) of the documents that can be drafted from; quicker than one by one.
-
-        Raises
-        ------
-        StoreCorruptError
-            When the table is damaged.
-        """
-        hashes, origins = self.hashes.tobytes().hex(), self._arrays[ORIGINS].tolist()
-        content, ends = self._arrays[PATHS].tobytes(), [0, *self._arrays[PATH_ENDS].tolist()]
-        sources = [source for _, source in self.origins]
-        for number in range(len(self)):
-            if number not in self._removed:
-                try:
-                    path = content[ends[number] : ends[number + 1]].decode()
-                    source = sources[origins[number]]
-                except (IndexError, UnicodeDecodeError) as error:
-                    raise self._damaged(f"document {number}") from error
-                yield number, path, source, hashes[2 * DIGEST * number : 2 * DIGEST * (number + 1)]
-
     @cached_property
     def hashes(self) -> NDArray[np.uint8]:
         """(d, 32) uint8, content hashes, removed documents' too."""

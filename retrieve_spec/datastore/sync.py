@@ -40,10 +40,6 @@ from retrieve_spec.errors import BuildError, StoreLockedError
 
 LOOK_MS = 3000
 """How often folders are looked through where the system tells of no changes."""
-_LIMITS = {
-    "OS file watch limit reached": ("fs.inotify.max_user_watches", 1 << 20),
-    "Too many open files": ("fs.inotify.max_user_instances", 1 << 10),
-}
 log = logging.getLogger("retrieve_spec")
 STATE = "sync.json"
 FOLLOWED_BYTES = 1 << 20
@@ -255,12 +251,11 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Ch
     """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
     gone: Chosen = {}
     held = set()
-    for segment in store.segments:
-        for number, path, source, digest in segment.documents.texts():
-            if source not in roots or digest in wanted.get((source, path), ()):
-                held.add(digest)
-            else:
-                gone.setdefault(segment.name, set()).add(number)
+    for document in store.documents():
+        if document.source not in roots or document.sha256 in wanted.get((document.source, document.path), ()):
+            held.add(document.sha256)
+        else:
+            gone.setdefault(document.segment, set()).add(document.number)
     return gone, held
 
 
@@ -287,7 +282,7 @@ def _change(
     event = begin_change(work, "sync", sources=sources)
     kept = tuple(without(work, opened, gone))
     if not files:
-        return publish(work, manifest, kept, (), event, ChangeReport("sync", 0, 0, len(kept)))
+        return publish(work, manifest, kept, (), event)
     shards = list(file_shards(work, files))
     return grow(
         work,
@@ -357,13 +352,11 @@ def watch_folders(
                         tell(report)
             return
         except (OSError, RuntimeError) as error:
-            limit = next((limit for sign, limit in _LIMITS.items() if sign in str(error)), None)
-            if limit is None or polling:
+            if polling or not any(sign in str(error) for sign in ("watch limit", "Too many open files")):
                 raise
             log.warning(
-                "the limit %s is used up, so folders are looked through every %d s; to raise it: sudo sysctl %s=%d",
-                limit[0],
+                "the system's watches are used up, so folders are looked through every %d s; to raise the limits: "
+                "sudo sysctl fs.inotify.max_user_watches=1048576 fs.inotify.max_user_instances=1024",
                 LOOK_MS // 1000,
-                *limit,
             )
             polling = True
