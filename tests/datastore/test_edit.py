@@ -54,7 +54,10 @@ def test_remove_everything(store, records):
         ({"documents": ["nothing.txt"]}, "documents that match, got none"),
         ({}, "neither paths nor a condition"),
         ({"where": "no such column = 1"}, "SQL condition"),
-        ({"where": "1; drop table documents"}, "SQL condition"),
+        *(
+            ({"where": where}, "SQL condition")
+            for where in ("path = '\udc80'", "\0", "tokens >", "1 = 1; drop table documents")
+        ),
     ],
 )
 def test_remove_errors(store, arguments, message):
@@ -121,12 +124,6 @@ def test_what_another_tokenizer_says_nothing_of_is_left_out(tmp_path):
     assert (report.documents, report.skipped) == (2, (("b.txt", str(tmp_path / "b.txt"), "empty"),))
     verify_datastore(tmp_path / "s")
     remove_documents(tmp_path / "s", ["a.txt", "c.txt"])
-
-
-@pytest.mark.parametrize("where", ["path = '\udc80'", "\0", "tokens >", "1 = 1; drop table documents"])
-def test_a_condition_that_is_no_sql(where, store):
-    with pytest.raises(BuildError, match="an SQL condition"):
-        remove_documents(store, where=where)
 
 
 def test_ngram_only_stores_say_what_they_cannot_do(tokenizer, texts, tmp_path):
