@@ -163,7 +163,7 @@ def add_dense(
         size += files[INDEX].bytes + files[POSITIONS].bytes
     report = {
         "vectors": vectors,
-        "positions": sum(_possible(segment) for segment, _, _ in parts),
+        "positions": sum(entry.tokens - entry.documents for entry in entries),
         "kinds": sorted(kinds),
         "recall_at_10": round(found / max(vectors, 1), 4),
         "bytes_per_vector": round(size / max(vectors, 1), 2),
@@ -190,12 +190,6 @@ def _own_transform(store: Path, manifest: Manifest) -> Transform | None:
         if segment.dense is not None:
             return segment.dense.transform
     return None
-
-
-def _possible(segment: Segment) -> int:
-    """Positions of documents that are followed by something."""
-    lengths = np.diff(segment.document_starts.astype(np.int64)) - 2
-    return int(np.delete(lengths, list(segment.removed)).sum())
 
 
 BATCH = {"cpu": 1 << 10, "cuda": 1 << 15}

@@ -410,9 +410,11 @@ def unite(
             if entry.name not in removed:
                 continue  # an earlier store has it
             gone = removed.pop(entry.name)
-            copies, listed = _copies(segment, gone, known)
+            texts = {n: text.tobytes() for n, text in enumerate(segment.documents.hashes) if n not in gone}
+            copies = [number for number, text in texts.items() if text in known]
+            known.update(texts.values())
             skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
-            if listed:
+            if len(copies) < len(texts):
                 link_files(store.path / SEGMENTS / entry.name, entry.files, work.path / f"segment-{len(entries):06d}")
                 arrays = {
                     DOCUMENTS: np.array(sorted(gone), np.uint32),
@@ -427,22 +429,6 @@ def unite(
         work.end()
         raise nothing_to_index((), {})
     return publish(work, manifest, (), entries, event, skipped=skipped, seconds=watch.seconds)
-
-
-def _copies(segment: Segment, removed: set[int], known: set[bytes]) -> tuple[list[int], int]:
-    """Numbers of the documents whose text is known, and how many are listed; the latter become known."""
-    copies = []
-    listed = 0
-    for number, digest in enumerate(segment.documents.hashes):
-        if number in removed:
-            continue
-        text = digest.tobytes()
-        if text in known:
-            copies.append(number)
-        else:
-            known.add(text)
-            listed += 1
-    return copies, listed
 
 
 def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:

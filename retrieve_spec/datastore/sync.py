@@ -94,11 +94,6 @@ def _texts(entries: EntryFilter, file: SourceFile, source: Source) -> Iterator[l
         yield [behind, "", skip, None] if skip else [behind, text_hash(content), "", own_licence(content)]
 
 
-def rules_of(admit: Sequence[str]) -> str:
-    """Name of the rules by which files enter: what was said under others does not count."""
-    return " ".join((RULES, *admit))
-
-
 def read_state(store: Path, rules: str) -> dict[str, FolderState]:
     """What folders said when a store was last synchronised under some rules, by folder."""
     try:
@@ -210,7 +205,7 @@ def _synchronised(
 ) -> ChangeReport:
     opened = open_as_written(work.store)
     manifest = opened.manifest
-    rules = rules_of(sources[0].admit)
+    rules = " ".join((RULES, *sources[0].admit))  # what was said under others does not count
     states = read_state(work.store, rules)
     wanted: Wanted = {}
     first: dict[str, tuple[int, str]] = {}  # number of the folder, and file, in which a text was found first, by hash

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -71,11 +70,12 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     if isinstance(path, str) and is_address(path):
         remote, _, manifest = read_remote(path)
         files = list(files_of(manifest))
-        with progress_bar("verifying", _size(files), "B", progress) as advance, explain_remote_errors(path):
+        checked = _checked(manifest, files)
+        with progress_bar("verifying", checked["bytes"], "B", progress) as advance, explain_remote_errors(path):
             for place, file in files:
                 for block in remote.blocks(place, file):
                     advance(len(block))
-        return _checked(manifest, len(files), _size(files))
+        return checked
     for _ in range(_ATTEMPTS):
         store = open_datastore(path)
         try:
@@ -87,13 +87,9 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     raise StoreCorruptError(f"to verify {path}", "another process is changing it", "Verify it when that is done.")
 
 
-def _size(files: Iterable[tuple[str, FileEntry]]) -> int:
-    return sum(entry.bytes for _, entry in files)
-
-
-def _checked(manifest: Manifest, files: int, size: int) -> dict[str, Any]:
+def _checked(manifest: Manifest, files: list[tuple[str, FileEntry]]) -> dict[str, Any]:
     counts = {"segments": len(manifest.segments), "documents": manifest.documents, "tokens": manifest.tokens}
-    return {**counts, "files": files, "bytes": size}
+    return {**counts, "files": len(files), "bytes": sum(entry.bytes for _, entry in files)}
 
 
 def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
@@ -101,7 +97,8 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     files = list(files_of(manifest))
     listed = (event["listed"] for event in manifest.history if "listed" in event)
     files += [(f"{SKIPPED}/{one['name']}", FileEntry(one["bytes"], one["sha256"])) for one in listed]
-    with progress_bar("checksums", _size(files), "B", progress) as advance:
+    checked = _checked(manifest, files)
+    with progress_bar("checksums", checked["bytes"], "B", progress) as advance:
         for place, entry in files:
             check_content(store.path / place, entry)
             advance(entry.bytes)
@@ -115,7 +112,7 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
             _check_dense(segment, segment.dense)
         if segment.ngram is not None:
             _check_table(segment, segment.ngram, config_of(manifest))
-    return _checked(manifest, len(files) + 1, _size(files))
+    return checked
 
 
 def _require(holds: Any, segment: Segment, rule: str) -> None:
