@@ -51,8 +51,10 @@ def test_only_what_is_missing_travels(store, url, records, tmp_path):
     remove_documents(store, ["c.py"])
     second = push_datastore(store, url)
     assert second.kept == 1 + len(read_manifest(store).segments[0].files)
-    report = pull_datastore(url, tmp_path / "t")
+    with breaking("fetch", lambda: None) as moved:
+        report = pull_datastore(url, tmp_path / "t")
     assert report.segments == 2
+    assert moved and not any(place.startswith(f"segments/{segment}") for place, *_ in moved)
     verify_datastore(tmp_path / "t")
     assert contents(tmp_path / "t") == contents(store)
     assert read_manifest(tmp_path / "t").content == read_manifest(store).content
