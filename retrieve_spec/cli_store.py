@@ -137,7 +137,6 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
     "--dims", type=WholeRange(min=1), default=64, show_default=True, metavar="N", help="Numbers of a dense key."
 )
 @click.option("--max-vectors", type=WholeRange(min=1), metavar="N", help="Dense keys at most; all by default.")
-@click.option("--thin", is_flag=True, help="No dense keys where the longest match elsewhere predicts the next token.")
 @click.option(
     "--part",
     type=(WholeRange(min=0), WholeRange(min=1)),
@@ -156,7 +155,6 @@ def build(
     layer: str,
     dims: int,
     max_vectors: int | None,
-    thin: bool,
     part: tuple[int, int] | None,
     quiet: bool,
     as_json: bool,
@@ -185,9 +183,9 @@ def build(
     kind: Any = _only(indexes, _DENSE_INDEXES)
     if dense is not None:
         where: int | str = int(layer) if layer.isdigit() else layer
-        config = replace(config, dense=DenseConfig(dense, where, dims, kind or "auto", max_vectors or 0, thin=thin))
-    elif kind or any(map(_was_given, ("layer", "dims", "max_vectors", "thin"))):
-        names = f"--layer, --dims, --max-vectors, --thin and --index {'|'.join(_DENSE_INDEXES)}"
+        config = replace(config, dense=DenseConfig(dense, where, dims, kind or "auto", max_vectors or 0))
+    elif kind or any(map(_was_given, ("layer", "dims", "max_vectors"))):
+        names = f"--layer, --dims, --max-vectors and --index {'|'.join(_DENSE_INDEXES)}"
         raise click.UsageError(f"Give --dense MODEL with {names}.")
     if not sources:
         raise click.UsageError("Give at least one SOURCE, or --recipe FILE|NAME.")

@@ -279,8 +279,6 @@ class DenseConfig:
         `"flat"` (exact), `"ivf-pq"`, `"hnsw"`, or `"auto"`: flat below 50,000 keys, IVF-PQ from there.
     max_vectors
         Keys of one build at most, 0 for all positions; random windows of the text are left out.
-    thin
-        Keep only the positions at which the longest match elsewhere in the text is followed by another token.
     window, overlap
         Tokens the model reads at once, and how many of them the window before had: context that a position has at
         least, where its document has it.
@@ -293,7 +291,6 @@ class DenseConfig:
     dims: int = 64
     index: Literal["auto", "flat", "ivf-pq", "hnsw"] = "auto"
     max_vectors: int = 0
-    thin: bool = False
     window: int = 1024
     overlap: int = 256
     sample: int = 1 << 15
@@ -318,8 +315,8 @@ class StoreConfig:
     index
         What is kept: `"both"`, only the `"exact"` index (tokens and suffix array) or only `"ngram"` tables.
     segment_tokens
-        Tokens of one segment at most; a document that is longer is cut. A process that indexes one takes about 25 bytes
-        of memory per token.
+        Tokens of one segment at most; a document that is longer is one by itself. A process that indexes one takes
+        about 25 bytes of memory per token.
     ngram_orders
         Longest context of an n-gram table, 1 … 5.
     ngram_successors
@@ -344,13 +341,15 @@ class StoreConfig:
     dense: DenseConfig | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.dense, dict):  # read back from a plan
-            object.__setattr__(self, "dense", DenseConfig(**self.dense))
+        if isinstance(self.dense, dict):  # read back from a manifest
+            known = {each.name for each in fields(DenseConfig)}  # earlier versions had others, too
+            object.__setattr__(self, "dense", DenseConfig(**{k: v for k, v in self.dense.items() if k in known}))
         kinds, size, orders = ("both", "exact", "ngram"), self.segment_tokens, self.ngram_orders
         keeps_text = self.dense is None or self.index != "ngram"
         require(keeps_text, "an index that keeps the text, for dense keys", self.index, "Leave index at 'both'.")
         require(self.index in kinds, f"index to be one of {kinds}", self.index, "Leave it at 'both'.")
         require(1 <= size <= 1 << 30, "segment_tokens in 1 … 2^30", size, "Leave it at its default.")
         require(1 <= orders <= 5, "ngram_orders in 1 … 5", orders, "Leave it at its default.")
-        for name in ("ngram_successors", "document_bytes"):
-            require(getattr(self, name) >= 1, f"{name} of at least 1", getattr(self, name), "Give a positive number.")
+        successors, longest = self.ngram_successors, self.document_bytes
+        require(successors >= 1, "ngram_successors of at least 1", successors, "Give a positive number.")
+        require(1 <= longest <= 1 << 30, "document_bytes in 1 … 2^30", longest, "Divide longer texts into files.")

@@ -36,7 +36,6 @@ from retrieve_spec.datastore.change import (
     check_folder,
     nothing_to_index,
     publish,
-    report_of,
     writer,
 )
 from retrieve_spec.datastore.entry_filter import admitted_parts
@@ -54,8 +53,8 @@ from retrieve_spec.datastore.manifest import (
     tokenizer_name,
 )
 from retrieve_spec.datastore.remote import folder_of
-from retrieve_spec.datastore.segment import Row, Segment, open_segment, tombstones_of, write_segment
-from retrieve_spec.datastore.sources import Source, SourceFile, check_sources, file_shards, list_files
+from retrieve_spec.datastore.segment import Row, Segment, hidden_of, open_segment, tombstones_of, write_segment
+from retrieve_spec.datastore.sources import Source, SourceFile, file_shards, list_files
 from retrieve_spec.datastore.store import check_files, open_as_written
 from retrieve_spec.errors import BuildError
 
@@ -67,8 +66,6 @@ _PIECE, _PIECES = 1 << 24, 8
 """Entries that each of several segments has at least, and segments that a text is divided into without need."""
 _SMALL_SHARE = 16
 """A segment is small if so many of it would make the largest one."""
-_KEY = 16
-"""Bytes of a content hash that tell texts apart: among 10^12 of them two are alike with a chance of 10^-15."""
 _SEPARATOR = np.zeros(1, np.uint32)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -135,13 +132,11 @@ def build_datastore(
     with writer(store) as work:
         check_folder(store)  # which may have been finished meanwhile
         settings = checked(config or StoreConfig(), tokenizer)
-        check_sources(wished)
-        manifest = first_manifest(store, write_tokenizer(store, tokenizer))
-        manifest = replace(manifest, config=asdict(settings))
-        plan = {"verb": "build", "recipe": recipe, "part": part, "max_tokens": max_tokens}
-        plan = begin_change(work, None, plan | plan_of(manifest, wished, settings))
-        shards = list(islice(listed_shards(work, wished), rank, None, count))
-        return grow(work, manifest, plan, shards, workers=workers, progress=progress)
+        files = list(list_files(wished, store))
+        manifest = replace(first_manifest(store, write_tokenizer(store, tokenizer)), config=asdict(settings))
+        event = begin_change(work, "build", recipe=recipe, part=part, max_tokens=max_tokens, sources=wished)
+        shards = list(islice(file_shards(work, files), rank, None, count))
+        return grow(work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished)
 
 
 def add_documents(
@@ -164,12 +159,13 @@ def add_documents(
         manifest = read_manifest(store)
         settings = checked(config or config_of(manifest), store / manifest.tokenizer_name)
         wished = as_sources(sources, licence)
-        check_sources(wished)
-        plan = {"verb": "add", "max_tokens": max_tokens} | plan_of(manifest, wished, settings)
-        plan = begin_change(work, manifest, plan)
-        shards = list(listed_shards(work, wished))
-        known = live_hashes(store)
-        return grow(work, manifest, plan, shards, workers=workers, progress=progress, known=known)
+        files = list(list_files(wished, store))
+        event = begin_change(work, "add", max_tokens=max_tokens, sources=wished)
+        shards = list(file_shards(work, files))
+        known = (document.sha256 for document in open_as_written(store).documents())
+        return grow(
+            work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished, known=known
+        )
 
 
 def as_sources(sources: Source | str | Sequence[Source | str], licence: str) -> tuple[Source, ...]:
@@ -197,21 +193,6 @@ def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
     from retrieve_spec.datastore.dense_build import checked_settings  # imports torch, which others need not wait for
 
     return replace(config, dense=checked_settings(config.dense, tokenizer_fingerprint(tokenizer)))
-
-
-def plan_of(manifest: Manifest, sources: tuple[Source, ...], config: StoreConfig) -> dict[str, Any]:
-    """What a change records of its settings, and reads them from."""
-    plan = {"config": asdict(config), "tokenizer": manifest.tokenizer_name}
-    return plan | {"sources": [asdict(source) for source in sources]} if sources else plan
-
-
-def listed_shards(work: WorkFolder, sources: tuple[Source, ...]) -> Iterator[list[SourceFile]]:
-    """Files of some sources as shards; where they cannot be listed, the change has not begun."""
-    try:
-        yield from file_shards(work, list_files(sources, work.store))
-    except Exception:
-        work.end()
-        raise
 
 
 def write_tokenizer(store: Path, tokenizer: Any) -> str:
@@ -243,12 +224,6 @@ def first_manifest(store: Path, name: str) -> Manifest:
     return Manifest(
         tokenizer_fingerprint(backend), FileEntry(tokenizer.stat().st_size, sha256_of(tokenizer)), vocabulary
     )
-
-
-def live_hashes(store: Path) -> Iterator[str]:
-    """Content hashes of the documents of a store that can be drafted from."""
-    for segment in open_as_written(store).segments:
-        yield from (digest for *_, digest in segment.documents.texts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,13 +274,11 @@ class SegmentShard:
 
     def rows(self) -> list[Row | None]:
         """All documents, None for what counts as removed; of the files only the document table is checked."""
-        segment = self.open()
+        documents = self.open().documents
         check_files(self.store, self.entry, text=False)
-        found = tombstones_of(self.store, self.entry)
-        left_out = {n for array in found.values() if array is not found["ranks"] for n in array.tolist()}
+        left_out = {*hidden_of(tombstones_of(self.store, self.entry), len(documents), self.entry.name)}
         return [
-            None if d.number in left_out else Row(d.path, d.licence, d.source, d.sha256, d.tokens)
-            for d in segment.documents
+            None if d.number in left_out else Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in documents
         ]
 
     def take(self, ranges: list[tuple[int, int]]) -> Iterator[tuple[list[Row | None], NDArray[np.uint32]]]:
@@ -326,7 +299,7 @@ class SegmentShard:
                 ids = segment.text_ids(number)
                 encoded = encode(tokenizer, old.decode(ids.tolist(), skip_special_tokens=False))
                 skip = "" if len(encoded) else Reason.EMPTY
-                yield Tokenised(row, encoded, 4 * len(ids), skip)
+                yield Tokenised(replace(row, tokens=len(encoded)), encoded, 4 * len(ids), skip)
 
 
 Shard = list[SourceFile] | SegmentShard
@@ -389,9 +362,8 @@ def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
             if result.skip:
                 found.skipped.append((result.row.path, result.row.source, str(result.skip)))
                 continue
-            for row, ids in _parts(result.row, result.ids, job.config.segment_tokens - 1):
-                file.write(np.concatenate([ids, _SEPARATOR]).astype("<u4", copy=False).data)
-                rows.append(astuple(row))
+            file.write(np.concatenate([result.ids, _SEPARATOR]).astype("<u4", copy=False).data)
+            rows.append(astuple(result.row))
     found.path.with_suffix(".json").write_text(json.dumps(rows))
     return replace(found, bytes=size)
 
@@ -400,17 +372,6 @@ def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
 def _kept_tokenizer(path: Path) -> Tokenizer:
     """A store's tokenizer, kept for the next change: a large one takes longer to load than a small change to make."""
     return load_tokenizer(path)
-
-
-def _parts(row: Row, ids: NDArray[np.uint32], limit: int) -> Iterator[tuple[Row, NDArray[np.uint32]]]:
-    """A document and its ids, or the parts of one that is longer than a segment."""
-    if len(ids) <= limit:
-        yield replace(row, tokens=len(ids)), ids
-        return
-    for number, start in enumerate(range(0, len(ids), limit), 1):
-        part = ids[start : start + limit]
-        digest = hashlib.sha256(f"{row.sha256}#{number}".encode()).hexdigest() if number > 1 else row.sha256
-        yield replace(row, path=f"{row.path}#part{number}", sha256=digest, tokens=len(part)), part
 
 
 @dataclass(slots=True)
@@ -439,7 +400,7 @@ class Choice:
     def __init__(self, known: Iterable[str], most: int | None) -> None:
         self.most, self.full = most, False
         self.skipped: list[tuple[str, str, str]] = []
-        self._seen = {_key(digest) for digest in known}
+        self._seen = {bytes.fromhex(digest) for digest in known}
         self._total = 0
         self._chosen: list[tuple[TokenShard | SegmentShard, NDArray[np.uint32], NDArray[np.uint32]]] = []
 
@@ -449,7 +410,7 @@ class Choice:
         for number, row in enumerate(() if self.full else shard.rows()):
             if row is None:
                 continue
-            if (key := _key(row.sha256)) in self._seen:
+            if (key := bytes.fromhex(row.sha256)) in self._seen:
                 self.skipped.append((row.path, row.source, "duplicate"))
                 continue
             if self.most is not None and self._total + row.tokens > self.most:
@@ -464,8 +425,8 @@ class Choice:
     def cut(self, limit: int) -> list[SegmentCut]:
         """Divide what was chosen into segments of about one size, each of at most `limit` entries with separators.
 
-        As few as that allows, or more, so that cores can share the indexing: a power of two up to `_PIECES`, as long as
-        each has `_PIECE` entries.
+        A longer document is a segment by itself. As few as that allows, or more, so that cores can share the indexing:
+        a power of two up to `_PIECES`, as long as each has `_PIECE` entries.
         """
         total = sum(int(lengths.sum(dtype=np.int64)) + len(lengths) for _, _, lengths in self._chosen)
         shared = 1 << (min(_PIECES, max(1, total // _PIECE)).bit_length() - 1)
@@ -492,10 +453,6 @@ class Choice:
         return segments
 
 
-def _key(digest: str) -> bytes:
-    return bytes.fromhex(digest[: 2 * _KEY])
-
-
 def index_segment(job: _Job, given: tuple[int, SegmentCut]) -> SegmentEntry:
     """Index one segment of a cut, given with its number; returns its entry, under that number in the work folder."""
     number, part = given
@@ -515,41 +472,57 @@ def index_segment(job: _Job, given: tuple[int, SegmentCut]) -> SegmentEntry:
     return SegmentEntry(f"{number:06d}", len(rows), part.tokens, job.at, origins, files)
 
 
-def grow(
+def rewrite(
     work: WorkFolder,
     manifest: Manifest,
-    plan: dict[str, Any],
-    shards: Sequence[Shard],
+    verb: str,
+    segments: Sequence[SegmentEntry],
     *,
     workers: int | None,
     progress: bool,
+) -> ChangeReport:
+    """Write some segments of a store anew, as few as have room for what is left of them."""
+    config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
+    event = begin_change(work, verb)
+    kept = tuple(entry for entry in manifest.segments if entry not in segments)
+    shards = list(segment_shards(work.store, replace(manifest, segments=tuple(segments))))
+    return grow(work, manifest, event, shards, config, workers=workers, progress=progress, kept=kept)
+
+
+def grow(
+    work: WorkFolder,
+    manifest: Manifest,
+    event: dict[str, Any],
+    shards: Sequence[Shard],
+    config: StoreConfig,
+    *,
+    workers: int | None,
+    progress: bool,
+    sources: tuple[Source, ...] = (),
     known: Iterable[str] = (),
     kept: tuple[SegmentEntry, ...] | None = None,
-    made: Sequence[SegmentEntry] = (),
 ) -> ChangeReport:
     """Make segments of some shards and publish them.
 
     Parameters
     ----------
-    work, manifest, plan
-        The change, and the manifest it starts from.
-    shards
-        What to read.
+    work, manifest, event
+        The change, the manifest it starts from, and its entry of the history.
+    shards, sources
+        What to read, and the sources that the files of shards belong to.
+    config
+        What to keep, and limits.
     workers, progress
         Processes at most (None: all CPUs), and whether to show bars.
     known
         Content hashes that count as duplicates.
     kept
         Segments that stay as they are; None for all of the manifest's.
-    made
-        Segments that lie in the work folder already, under numbers of their own.
     """
     watch = Stopwatch(progress)
-    config = StoreConfig(**plan["config"])
-    sources = tuple(Source(**source) for source in plan.get("sources", ()))
-    staying = (*(manifest.segments if kept is None else kept), *made)
-    choice = Choice(known, plan.get("max_tokens"))
-    job = _Job(work.path, work.store / plan["tokenizer"], config, sources, plan["at"])
+    staying = manifest.segments if kept is None else kept
+    choice = Choice(known, event.get("max_tokens"))
+    job = _Job(work.path, work.store / manifest.tokenizer_name, config, sources, event["at"])
     with closing(Workers(workers or os.cpu_count() or 1)) as pool:
         size = sum(map(_bytes, shards))
         with watch.stage("reading", size or None, "B") as advance:
@@ -564,7 +537,7 @@ def grow(
                 entries.append(entry)
     if not entries and not staying:
         work.end()
-        raise nothing_to_index(choice.skipped, plan)
+        raise nothing_to_index(choice.skipped, event)
     dense: dict[str, Any] = {}
     if config.dense is None and not staying:
         manifest = replace(manifest, dense=None)
@@ -573,8 +546,7 @@ def grow(
 
         entries, record, dense = add_dense(work, manifest, entries, config.dense, watch, fresh=not staying)
         manifest = replace(manifest, dense=record)
-    report = report_of(plan["verb"], entries, len(entries) + len(staying), choice.skipped, watch.seconds, dense)
-    return publish(work, manifest, staying[: len(staying) - len(made)], [*made, *entries], plan, report)
+    return publish(work, manifest, staying, entries, event, skipped=choice.skipped, seconds=watch.seconds, dense=dense)
 
 
 def _bytes(shard: Shard) -> int:

@@ -9,11 +9,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
@@ -21,7 +21,6 @@ from retrieve_spec._version import __version__
 from retrieve_spec.datastore.files import replace_file, sync_folder, write_bytes
 from retrieve_spec.datastore.manifest import (
     CATALOG,
-    GONE,
     MANIFEST,
     PLAN,
     SEGMENTS,
@@ -37,6 +36,9 @@ from retrieve_spec.datastore.manifest import (
     write_manifest,
 )
 from retrieve_spec.errors import BuildError, StoreLockedError
+
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.sources import Source
 
 LOCK = "lock"
 STDIN_COPY = "stdin"
@@ -77,19 +79,6 @@ class ChangeReport:
         return {reason: len(paths) for reason, paths in by_reason(self.skipped).items()}
 
 
-def report_of(
-    verb: str,
-    made: Sequence[SegmentEntry],
-    segments: int,
-    skipped: Iterable[tuple[str, str, str]],
-    seconds: dict[str, float],
-    dense: dict[str, Any] | None = None,
-) -> ChangeReport:
-    """Report of a change that made some segments, of a store that has so many now."""
-    documents, tokens = sum(entry.documents for entry in made), sum(entry.tokens for entry in made)
-    return ChangeReport(verb, documents, tokens, segments, tuple(skipped), seconds, dense or {})
-
-
 def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
     """Paths of what was left out, by reason; reasons in alphabetical order."""
     paths: dict[str, list[str]] = {}
@@ -98,10 +87,10 @@ def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
     return dict(sorted(paths.items()))
 
 
-def nothing_to_index(skipped: Iterable[tuple[str, str, str]], plan: dict[str, Any]) -> BuildError:
+def nothing_to_index(skipped: Iterable[tuple[str, str, str]], event: dict[str, Any]) -> BuildError:
     """Error about a change that found no text, which says why each kind of file was left out."""
     reasons = [f"{len(paths):,} {reason} (first: {paths[0]})" for reason, paths in by_reason(skipped).items()]
-    if not reasons and "sources" not in plan:
+    if not reasons and "sources" not in event:
         return BuildError("documents that are not removed", "none", "Add some first.")
     got = f"left out {', '.join(reasons)}" if reasons else "sources and filters name no file, or max_tokens is too few"
     return BuildError("text to index", f"none: {got}", "Check the sources and filters, or --admit what stays out.")
@@ -149,23 +138,29 @@ def writer(store: Path) -> Iterator[WorkFolder]:
             lock.release()
 
 
-def begin_change(work: WorkFolder, manifest: Manifest | None, plan: dict[str, Any]) -> dict[str, Any]:
-    """Record the plan of a new change, and clear away what interrupted ones left."""
-    plan = {**plan, "at": utc_now(), "version": __version__}
-    work.begin(plan)
-    drop_stale_files(work.store, manifest)
-    return plan
+def begin_change(work: WorkFolder, verb: str, *, sources: Sequence[Source] = (), **arguments: Any) -> dict[str, Any]:
+    """Begin a change, whose work folder holds nothing yet; returns its entry of the history."""
+    event = {"verb": verb, **{key: value for key, value in arguments.items() if value}}
+    if sources:
+        event["sources"] = [asdict(source) for source in sources]
+    event |= {"at": utc_now(), "version": __version__}
+    work.begin(event)
+    return event
 
 
 def publish(
     work: WorkFolder,
     manifest: Manifest,
-    kept: Iterable[SegmentEntry],
-    made: Iterable[SegmentEntry],
-    plan: dict[str, Any],
-    report: ChangeReport,
+    kept: Sequence[SegmentEntry],
+    made: Sequence[SegmentEntry],
+    event: dict[str, Any],
+    *,
+    counts: tuple[int, int] | None = None,
+    skipped: Sequence[tuple[str, str, str]] = (),
+    seconds: dict[str, float] | None = None,
+    dense: dict[str, Any] | None = None,
 ) -> ChangeReport:
-    """Make a change take effect: files in their places, then the manifest, then clearing up.
+    """Make a change take effect: files in their places, then the manifest, then clearing up; returns its report.
 
     Parameters
     ----------
@@ -177,20 +172,21 @@ def publish(
         Segments that stay, under their names.
     made
         New segments, under their numbers in the work folder.
-    plan, report
-        What was to be done and what was: the entry of the history, and what was left out.
-
-    Returns
-    -------
-    ChangeReport
-        The report.
+    event
+        The change's entry of the history.
+    counts
+        Documents and tokens that it is about; by default those that it made.
+    skipped, seconds, dense
+        Of the report.
     """
+    documents, tokens = counts or (sum(entry.documents for entry in made), sum(entry.tokens for entry in made))
+    segments = len(kept) + len(made)
+    report = ChangeReport(event["verb"], documents, tokens, segments, tuple(skipped), seconds or {}, dense or {})
     named = [(entry.name, replace(entry, name=content_name(entry.files))) for entry in made]
-    put_segments(work, [(number, entry.name) for number, entry in named])
-    put_tombstones(work)
-    segments = {entry.name: entry for entry in (*kept, *(entry for _, entry in named))}
+    put_files(work, [(number, entry.name) for number, entry in named])
+    entries = {entry.name: entry for entry in (*kept, *(entry for _, entry in named))}
     event = {
-        **{key: value for key, value in plan.items() if value not in (None, "")},
+        **event,
         "generation": manifest.generation + 1,
         "documents": report.documents,
         "tokens": report.tokens,
@@ -198,7 +194,7 @@ def publish(
         **({"vectors": report.dense} if report.dense else {}),
         **put_skipped(work.store, report.skipped),
     }
-    following = manifest.following(tuple(segments.values()), event)
+    following = manifest.following(tuple(entries.values()), event)
     write_manifest(work.store, following)
     drop_stale_files(work.store, following)
     for copy in work.store.glob("tokenizer-*.json"):
@@ -240,31 +236,21 @@ class WorkFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def put_segments(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
-    """Move finished segments, (number in the work folder, name in the store), to their place.
+def put_files(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
+    """Move finished segments, (number in the work folder, name in the store), and tombstones to their place.
 
     Some may have been moved before a kill; a segment whose name is there already is the same.
     """
-    target = work.store / SEGMENTS
-    target.mkdir(exist_ok=True)
+    segments, tombstones = work.store / SEGMENTS, work.store / TOMBSTONES
+    for folder in (segments, tombstones):
+        folder.mkdir(exist_ok=True)
     for number, name in names:
-        folder = work.path / f"segment-{number}"
-        if (target / name).is_dir():
-            shutil.rmtree(folder, ignore_errors=True)
-        elif folder.exists():
-            os.rename(folder, target / name)
-    sync_folder(target)
-
-
-def put_tombstones(work: WorkFolder) -> None:
-    """Move the tombstones that a change wrote to their place."""
-    made = work.path / TOMBSTONES
-    if made.is_dir():
-        target = work.store / TOMBSTONES
-        target.mkdir(exist_ok=True)
-        for path in sorted(made.iterdir()):
-            os.replace(path, target / path.name)
-        sync_folder(target)
+        if not (segments / name).is_dir():
+            os.rename(work.path / f"segment-{number}", segments / name)
+    for path in sorted(work.path.glob(f"{TOMBSTONES}/*")):
+        os.replace(path, tombstones / path.name)
+    for folder in (segments, tombstones):
+        sync_folder(folder)
 
 
 def put_skipped(store: Path, skipped: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
@@ -281,19 +267,10 @@ def put_skipped(store: Path, skipped: Sequence[tuple[str, str, str]]) -> dict[st
     return {"listed": {"name": name, "bytes": written.bytes, "sha256": written.sha256}}
 
 
-_OURS = {
-    "": re.compile(
-        rf"{LOCK}|{WORK}|{SEGMENTS}|{SKIPPED}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
-    ),
-    WORK: re.compile(
-        rf"(?:plan|shard-\d+)\.(?:json|bin)(?:\.tmp)?|{STDIN_COPY}"
-        rf"|segment-\d+|{TOMBSTONES}|pull"
-    ),
-    SEGMENTS: re.compile(rf"[0-9a-f]{{32}}(?:{re.escape(GONE)})?"),
-    TOMBSTONES: re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}-\w+\.bin"),
-    SKIPPED: re.compile(r"[0-9a-f]{16}\.json|list\.tmp"),
-}
-"""Names that an interrupted first build leaves, by folder."""
+_OURS = re.compile(
+    rf"{LOCK}|{WORK}|{SEGMENTS}|{SKIPPED}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
+)
+"""Names that an interrupted first build leaves."""
 
 
 def check_folder(store: Path) -> None:
@@ -306,18 +283,10 @@ def check_folder(store: Path) -> None:
     """
     if existing_manifest(store) is not None:
         raise BuildError(f"to build a datastore at {store}", "there is one", "Use `add`, or choose another folder.")
-    foreign = next(_foreign(store), None)
-    if foreign is not None:
-        raise BuildError(f"an empty folder at {store}", f"one that holds {foreign.name}", "Choose another folder.")
-
-
-def _foreign(store: Path) -> Iterator[Path]:
-    """Files in a folder without a manifest that no build made."""
-    for folder, ours in _OURS.items():
-        inside = store / folder
-        for path in sorted(inside.iterdir()) if inside.is_dir() else ():
-            if not ours.fullmatch(path.name):
-                yield path
+    names = {path.name for path in store.iterdir()} if store.is_dir() else set()
+    foreign = sorted(name for name in names if not (LOCK in names and _OURS.fullmatch(name)))
+    if foreign:
+        raise BuildError(f"an empty folder at {store}", f"one that holds {foreign[0]}", "Choose another folder.")
 
 
 Advance = Callable[[float], object]

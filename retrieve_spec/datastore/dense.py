@@ -36,6 +36,7 @@ INDEX = "dense_index.faiss"
 POSITIONS = "dense_positions.bin"
 TRANSFORM = ("dense_mean.bin", "dense_scale.bin", "dense_components.bin")
 DENSE_FILES = (INDEX, POSITIONS, *TRANSFORM)
+_DTYPES = {INDEX: ("|u1",), POSITIONS: ("<u4",)}
 WEIGHTS_SAMPLED = 16
 """Of every parameter, for the fingerprint of a model."""
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -101,7 +102,10 @@ class DenseIndex:
             raise StoreCorruptError(f"a record of {missing[0]} beside the others of {folder}", "none")
         self._folder, self._files = folder, files
         # Now: the store may change meanwhile.
-        self._mapped = {name: map_array(folder / name, files[name], scattered=True) for name in DENSE_FILES}
+        self._mapped = {
+            name: map_array(folder / name, files[name], _DTYPES.get(name, ("<f4",)), scattered=True)
+            for name in DENSE_FILES
+        }
         self.positions: NDArray[np.uint32] = self._mapped[POSITIONS]
         self._starts = starts
         self._removed = np.array(removed, np.int64)

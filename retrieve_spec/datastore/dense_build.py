@@ -32,10 +32,10 @@ from retrieve_spec.datastore.dense import (
     recall,
     write_index,
 )
-from retrieve_spec.datastore.files import FileEntry, write_files
+from retrieve_spec.datastore.files import write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
-from retrieve_spec.datastore.segment import Segment, open_segment, suffix_array
+from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.errors import BuildError, ConfigError, TokenizerMismatchError
 from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.reference_model import REFERENCE, load_config_and_tokenizer, load_model
@@ -135,7 +135,7 @@ def add_dense(
         parts = [_part(work, manifest, entry, config, encoder, tokens) for entry in entries]
     possible = sum(int(taken.sum()) for _, _, taken in parts)
     if not possible and (fresh or manifest.dense is None):
-        raise BuildError("positions to index", "none", "Build from more text, or without --thin.")
+        raise BuildError("positions to index", "none", "Build from more text.")
     transform, variance = None if fresh else _own_transform(work.store, manifest), None
     if transform is None:
         with watch.stage("fitting", min(config.sample, possible), "pos") as advance:
@@ -152,7 +152,10 @@ def add_dense(
         with watch.stage("dense index", None, "key"):
             kind = choose_kind(config.index, len(keys))
             index = build_index(keys, kind)
-            files = _write(work.path / f"segment-{entry.name}", index, positions, transform)
+            folder, components = work.path / f"segment-{entry.name}", transform.components.reshape(-1)
+            arrays = (positions.astype(np.uint32), transform.mean, transform.scale, components)
+            files = {INDEX: write_index(index, folder / INDEX)}
+            files |= write_files(folder, dict(zip((POSITIONS, *TRANSFORM), arrays, strict=True)))
             found += len(keys) * (1.0 if kind == "flat" else recall(index, keys))
         extended.append(replace(entry, files=entry.files | files))
         kinds.add(kind)
@@ -160,7 +163,7 @@ def add_dense(
         size += files[INDEX].bytes + files[POSITIONS].bytes
     report = {
         "vectors": vectors,
-        "positions": sum(_possible(segment) for segment, _, _ in parts),
+        "positions": sum(entry.tokens - entry.documents for entry in entries),
         "kinds": sorted(kinds),
         "recall_at_10": round(found / max(vectors, 1), 4),
         "bytes_per_vector": round(size / max(vectors, 1), 2),
@@ -176,9 +179,8 @@ def _part(
     segment = open_segment(work.path / f"segment-{entry.name}", entry, manifest.vocabulary)
     size = encoder.window(config.window)
     windows = windows_of(segment.document_starts, segment.removed, size, min(config.overlap, size // 2))
-    keep = hard_positions(segment) if config.thin else np.ones(len(segment.tokens), np.bool_)
     share = -(-config.max_vectors * entry.tokens // tokens) if config.max_vectors else 0
-    return segment, *choose_windows(windows, keep, share)
+    return segment, *choose_windows(windows, len(segment.tokens), share)
 
 
 def _own_transform(store: Path, manifest: Manifest) -> Transform | None:
@@ -188,18 +190,6 @@ def _own_transform(store: Path, manifest: Manifest) -> Transform | None:
         if segment.dense is not None:
             return segment.dense.transform
     return None
-
-
-def _possible(segment: Segment) -> int:
-    """Positions of documents that are followed by something."""
-    lengths = np.diff(segment.document_starts.astype(np.int64)) - 2
-    return int(np.delete(lengths, list(segment.removed)).sum())
-
-
-def _write(folder: Path, index: Any, positions: NDArray[np.int64], transform: Transform) -> dict[str, FileEntry]:
-    arrays = (positions.astype(np.uint32), transform.mean, transform.scale, transform.components.reshape(-1))
-    written = {INDEX: write_index(index, folder / INDEX)}
-    return written | write_files(folder, dict(zip((POSITIONS, *TRANSFORM), arrays, strict=True)))
 
 
 BATCH = {"cpu": 1 << 10, "cuda": 1 << 15}
@@ -304,24 +294,21 @@ def windows_of(starts: NDArray[Any], removed: Sequence[int], size: int, overlap:
     return np.array(found, np.int64).reshape(-1, 4)
 
 
-def choose_windows(windows: Windows, keep: NDArray[np.bool_], most: int) -> tuple[Windows, NDArray[np.bool_]]:
-    """Leave out windows without a position to keep, and random ones until at most `most` positions are left (0: all).
+def choose_windows(windows: Windows, tokens: int, most: int) -> tuple[Windows, NDArray[np.bool_]]:
+    """Leave out random windows until at most `most` positions of a text of so many tokens are left (0: all).
 
     Returns
     -------
     tuple
-        The windows, in order, and (n,) bool, the positions that become keys.
+        The windows, in order, and (tokens,) bool, the positions that become keys.
     """
-    before = np.concatenate([[0], np.cumsum(keep)])
-    counts = before[windows[:, 3]] - before[windows[:, 2]]
+    counts = windows[:, 3] - windows[:, 2]
     order = np.random.default_rng(0).permutation(len(windows)) if most else np.arange(len(windows))
-    room = (most or int(counts.sum())) - (np.cumsum(counts[order]) - counts[order])
-    taken = np.zeros(len(keep), np.bool_)
-    chosen = order[(room > 0) & (counts[order] > 0)]
-    for (_, _, first, end), left in zip(windows[chosen].tolist(), room[(room > 0) & (counts[order] > 0)], strict=True):
-        at = first + np.flatnonzero(keep[first:end])[: int(left)]
-        taken[at] = True
-    return windows[np.sort(chosen)], taken
+    room = (most or tokens) - (np.cumsum(counts[order]) - counts[order])
+    taken = np.zeros(tokens, np.bool_)
+    for (_, _, first, end), left in zip(windows[order[room > 0]].tolist(), room[room > 0].tolist(), strict=True):
+        taken[first : min(end, first + left)] = True
+    return windows[np.sort(order[room > 0])], taken
 
 
 def run_windows(
@@ -411,41 +398,3 @@ def sample_states(
             yield hidden
         if seen >= most:
             return
-
-
-LONGEST = 16
-"""Tokens of context that are compared; longer matches count as this long."""
-
-
-def hard_positions(segment: Segment) -> NDArray[np.bool_]:
-    """Positions whose longest match elsewhere in the segment is not followed by the same token.
-
-    Sorting the text read backwards puts every position next to those that share its longest contexts, so the longest
-    match elsewhere is that of one of the two neighbours; where both are as long, one that is right suffices.
-
-    Returns
-    -------
-    numpy.ndarray
-        (n,) bool over the segment's token array; True also where nothing matches.
-    """
-    tokens = np.asarray(segment.tokens)
-    last = len(tokens) - 1
-    order = last - suffix_array(tokens[::-1].copy()).astype(np.int64)  # by the text that ends there
-    follow = np.append(tokens, np.zeros(1, tokens.dtype))[order + 1]
-    shared = np.zeros(len(order) + 1, np.int64)  # with the entry before; none before the first and behind the last
-    left, right = order[:-1], order[1:]
-    alive = np.ones(len(left), np.bool_)
-    for back in range(LONGEST):
-        alive &= (left >= back) & (right >= back)
-        a, b = tokens[np.maximum(left - back, 0)], tokens[np.maximum(right - back, 0)]
-        alive &= (a == b) & (a != 0)
-        shared[1:-1] += alive
-    same = np.zeros(len(order) + 1, np.bool_)
-    same[1:-1] = follow[:-1] == follow[1:]
-    before, behind = shared[:-1], shared[1:]
-    longest = np.maximum(before, behind)
-    right_before, right_behind = same[:-1] & (before == longest), same[1:] & (behind == longest)
-    predicted = (longest > 0) & (right_before | right_behind)
-    hard = np.ones(len(tokens), np.bool_)
-    hard[order[predicted]] = False
-    return hard

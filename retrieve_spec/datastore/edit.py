@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.config import DenseConfig, StoreConfig
+from retrieve_spec.config import DenseConfig
 from retrieve_spec.datastore.build import (
     check_text,
     checked,
     conversion_shards,
     first_manifest,
     grow,
-    plan_of,
+    rewrite,
     segment_shards,
     write_tokenizer,
 )
@@ -35,18 +35,16 @@ from retrieve_spec.datastore.change import (
     check_folder,
     nothing_to_index,
     publish,
-    report_of,
     writer,
 )
 from retrieve_spec.datastore.dense import INDEX
-from retrieve_spec.datastore.files import FileEntry, check_content, replace_file, sha256_of, sync_folder
+from retrieve_spec.datastore.files import FileEntry, check_content, link_file, replace_file, sync_folder
 from retrieve_spec.datastore.manifest import (
     SEGMENTS,
     TOMBSTONES,
     Manifest,
     SegmentEntry,
     config_of,
-    content_name,
     read_manifest,
 )
 from retrieve_spec.datastore.remote import folder_of, local_folder
@@ -55,17 +53,16 @@ from retrieve_spec.datastore.segment import (
     DOCUMENTS,
     MOST_TOKENS,
     RANKS,
-    Row,
+    SUFFIX,
     Segment,
     document_tokens,
     find_ranks,
     tombstones_of,
-    write_arrays,
     write_tombstones,
 )
 from retrieve_spec.datastore.sources import glob
 from retrieve_spec.datastore.store import Datastore, check_files, check_tokenizer, open_as_written, open_datastore
-from retrieve_spec.errors import BuildError, StoreCorruptError
+from retrieve_spec.errors import BuildError
 
 
 def remove_documents(
@@ -103,15 +100,17 @@ def remove_documents(
         if not chosen:
             remedy = f"`retrieve-spec catalog {store}` makes a database that lists them."
             raise BuildError("documents that match", f"none for {', '.join(documents) or where}", remedy)
-        arguments = {"verb": "remove", "documents": list(documents), "where": where}
-        plan = begin_change(work, opened.manifest, {k: v for k, v in arguments.items() if v})
+        event = begin_change(work, "remove", documents=list(documents), where=where)
         watch = Stopwatch(progress)
         with watch.stage("removing", None, "doc"):
-            kept, made = without(work, opened, chosen)
+            kept = without(work, opened, chosen)
         count = sum(len(numbers) for numbers in chosen.values())
-        tokens = opened.manifest.tokens - sum(entry.tokens for entry in (*kept, *made))
-        report = ChangeReport("remove", count, tokens, len(kept) + len(made), (), watch.seconds)
-        return publish(work, opened.manifest, kept, made, plan, report)
+        tokens = opened.manifest.tokens - sum(entry.tokens for entry in kept)
+        report = publish(work, opened.manifest, kept, (), event, counts=(count, tokens), seconds=watch.seconds)
+        if worn := list(filter(is_worn, kept)):
+            done = rewrite(work, read_manifest(store), "compact", worn, workers=1, progress=progress)
+            report = replace(report, segments=done.segments)
+        return report
 
 
 def compact_datastore(
@@ -143,10 +142,7 @@ def compact_datastore(
     with writer(store) as work:
         manifest = read_manifest(store)
         _check_texts([store])
-        config = checked(config_of(manifest), store / manifest.tokenizer_name)
-        plan = begin_change(work, manifest, {"verb": "compact"} | plan_of(manifest, (), config))
-        shards = list(segment_shards(store, manifest))
-        return grow(work, manifest, plan, shards, workers=None, progress=progress, kept=())
+        return rewrite(work, manifest, "compact", manifest.segments, workers=None, progress=progress)
 
 
 def _check_texts(stores: Iterable[Path]) -> None:
@@ -203,12 +199,11 @@ def merge_datastores(
         replace_file(target / tokenizer, (folders[widest] / tokenizer).read_bytes())
         config = checked(replace(config_of(manifests[0]), dense=dense), target / tokenizer)
         first = replace(first_manifest(target, tokenizer), config=asdict(config))
-        plan = {"verb": "merge", "stores": [str(store) for store in stores]} | plan_of(first, (), config)
-        plan = begin_change(work, None, plan)
+        event = begin_change(work, "merge", stores=[str(store) for store in stores])
         if dense is None:
-            return unite(work, first, plan, folders, progress)
+            return unite(work, first, event, folders, progress)
         shards = list(chain.from_iterable(map(segment_shards, folders, manifests)))
-        return grow(work, first, plan, shards, workers=None, progress=progress)
+        return grow(work, first, event, shards, config, workers=None, progress=progress)
 
 
 def _common_dense(stores: list[Path], manifests: list[Manifest]) -> DenseConfig | None:
@@ -269,9 +264,9 @@ def retokenize_datastore(
         new = first_manifest(store, write_tokenizer(store, tokenizer))
         base = replace(manifest, fingerprint=new.fingerprint, tokenizer=new.tokenizer, vocabulary=new.vocabulary)
         config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
-        plan = begin_change(work, manifest, {"verb": "retokenize"} | plan_of(base, (), config))
+        event = begin_change(work, "retokenize")
         shards = list(conversion_shards(store, manifest))
-        return grow(work, base, plan, shards, workers=workers, progress=progress, kept=())
+        return grow(work, base, event, shards, config, workers=workers, progress=progress, kept=())
 
 
 Chosen = dict[str, set[int]]
@@ -306,10 +301,8 @@ def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chos
     return chosen
 
 
-def without(
-    work: WorkFolder, store: Datastore, chosen: Chosen, first: int = 0
-) -> tuple[list[SegmentEntry], list[SegmentEntry]]:
-    """Entries of a store's segments without some documents: those that stay, and those that are written anew.
+def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentEntry]:
+    """Entries of a store's segments, of which some documents count as removed; what nothing is left of is not listed.
 
     Parameters
     ----------
@@ -317,8 +310,6 @@ def without(
         The change, and the store, opened as it was written.
     chosen
         Documents to remove, by segment; copies of their text that are not listed go too.
-    first
-        Number of the first new segment in the work folder.
 
     Raises
     ------
@@ -327,27 +318,37 @@ def without(
     """
     chosen = _with_copies(store, chosen)
     kept: list[SegmentEntry] = []
-    made: list[SegmentEntry] = []
     for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
         gone = chosen.get(entry.name)
         if not gone:
             kept.append(entry)
             continue
         found = tombstones_of(store.path, entry)
-        removed = sorted({*found[DOCUMENTS].tolist(), *gone})
-        hidden = {*removed, *found[COPIES].tolist()}
-        if len(hidden) == len(segment.documents):
+        if len({*found[DOCUMENTS].tolist(), *gone, *found[COPIES].tolist()}) == len(segment.documents):
             continue
         check_text(segment, store.path, "Remove all documents of it, or build it again without these.")
-        few = INDEX in entry.files or document_tokens(segment.document_starts, removed) <= MOST_TOKENS
-        check_files(store.path, entry, text=not few)
-        if few:
-            for name, file in entry.tombstones.items():  # which stand in the new ones
-                check_content(store.path / TOMBSTONES / name, file)
-            kept.append(with_tombstones(work, segment, entry, gone, found))
-        else:
-            made.append(_written_anew(work, segment, entry, hidden, first + len(made), config_of(store.manifest)))
-    return kept, made
+        check_files(store.path, entry, text=False)
+        for name, file in entry.tombstones.items():  # which stand in the new ones
+            check_content(store.path / TOMBSTONES / name, file)
+        before, copies = found[DOCUMENTS], found[COPIES]
+        more = np.array(sorted(gone.difference(before.tolist())), np.uint32)
+        # Looked for without those found before, which may lie far from them: that is several times as fast.
+        ranks = find_ranks(segment.suffix_array, segment.document_starts, more.tolist())
+        arrays = {
+            DOCUMENTS: np.sort(np.concatenate([before, more])),
+            RANKS: np.sort(np.concatenate([found[RANKS], ranks])),
+            COPIES: np.setdiff1d(copies, more, assume_unique=True),
+        }
+        files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
+        hidden = (*arrays[DOCUMENTS].tolist(), *arrays[COPIES].tolist())
+        kept.append(counted(entry, segment, hidden, files))
+    return kept
+
+
+def is_worn(entry: SegmentEntry) -> bool:
+    """Whether so much of a segment is removed that it is written anew; not with a dense index, which takes a model."""
+    sizes = [file.bytes for name, file in entry.tombstones.items() if name.endswith(f"-{RANKS}{SUFFIX}")]
+    return sum(sizes) > 4 * MOST_TOKENS and INDEX not in entry.files
 
 
 def _with_copies(store: Datastore, chosen: Chosen) -> Chosen:
@@ -366,57 +367,16 @@ def _with_copies(store: Datastore, chosen: Chosen) -> Chosen:
     return found
 
 
-def with_tombstones(
-    work: WorkFolder,
-    segment: Segment,
-    entry: SegmentEntry,
-    gone: Iterable[int],
-    found: Mapping[str, NDArray[np.uint32]],
-) -> SegmentEntry:
-    """Entry of a segment, opened as it was written, of which more documents count as removed than those found."""
-    before, copies = found[DOCUMENTS], found[COPIES]
-    more = np.array(sorted(set(gone).difference(before.tolist())), np.uint32)
-    # Looked for without those found before, which may lie far from them: that is several times as fast.
-    ranks = find_ranks(segment.suffix_array, segment.document_starts, more.tolist())
-    arrays = {
-        DOCUMENTS: np.sort(np.concatenate([before, more])),
-        RANKS: np.sort(np.concatenate([found[RANKS], ranks])),
-        COPIES: np.setdiff1d(copies, more, assume_unique=True),
-    }
-    files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
-    return counted(entry, segment, {*arrays[DOCUMENTS].tolist(), *arrays[COPIES].tolist()}, files)
-
-
-def counted(entry: SegmentEntry, segment: Segment, hidden: Iterable[int], tombstones: dict[str, Any]) -> SegmentEntry:
+def counted(entry: SegmentEntry, segment: Segment, hidden: Collection[int], tombstones: dict[str, Any]) -> SegmentEntry:
     """Entry of a segment with other tombstones, which hide some of its documents."""
-    numbers = list(hidden)
     starts = segment.document_starts
     documents = len(starts) - 1
-    tokens = int(starts[-1]) - documents - document_tokens(starts, numbers)
-    return replace(entry, documents=documents - len(numbers), tokens=tokens, tombstones=tombstones)
-
-
-def _written_anew(
-    work: WorkFolder, segment: Segment, entry: SegmentEntry, hidden: set[int], number: int, config: StoreConfig
-) -> SegmentEntry:
-    """Write a segment without some documents; what is left is sorted as it was."""
-    starts = segment.document_starts.astype(np.int64)
-    gone = np.zeros(len(segment.tokens), np.bool_)
-    for document in hidden:
-        gone[starts[document] : starts[document + 1]] = True
-    sa = segment.suffix_array[~gone[segment.suffix_array]]
-    sa -= np.cumsum(gone, dtype=np.uint32)[sa]
-    tokens = segment.tokens[~gone]
-    table = segment.documents
-    rows = [Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in table if d.number not in hidden]
-    folder = work.path / f"segment-{number:06d}"
-    folder.mkdir()
-    files, origins = write_arrays(folder, tokens, segment.to_global, sa, rows, config)
-    return SegmentEntry(f"{number:06d}", len(rows), len(sa), entry.added_at, origins, files)
+    tokens = int(starts[-1]) - documents - document_tokens(starts, hidden)
+    return replace(entry, documents=documents - len(hidden), tokens=tokens, tombstones=tombstones)
 
 
 def unite(
-    work: WorkFolder, manifest: Manifest, plan: dict[str, Any], stores: Sequence[Path], progress: bool
+    work: WorkFolder, manifest: Manifest, event: dict[str, Any], stores: Sequence[Path], progress: bool
 ) -> ChangeReport:
     """Publish a store of the segments of other stores.
 
@@ -425,8 +385,8 @@ def unite(
 
     Parameters
     ----------
-    work, manifest, plan
-        The change, and the manifest that it starts from.
+    work, manifest, event
+        The change, the manifest that it starts from, and its entry of the history.
     stores
         Folders of the stores, in order.
     progress
@@ -450,9 +410,11 @@ def unite(
             if entry.name not in removed:
                 continue  # an earlier store has it
             gone = removed.pop(entry.name)
-            copies, listed = _copies(segment, gone, known)
+            texts = {n: text.tobytes() for n, text in enumerate(segment.documents.hashes) if n not in gone}
+            copies = [number for number, text in texts.items() if text in known]
+            known.update(texts.values())
             skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
-            if listed:
+            if len(copies) < len(texts):
                 link_files(store.path / SEGMENTS / entry.name, entry.files, work.path / f"segment-{len(entries):06d}")
                 arrays = {
                     DOCUMENTS: np.array(sorted(gone), np.uint32),
@@ -461,42 +423,12 @@ def unite(
                 }
                 files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
                 taken = counted(entry, segment, {*gone, *copies}, files)
-                entries.append(renumbered(taken, len(entries)))
+                entries.append(replace(taken, name=f"{len(entries):06d}"))
             advance(sum(file.bytes for file in entry.files.values()))
     if not entries:
         work.end()
         raise nothing_to_index((), {})
-    report = report_of(plan["verb"], entries, len(entries), skipped, watch.seconds)
-    return publish(work, manifest, (), entries, plan, report)
-
-
-def renumbered(entry: SegmentEntry, number: int) -> SegmentEntry:
-    """An entry under its number in the work folder; its name must be that of its content.
-
-    Raises
-    ------
-    StoreCorruptError
-        When it is not.
-    """
-    if content_name(entry.files) != entry.name:
-        raise StoreCorruptError(f"the files of segment {entry.name}", content_name(entry.files))
-    return replace(entry, name=f"{number:06d}")
-
-
-def _copies(segment: Segment, removed: set[int], known: set[bytes]) -> tuple[list[int], int]:
-    """Numbers of the documents whose text is known, and how many are listed; the latter become known."""
-    copies = []
-    listed = 0
-    for number, digest in enumerate(segment.documents.hashes):
-        if number in removed:
-            continue
-        text = digest.tobytes()
-        if text in known:
-            copies.append(number)
-        else:
-            known.add(text)
-            listed += 1
-    return copies, listed
+    return publish(work, manifest, (), entries, event, skipped=skipped, seconds=watch.seconds)
 
 
 def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
@@ -506,17 +438,3 @@ def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
     for name, file in files.items():
         link_file(source / name, folder / name, file)
     sync_folder(folder)
-
-
-def link_file(source: Path, target: Path, file: FileEntry) -> None:
-    """Put a file of a store in a second place: as a link where it can be, otherwise as a copy that was checked."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError as error:
-        raise StoreCorruptError(f"{file.bytes:,} bytes in {source}", "no such file") from error
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
-        with target.open("r+b") as written:
-            os.fsync(written.fileno())
-        if (found := sha256_of(target)) != file.sha256:
-            raise StoreCorruptError(f"checksum {file.sha256[:12]} of {source}", found[:12]) from None

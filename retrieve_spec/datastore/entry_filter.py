@@ -142,7 +142,6 @@ PARTS = ("ignored", "generated", "secrets")
 RULES = f"{__version__} 3"
 """Name of these rules; the number changes with what they let in: nothing said under others counts."""
 MAX_BYTES = 256 << 10
-_TRIES = 3
 
 
 def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
@@ -235,11 +234,20 @@ class EntryFilter:
         """Text of a file that `entries` or `verdicts` let pass, with LF lines and no byte order mark; never empty."""
         if self._outside(str(path), {}) is not None or path.is_symlink():
             return Reason.LINK
-        for _ in range(_TRIES):
-            data = self._bytes(path)
-            if data is not Reason.CHANGING:
-                break
-        text = data if isinstance(data, Reason) else decoded(data)
+        try:
+            with open_file(
+                str(path), listed=True
+            ) as file:  # a pipe does not block, a link in its place is not followed
+                before = os.fstat(file.fileno())
+                data = file.read(self.max_bytes + 1)
+                after = os.fstat(file.fileno())
+        except OSError as error:
+            return reason_of(error)
+        if len(data) > self.max_bytes:
+            return Reason.LARGE
+        if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
+            return Reason.CHANGING
+        text = decoded(data)
         if isinstance(text, Reason):
             return text
         said = self.content(path.name, text)
@@ -305,20 +313,6 @@ class EntryFilter:
         if status.st_size > self.max_bytes:
             return Reason.LARGE
         return status
-
-    def _bytes(self, path: Path) -> bytes | Reason:
-        """Content of a regular file; a pipe does not block, and a link put in its place is not followed."""
-        try:
-            with open_file(str(path), listed=True) as file:
-                before = os.fstat(file.fileno())
-                data = file.read(self.max_bytes + 1)
-                after = os.fstat(file.fileno())
-        except OSError as error:
-            return reason_of(error)
-        if len(data) > self.max_bytes:
-            return Reason.LARGE
-        same = (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
-        return data if same else Reason.CHANGING
 
 
 def reason_of(error: Exception) -> Reason:

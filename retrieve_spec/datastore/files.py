@@ -6,8 +6,9 @@ import errno
 import hashlib
 import mmap
 import os
+import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -29,11 +30,6 @@ class FileEntry:
     bytes: int
     sha256: str
     dtype: str = ""
-
-
-def entries_of(record: Mapping[str, Any]) -> dict[str, FileEntry]:
-    """Entries of files by name from their JSON form."""
-    return {name: FileEntry(**file) for name, file in record.items()}
 
 
 @contextmanager
@@ -141,6 +137,20 @@ def check_content(path: Path, entry: FileEntry, mapped: NDArray[Any] | None = No
         raise StoreCorruptError(f"checksum {entry.sha256[:12]} of {path}", found[:12])
 
 
+def link_file(source: Path, target: Path, file: FileEntry) -> None:
+    """Put a file of a store in a second place: as a link where it can be, otherwise as a copy that was checked."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError as error:
+        raise StoreCorruptError(f"{file.bytes:,} bytes in {source}", "no such file") from error
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+        with target.open("r+b") as written:
+            os.fsync(written.fileno())
+        if (found := sha256_of(target)) != file.sha256:
+            raise StoreCorruptError(f"checksum {file.sha256[:12]} of {source}", found[:12]) from None
+
+
 @contextmanager
 def read_in_order(array: NDArray[Any]) -> Iterator[None]:
     """Let the system read ahead in a scattered array of `map_array`: page by page, all of it would take minutes on a
@@ -154,13 +164,17 @@ def read_in_order(array: NDArray[Any]) -> Iterator[None]:
     mapped.madvise(mmap.MADV_RANDOM)
 
 
-def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, private: bool = False) -> NDArray[Any]:
+def map_array(
+    path: str | Path, entry: FileEntry, dtypes: Collection[str], *, scattered: bool = False, private: bool = False
+) -> NDArray[Any]:
     """Map a raw array into memory, read-only.
 
     Parameters
     ----------
     path, entry
         The file and its record.
+    dtypes
+        Those that the array may have.
     scattered
         Whether reads jump about, so that the system does not read ahead.
     private
@@ -169,8 +183,12 @@ def map_array(path: str | Path, entry: FileEntry, *, scattered: bool = False, pr
     Raises
     ------
     StoreCorruptError
-        When the file is missing or its size differs.
+        When the file is missing, its size differs, or it is recorded with another dtype.
     """
+    if entry.dtype not in dtypes or entry.bytes % np.dtype(entry.dtype).itemsize:
+        raise StoreCorruptError(
+            f"an array of {' or '.join(dtypes)} in {path}", f"{entry.bytes:,} bytes of {entry.dtype}"
+        )
     try:
         handle = os.open(path, os.O_RDONLY)  # stores have thousands of files: no call here that need not be
         try:

@@ -207,7 +207,9 @@ class IgnoreFiles:
     def __init__(self, top: Path, names: Sequence[str], *, general: bool = False) -> None:
         self._names = names
         self._top = str(top)
-        rules = _general_rules(top) if general else None
+        config = os.environ.get("XDG_CONFIG_HOME") or os.path.join(Path.home(), ".config")
+        places = [os.path.join(config, "git", "ignore"), os.path.join(top, ".git", "info", "exclude")]
+        rules = _read_rules(places if general else [])
         self._rules: dict[str, list[tuple[str, GitIgnoreSpec]]] = {"": [] if rules is None else [(self._top, rules)]}
 
     def ignores(self, path: str, *, folder: bool = False) -> bool:
@@ -263,12 +265,6 @@ class GitListing(IgnoreFiles):
     def tracks(self, path: str) -> bool:
         """Whether git tracks a file, or something in a folder."""
         return path in self._tracked
-
-
-def _general_rules(top: Path) -> GitIgnoreSpec | None:
-    """Rules of the user's global file, and of a checkout's own that is not committed."""
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return _read_rules([os.path.join(config, "git", "ignore"), os.path.join(top, ".git", "info", "exclude")])
 
 
 def _read_rules(files: Iterable[str]) -> GitIgnoreSpec | None:

@@ -62,10 +62,6 @@ class NgramTable:
         return int(self.slots[slot, ngram.TOTAL]), distinct, tokens[known], counts[known]
 
 
-def _bytes_needed(contexts: int, continuations: int, token_bytes: int) -> int:
-    return int(contexts / LOAD + 2) * (4 * ngram.SLOT) + continuations * (token_bytes + 4)
-
-
 def _choose_min_count(
     histograms: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]], limit: int, width: int
 ) -> int:
@@ -79,8 +75,8 @@ def _choose_min_count(
     at_least = np.cumsum(contexts[::-1])[::-1], np.cumsum(continuations[::-1])[::-1]
     first = tuple(int(h.sum()) for h in histograms[1])
     for count in range(2, _HISTOGRAM + 1):
-        needed = _bytes_needed(first[0] + int(at_least[0][count]), first[1] + int(at_least[1][count]), width)
-        if needed <= limit:
+        slots = int((first[0] + int(at_least[0][count])) / LOAD + 2)
+        if 4 * ngram.SLOT * slots + (first[1] + int(at_least[1][count])) * (width + 4) <= limit:
             return count
     return 2**31
 

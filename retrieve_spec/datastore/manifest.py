@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.files import FileEntry, entries_of, explain_read_errors, replace_file
+from retrieve_spec.datastore.files import FileEntry, explain_read_errors, replace_file
 from retrieve_spec.errors import (
     BuildError,
     RetrieveSpecError,
@@ -266,30 +266,27 @@ def manifest_of(content: bytes, path: str | Path) -> Manifest:
 def entry_of(record: dict[str, Any]) -> SegmentEntry:
     """A segment's entry from its JSON form."""
     pairs = tuple((licence, source) for licence, source in record["origins"])
-    files = {kind: entries_of(record[kind]) for kind in ("files", "tombstones")}
+    kinds = ("files", "tombstones")
+    files = {kind: {name: FileEntry(**file) for name, file in record[kind].items()} for kind in kinds}
     return SegmentEntry(**{**record, "origins": pairs, **files})
 
 
 def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:
+    """Error about a folder without a manifest; of one whose first change was interrupted it names the command."""
     if (store / WORK).is_dir():
-        return incomplete(store, f"a finished datastore at {store}")
+        try:
+            verb = json.loads((store / WORK / PLAN).read_bytes())["verb"]
+        except (OSError, ValueError, KeyError, TypeError):
+            verb = "build"
+        return StoreIncompleteError(
+            f"a finished datastore at {store}",
+            f"an interrupted {verb}, or one that is running",
+            f"Wait for it, run `retrieve-spec {verb}` again, or delete the folder.",
+        )
     return StoreNotFoundError(
         f"a datastore at {store}",
         "a file" if store.is_file() else "no manifest.json there" if store.exists() else "no such folder",
         "Check the path, or build one with `retrieve-spec build`.",
-    )
-
-
-def incomplete(store: Path, expected: str) -> StoreIncompleteError:
-    """Error about a folder whose first change was interrupted, naming the command that continues it."""
-    try:
-        verb = json.loads((store / WORK / PLAN).read_bytes())["verb"]
-    except (OSError, ValueError, KeyError, TypeError):
-        verb = "build"
-    return StoreIncompleteError(
-        expected,
-        f"an interrupted {verb}, or one that is running",
-        f"Wait for it, run `retrieve-spec {verb}` again, or delete the folder.",
     )
 
 

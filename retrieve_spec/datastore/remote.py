@@ -15,7 +15,7 @@ import os
 import posixpath
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +23,8 @@ from typing import IO, Any
 from filelock import FileLock
 
 from retrieve_spec.config import cache_dir
-from retrieve_spec.datastore.files import FileEntry, open_regular
+from retrieve_spec.datastore.change import Advance, progress_bar
+from retrieve_spec.datastore.files import FileEntry, link_file, open_regular
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
     Manifest,
@@ -44,7 +45,7 @@ def explain_remote_errors(url: str) -> Iterator[None]:
     """Turn what a remote's library raises into a `BuildError` that names it; a missing file stays what it is."""
     try:
         yield
-    except (RetrieveSpecError, FileNotFoundError, FileExistsError):
+    except (RetrieveSpecError, FileNotFoundError):
         raise
     except Exception as error:  # every library raises its own
         got = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -134,8 +135,6 @@ def _open_listed(path: str, flags: int) -> int:
 VERSIONS = "versions"
 _BLOCK = 1 << 22
 _REMEDY = "Push the store again from a sound copy."
-Advance = Callable[[int], object]
-"""Told of bytes that have travelled."""
 
 
 class Remote:
@@ -209,7 +208,10 @@ class Remote:
             else:
                 self.fs.pipe_file(place, content, mode="create")
         except OSError as error:
-            if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
+            exists = isinstance(error, FileExistsError) and self.fs.exists(
+                place
+            )  # a file may lie in the folder's place
+            if exists or "PreconditionFailed" in str(error):
                 got = "one that another process pushed"
                 raise changed(self.url, f"version {version} to be this one", got) from error
             raise
@@ -307,15 +309,24 @@ def changed(url: str, expected: str, got: str) -> StoreLockedError:
     )
 
 
-def missing_files(manifest: Manifest, folder: Path) -> list[tuple[str, FileEntry]]:
-    """Files of a store that a folder lacks, by place; the folders that they belong into are made."""
-    missing = []
-    for place, file in files_of(manifest):
-        here = folder / place
-        if not (here.exists() and here.stat().st_size == file.bytes):
+def bring(
+    remote: Remote, manifest: Manifest, folder: Path, beside: Path | None = None, *, progress: bool = False
+) -> None:
+    """Make a folder a store of what a version holds: files that lie in the store beside it are linked, others fetched.
+
+    Errors are those of `Remote.fetch`.
+    """
+    places = ((place, file, folder / place) for place, file in files_of(manifest))
+    missing = [one for one in places if not (one[2].exists() and one[2].stat().st_size == one[1].bytes)]
+    with progress_bar("pulling", sum(file.bytes for _, file, _ in missing), "B", progress) as advance:
+        for place, file, here in missing:
             here.parent.mkdir(parents=True, exist_ok=True)
-            missing.append((place, file))
-    return missing
+            if beside is not None and (beside / place).is_file():
+                link_file(beside / place, here, file)
+                advance(file.bytes)
+            else:
+                remote.fetch(place, here, file, advance)
+    write_manifest(folder, manifest)
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
@@ -331,9 +342,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     try:
         with FileLock(folder / "lock"):
             remote, _, there = read_remote(url)
-            for place, file in missing_files(there, folder):
-                remote.fetch(place, folder / place, file, int)
-            write_manifest(folder, there)
+            bring(remote, there, folder)
             drop_stale_files(folder, there)
     except BuildError:
         if existing_manifest(folder) is None:

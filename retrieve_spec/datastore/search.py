@@ -21,13 +21,24 @@ SPAN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Occurrence:
-    """One place where the match stands: segment index, position of its first token, document, and what follows."""
+class Place:
+    """One place of a store.
+
+    Attributes
+    ----------
+    segment, position
+        Index of the segment, and the token there: the first of a match, or the one whose key is similar.
+    document, continuation
+        The document, and what follows the match or the token.
+    similarity
+        Cosine of the keys; 1 for a match.
+    """
 
     segment: int
     position: int
     document: Document
     continuation: str
+    similarity: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,7 @@ class SearchResult:
     text: str
     count: int
     continuations: tuple[tuple[str, float], ...]
-    occurrences: tuple[Occurrence, ...]
+    occurrences: tuple[Place, ...]
 
 
 def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int = SPAN) -> SearchResult:
@@ -95,8 +106,7 @@ def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int 
         share = max(1, round(limit * (hi - lo) / max(count, 1)))
         shown = sa[np.linspace(lo, hi - 1, min(share, hi - lo)).astype(np.int64)]
         for at in shown[np.sort(np.unique(shown, return_index=True)[1])].tolist():
-            document, following = _place(store, i, at, at + matched - 1, span)
-            places.append(Occurrence(i, at, document, following))
+            places.append(_place(store, i, at, at + matched - 1, span))
     best = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
     return SearchResult(
         len(ids),
@@ -118,8 +128,8 @@ def _longest(segment: Segment, ids: NDArray[np.int64]) -> tuple[int, int, int]:
     return int(lo), int(hi), int(depth)
 
 
-def _place(store: Datastore, index: int, position: int, last: int, span: int) -> tuple[Document, str]:
-    """The document at a position of a segment, and what follows the last token of the match there."""
+def _place(store: Datastore, index: int, position: int, last: int, span: int, similarity: float = 1.0) -> Place:
+    """A position of a segment, and what follows the last token of the match there."""
     segment = store.segments[index]
     try:
         document = store.document_at(index, position)
@@ -127,22 +137,11 @@ def _place(store: Datastore, index: int, position: int, last: int, span: int) ->
         raise StoreCorruptError(
             f"positions in documents in the suffix array of segment {segment.name}", str(error)
         ) from None
-    ids = continuation(segment, last, span)
-    return document, store.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    following = store.tokenizer.decode(continuation(segment, last, span).tolist(), skip_special_tokens=False)
+    return Place(index, position, document, following, similarity)
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A place like the end of the text: cosine of the keys, segment index, token position, document, what follows."""
-
-    similarity: float
-    segment: int
-    position: int
-    document: Document
-    continuation: str
-
-
-def search_dense(store: Datastore, text: str, *, model: Any = None, limit: int = 10) -> tuple[Neighbour, ...]:
+def search_dense(store: Datastore, text: str, *, model: Any = None, limit: int = 10) -> tuple[Place, ...]:
     """Find the places of a store that are most like the end of a text to the model of its dense indexes.
 
     Parameters
@@ -158,7 +157,7 @@ def search_dense(store: Datastore, text: str, *, model: Any = None, limit: int =
 
     Returns
     -------
-    tuple of Neighbour
+    tuple of Place
         Most similar first.
 
     Raises
@@ -190,8 +189,4 @@ def search_dense(store: Datastore, text: str, *, model: Any = None, limit: int =
     for number, index in store.dense:
         similarity, positions = index.search(hidden, limit)
         found += [(-float(s), number, int(p)) for s, p in zip(similarity[0], positions[0], strict=True) if p >= 0]
-    neighbours = []
-    for negated, number, position in sorted(found)[:limit]:
-        document, following = _place(store, number, position, position, SPAN)
-        neighbours.append(Neighbour(-negated, number, position, document, following))
-    return tuple(neighbours)
+    return tuple(_place(store, number, at, at, SPAN, -negated) for negated, number, at in sorted(found)[:limit])

@@ -47,6 +47,12 @@ TABLE = (HASHES, PATHS, PATH_ENDS, ORIGINS)
 DIGEST = 32
 """Bytes of a content hash."""
 SUFFIX = ".bin"
+_DTYPES = {
+    **dict.fromkeys(("tokens", "ngram_succ_tokens"), ("<u2", "<u4")),
+    **dict.fromkeys(("top", "grams", PATH_ENDS), ("<u8",)),
+    **dict.fromkeys((HASHES, PATHS), ("|u1",)),
+}
+"""Of the arrays that are not of uint32."""
 Origin = tuple[str, str]
 
 
@@ -191,26 +197,6 @@ class DocumentTable:
         """Documents that can be drafted from, in order."""
         return (self[number] for number in range(len(self)) if number not in self._removed)
 
-    def texts(self) -> Iterator[tuple[int, str, str, str]]:
-        """(number, path, source, SHA-256) of the documents that can be drafted from; quicker than one by one.
-
-        Raises
-        ------
-        StoreCorruptError
-            When the table is damaged.
-        """
-        hashes, origins = self.hashes.tobytes().hex(), self._arrays[ORIGINS].tolist()
-        content, ends = self._arrays[PATHS].tobytes(), [0, *self._arrays[PATH_ENDS].tolist()]
-        sources = [source for _, source in self.origins]
-        for number in range(len(self)):
-            if number not in self._removed:
-                try:
-                    path = content[ends[number] : ends[number + 1]].decode()
-                    source = sources[origins[number]]
-                except (IndexError, UnicodeDecodeError) as error:
-                    raise self._damaged(f"document {number}") from error
-                yield number, path, source, hashes[2 * DIGEST * number : 2 * DIGEST * (number + 1)]
-
     @cached_property
     def hashes(self) -> NDArray[np.uint8]:
         """(d, 32) uint8, content hashes, removed documents' too."""
@@ -243,7 +229,7 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
         kind = name.removesuffix(SUFFIX).rpartition("-")[2]
         if kind not in found:  # a later kind, maybe, that hides more
             raise StoreCorruptError(f"tombstones of {', '.join(found)} in {store}", name)
-        found[kind] = map_array(store / TOMBSTONES / name, file)
+        found[kind] = map_array(store / TOMBSTONES / name, file, ("<u4",))
     return found
 
 
@@ -457,28 +443,12 @@ def write_segment(
     files, origins
         Files by name, and the origins that the document table numbers.
     """
-    starts = document_starts(rows)
+    starts = np.cumsum([0, *(row.tokens + 1 for row in rows)], dtype=np.int64).astype(np.uint32)
     tokens, to_global = local_ids(token_ids, starts)
     del token_ids
-    return write_arrays(folder, tokens, to_global, suffix_array(tokens), rows, config)
-
-
-def document_starts(rows: Sequence[Row]) -> NDArray[np.uint32]:
-    """(d + 1,) uint32, where documents begin that stand one behind the other with a separator after each."""
-    return np.cumsum([0, *(row.tokens + 1 for row in rows)], dtype=np.int64).astype(np.uint32)
-
-
-def write_arrays(
-    folder: Path,
-    tokens: NDArray[Any],
-    to_global: NDArray[np.uint32],
-    sa: NDArray[np.uint32],
-    rows: Sequence[Row],
-    config: StoreConfig,
-) -> tuple[dict[str, FileEntry], tuple[Origin, ...]]:
-    """Write the files of a segment whose text is already sorted; returns what `write_segment` does."""
+    sa = suffix_array(tokens)
     table, origins = table_arrays(rows)
-    arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": document_starts(rows), **table}
+    arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": starts, **table}
     beginnings = suffix_beginnings(tokens, sa)
     if config.index != "ngram":
         top = sa_top_table(tokens, sa, bits_of(len(to_global) - 1))
@@ -522,11 +492,11 @@ def open_segment(
     gone, ranks = found.get(DOCUMENTS, _NONE), found.get(RANKS, _NONE)
     hiding = not as_written and len(gone) > 0
 
-    def load(name: str, dtype: type = np.uint32, scattered: bool = False, private: bool = False) -> NDArray[Any]:
-        file = entry.files.get(name + SUFFIX)
+    def load(name: str, scattered: bool = False, private: bool = False) -> NDArray[Any]:
+        file, dtypes = entry.files.get(name + SUFFIX), _DTYPES.get(name, ("<u4",))
         if file is None:
-            return np.empty(0, dtype)
-        return map_array(place + name + SUFFIX, file, scattered=scattered, private=private)
+            return np.empty(0, dtypes[0])
+        return map_array(place + name + SUFFIX, file, dtypes, scattered=scattered, private=private)
 
     to_global, starts = load("vocabulary"), load("documents")
     if not len(to_global) or int(to_global.max()) >= vocabulary:
@@ -538,17 +508,17 @@ def open_segment(
         slots, *successors = (load(f"ngram_{f.name}", private=hiding) for f in fields(NgramTable))
         ngrams = NgramTable(slots[: len(slots) // SLOT * SLOT].reshape(-1, SLOT), *successors)
     removed = hidden_of(found, len(starts) - 1, entry.name) if found else ()
-    table = {name: load(name, np.uint8) for name in TABLE}
+    table = {name: load(name) for name in TABLE}
     dense = None
     if record is not None and INDEX in entry.files:
         dense = DenseIndex(folder, entry.files, record, starts, removed)
     segment = Segment(
         entry.name,
-        load("tokens", np.uint16, scattered=True),
-        load("suffix_array", np.uint32, scattered=True, private=hiding),
-        load("top", np.uint64, private=hiding),
+        load("tokens", scattered=True),
+        load("suffix_array", scattered=True, private=hiding),
+        load("top", private=hiding),
         bits_of(len(to_global) - 1),
-        load("grams", np.uint64, scattered=True),
+        load("grams", scattered=True),
         to_global,
         vocabulary,
         starts,

@@ -19,7 +19,7 @@ from retrieve_spec._version import __version__
 from retrieve_spec.datastore.build import first_manifest
 from retrieve_spec.datastore.change import ChangeReport, WorkFolder, check_folder, progress_bar, utc_now, writer
 from retrieve_spec.datastore.dense import TRANSFORM
-from retrieve_spec.datastore.edit import link_file, unite
+from retrieve_spec.datastore.edit import unite
 from retrieve_spec.datastore.files import FileEntry, check_content, replace_file
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
@@ -28,14 +28,13 @@ from retrieve_spec.datastore.manifest import (
     existing_manifest,
     explain_write_errors,
     files_of,
-    write_manifest,
 )
 from retrieve_spec.datastore.remote import (
     Remote,
+    bring,
     changed,
     explain_remote_errors,
     folder_of,
-    missing_files,
     public_name,
     read_remote,
 )
@@ -127,7 +126,8 @@ def push_datastore(
                 version += 1
                 there = remote.read(CARD)
                 if there is None or _TITLE.encode() in there:  # another README is somebody's own
-                    remote.write(remote.path(CARD), store_card(store, manifest))
+                    card = "\n".join(_card(store, manifest)) + "\n"
+                    remote.write(remote.path(CARD), card.encode("utf-8", "backslashreplace"))  # sources may be no text
                 remote.add_version(version, manifest)
         except FileNotFoundError as error:  # as of a bucket that is not there
             remedy = "Make the bucket or folder first, or correct the address."
@@ -201,44 +201,29 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
             return ChangeReport("pull", 0, 0, len(mine.segments))
     with writer(store) as work:
         mine = existing_manifest(store)
-        plan = _begin_pull(work, mine, url)
-        pulled = _assemble(work, remote, there, mine, progress)
+        event = _begin_pull(work, mine, url)
+        pulled = work.path / _PULL
+        bring(remote, there, pulled, store, progress=progress)
         if mine is not None and _seen(store).get(url, {}).get("content") != mine.content:
             _check_dense(store, mine, there)  # it has segments that the remote has not seen
-            report = unite(work, mine, plan, [store, pulled], progress)
+            report = unite(work, mine, event, [store, pulled], progress)
         else:
             replace_file(store / there.tokenizer_name, (pulled / there.tokenizer_name).read_bytes())
             base = first_manifest(store, there.tokenizer_name)
             base = replace(base, config=there.config, history=there.history, dense=there.dense)
             base = replace(base, generation=mine.generation if mine else 0)
-            report = unite(work, base, plan, [pulled], progress)
+            report = unite(work, base, event, [pulled], progress)
     _remember(store, url, version, there.content)
     return report
 
 
 def _begin_pull(work: WorkFolder, mine: Manifest | None, url: str) -> dict[str, Any]:
-    """Plan of a pull; what an interrupted one of the same remote has fetched is kept."""
+    """Begin a pull, keeping what an interrupted one of that remote has fetched; returns its entry of the history."""
     plan = {"verb": "pull", "url": url, "generation": mine.generation if mine else 0}
     before = work.plan()
     if before is None or {key: before.get(key) for key in plan} != plan:
         work.begin(plan)
     return plan | {"at": utc_now(), "version": __version__}
-
-
-def _assemble(work: WorkFolder, remote: Remote, there: Manifest, mine: Manifest | None, progress: bool) -> Path:
-    """A store in the work folder that is what the remote holds; what this store has is linked, the rest fetched."""
-    folder = work.path / _PULL
-    held = {place for place, _ in files_of(mine)} if mine else set()
-    missing = missing_files(there, folder)
-    with progress_bar("pulling", sum(file.bytes for _, file in missing), "B", progress) as advance:
-        for place, file in missing:
-            if place in held and (work.store / place).is_file():
-                link_file(work.store / place, folder / place, file)
-                advance(file.bytes)
-            else:
-                remote.fetch(place, folder / place, file, advance)
-    write_manifest(folder, there)
-    return folder
 
 
 def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:
@@ -291,13 +276,8 @@ def name_of(path: str) -> str:
     return PurePath(path.replace("\\", "/")).name if absolute else path
 
 
-def store_card(store: Datastore, manifest: Manifest) -> bytes:
-    """README of a shared store, with the names that its shared manifest has: sources, licences, how it was built."""
-    text = "\n".join(_card(store, manifest)) + "\n"
-    return text.encode("utf-8", "backslashreplace")  # names of sources may be no text
-
-
 def _card(store: Datastore, manifest: Manifest) -> Iterator[str]:
+    """Lines of a shared store's README, with the names that its shared manifest has: sources, licences, history."""
     tokens: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     named = set()  # of what was removed nothing is told

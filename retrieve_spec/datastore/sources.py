@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -210,7 +210,8 @@ def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> I
         about = fs.find(root, detail=True) or ({root: fs.info(root)} if fs.isfile(root) else {})
     if not about:
         raise BuildError(f"files at {source.path}", "nothing there", "Check the address.")
-    stores = _stores_among(about)
+    folders = {name.rpartition(f"/{SEGMENTS}/")[0] for name in about if f"/{SEGMENTS}/" in name}
+    stores = tuple(f"{folder}/" for folder in folders if f"{folder}/{MANIFEST}" in about)
     if f"{root}/" in stores:
         raise _is_store(source.path)
     for name, said in sorted(about.items(), key=_order):
@@ -221,12 +222,6 @@ def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> I
         is_link = not named and (said.get("islink") or said.get("type") == "link")
         reason = None if named else _named(source, relative) or (Reason.LINK if is_link else None)
         yield _entry(index, source, relative, fs.unstrip_protocol(name), reason or int(said.get("size") or 0))
-
-
-def _stores_among(names: Collection[str]) -> tuple[str, ...]:
-    """Folders of datastores, with a slash at their ends, among the files of an address."""
-    folders = {name.rpartition(f"/{SEGMENTS}/")[0] for name in names if f"/{SEGMENTS}/" in name}
-    return tuple(f"{folder}/" for folder in folders if f"{folder}/{MANIFEST}" in names)
 
 
 def _named(source: Source, relative: str) -> Reason | None:

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import check_content, map_array
 from retrieve_spec.datastore.fingerprint import (
-    encode,
     is_fingerprint,
     load_tokenizer,
     pipeline_differences,
@@ -36,8 +35,6 @@ from retrieve_spec.kernels.source_table import ORIGIN_BITS
 log = logging.getLogger("retrieve_spec")
 
 _ATTEMPTS = 5
-_SAMPLED, _SAMPLED_TOKENS = 32, 4096
-"""Documents of each segment, and tokens of each of them, that two tokenizers are compared by."""
 _TABLE = {f"{name}.bin" for name in ("documents", *TABLE)}
 _CARRIED = _TABLE | {"tokens.bin", "vocabulary.bin", "suffix_array.bin"}
 
@@ -219,7 +216,7 @@ def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
 
 
 def _open(folder: Path, manifest: Manifest, as_written: bool) -> Datastore:
-    tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"))
+    tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"), ("|u1",))
     segments = []
     for entry in manifest.segments:
         tombstones = tombstones_of(folder, entry) if entry.tombstones else None
@@ -251,8 +248,7 @@ def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None
 def check_tokenizer(folder: Path, manifest: Manifest, tokenizer: Any) -> None:
     """Compare the tokenizer of a store with the one at hand (anything `tokenizer_fingerprint` takes).
 
-    A store made before fingerprints told of whole pipelines is compared by its copy of the tokenizer, and where that
-    differs by what the two make of its text, which is logged once.
+    A store made before fingerprints told of whole pipelines is compared by its copy of the tokenizer.
 
     Raises
     ------
@@ -268,35 +264,12 @@ def check_tokenizer(folder: Path, manifest: Manifest, tokenizer: Any) -> None:
         return
     got = f"{folder}, built with tokenizer {built_with[7:19]}"
     if not is_fingerprint(tokenizer):
-        if built_with != manifest.fingerprint and _encode_alike(folder, manifest, own, load_tokenizer(tokenizer)):
-            _tell_alike(folder)
-            return
         got += f", which differs in {', '.join(pipeline_differences(own, tokenizer))}"
     raise TokenizerMismatchError(
         f"a store built with the model's tokenizer ({fingerprint[7:19]})",
         got,
         f"Convert it with `retrieve-spec retokenize {folder} --tokenizer MODEL`, or build one for this model.",
     )
-
-
-def _encode_alike(folder: Path, manifest: Manifest, own: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers make the same of a sample of a store's text; False where it keeps none."""
-    tokens = 0
-    for segment in _open(folder, manifest, as_written=True).segments:
-        if not len(segment.tokens):
-            return False
-        for number in np.unique(np.linspace(0, len(segment.documents) - 1, _SAMPLED).astype(int)).tolist():
-            ids = segment.text_ids(number)[:_SAMPLED_TOKENS]
-            text = own.decode(ids.tolist(), skip_special_tokens=False)
-            if not np.array_equal(encode(own, text), encode(other, text)):
-                return False
-            tokens += len(ids)
-    return tokens > 0
-
-
-@cache
-def _tell_alike(folder: Path) -> None:
-    log.warning("%s was built by an earlier release; its text has the same tokens for this tokenizer", folder)
 
 
 SHARE = 0.25

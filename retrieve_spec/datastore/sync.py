@@ -22,12 +22,11 @@ from retrieve_spec.datastore.build import (
     build_datastore,
     checked,
     grow,
-    plan_of,
-    segment_shards,
+    rewrite,
     small_size,
 )
 from retrieve_spec.datastore.change import ChangeReport, WorkFolder, begin_change, publish, writer
-from retrieve_spec.datastore.edit import Chosen, without
+from retrieve_spec.datastore.edit import Chosen, is_worn, without
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, admitted_parts
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.ingest import read_text, texts_of
@@ -41,10 +40,6 @@ from retrieve_spec.errors import BuildError, StoreLockedError
 
 LOOK_MS = 3000
 """How often folders are looked through where the system tells of no changes."""
-_LIMITS = {
-    "OS file watch limit reached": ("fs.inotify.max_user_watches", 1 << 20),
-    "Too many open files": ("fs.inotify.max_user_instances", 1 << 10),
-}
 log = logging.getLogger("retrieve_spec")
 STATE = "sync.json"
 FOLLOWED_BYTES = 1 << 20
@@ -99,11 +94,6 @@ def _texts(entries: EntryFilter, file: SourceFile, source: Source) -> Iterator[l
         yield [behind, "", skip, None] if skip else [behind, text_hash(content), "", own_licence(content)]
 
 
-def rules_of(admit: Sequence[str]) -> str:
-    """Name of the rules by which files enter: what was said under others does not count."""
-    return " ".join((RULES, *admit))
-
-
 def read_state(store: Path, rules: str) -> dict[str, FolderState]:
     """What folders said when a store was last synchronised under some rules, by folder."""
     try:
@@ -124,7 +114,6 @@ def write_state(store: Path, states: dict[str, FolderState], rules: str) -> None
 
 MOST_SMALL = 8
 """Small segments that may stand beside each other; more are merged."""
-_REWRITTEN = 900_000
 
 
 def sync_datastore(
@@ -192,8 +181,8 @@ def sync_datastore(
         check_tokenizer(store, read_manifest(store), tokenizer)
     with writer(store) as work:
         report = _synchronised(work, roots, sources, workers, progress)
-        while (group := _small(manifest := read_manifest(store))) is not None:
-            _merge(work, manifest, group, progress)
+        while group := list(filter(is_worn, (manifest := read_manifest(store)).segments)) or _small(manifest):
+            rewrite(work, manifest, "sync", group, workers=1, progress=progress)
     if built is None:
         return report
     documents, tokens = built.documents + report.documents, built.tokens + report.tokens
@@ -216,7 +205,7 @@ def _synchronised(
 ) -> ChangeReport:
     opened = open_as_written(work.store)
     manifest = opened.manifest
-    rules = rules_of(sources[0].admit)
+    rules = " ".join((RULES, *sources[0].admit))  # what was said under others does not count
     states = read_state(work.store, rules)
     wanted: Wanted = {}
     first: dict[str, tuple[int, str]] = {}  # number of the folder, and file, in which a text was found first, by hash
@@ -257,12 +246,11 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Ch
     """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
     gone: Chosen = {}
     held = set()
-    for segment in store.segments:
-        for number, path, source, digest in segment.documents.texts():
-            if source not in roots or digest in wanted.get((source, path), ()):
-                held.add(digest)
-            else:
-                gone.setdefault(segment.name, set()).add(number)
+    for document in store.documents():
+        if document.source not in roots or document.sha256 in wanted.get((document.source, document.path), ()):
+            held.add(document.sha256)
+        else:
+            gone.setdefault(document.segment, set()).add(document.number)
     return gone, held
 
 
@@ -286,21 +274,31 @@ def _change(
     """Publish a store without some documents and with those of some files, in one change."""
     manifest = opened.manifest
     config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
-    plan = begin_change(work, manifest, {"verb": "sync"} | plan_of(manifest, sources, config))
-    kept, made = without(work, opened, gone, _REWRITTEN) if gone else (list(manifest.segments), [])
+    event = begin_change(work, "sync", sources=sources)
+    kept = tuple(without(work, opened, gone))
     if not files:
-        report = ChangeReport("sync", 0, 0, len(kept) + len(made), (), {})
-        return publish(work, manifest, kept, made, plan, report)
-    shards, staying = list(file_shards(work, files)), tuple(kept)
-    return grow(work, manifest, plan, shards, workers=workers, progress=progress, known=held, kept=staying, made=made)
+        return publish(work, manifest, kept, (), event)
+    shards = list(file_shards(work, files))
+    return grow(
+        work,
+        manifest,
+        event,
+        shards,
+        config,
+        workers=workers,
+        progress=progress,
+        sources=sources,
+        known=held,
+        kept=kept,
+    )
 
 
-def _small(manifest: Manifest) -> list[SegmentEntry] | None:
+def _small(manifest: Manifest) -> list[SegmentEntry]:
     """Segments to merge: the smallest ones, as long as the next is no larger than two times all before it."""
     limit = small_size(config_of(manifest).segment_tokens)
     small = [entry for entry in manifest.segments if entry.tokens + entry.documents <= limit]
     if len(small) <= MOST_SMALL:
-        return None
+        return []
     rising = sorted(small, key=lambda entry: (entry.tokens, entry.name))
     group = rising[:2]
     for entry in rising[2:]:
@@ -309,16 +307,6 @@ def _small(manifest: Manifest) -> list[SegmentEntry] | None:
         group.append(entry)
     names = {entry.name for entry in group}
     return [entry for entry in small if entry.name in names]
-
-
-def _merge(work: WorkFolder, manifest: Manifest, group: Sequence[SegmentEntry], progress: bool) -> ChangeReport:
-    """Make fewer segments of several: one, or as few as have room for all of their text."""
-    config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
-    plan = begin_change(work, manifest, {"verb": "sync"} | plan_of(manifest, (), config))
-    shards = list(segment_shards(work.store, replace(manifest, segments=tuple(group))))
-    names = {entry.name for entry in group}
-    kept = tuple(entry for entry in manifest.segments if entry.name not in names)
-    return grow(work, manifest, plan, shards, workers=1, progress=progress, kept=kept)
 
 
 def watch_folders(
@@ -359,13 +347,11 @@ def watch_folders(
                         tell(report)
             return
         except (OSError, RuntimeError) as error:
-            limit = next((limit for sign, limit in _LIMITS.items() if sign in str(error)), None)
-            if limit is None or polling:
+            if polling or not any(sign in str(error) for sign in ("watch limit", "Too many open files")):
                 raise
             log.warning(
-                "the limit %s is used up, so folders are looked through every %d s; to raise it: sudo sysctl %s=%d",
-                limit[0],
+                "the system's watches are used up, so folders are looked through every %d s; to raise the limits: "
+                "sudo sysctl fs.inotify.max_user_watches=1048576 fs.inotify.max_user_instances=1024",
                 LOOK_MS // 1000,
-                *limit,
             )
             polling = True

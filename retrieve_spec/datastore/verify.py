@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,17 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.change import progress_bar
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_content
-from retrieve_spec.datastore.indexes import NgramTable, build_grams, suffix_beginnings
+from retrieve_spec.datastore.indexes import NgramTable, build_grams, build_ngrams, suffix_beginnings
 from retrieve_spec.datastore.manifest import (
     SEGMENTS,
     SKIPPED,
     Manifest,
     SegmentEntry,
+    config_of,
     content_name,
     files_of,
     read_manifest,
@@ -68,11 +70,12 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     if isinstance(path, str) and is_address(path):
         remote, _, manifest = read_remote(path)
         files = list(files_of(manifest))
-        with progress_bar("verifying", _size(files), "B", progress) as advance, explain_remote_errors(path):
+        checked = _checked(manifest, files)
+        with progress_bar("verifying", checked["bytes"], "B", progress) as advance, explain_remote_errors(path):
             for place, file in files:
                 for block in remote.blocks(place, file):
                     advance(len(block))
-        return _checked(manifest, len(files), _size(files))
+        return checked
     for _ in range(_ATTEMPTS):
         store = open_datastore(path)
         try:
@@ -84,13 +87,9 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     raise StoreCorruptError(f"to verify {path}", "another process is changing it", "Verify it when that is done.")
 
 
-def _size(files: Iterable[tuple[str, FileEntry]]) -> int:
-    return sum(entry.bytes for _, entry in files)
-
-
-def _checked(manifest: Manifest, files: int, size: int) -> dict[str, Any]:
+def _checked(manifest: Manifest, files: list[tuple[str, FileEntry]]) -> dict[str, Any]:
     counts = {"segments": len(manifest.segments), "documents": manifest.documents, "tokens": manifest.tokens}
-    return {**counts, "files": files, "bytes": size}
+    return {**counts, "files": len(files), "bytes": sum(entry.bytes for _, entry in files)}
 
 
 def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
@@ -98,7 +97,8 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     files = list(files_of(manifest))
     listed = (event["listed"] for event in manifest.history if "listed" in event)
     files += [(f"{SKIPPED}/{one['name']}", FileEntry(one["bytes"], one["sha256"])) for one in listed]
-    with progress_bar("checksums", _size(files), "B", progress) as advance:
+    checked = _checked(manifest, files)
+    with progress_bar("checksums", checked["bytes"], "B", progress) as advance:
         for place, entry in files:
             check_content(store.path / place, entry)
             advance(entry.bytes)
@@ -111,8 +111,8 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
         if segment.dense is not None:
             _check_dense(segment, segment.dense)
         if segment.ngram is not None:
-            _check_table(segment, segment.ngram)
-    return _checked(manifest, len(files) + 1, _size(files))
+            _check_table(segment, segment.ngram, config_of(manifest))
+    return checked
 
 
 def _require(holds: Any, segment: Segment, rule: str) -> None:
@@ -170,7 +170,7 @@ def _check_dense(segment: Segment, dense: DenseIndex) -> None:
     _require(np.isfinite(similarity).all(), segment, "finite similarities of dense keys")
 
 
-def _check_table(segment: Segment, table: NgramTable) -> None:
+def _check_table(segment: Segment, table: NgramTable, config: StoreConfig) -> None:
     used = table.slots[:, KEY] != 0
     _require(len(used) > 0 and not used.all(), segment, "an n-gram table with a free slot")
     start = table.slots[used, START].astype(np.int64)
@@ -180,6 +180,11 @@ def _check_table(segment: Segment, table: NgramTable) -> None:
     counted = int(kept.sum()) == len(table.succ_tokens) == len(table.succ_counts)
     _require(counted, segment, "a token and a count for every continuation")
     _require(int(table.succ_tokens.max(initial=0)) < segment.vocabulary, segment, "n-gram tokens of the tokenizer")
+    if len(segment.grams):
+        built = build_ngrams(segment.tokens, segment.suffix_array, segment.to_global, config)
+        other = len(built.slots) != len(table.slots)  # `add_documents` may have been given other settings
+        same = (np.array_equal(getattr(built, f.name), getattr(table, f.name)) for f in fields(built))
+        _require(other or all(same), segment, "the n-gram table of its text")
 
 
 def _check_tombstones(store: Path, segment: Segment, entry: SegmentEntry) -> None:

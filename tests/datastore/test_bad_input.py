@@ -18,7 +18,6 @@ from test_build import contents
 from retrieve_spec.datastore import sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.catalog import write_catalog
-from retrieve_spec.datastore.edit import remove_documents
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.remote import Remote
@@ -73,6 +72,7 @@ def test_names_that_are_no_text_travel_escaped(tokenizer, tmp_path):
     pull_datastore(url, tmp_path / "t")
     verify_datastore(tmp_path / "t")
     assert [document.path for document in open_datastore(tmp_path / "t").documents()] == ["\\xfe.txt"]
+    write_catalog(tmp_path / "s")
 
 
 def test_links_that_lead_to_each_other(texts, tokenizer, tmp_path):
@@ -257,36 +257,6 @@ def test_a_table_cut_short(tokenizer, tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-def test_names_that_differ_in_case_alone(tokenizer, tmp_path):
-    folder, store = tmp_path / "f", tmp_path / "s"
-    folder.mkdir()
-    (folder / "readme.txt").write_text("a text")
-    if (folder / "README.TXT").exists():
-        pytest.skip("names that differ in case alone are one here")
-    (folder / "README.txt").write_text("another text")
-    build_datastore(tmp_path / "b", str(folder), tokenizer, workers=1)
-    assert contents(tmp_path / "b") == {"README.txt": "another text", "readme.txt": "a text"}
-    remove_documents(tmp_path / "b", ["readme.txt"])
-    assert set(contents(tmp_path / "b")) == {"README.txt"}
-    sync_datastore(store, [folder], tokenizer)
-    (folder / "readme.txt").rename(folder / "Readme.txt")
-    (folder / "README.txt").unlink()
-    sync_datastore(store, [folder])
-    names = [os.path.basename(document.path) for document in open_datastore(store).documents()]
-    assert names == ["Readme.txt"]
-
-
-def test_names_that_are_no_text_are_followed(texts, tokenizer, tmp_path):
-    name = os.path.join(texts, os.fsdecode(b"\xfe.txt"))
-    with open(name, "w") as file:
-        file.write("some text")
-    assert sync_datastore(tmp_path / "s", [texts], tokenizer).documents == 5
-    assert sync_datastore(tmp_path / "s", [texts]).documents == 0
-    os.unlink(name)
-    sync_datastore(tmp_path / "s", [texts])
-    assert open_datastore(tmp_path / "s").manifest.documents == 4
-
-
 def test_all_frames_of_a_compressed_file_are_read(tokenizer, tmp_path):
     """As of files put behind one another, and of those with frames that say nothing between."""
     pack = zstandard.ZstdCompressor().compress
@@ -297,18 +267,3 @@ def test_all_frames_of_a_compressed_file_are_read(tokenizer, tmp_path):
     report = build_datastore(tmp_path / "s", str(tmp_path), tokenizer, workers=1)
     assert contents(tmp_path / "s") == {"a.txt.zst": "one " + "two " * 100_000}
     assert report.skipped_by_reason == {str(Reason.UNREADABLE): 1}
-
-
-def test_a_source_whose_own_name_is_not_utf8(tmp_path, tokenizer):
-    source = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    os.mkdir(source)
-    for name, text in (("a.py", "alpha = 1\n"), ("b.py", " ")):
-        with open(os.path.join(source, name), "w") as file:
-            file.write(text)
-    build_datastore(tmp_path / "store", source, tokenizer, workers=1)
-    (tmp_path / "more.py").write_text("more = 1\n")
-    add_documents(tmp_path / "store", [source, str(tmp_path / "more.py")], workers=1)
-    store = open_datastore(tmp_path / "store")
-    assert [(d.path, d.source) for d in store.documents()] == [("a.py", source), ("more.py", str(tmp_path / "more.py"))]
-    write_catalog(tmp_path / "store")
-    verify_datastore(tmp_path / "store")

@@ -163,16 +163,6 @@ def test_a_refused_build_leaves_nothing_in_the_folder(command, texts):
     assert sorted(texts.iterdir()) == before
 
 
-def test_stores_inside_a_source_are_not_part_of_it(command, texts):
-    for inside in ("s", "sub/t"):
-        _, out, _ = command("build", texts / inside, texts, "--tokenizer", "reference", "--json")
-        report = json.loads(out)
-        assert (report["documents"], report["skipped"]) == (4, [])
-    report = json.loads(command("add", texts / "s", texts, "--json")[1])
-    assert report["documents"] == 0
-    assert {reason for *_, reason in report["skipped"]} == {"duplicate"}
-
-
 def test_recipe(command, tmp_path):
     recipe = tmp_path / "r.toml"
     (tmp_path / "doc.txt").write_text("some words")

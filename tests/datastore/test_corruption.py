@@ -102,6 +102,25 @@ def test_other_formats_are_refused(store, version, remedy):
         open_datastore(store)
 
 
+@pytest.mark.parametrize("dtype", ["<u1", "<f8", "O", "nonsense", ""])
+def test_arrays_of_another_dtype_are_found_by_opening(store, dtype):
+    kept = (store / MANIFEST).read_bytes()
+    for segment in json.loads(kept)["segments"]:
+        for kind in ("files", "tombstones"):
+            for name in segment[kind]:
+
+                def change(body, kind=kind, name=name):
+                    for one in body["segments"]:
+                        if name in one[kind]:
+                            one[kind][name]["dtype"] = dtype
+
+                copy = shutil.copytree(store, store.with_name("copy"))
+                rewrite(copy, change)
+                with pytest.raises(StoreCorruptError):
+                    open_datastore(copy)
+                shutil.rmtree(copy)
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"format": "1"}', b"\xff\xfe"])
 def test_nonsense_manifest_is_refused(store, content):
     (store / MANIFEST).write_bytes(content)
@@ -133,6 +152,13 @@ def repeat(array):
     array[3] = array[8]
 
 
+def more(column):
+    def add_one(array):
+        array[column::4][array[::4] != 0] += 1
+
+    return add_one
+
+
 def beyond(array):
     array[-1] = np.iinfo(array.dtype).max
 
@@ -156,6 +182,10 @@ def beyond(array):
         ("ngram_succ_counts", lambda array: array[:-1]),
         ("ngram_slots", lambda array: array + np.uint32(1)),
         ("ngram_slots", lambda array: array[:-1]),
+        ("ngram_slots", more(1)),  # of a context: how often it was continued
+        ("ngram_slots", more(3)),  # by how many different tokens
+        ("ngram_succ_counts", lambda array: array + np.uint32(1)),
+        ("ngram_succ_tokens", lambda array: np.roll(array, 1)),
     ],
 )
 def test_wrong_structure_with_right_checksums_is_found(store, name, change):

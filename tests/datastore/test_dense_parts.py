@@ -1,23 +1,18 @@
-"""Windows, thinning and FAISS indexes, apart from models."""
+"""Windows and FAISS indexes, apart from models."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from byte_tokenizers import byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.dense import build_index, choose_kind, kind_of, nearest, open_index, recall
 from retrieve_spec.datastore.dense_build import (
-    LONGEST,
     choose_windows,
     fit_transform,
-    hard_positions,
     windows_of,
 )
-from retrieve_spec.datastore.store import open_datastore
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
@@ -42,56 +37,17 @@ def test_windows_cover_every_position_once_with_context(lengths, size, data):
     assert np.array_equal(covered, expected)
 
 
-@given(lengths=LENGTHS, most=st.integers(0, 60), data=st.data())
-def test_chosen_positions_are_wanted_ones_up_to_a_limit(lengths, most, data):
+@given(lengths=LENGTHS, most=st.integers(0, 60))
+def test_chosen_positions_are_those_of_windows_up_to_a_limit(lengths, most):
     starts = np.cumsum([0, *(n + 1 for n in lengths)]).astype(np.uint32)
     windows = windows_of(starts, (), 7, 2)
-    keep = np.array(data.draw(st.lists(st.booleans(), min_size=int(starts[-1]), max_size=int(starts[-1]))), np.bool_)
-    chosen, taken = choose_windows(windows, keep, most)
-    possible = np.zeros(len(keep), np.bool_)
+    chosen, taken = choose_windows(windows, int(starts[-1]), most)
+    possible = np.zeros(len(taken), np.bool_)
     for _, _, first, end in windows.tolist():
-        possible[first:end] = keep[first:end]
+        possible[first:end] = True
     assert not (taken & ~possible).any()
     assert taken.sum() == min(most or possible.sum(), possible.sum())
     assert {tuple(w) for w in chosen.tolist()} <= {tuple(w) for w in windows.tolist()}
-
-
-def naive_hard(documents):
-    """Positions, over all documents, whose longest matches elsewhere are all followed by another token."""
-    found = {}
-    places = [(d, i) for d, text in enumerate(documents) for i in range(len(text))]
-    for d, i in places:
-        longest, followers = 0, set()
-        for e, j in places:
-            if (d, i) == (e, j):
-                continue
-            n = 0
-            while n < LONGEST and i >= n and j >= n and documents[d][i - n] == documents[e][j - n]:
-                n += 1
-            follower = documents[e][j + 1] if j + 1 < len(documents[e]) else ""
-            if n > longest:
-                longest, followers = n, set()
-            if n == longest:
-                followers.add(follower)
-        own = documents[d][i + 1] if i + 1 < len(documents[d]) else ""
-        found[d, i] = longest == 0 or own not in followers
-    return found
-
-
-def test_hard_positions_against_a_scan(tmp_path):
-    random = np.random.default_rng(3)
-    documents = ["".join(random.choice(list("ab "), 30)) for _ in range(6)]
-    (tmp_path / "t").mkdir()
-    for i, text in enumerate(documents):
-        (tmp_path / "t" / f"{i}.txt").write_text(text)
-    build_datastore(tmp_path / "s", str(tmp_path / "t"), byte_tokenizer())
-    (segment,) = open_datastore(tmp_path / "s").segments
-    hard, naive = hard_positions(segment), naive_hard(documents)
-    for (number, i), expected in naive.items():
-        at = int(segment.document_starts[number]) + i
-        assert hard[at] >= expected, (number, i)  # never predicted where no longest match says so
-    agree = [bool(hard[int(segment.document_starts[d]) + i]) == expected for (d, i), expected in naive.items()]
-    assert np.mean(agree) > 0.9  # of many longest matches, only the two sorted beside it are looked at
 
 
 def test_transform_is_standardised_principal_components():

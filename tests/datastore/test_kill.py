@@ -1,11 +1,13 @@
-"""SIGKILL at random moments: afterwards there is the old store, the new one, or a refusal; then all can be done."""
+"""SIGKILL at random moments: afterwards there is what was, what will be, or a refusal; then all can be done."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +15,10 @@ import children
 import numpy as np
 import pytest
 from byte_tokenizers import byte_tokenizer
+from dense_models import save_model
 from test_build import contents
 
-from retrieve_spec.config import StoreConfig
+from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore import sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import (
@@ -24,24 +27,22 @@ from retrieve_spec.datastore.edit import (
     remove_documents,
     retokenize_datastore,
 )
+from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, StoreIncompleteError, StoreNotFoundError
 
-VERBS = ("build", "add", "remove", "compact", "merge", "retokenize")
+CONFIG = StoreConfig(segment_tokens=90)
 KILLS = int(os.environ.get("RETRIEVE_SPEC_KILLS", "12"))
 """Per verb."""
+FULL = 7
 
 
 def attempt(change):
     sources.SHARD_BYTES = 60  # of this process: several shards, so that some can be done and others not
     change()
-
-
-def run(change, kill_after=None):
-    """Run a change in a child process, killed after some seconds; says whether it was killed before its end."""
-    return children.run(attempt, change, kill_after=kill_after)
 
 
 def remove(target):
@@ -63,26 +64,13 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def verbs(tokenizer, texts, records, folder):
-    """For each verb: the store it starts from (or None), and the change."""
-    config = StoreConfig(segment_tokens=90)
-    target, base, grown = (folder / name for name in ("target", "base", "grown"))
-    answers = Source(str(records), field="output")
-    build_datastore(base, str(texts), tokenizer, config=config)
-    shutil.copytree(base, grown)
-    add_documents(grown, answers)
-    remove_documents(grown, ["c.py"])
-
-    other = byte_tokenizer(offset=300)
-    changes = (
-        (None, partial(build_datastore, target, [str(texts), answers], tokenizer, config=config, workers=2)),
-        (base, partial(add_documents, target, answers, workers=2)),
-        (grown, partial(remove, target)),
-        (grown, partial(compact_datastore, target)),
-        (None, partial(merge_datastores, target, [base, grown])),
-        (grown, partial(retokenize_datastore, target, other, workers=2)),
-    )
-    return target, dict(zip(VERBS, changes, strict=True))
+def stores(tokenizer, texts, records, folder):
+    """A store, and the same with more and less in it."""
+    build_datastore(folder / "base", str(texts), tokenizer, config=CONFIG)
+    shutil.copytree(folder / "base", folder / "grown")
+    add_documents(folder / "grown", Source(str(records), field="output"))
+    remove_documents(folder / "grown", ["c.py"])
+    return folder
 
 
 def prepare(target, base):
@@ -92,7 +80,7 @@ def prepare(target, base):
 
 
 def state(target):
-    """Tokenizer and documents of a sound store, or None where the folder is refused."""
+    """Tokenizer, documents and dense keys of a sound store, or None where the folder is refused."""
     try:
         store = open_datastore(target)
     except StoreNotFoundError:
@@ -100,39 +88,122 @@ def state(target):
     except StoreIncompleteError as error:
         return None if "again" in error.remedy else error
     verify_datastore(target)
-    return store.fingerprint, contents(target)
+    keys = {path.relative_to(target): path.read_bytes() for path in sorted(target.glob("segments/*/dense_*"))}
+    return store.fingerprint, contents(target), keys
+
+
+def kill_until_done(change, prepared, told, seed, tidy=Path("no such place")):
+    """Kill a change at random moments of it; done again, which may be killed too, it is done and has cleared up."""
+    prepared()
+    old = told()
+    children.run(os.getpid)  # the server that starts children is slow once
+    started = time.perf_counter()
+    children.run(attempt, change)
+    duration = time.perf_counter() - started
+    new = told()
+    assert new != old
+
+    def again(kill_after=None):
+        if old is not None or told() is None:  # a store that is finished is not built again
+            children.run(attempt, change, kill_after=kill_after)
+
+    random = np.random.default_rng(seed)
+    kills = trial = 0
+    while kills < KILLS:
+        prepared()
+        trial += 1
+        if children.run(attempt, change, kill_after=float(random.uniform(0, duration))):
+            kills += 1
+        else:
+            duration *= 0.8  # it took less time than the first run
+        assert told() in (old, new)
+        if trial % 4 == 0:
+            again(float(random.uniform(0, duration)))
+            assert told() in (old, new)
+        again()
+        assert told() == new
+        assert not tidy.exists()
+
+
+VERBS = ("build", "dense", "add", "remove", "compact", "merge", "retokenize", "sync", "pull", "pull into")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
-def test_kill_at_any_moment(verbs, verb):
-    target, (base, change) = verbs[0], verbs[1][verb]
-    prepare(target, base)
-    old = state(target)
-    children.run(os.getpid)  # the server that starts children is slow once
-    started = time.perf_counter()
-    run(change)
-    duration = time.perf_counter() - started
-    new = state(target)
+def test_kill_at_any_moment(stores, texts, records, tokenizer, verb):
+    target, base, grown = (stores / name for name in ("target", "base", "grown"))
+    answers, url = Source(str(records), field="output"), f"file://{stores}/remote"
+    dense = DenseConfig(save_model(stores / "model"), dims=4, window=16, overlap=4)
+    push_datastore(grown, url)
+    (texts / "b.txt").write_text("this one changed altogether")
+    (texts / "a.txt").rename(texts / "new.txt")
+    before, change = {
+        "build": (None, partial(build_datastore, target, [str(texts), answers], tokenizer, config=CONFIG, workers=2)),
+        "dense": (None, partial(build_datastore, target, str(texts), tokenizer, config=replace(CONFIG, dense=dense))),
+        "add": (base, partial(add_documents, target, answers, workers=2)),
+        "remove": (grown, partial(remove, target)),
+        "compact": (grown, partial(compact_datastore, target)),
+        "merge": (None, partial(merge_datastores, target, [base, grown])),
+        "retokenize": (grown, partial(retokenize_datastore, target, byte_tokenizer(offset=300), workers=2)),
+        "sync": (base, partial(sync_datastore, target, [texts])),
+        "pull": (None, partial(pull_datastore, url, target)),
+        "pull into": (base, partial(pull_datastore, url, target)),
+    }[verb]
+    told, number = (lambda: state(target)), VERBS.index(verb)
+    if verb == "compact":  # it leaves the documents that there are
+        told = lambda: (state(target), sorted(path.name for path in target.glob("tombstones/*")))  # noqa: E731
+    tidy = {"tidy": target / "work"} if verb in ("add", "compact", "retokenize") else {}
+    kill_until_done(change, lambda: prepare(target, before), told, number, **tidy)
 
-    def again(kill_after=None):
-        if base is not None or state(target) is None:  # a store that is finished is not built again
-            run(change, kill_after)
 
-    random = np.random.default_rng(VERBS.index(verb))
-    kills = trial = 0
-    while kills < KILLS:
-        prepare(target, base)
-        trial += 1
-        if run(change, float(random.uniform(0, duration))):
-            kills += 1
-        else:
-            duration *= 0.8  # it took less time than the first run
-        assert state(target) in (old, new)
-        if trial % 4 == 0:  # what is done again may be killed again
-            again(float(random.uniform(0, duration)))
-            assert state(target) in (old, new)
-        again()
-        assert state(target) == new
-        if base is not None and verb != "remove":  # these may leave notes, which the next change throws away
-            assert not (target / "work").exists()
+@pytest.mark.slow
+@pytest.mark.parametrize("fresh", [True, False])
+def test_kill_amid_push(stores, fresh):
+    url, remote, seen = f"file://{stores}/remote", stores / "remote", stores / "seen"
+    push_datastore(stores / "base", url)
+    shutil.copytree(stores / "base", stores / "sent")
+
+    def prepared():
+        prepare(remote, None)
+        prepare(stores / "from", stores / "grown")
+        if not fresh:
+            push_datastore(stores / "sent", url)
+            shutil.copyfile(stores / "sent" / "remotes.json", stores / "from" / "remotes.json")
+
+    def told():
+        """What a pull brings, None where nothing was ever pushed whole."""
+        prepare(seen, None)
+        try:
+            pull_datastore(url, seen)
+        except StoreNotFoundError:
+            return None
+        return state(seen)
+
+    kill_until_done(partial(push_datastore, stores / "from", url), prepared, told, 1)
+
+
+def with_limit(limit, build):
+    """Build on a full disk; exits with FULL after a `BuildError`."""
+    children.limit_files(limit)
+    try:
+        build(workers=1)
+    except BuildError as error:
+        sys.exit(FULL if error.expected.startswith("to write to") else 98)
+
+
+@pytest.mark.slow
+def test_no_room_at_any_point(texts, tokenizer, tmp_path):
+    dense = DenseConfig(save_model(tmp_path / "model"), dims=4, window=16, overlap=4)
+    build = partial(build_datastore, tmp_path / "s", str(texts), tokenizer, config=replace(CONFIG, dense=dense))
+    build()
+    whole = state(tmp_path / "s")
+    sizes = sorted({path.stat().st_size for path in (tmp_path / "s").rglob("*") if path.is_file()})
+    outcomes = set()
+    for limit in [0, *(size - 1 for size in sizes if size), sizes[-1]]:
+        prepare(tmp_path / "s", None)
+        outcomes.add(outcome := children.exit_code(children.start(with_limit, limit, build)))
+        assert state(tmp_path / "s") == (None if outcome else whole), limit
+        if outcome:
+            build()
+            assert state(tmp_path / "s") == whole
+    assert outcomes == {FULL, 0}

@@ -15,16 +15,12 @@ from retrieve_spec.errors import BuildError
 RECIPES = Path(retrieve_spec.__file__).parents[1] / "datastores"
 
 
-def test_standard_library():
+def test_standard_library(tmp_path):
     recipe = load_recipe(RECIPES / "python-stdlib.toml")
     paths = {file.path for file in list_files(recipe.sources)}
     assert {"json/decoder.py", "os.py"} <= paths
     assert not any("/test/" in path or path.startswith("site-packages") for path in paths)
     assert recipe.sources[0].licence == "PSF-2.0"
-
-
-def test_standard_library_builds(tmp_path):
-    recipe = load_recipe(RECIPES / "python-stdlib.toml")
     build_datastore(tmp_path / "s", list(recipe.sources), "reference", max_tokens=50_000, recipe=recipe.name)
     store = open_datastore(tmp_path / "s", tokenizer="reference")
     assert store.manifest.history[0]["recipe"] == "python-stdlib"

@@ -51,8 +51,10 @@ def test_only_what_is_missing_travels(store, url, records, tmp_path):
     remove_documents(store, ["c.py"])
     second = push_datastore(store, url)
     assert second.kept == 1 + len(read_manifest(store).segments[0].files)
-    report = pull_datastore(url, tmp_path / "t")
+    with breaking("fetch", lambda: None) as moved:
+        report = pull_datastore(url, tmp_path / "t")
     assert report.segments == 2
+    assert moved and not any(place.startswith(f"segments/{segment}") for place, *_ in moved)
     verify_datastore(tmp_path / "t")
     assert contents(tmp_path / "t") == contents(store)
     assert read_manifest(tmp_path / "t").content == read_manifest(store).content
@@ -134,6 +136,13 @@ def test_what_a_store_has_not_seen_is_not_pushed_over(store, url, tokenizer, rec
     assert not (tmp_path / "p").exists()
 
 
+def test_a_file_in_the_place_of_the_versions_is_no_other_process(store, tmp_path):
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "versions").write_text("mine")
+    with pytest.raises(BuildError, match=r"could not reach .*versions"):
+        push_datastore(store, f"file://{tmp_path}/remote")
+
+
 @pytest.mark.parametrize("place", ["file", "s3"])
 def test_of_two_that_push_at_once_one_is_told(store, tmp_path, place, request):
     url = f"file://{tmp_path}/remote" if place == "file" else request.getfixturevalue("bucket") + "/remote"
@@ -210,7 +219,7 @@ def test_a_remote_that_breaks_amid_is_told_and_gone_on_with(store, url, tmp_path
 def test_a_store_that_changes_while_it_is_pushed_is_told(store, url, tmp_path):
     def change():
         remove_documents(store, ["a.txt"])
-        compact_datastore(store, workers=1)
+        compact_datastore(store)
 
     with breaking("send", change), pytest.raises(StoreLockedError, match="another process has changed"):
         push_datastore(store, url)

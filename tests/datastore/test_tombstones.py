@@ -52,6 +52,7 @@ def test_only_what_is_left_is_found_and_drafted(places, tokenizer, most, texts, 
     verify_datastore(store)
     opened = open_datastore(store)
     assert sorted(contents(store).values()) == sorted(left)
+    assert most or not any(entry.tombstones for entry in opened.manifest.segments)  # written anew
     assert opened.manifest.tokens == sum(map(len, left))
     encode = {character: tokenizer.encode(character).ids[0] for character in "abc"}
     followed = naive.contexts([[encode[c] for c in text] for text in left], 5)
