@@ -243,6 +243,8 @@ class StopScanner:
         Tokens read, but for one that ended the text.
     shown_ids
         The same without those that say what was begun; one that says more is encoded anew without it.
+    shown
+        Characters of the text that were visible.
     """
 
     def __init__(self, codec: TextCodec, rules: StopRules, clock: Callable[[], float] = monotonic) -> None:
@@ -256,7 +258,7 @@ class StopScanner:
         self._codec = codec
         self._unseen = 0  # tokens that said nothing but what was begun
         self._line_start = -1
-        self._shown = 0
+        self.shown = 0
         self.text = ""
         self.token_ids: list[int] = []
         self.shown_ids: list[int] = []
@@ -294,17 +296,13 @@ class StopScanner:
         """No further token comes: release what was held back, but for half a character, whose rest was to follow."""
         if not self.stopped:
             self._flush(whole=False)
+            self._words.clear()
 
     def visible(self) -> str:
         """Text that became certain since the last call; what could still become a stop string is held back."""
         end = len(self.text) if self.stopped else len(self.text) - self._held()
-        fresh = self.text[self._shown : end] if end > self._shown else ""
-        self._shown = max(self._shown, end)
-        return fresh
-
-    def remaining(self) -> str:
-        """Text not yet shown, when the completion is over."""
-        fresh, self._shown = self.text[self._shown :], len(self.text)
+        fresh = self.text[self.shown : end] if end > self.shown else ""
+        self.shown = max(self.shown, end)
         return fresh
 
     def _end(self, stop_type: StopType) -> None:

@@ -121,7 +121,7 @@ def test_newest_request_of_a_client_wins(engine, backend):
     assert waiting.result().outcome == "superseded"
     backend.gate.release(1000)
     assert running.result().outcome == "superseded"
-    assert running.result().passes_after_cancel <= 1
+    assert len(running.result().token_ids) <= 2
     assert newest.result().outcome == other.result().outcome == "done"
     assert backend.prompts == [(500,), (520,), (530,)]
 

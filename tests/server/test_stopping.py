@@ -17,7 +17,7 @@ def scan(codec, text, rules, step=3, clock=lambda: 0.0):
         if scanner.stopped:
             break
     scanner.finish()
-    assert scanner.text == shown + scanner.remaining()
+    assert scanner.text == shown + scanner.visible()
     return scanner
 
 

@@ -52,7 +52,7 @@ def shown(codec, text):
         scanner.push([token_id])
         pieces.append(scanner.visible())
     scanner.finish()
-    return "".join([*pieces, scanner.remaining()])
+    return "".join([*pieces, scanner.visible()])
 
 
 def test_half_a_character_is_held_back(codec):
