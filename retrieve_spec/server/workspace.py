@@ -18,6 +18,7 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.entry_filter import EntryFilter
 from retrieve_spec.datastore.git_rules import Reason, list_folder
 from retrieve_spec.datastore.licences import is_licence_file
+from retrieve_spec.datastore.sync import changes
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.continuations import SEGMENT_CHARS, Continuation, FileIndex, files_below
 
@@ -34,11 +35,6 @@ _TOO_MANY, _TOO_MUCH = "beyond the bound of files", "beyond the bound of text"
 _PAUSE_S = 1.0
 """Seconds between an error and the next trial, at first; twice as many after each that fails."""
 _LONGEST_PAUSE_S = 60.0
-_POLL_MS = 4000
-_NO_WATCHES = (
-    "the system's watches of files are used up: folders are looked at every few seconds instead, until this program"
-    " starts again. For more: sysctl fs.inotify.max_user_watches=524288"
-)
 
 
 class Workspace:
@@ -83,7 +79,7 @@ class Workspace:
         self.indexed = threading.Event()
         self.progress: Callable[[int, int], None] | None = None
         self.follower: WorkspaceStore | None = None
-        self._polls, self._pause = False, _PAUSE_S
+        self._pause = _PAUSE_S
         self._index = FileIndex()
         self._filter = EntryFilter(
             self.roots, max_bytes=config.workspace_file_bytes, licences=config.workspace_licences
@@ -175,7 +171,7 @@ class Workspace:
         with self._turn:
             if self.forgotten:
                 return False
-            given = set(map(Path, paths))
+            given = set(paths)
             if any(path.name in _RULES or (self._filter.rule and is_licence_file(path.name)) for path in given):
                 self.scan()
                 return True
@@ -253,10 +249,6 @@ class Workspace:
             try:
                 self._watch()
             except Exception as error:
-                if "watch limit" in str(error) and not self._polls:
-                    self._polls = True
-                    log.warning(_NO_WATCHES)
-                    continue
                 self._note_trouble(error)
                 with contextlib.suppress(Exception):  # what changes between two watchers is found so
                     if not self._stop.is_set():
@@ -273,28 +265,13 @@ class Workspace:
         self.trouble = trouble
 
     def _watch(self) -> None:
-        """Follow changes until the end.
-
-        A look at everything waits for the watcher, since nobody looks between two of them. One that is told of a name
-        which is not Unicode fails (`RuntimeError`), and what else changed then is not told.
-        """
-        from watchfiles import watch
-
-        notices = watch(
-            *self.roots,
-            stop_event=self._stop,
-            debounce=400,
-            rust_timeout=500,
-            yield_on_timeout=True,
-            force_polling=self._polls,
-            poll_delay_ms=_POLL_MS,
-        )
+        """Follow changes until the end; a look at everything waits for the watcher, since nobody looks between two."""
         looked = False
-        for changes in notices:
+        for changed in changes(self.roots, self._stop):
             if self._stop.is_set() or self.forgotten:
                 return
             if not looked:
                 self.scan()
                 looked, self.trouble, self._pause = True, "", _PAUSE_S
-            elif changes:
-                self.update(Path(path) for _, path in changes)
+            elif changed:
+                self.update(changed)

@@ -268,48 +268,32 @@ def test_changes_are_followed(folder, workspace):
     assert names(workspace) == {".gitignore", "c.log"} | ({"built/d.py"} & names(workspace))
 
 
-def test_where_watches_are_used_up_folders_are_looked_at(folder, monkeypatch, caplog):
-    watch = watchfiles.watch
-
-    def limited(*roots, force_polling, **how):
-        if not force_polling:
-            raise OSError("OS file watch limit reached. about [...]")
-        return watch(*roots, force_polling=True, **how)
-
-    monkeypatch.setattr("watchfiles.watch", limited)
-    monkeypatch.setattr("retrieve_spec.server.workspace._POLL_MS", 50)
-    workspace = Workspace([folder], ServeConfig())
-    workspace.start()
-    try:
-        assert workspace.indexed.wait(60)
-        (folder / "new.py").write_text("def fresh_name(item):\n    return item\n")
-        wait_for(lambda: workspace.find("def fresh_na", 1))
-        assert not workspace.trouble
-        assert "fs.inotify.max_user_watches" in caplog.text and "Traceback" not in caplog.text
-    finally:
-        workspace.close()
-
-
-def test_what_could_not_be_followed_for_a_while_is_followed_again(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("failures", "error", "sysctl"),
+    [(1, "OS file watch limit reached. about [...]", "watches"), (1, "Too many open files", "instances"), (3, "", "")],
+)
+def test_where_watches_are_used_up_folders_are_looked_at(folder, monkeypatch, caplog, failures, error, sysctl):
+    """What cannot be followed at all is tried again."""
     watch, failed = watchfiles.watch, []
 
     def limited(*roots, **how):
-        if len(failed) < 2:
+        if len(failed) < failures:
             failed.append(roots)
-            raise OSError("OS file watch limit reached")
+            raise OSError(error)
         return watch(*roots, **how)
 
     monkeypatch.setattr("watchfiles.watch", limited)
+    monkeypatch.setattr("retrieve_spec.datastore.sync.LOOK_MS", 50)
     monkeypatch.setattr("retrieve_spec.server.workspace._PAUSE_S", 0.01)
     workspace = Workspace([folder], ServeConfig())
     workspace.start()
     try:
-        wait_for(lambda: len(failed) == 2)
-        (folder / "new.py").write_text("def fresh_name(item):\n    return item\n")
-        wait_for(lambda: workspace.find("def fresh_na", 1))
-        wait_for(lambda: not workspace.trouble)
-        (folder / "newer.py").write_text("def another_name(item):\n    return item\n")
-        wait_for(lambda: workspace.find("def another_na", 1))
+        wait_for(lambda: len(failed) == failures and workspace.indexed.is_set() and not workspace.trouble)
+        for name in ("new", "newer"):
+            (folder / f"{name}.py").write_text(f"def fresh_{name}(item):\n    return item\n")
+            wait_for(lambda name=name: f"fresh_{name}(" in str(workspace.texts))
+        assert (f"sysctl fs.inotify.max_user_{sysctl}=" in caplog.text) == bool(sysctl)
+        assert ("Traceback" in caplog.text) == (not sysctl)
     finally:
         workspace.close()
 
