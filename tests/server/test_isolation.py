@@ -27,7 +27,6 @@ def shared(reference):
     served, _, tokenizer = reference
     own = assemble(served.backend.model, tokenizer, "reference", ServeConfig(), shared=True)
     server = Live(own.backend, tokenizer, service=own, keys=(b"alice", "bänker".encode()))
-    server.metrics = own.metrics
     yield server
     server.stop()
 
