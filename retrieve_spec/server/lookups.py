@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
@@ -40,8 +40,6 @@ _SUFFIXES = (".ts", ".tsx", ".js", ".jsx", ".mjs", ".cjs", ".mts", ".cts")
 _TOP = 20_000
 """Characters of a file in which imports are looked for."""
 _MOST_NAMES, _MOST_LINES, _MOST_FILES = 64, 16, 256
-_MOST_FOUND = 4096
-"""Names whose places are remembered."""
 _DEPTH = 3
 """Files that a name is followed through: packages pass on what their modules define."""
 
@@ -78,8 +76,10 @@ class Definitions:
         self._lock = Lock()
         self._version = -1
         self._by_name: dict[str, list[Path]] = {}
-        self._found: dict[Import, tuple[Path, str] | None] = {}
-        self._read: OrderedDict[Path, tuple[str, dict[str, str]]] = OrderedDict()
+        # By the text of files, so that only those which change are read again.
+        self._imports = lru_cache(_MOST_FILES)(imports)
+        self._python_definitions = lru_cache(_MOST_FILES)(_python_definitions)
+        self._script_definition = lru_cache(_MOST_FILES * 16)(_script_definition)
 
     def shown_with(self, parts: FimParts) -> FimParts:
         """What an editor knows at a cursor, and before what it sent definitions: they go first if room is short."""
@@ -91,7 +91,8 @@ class Definitions:
         found: dict[Path, list[str]] = {}
         left = self._max_chars
         with self._lock:
-            places = [self._place(wanted) for wanted in imports(text)] if self._max_chars else []
+            self._follow()
+            places = [self._find(wanted, None, _DEPTH, set()) for wanted in imports(text)] if self._max_chars else []
         for place in places:
             if place is None:
                 continue
@@ -108,17 +109,8 @@ class Definitions:
 
     def forget(self) -> None:
         """Drop what is remembered of texts and of what they import."""
-        with self._lock:
-            self._found.clear()
-
-    def _place(self, wanted: Import) -> tuple[Path, str] | None:
-        """Where a name is defined, and how, looked for once in files that stay as they are."""
-        self._follow()
-        if wanted not in self._found:
-            if len(self._found) >= _MOST_FOUND:
-                self._found.clear()
-            self._found[wanted] = self._find(wanted, None, _DEPTH, set())
-        return self._found[wanted]
+        for cached in (self._imports, self._python_definitions, self._script_definition):
+            cached.cache_clear()
 
     def _find(
         self, wanted: Import, importer: Path | None, depth: int, tried: set[tuple[Path, str]]
@@ -131,11 +123,14 @@ class Definitions:
             if len(tried) >= _MOST_FILES:
                 return None
             tried.add((path, wanted.name))
-            definition = self._definition(path, text, wanted.name)
+            if path.suffix == ".py":
+                definition = self._python_definitions(text).get(wanted.name, "")
+            else:
+                definition = self._script_definition(text, wanted.name)
             if definition:
                 return path, definition
             if depth > 1:
-                for passed in imports(text):
+                for passed in self._imports(text):
                     if passed.name == wanted.name and (place := self._find(passed, path, depth - 1, tried)):
                         return place
         return None
@@ -169,19 +164,7 @@ class Definitions:
             by_name: dict[str, list[Path]] = {}
             for path in list(self._workspace.texts):
                 by_name.setdefault(path.name, []).append(path)
-            self._version, self._by_name, self._found = version, by_name, {}
-
-    def _definition(self, path: Path, text: str, name: str) -> str:
-        known = self._read.get(path)
-        if known is None or known[0] is not text:
-            known = self._read[path] = text, _python_definitions(text) if path.suffix == ".py" else {}
-            while len(self._read) > _MOST_FILES:
-                self._read.popitem(last=False)
-        if path.suffix == ".py":
-            return known[1].get(name, "")
-        if name not in known[1]:
-            known[1][name] = _script_definition(text, name)
-        return known[1][name]
+            self._version, self._by_name = version, by_name
 
 
 def _shared(path: Path, other: Path | None) -> int:
