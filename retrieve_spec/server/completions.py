@@ -95,22 +95,17 @@ class CompletionHandlers:
         body: schemas.InfillRequest | schemas.CompletionRequest,
         prepare: Callable[[], Prepared],
     ) -> Response:
-        service, answers = self.service, list[schemas.LlamaAnswer]()
-
-        def begin(prepared: Prepared) -> None:
-            answers.append(
-                schemas.LlamaAnswer(
-                    body,
-                    model=service.name,
-                    n_ctx=service.backend.n_ctx,
-                    prompt=lambda: service.codec.decode(prepared.task.prompt_ids),
-                    truncated=prepared.truncated,
-                    seed=prepared.task.sampling.seed,
-                )
-            )
-
-        stream = await opened(service, lambda: [prepare()], begin)
-        (prepared,), (answer,) = stream.prepared, answers
+        service = self.service
+        stream = await opened(service, lambda: [prepare()])
+        (prepared,) = stream.prepared
+        answer = schemas.LlamaAnswer(
+            body,
+            model=service.name,
+            n_ctx=service.backend.n_ctx,
+            prompt=lambda: service.codec.decode(prepared.task.prompt_ids),
+            truncated=prepared.truncated,
+            seed=prepared.task.sampling.seed,
+        )
         if body.stream:
             return EventStream(self._events(stream, body, answer))
         (done,) = await self._collect(request, stream)
@@ -193,7 +188,6 @@ class CompletionHandlers:
         failed = next((done for done in finished if done.outcome == "failed"), None)
         if failed is not None:
             raise Refusal(500, failed.error, "server_error")
-        request.state.model_s = sum(done.prompt_s + done.predict_s + done.waited_s for done in finished)
         return finished
 
 
@@ -286,12 +280,8 @@ class Stream:
             leave()
 
 
-async def opened(
-    service: Service, prepare: Callable[[], Sequence[Prepared]], then: Callable[[Prepared], object] | None = None
-) -> Stream:
+async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) -> Stream:
     """The stream of tasks that a thread prepares and hands to the queue, which need not wait for the event loop.
-
-    ``then`` is done by the thread with the first of them, while the model is at work.
 
     Raises
     ------
@@ -304,8 +294,6 @@ async def opened(
         try:
             for item in prepare():
                 stream.begin(service, item)
-            if then is not None:
-                then(stream.prepared[0])
         except BaseException:
             stream.close()
             raise

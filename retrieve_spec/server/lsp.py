@@ -1,6 +1,6 @@
 """Language server: `textDocument/inlineCompletion` (LSP 3.18) on the same queue as the HTTP surface.
 
-Names outside the specification follow the de facto ones of Copilot's language server: `textDocument/didShowCompletion`,
+Names outside the specification follow the de facto ones of Copilot's language server:
 `textDocument/didPartiallyAcceptCompletion`, `textDocument/didFocus`, and a command that runs after an accept.
 """
 
@@ -462,10 +462,6 @@ def _add_feedback(server: CompletionServer) -> None:
             taken = text.encode("utf-16-le")[: 2 * length].decode("utf-16-le", "ignore")
             arguments = getattr(getattr(params.item, "command", None), "arguments", None) or ["", ""]
             accept(line=str(arguments[1]), text=taken)
-
-    @server.feature("textDocument/didShowCompletion")
-    def shown(params: Any) -> None:
-        """Nothing is learned from showing."""
 
     @server.feature("textDocument/didFocus")
     def focused(params: Any) -> None:
