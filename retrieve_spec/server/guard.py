@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -168,20 +168,17 @@ def normal_origins(origins: Sequence[str]) -> tuple[str, ...]:
     """
     found = []
     for origin in origins:
-        parts = urlsplit(origin.strip())
         try:
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host, port = None, None
-        if not parts.scheme or not host or parts.path not in ("", "/") or parts.query or parts.fragment or "*" in host:
+            url = httpx.URL(origin.strip())
+        except httpx.InvalidURL:
+            url = httpx.URL("")
+        if not url.scheme or not url.host or url.path != "/" or url.query or url.fragment or "*" in url.host:
             raise ServeError(
                 "the origin of a page, as http://localhost:3000",
                 repr(origin),
                 "Give each one that may call with an --origin of its own; there is none that stands for all.",
             )
-        host = f"[{host}]" if ":" in host else host
-        usual = {"http": 80, "https": 443}.get(parts.scheme.lower())
-        found.append(f"{parts.scheme.lower()}://{host.lower()}" + (f":{port}" if port not in (None, usual) else ""))
+        found.append(f"{url.scheme}://{url.netloc.decode()}")
     return tuple(found)
 
 
