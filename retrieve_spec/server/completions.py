@@ -109,8 +109,7 @@ class CompletionHandlers:
         if body.stream:
             return EventStream(self._events(stream, body, answer))
         (done,) = await self._collect(request, stream)
-        prepared.remember(done)
-        return JSONResponse(answer.whole(done, self.service.provenance.of(body, done, prepared.left)))
+        return JSONResponse(answer.whole(done, await self._places(body, done, prepared)))
 
     async def _openai(
         self,
@@ -133,12 +132,16 @@ class CompletionHandlers:
         if body.stream:
             return EventStream(self._events(stream, body, answer))
         finished = await self._collect(request, stream)
-        for item, done in zip(stream.prepared, finished, strict=True):
-            item.remember(done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-        extra = self.service.provenance.of(body, finished[0], stream.prepared[0].left)
+        extra = await self._places(body, finished[0], stream.prepared[0])
         return JSONResponse(schemas.project(answer.whole(finished, extra), body.response_fields))
+
+    async def _places(self, body: schemas.Common, done: Completion, prepared: Prepared) -> dict[str, Any]:
+        """Where the lines of a completion stand, looked for in a thread, {} where that was not asked for."""
+        if not body.provenance:
+            return {}
+        return await asyncio.to_thread(self.service.provenance.of, done, prepared.left)
 
     async def _events(
         self, stream: Stream, body: schemas.Common, answer: schemas.LlamaAnswer | schemas.OpenAIAnswer
@@ -152,15 +155,13 @@ class CompletionHandlers:
             async for said in stream:
                 shown: list[dict[str, Any]] = []
                 for index, event in said:
-                    item = stream.prepared[index]
                     if isinstance(event, Delta):
                         shown += answer.delta(event, index)
                     elif event.outcome == "failed":
                         shown.append({"error": {"code": 500, "message": event.error, "type": "server_error"}})
                     else:
                         finished[index] = event
-                        item.remember(event)
-                        shown += answer.end(event, self.service.provenance.of(body, event, item.left), index)
+                        shown += answer.end(event, await self._places(body, event, stream.prepared[index]), index)
                 if shown:
                     yield b"".join(map(schemas.event, shown))
             for last in answer.close([finished[index] for index in sorted(finished)]):

@@ -9,6 +9,7 @@ types, or everything behind it is read again.
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,6 @@ from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.server.jobs import Completion
 from retrieve_spec.server.prompts import Chunk, FimParts
-from retrieve_spec.server.schemas import Common
 from retrieve_spec.server.workspace import Workspace
 
 _PYTHON = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^()]*)\)|([^\n(]+))", re.MULTILINE)
@@ -60,9 +60,9 @@ def imports(text: str) -> list[Import]:
         listed = re.sub(r"#[^\n]*", "", match[2] if match[3] is None else match[3].partition("#")[0])
         for name in re.findall(r"(?:^|,)\s*(\w+)", listed):
             found.append((match.start(), Import(match[1], name, True)))
-    for pattern, at in ((_SCRIPT, 1), (_REQUIRED, 1)):
+    for pattern in (_SCRIPT, _REQUIRED):
         for match in pattern.finditer(text):
-            for name in re.findall(r"[{,]\s*(?:type\s+)?([\w$]+)", match[at]):
+            for name in re.findall(r"[{,]\s*(?:type\s+)?([\w$]+)", match[1]):
                 found.append((match.start(), Import(match[2], name, False)))
     found.sort(key=lambda entry: entry[0])
     return list(dict.fromkeys(entry for _, entry in found))[:_MOST_NAMES]
@@ -169,12 +169,7 @@ class Definitions:
 
 def _shared(path: Path, other: Path | None) -> int:
     """Folders that two files have in common."""
-    count = 0
-    for a, b in zip(path.parts, other.parts if other else (), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    return len(Path(os.path.commonpath([path, other])).parts) if other else 0
 
 
 def _python_definitions(text: str) -> dict[str, str]:
@@ -200,8 +195,7 @@ def _head(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: li
     """A definition without the bodies of its functions."""
     first = node.body[0]
     doc = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    decorated = [line for one in getattr(first, "decorator_list", ()) for line in (one.lineno,)]
-    begins = min([first.lineno, *decorated])
+    begins = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))])
     shown = lines[node.lineno - 1 : max(begins - 1, node.lineno)]
     if doc and first.lineno > node.lineno:
         shown.append(lines[first.lineno - 1])
@@ -248,15 +242,13 @@ class Provenance:
         self._stores = list(stores)
         self._workspace = workspace
 
-    def of(self, request: Common, done: Completion, left: str = "") -> dict[str, Any]:
-        """The ``provenance`` field of an answer, {} when it was not asked for.
+    def of(self, done: Completion, left: str = "") -> dict[str, Any]:
+        """The ``provenance`` field of an answer.
 
         One entry for each line that is not trivially short: its number in the completion, its text, and up to three
         places where all of it stands as a line; one with no place stands in none of the sources. The first line
         includes what stands left of the cursor (``left``); of a last line that goes on, the beginning counts.
         """
-        if not request.provenance:
-            return {}
         entries = []
         lines = (left[left.rfind("\n") + 1 :] + done.text).split("\n")[:_LINES_SAID]
         for number, line in enumerate(lines, 1):

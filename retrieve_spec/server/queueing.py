@@ -169,7 +169,8 @@ class RequestQueue:
                     raise QueueClosedError("to take a request", "the server is ending", "Start it again.")
                 if task.rank == 0:
                     self._typed_at = self._clock()
-                job = self._twin(fresh.key)
+                twins = (job for job in self._jobs if not (job.cancel.is_set() or job.superseded))
+                job = next((job for job in twins if job.key == fresh.key), None)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
                     return lambda: None
@@ -184,14 +185,10 @@ class RequestQueue:
                     self._changed.notify_all()
         finally:  # also where the queue is full
             for other in gone:
-                self._tell(other, Completion("superseded", prompt_tokens=len(other.task.prompt_ids)))
+                done = Completion("superseded", prompt_tokens=len(other.task.prompt_ids))
+                self._on_done(other.task, done)
+                other.sink(done)
         return lambda: self._leave(job, waiter)
-
-    def _twin(self, key: bytes) -> Job | None:
-        for job in self._jobs:
-            if not job.cancel.is_set() and not job.superseded and job.key == key:
-                return job
-        return None
 
     def _overtaken(self, task: Task) -> bool:
         """Whether a request that came later replaces this one: large ones take longer to read."""
@@ -409,7 +406,3 @@ class RequestQueue:
         self._on_done(job.task, done)
         for waiter in waiters:
             waiter.sink(done)
-
-    def _tell(self, waiter: Waiter, done: Completion) -> None:
-        self._on_done(waiter.task, done)
-        waiter.sink(done)

@@ -298,6 +298,27 @@ def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, backend):
     assert other.result().outcome == new.result().outcome == "done"
 
 
+def test_no_user_fills_the_queue(backend, codec):
+    engine = RequestQueue(backend, codec, max_queue=4, share=2)
+    for number in range(2):
+        engine.submit(Task((500 + number,), RULES, scope="a"), Collector())
+    with pytest.raises(QueueFullError, match="fewer than 2"):
+        engine.submit(Task((510,), RULES, scope="a"), Collector())
+    engine.submit(Task((520,), RULES, scope="b"), Collector())
+
+
+def test_who_has_just_pressed_a_key_comes_first_but_after_who_has_paused(backend, codec):
+    now = [0.0]
+    engine = RequestQueue(backend, codec, cache_bytes=1, clock=lambda: now[0])
+    for prompt, pressed in ((500, 0.0), (600, 0.5), (700, 10.0), (800, 11.0)):
+        now[0] = pressed
+        engine.submit(Task((prompt,), RULES, typing=True), Collector())
+        if prompt in (600, 800):
+            now[0] += 1.0
+            drain(engine)
+    assert backend.prompts == [(600,), (500,), (700,), (800,)]
+
+
 def test_stale_keystrokes_are_not_served(engine, backend):
     backend.gate = threading.Semaphore(0)
     ask(engine, [500])
