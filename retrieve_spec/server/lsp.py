@@ -84,37 +84,15 @@ class Cursor:
         }
 
 
-class Completer:
-    """What a language server needs of a model; what it need not be told of does nothing."""
-
-    workspace: Workspace | None = None
-    """Folders that are indexed in this process, if any."""
-
-    async def complete(self, cursor: Cursor) -> str:
-        """A suggestion for a place; "" where there is none, or a newer request came."""
-        raise NotImplementedError
-
-    def open(self, uri: str, text: str) -> None:
-        """A document is open."""
-
-    def forget(self) -> None:
-        """Drop what is kept of this user."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End."""
-        raise NotImplementedError
-
-
-class LocalCompleter(Completer):
-    """Completions by a model in this process."""
+class LocalCompleter:
+    """Completions by a model in this process; `workspace` holds the folders that are indexed in it, if any."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.workspace = service, service.workspace
         service.queue.start()
 
     async def complete(self, cursor: Cursor) -> str:
-        """A suggestion for a place."""
+        """A suggestion for a place; "" where there is none, or a newer request came."""
         service = self.service
         if service.fim is None:
             return ""
@@ -148,8 +126,10 @@ class LocalCompleter(Completer):
         self.service.close()
 
 
-class RemoteCompleter(Completer):
-    """Completions by a server elsewhere, which reads what was saved itself."""
+class RemoteCompleter:
+    """Completions by a server elsewhere, which is sent pieces of open documents and reads what was saved itself."""
+
+    workspace = None
 
     def __init__(self, remote: Remote) -> None:
         self.remote = remote
@@ -177,8 +157,15 @@ class RemoteCompleter(Completer):
         """Have the server drop what it keeps of this user."""
         self.remote.ask("DELETE", "/v1/workspace", timeout=_ANSWER_S)
 
+    def open(self, uri: str, text: str) -> None:
+        """Nothing to remember here."""
+
     def close(self) -> None:
         """Nothing to end: the server is not this editor's."""
+
+
+Completer = LocalCompleter | RemoteCompleter
+"""What a language server needs of a model."""
 
 
 def connected(remote: Remote, given_up: threading.Event) -> RemoteCompleter:
