@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from scripted import ScriptedBackend
 
+from retrieve_spec.cli import cli
 from retrieve_spec.cli_serve import editor as COMMAND
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
@@ -66,7 +67,7 @@ def at_home(tmp_path, monkeypatch):
 
 
 def run(*arguments, **how):
-    return CliRunner().invoke(COMMAND, [*map(str, arguments)], **how)
+    return CliRunner().invoke(cli, ["editor", *map(str, arguments)], **how)
 
 
 @pytest.mark.parametrize("name", EDITORS)
