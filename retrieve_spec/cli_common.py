@@ -14,6 +14,7 @@ import click
 EXTRAS = {
     "serve": (
         *("fastapi", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "pygls", "watchfiles"),
+        "httpx",
     ),
     "share": ("fsspec",),
     "parquet": ("pyarrow",),

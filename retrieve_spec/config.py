@@ -229,10 +229,6 @@ class ServeConfig:
         around the cursor take; 0 for none.
     workspace_licences
         SPDX identifiers of the licences under which a workspace's files are drafted from; any where there are none.
-    memory_chars
-        Bound of remembered chunks, buffers and accepted completions, each.
-    accepted_tokens
-        Tokens of accepted completions that the drafter reads with every request.
     origins
         Browser origins that may call; none by default.
     """
@@ -258,8 +254,6 @@ class ServeConfig:
     workspace_file_bytes: int = 256 << 10
     definition_chars: int = 1600
     workspace_licences: tuple[str, ...] = ()
-    memory_chars: int = 2_000_000
-    accepted_tokens: int = 512
     origins: tuple[str, ...] = ()
 
 

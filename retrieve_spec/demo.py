@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 import time
@@ -163,40 +162,12 @@ def _row(name: str, results: list[Result]) -> list[str]:
     return [*cells, "yes" if all(result.identical for result in results) else "NO"]
 
 
-def credits(results: list[Result]) -> list[str]:
-    """One line per accelerated runner: which sources its accepted tokens came from."""
-    lines = []
-    for panes in list(zip(*(result.panes for result in results), strict=True))[1:]:
-        accepted = sum((Counter(pane.accepted) for pane in panes), Counter[str]())
-        by_source = ", ".join(f"{name} {count}" for name, count in accepted.most_common())
-        tokens = sum(len(pane.token_ids) for pane in panes)
-        lines.append(f"{panes[0].title}: accepted by source: {by_source or 'none'} (of {tokens} generated)")
-    return lines
-
-
-def figures(results: list[Result]) -> dict[str, Any]:
-    """The same figures as one JSON object."""
-
-    def of(pane: Pane, plain: Pane) -> dict[str, Any]:
-        return {
-            "tokens_per_second": pane.tokens_per_second,
-            "speedup": pane.tokens_per_second / plain.tokens_per_second,
-            "tokens_per_pass": len(pane.token_ids) / max(pane.passes, 1),
-            "accepted_by_source": pane.accepted,
-        }
-
-    files = [
-        {
-            "file": result.name,
-            "plain_tokens_per_second": result.panes[0].tokens_per_second,
-            **of(result.panes[1], result.panes[0]),
-            "with_store": of(result.panes[2], result.panes[0]) if len(result.panes) > 2 else None,
-            "identical": result.identical,
-            "looping": result.looping,
-        }
-        for result in results
-    ]
-    return {"files": files, "identical": all(result.identical for result in results)}
+def credits(panes: Sequence[Pane]) -> str:
+    """Which sources the accepted tokens of a runner came from."""
+    accepted = sum((Counter(pane.accepted) for pane in panes), Counter[str]())
+    by_source = ", ".join(f"{name} {count}" for name, count in accepted.most_common())
+    tokens = sum(len(pane.token_ids) for pane in panes)
+    return f"{panes[0].title}: accepted by source: {by_source or 'none'} (of {tokens} generated)"
 
 
 def stdlib_store(tokenizer: PreTrainedTokenizerBase, console: Console) -> Datastore | None:
@@ -215,7 +186,7 @@ def stdlib_store(tokenizer: PreTrainedTokenizerBase, console: Console) -> Datast
             tokenizer,
             before=lambda: console.print("Building a datastore of the standard library (once) …"),
             after=lambda report: console.print(f"Built {path} in {sum(report.seconds.values()):.0f} s."),
-            progress=not console.quiet,
+            progress=True,
         )
     except StoreError as error:
         console.print(f"No datastore: {error}")
@@ -256,8 +227,7 @@ def runners_of(
     show_default=True,
     help="Also draft from a datastore of the standard library, built on first use.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Only print the figures, as one JSON object.")
-def main(files: int, max_new_tokens: int, store: bool, as_json: bool) -> None:
+def main(files: int, max_new_tokens: int, store: bool) -> None:
     """Complete Python files with the bundled model: plain, accelerated, and with a datastore beside it."""
     import torch
     from transformers.utils import logging
@@ -265,7 +235,7 @@ def main(files: int, max_new_tokens: int, store: bool, as_json: bool) -> None:
     from retrieve_spec.reference_model import load_model
 
     logging.disable_progress_bar()
-    console = Console(quiet=as_json, highlight=False)
+    console = Console(highlight=False)
     console.print("Loading the bundled model (12.6 M parameters, trained on Python) …")
     model, tokenizer = load_model()
     found = stdlib_store(tokenizer, console) if store else None
@@ -281,9 +251,9 @@ def main(files: int, max_new_tokens: int, store: bool, as_json: bool) -> None:
     for index, prompt in enumerate(prompts, 1):
         console.print(f"\n\\[{index}/{len(prompts)}] {prompt.name}")
         results.append(race(runners, tokenizer, prompt, max_new_tokens, console))
-    console.print(table(results), *credits(results), sep="\n")
-    if as_json:
-        click.echo(json.dumps(figures(results)))
+    console.print(table(results))
+    _, *accelerated = zip(*(result.panes for result in results), strict=True)
+    console.print(*map(credits, accelerated), sep="\n")
     sys.exit(0 if all(result.identical for result in results) else 1)
 
 

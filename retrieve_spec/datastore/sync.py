@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -318,13 +319,30 @@ def watch_folders(
 ) -> None:
     """Synchronise a store, and again whenever something in the folders changes, until interrupted.
 
-    While another process is writing to the store it waits. Where the limit of the system on watches is used up, which
-    is logged once with the command that raises it, the folders are looked through every few seconds instead.
+    While another process is writing to the store it waits. Raises as `changes` and `sync_datastore` do.
+    """
+    inside, due = folder_of(path, "sync").resolve(), True
+    for changed in changes([_root(folder) for folder in folders]):
+        due |= not all(place.is_relative_to(inside) for place in changed)
+        if due:
+            with suppress(StoreLockedError):
+                report = sync_datastore(path, folders, **options)
+                due = False
+                tell(report)
+
+
+def changes(folders: Sequence[Path], stop: threading.Event | None = None) -> Iterator[set[Path]]:
+    """What changed in some folders: an empty set once they are watched, then one twice a second at least.
+
+    Where a limit of the system on watches is used up, which is logged with the command that raises it, the folders are
+    looked through every few seconds instead.
 
     Raises
     ------
     BuildError
-        When watchfiles is not installed; otherwise as `sync_datastore`.
+        When watchfiles is not installed.
+    OSError, RuntimeError
+        When the folders cannot be watched, or the name of a file is not Unicode: what else changed then is not told.
     """
     try:
         from watchfiles import watch
@@ -332,19 +350,11 @@ def watch_folders(
         raise BuildError(
             "to watch folders", "watchfiles is not installed", "Run: pip install 'retrieve-spec[serve]'"
         ) from error
-    inside, roots = folder_of(path, "sync").resolve(), [_root(folder) for folder in folders]
-    due, polling = True, False  # at first only once the folders are watched: what changes meanwhile is not missed
-    while True:
+    how: dict[str, Any] = {"stop_event": stop, "debounce": 400, "rust_timeout": 500, "yield_on_timeout": True}
+    for polling in (None, True):
         try:
-            for changes in watch(
-                *roots, rust_timeout=500, yield_on_timeout=True, force_polling=polling or None, poll_delay_ms=LOOK_MS
-            ):
-                due |= any(not Path(place).is_relative_to(inside) for _, place in changes)
-                if due:
-                    with suppress(StoreLockedError):
-                        report = sync_datastore(path, folders, **options)
-                        due = False
-                        tell(report)
+            for found in watch(*folders, **how, force_polling=polling, poll_delay_ms=LOOK_MS):
+                yield {Path(place) for _, place in found}
             return
         except (OSError, RuntimeError) as error:
             if polling or not any(sign in str(error) for sign in ("watch limit", "Too many open files")):
@@ -354,4 +364,3 @@ def watch_folders(
                 "sudo sysctl fs.inotify.max_user_watches=1048576 fs.inotify.max_user_instances=1024",
                 LOOK_MS // 1000,
             )
-            polling = True

@@ -380,16 +380,10 @@ class SlotPool:
                     return best, keep
                 self.drop(best)
             elif keep >= COPY_FROM:
-                copy = self._copy(best)
-                if copy is not None and self._backend.crop(copy, keep):
-                    return self._fresh(copy, scope), keep
+                copied = best.copied() if best.copied is not None else self._backend.clone(best.cache)
+                if copied is not None and self._backend.crop(copied, keep):
+                    return self._fresh(copied, scope), keep
         return self._fresh(self._backend.new_cache(), scope), 0
-
-    def _copy(self, slot: Slot) -> Any:
-        """A copy of what a slot holds, or None."""
-        if slot.copied is not None:
-            return slot.copied()
-        return self._backend.clone(slot.cache)
 
     def _fresh(self, cache: Any, scope: str) -> Slot:
         slot = Slot(cache, scope)

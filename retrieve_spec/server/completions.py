@@ -95,27 +95,21 @@ class CompletionHandlers:
         body: schemas.InfillRequest | schemas.CompletionRequest,
         prepare: Callable[[], Prepared],
     ) -> Response:
-        service, answers = self.service, list[schemas.LlamaAnswer]()
-
-        def begin(prepared: Prepared) -> None:
-            answers.append(
-                schemas.LlamaAnswer(
-                    body,
-                    model=service.name,
-                    n_ctx=service.backend.n_ctx,
-                    prompt=lambda: service.codec.decode(prepared.task.prompt_ids),
-                    truncated=prepared.truncated,
-                    seed=prepared.task.sampling.seed,
-                )
-            )
-
-        stream = await opened(service, lambda: [prepare()], begin)
-        (prepared,), (answer,) = stream.prepared, answers
+        service = self.service
+        stream = await opened(service, lambda: [prepare()])
+        (prepared,) = stream.prepared
+        answer = schemas.LlamaAnswer(
+            body,
+            model=service.name,
+            n_ctx=service.backend.n_ctx,
+            prompt=lambda: service.codec.decode(prepared.task.prompt_ids),
+            truncated=prepared.truncated,
+            seed=prepared.task.sampling.seed,
+        )
         if body.stream:
             return EventStream(self._events(stream, body, answer))
         (done,) = await self._collect(request, stream)
-        prepared.remember(done)
-        return JSONResponse(answer.whole(done, self.service.provenance.of(body, done, prepared.left)))
+        return JSONResponse(answer.whole(done, await self._places(body, done, prepared)))
 
     async def _openai(
         self,
@@ -138,12 +132,16 @@ class CompletionHandlers:
         if body.stream:
             return EventStream(self._events(stream, body, answer))
         finished = await self._collect(request, stream)
-        for item, done in zip(stream.prepared, finished, strict=True):
-            item.remember(done)
         if any(done.outcome == "superseded" for done in finished):
             raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-        extra = self.service.provenance.of(body, finished[0], stream.prepared[0].left)
+        extra = await self._places(body, finished[0], stream.prepared[0])
         return JSONResponse(schemas.project(answer.whole(finished, extra), body.response_fields))
+
+    async def _places(self, body: schemas.Common, done: Completion, prepared: Prepared) -> dict[str, Any]:
+        """Where the lines of a completion stand, looked for in a thread, {} where that was not asked for."""
+        if not body.provenance:
+            return {}
+        return await asyncio.to_thread(self.service.provenance.of, done, prepared.left)
 
     async def _events(
         self, stream: Stream, body: schemas.Common, answer: schemas.LlamaAnswer | schemas.OpenAIAnswer
@@ -157,15 +155,13 @@ class CompletionHandlers:
             async for said in stream:
                 shown: list[dict[str, Any]] = []
                 for index, event in said:
-                    item = stream.prepared[index]
                     if isinstance(event, Delta):
                         shown += answer.delta(event, index)
                     elif event.outcome == "failed":
                         shown.append({"error": {"code": 500, "message": event.error, "type": "server_error"}})
                     else:
                         finished[index] = event
-                        item.remember(event)
-                        shown += answer.end(event, self.service.provenance.of(body, event, item.left), index)
+                        shown += answer.end(event, await self._places(body, event, stream.prepared[index]), index)
                 if shown:
                     yield b"".join(map(schemas.event, shown))
             for last in answer.close([finished[index] for index in sorted(finished)]):
@@ -193,7 +189,6 @@ class CompletionHandlers:
         failed = next((done for done in finished if done.outcome == "failed"), None)
         if failed is not None:
             raise Refusal(500, failed.error, "server_error")
-        request.state.model_s = sum(done.prompt_s + done.predict_s + done.waited_s for done in finished)
         return finished
 
 
@@ -286,12 +281,8 @@ class Stream:
             leave()
 
 
-async def opened(
-    service: Service, prepare: Callable[[], Sequence[Prepared]], then: Callable[[Prepared], object] | None = None
-) -> Stream:
+async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) -> Stream:
     """The stream of tasks that a thread prepares and hands to the queue, which need not wait for the event loop.
-
-    ``then`` is done by the thread with the first of them, while the model is at work.
 
     Raises
     ------
@@ -304,8 +295,6 @@ async def opened(
         try:
             for item in prepare():
                 stream.begin(service, item)
-            if then is not None:
-                then(stream.prepared[0])
         except BaseException:
             stream.close()
             raise

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -168,90 +168,63 @@ def normal_origins(origins: Sequence[str]) -> tuple[str, ...]:
     """
     found = []
     for origin in origins:
-        parts = urlsplit(origin.strip())
         try:
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host, port = None, None
-        if not parts.scheme or not host or parts.path not in ("", "/") or parts.query or parts.fragment or "*" in host:
+            url = httpx.URL(origin.strip())
+        except httpx.InvalidURL:
+            url = httpx.URL("")
+        if not url.scheme or not url.host or url.path != "/" or url.query or url.fragment or "*" in url.host:
             raise ServeError(
                 "the origin of a page, as http://localhost:3000",
                 repr(origin),
                 "Give each one that may call with an --origin of its own; there is none that stands for all.",
             )
-        host = f"[{host}]" if ":" in host else host
-        usual = {"http": 80, "https": 443}.get(parts.scheme.lower())
-        found.append(f"{parts.scheme.lower()}://{host.lower()}" + (f":{port}" if port not in (None, usual) else ""))
+        found.append(f"{url.scheme}://{url.netloc.decode()}")
     return tuple(found)
 
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.375, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_TOKENS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 
 class Metrics:
     """The counters of one server, in a registry of its own."""
 
-    def __init__(self, queue_length: Callable[[], int], begun: Callable[[], int] | None = None) -> None:
-        self.registry = CollectorRegistry()
-        r = self.registry
+    def __init__(self, queue_length: Callable[[], int], begun: Callable[[], int]) -> None:
+        self.registry = r = CollectorRegistry()
         p = "retrieve_spec_"
         self._requests = Counter(p + "requests", "Requests by path and status.", ["path", "status"], registry=r)
         self._latency = Histogram(
             p + "request_seconds", "Time to answer, by path.", ["path"], buckets=_SECONDS, registry=r
         )
-        self._overhead = Histogram(
-            p + "overhead_seconds", "Time spent outside the model, by path.", ["path"], buckets=_SECONDS, registry=r
+        self._first = Histogram(
+            p + "first_token_seconds", "Time to the first token, by what asked.", ["kind"], buckets=_SECONDS, registry=r
         )
-        self._per_pass = Histogram(
-            p + "tokens_per_pass", "Tokens emitted per forward pass.", buckets=_TOKENS, registry=r
-        )
+        self._outcomes = Counter(p + "completions", "Completions by outcome.", ["outcome"], registry=r)
         self._emitted = Counter(p + "tokens_emitted", "Tokens emitted.", registry=r)
         self._passes = Counter(p + "passes", "Forward passes spent on decoding.", registry=r)
         self._drafted = Counter(p + "draft_nodes", "Draft nodes verified.", registry=r)
         self._accepted = Counter(p + "accepted_tokens", "Accepted draft tokens by source.", ["source"], registry=r)
         self._prompt = Counter(p + "prompt_tokens", "Prompt tokens by how they were read.", ["read"], registry=r)
-        self._first = Histogram(
-            p + "first_token_seconds", "Time to the first token, by what asked.", ["kind"], buckets=_SECONDS, registry=r
-        )
-        self._deadlines = Counter(p + "deadlines", "Completions that a deadline ended.", registry=r)
-        self._outcomes = Counter(p + "completions", "Completions by outcome.", ["outcome"], registry=r)
-        self._cancelled = Counter(p + "cancellations", "Requests given up, by reason.", ["reason"], registry=r)
-        self._after = Counter(p + "passes_after_cancel", "Passes spent after a client had gone.", registry=r)
         Gauge(p + "queue_length", "Requests waiting.", registry=r).set_function(queue_length)
-        if begun is not None:
-            Gauge(p + "running", "Requests under way.", registry=r).set_function(begun)
+        Gauge(p + "running", "Requests under way.", registry=r).set_function(begun)
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count an answered request."""
         self._requests.labels(path, str(status)).inc()
         self._latency.labels(path).observe(seconds)
 
-    def overhead(self, path: str, seconds: float) -> None:
-        """Count time a request spent outside the model and outside the queue."""
-        self._overhead.labels(path).observe(seconds)
-
     def completion(self, task: Task, done: Completion) -> None:
         """Count a finished task."""
         self._outcomes.labels(done.outcome).inc()
-        if done.outcome in ("cancelled", "superseded"):
-            self._cancelled.labels("disconnect" if done.outcome == "cancelled" else "superseded").inc()
-        self._after.inc(done.passes_after_cancel)
         self._prompt.labels("cache").inc(done.cached_tokens)
         if done.outcome == "done":
             self._prompt.labels("model").inc(max(0, done.prompt_tokens - done.cached_tokens))
         if done.token_ids:
-            kind = "typing" if task.typing else "other"
-            self._first.labels(kind).observe(done.first_s)
-        self._deadlines.inc(done.deadline_hit)
-        report = done.report
+            self._first.labels("typing" if task.typing else "other").observe(done.first_s)
         self._emitted.inc(len(done.token_ids))
-        self._passes.inc(report.passes)
-        self._drafted.inc(report.nodes)
-        for source, count in report.accepted_by_source.items():
+        self._passes.inc(done.report.passes)
+        self._drafted.inc(done.report.nodes)
+        for source, count in done.report.accepted_by_source.items():
             self._accepted.labels(source).inc(count)
-        if report.passes:
-            self._per_pass.observe(len(done.token_ids) / report.passes)
 
     def figures(self) -> dict[str, float]:
         """What a page shows: tokens per pass, accepted draft tokens by source, requests that wait and are under way."""
@@ -260,13 +233,9 @@ class Metrics:
             for family in self.registry.collect()
             for sample in family.samples
         }
-        passes = values[("passes_total", "")]
-        figures = {"Tokens per pass": values[("tokens_emitted_total", "")] / passes if passes else 0.0}
+        figures = {"Tokens per pass": values["tokens_emitted_total", ""] / max(values["passes_total", ""], 1.0)}
         figures |= {f"Accepted from {of}": n for (name, of), n in values.items() if name == "accepted_tokens_total"}
-        return figures | {
-            "Requests waiting": values[("queue_length", "")],
-            "Under way": values.get(("running", ""), 0.0),
-        }
+        return figures | {"Requests waiting": values["queue_length", ""], "Under way": values["running", ""]}
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -274,28 +243,18 @@ class Metrics:
 
 
 class Counted:
-    """ASGI middleware that counts requests by route and status, and says what time was spent outside the model."""
+    """ASGI middleware that counts requests by route and status."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on; its time is over with the last byte of its answer."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         begun, status = perf_counter(), 500
 
         async def note(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                model_s = scope.get("state", {}).get("model_s")
-                if model_s is not None:
-                    overhead = max(0.0, perf_counter() - begun - model_s)
-                    self._metrics.overhead(scope["route"].path, overhead)
-                    timing = f"overhead;dur={1000 * overhead:.2f}, model;dur={1000 * model_s:.2f}"
-                    message["headers"] = [*message["headers"], (b"server-timing", timing.encode())]
+            status = message.get("status", status)
             await send(message)
 
         try:

@@ -6,14 +6,14 @@ import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from threading import Event
+from threading import Condition, Event
 from time import monotonic
 from typing import Any, Literal
 
 import numpy as np
 
 from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.server.backend import Backend, DraftHints, Slot, SlotPool, Text
+from retrieve_spec.server.backend import Backend, DraftHints, Slot, SlotPool
 from retrieve_spec.server.sampling import Sampling
 from retrieve_spec.server.text import StopRules, StopScanner, StopType, TextCodec
 
@@ -119,8 +119,6 @@ class Completion:
         Seconds until there was a token, from when it was asked for.
     report
         Passes and drafts.
-    passes_after_cancel
-        Passes that were still spent after the client had gone.
     error
         What failed, for the log.
     """
@@ -140,7 +138,6 @@ class Completion:
     waited_s: float = 0.0
     first_s: float = 0.0
     report: GenerationReport = field(default_factory=GenerationReport)
-    passes_after_cancel: int = 0
     error: str = ""
 
     @property
@@ -161,33 +158,6 @@ class Waiter:
     sink: Sink
 
 
-class Job:
-    """A task under way and everyone who waits for it.
-
-    Attributes
-    ----------
-    key
-        The task's fingerprint.
-    begun
-        Its work so far (`Decode`), None before it begins.
-    forgotten
-        Whether its user had everything forgotten meanwhile: nothing of it is kept.
-    """
-
-    def __init__(self, task: Task, key: bytes, sink: Sink, submitted: float) -> None:
-        self.task = task
-        self.key = key
-        self.submitted = submitted
-        self.waited = 0.0
-        self.begun: Any = None
-        self.cancel = Event()
-        self.superseded = False
-        self.forgotten = False
-        self.waiters = [Waiter(task, sink)]
-        self.text = ""
-        self.token_ids: list[int] = []
-
-
 def same_document(old: str, new: str) -> bool:
     """Whether two texts before a cursor look like one file a few keystrokes apart.
 
@@ -200,42 +170,65 @@ def same_document(old: str, new: str) -> bool:
     return old[:shared] == new[:shared]
 
 
-class Decode:
-    """One job under way: looks after every pass for reasons to stop, and publishes what became visible.
+class Job:
+    """A task, the work on it, and everyone who waits for it.
+
+    It looks after every pass for reasons to stop, and publishes what became visible.
+
+    Parameters
+    ----------
+    task, sink
+        What to do, and who waits for it first.
+    backend, codec, pool
+        The model, its text codec and its caches.
+    changed
+        Held while the waiters, or what they have been told, change.
+    clock
+        Seconds, monotonic.
 
     Attributes
     ----------
+    key
+        The task's fingerprint.
+    begun
+        Whether it has taken a cache.
+    forgotten
+        Whether its user had everything forgotten meanwhile: nothing of it is kept.
     done
         What the work has come to so far.
     text
-        What takes part in passes, once it has started.
+        What takes part in passes, once it has begun.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        codec: TextCodec,
-        pool: SlotPool,
-        job: Job,
-        publish: Callable[[Job, Delta], None],
+        self, task: Task, sink: Sink, backend: Backend, codec: TextCodec, pool: SlotPool, changed: Condition,
         clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self.job, self.task = job, job.task
-        self.done = Completion(prompt_tokens=len(job.task.prompt_ids), waited_s=job.waited)
-        self.text: Text | None = None
-        self._slot: Slot | None = None
-        self._backend, self._codec, self._pool, self._publish, self._clock = backend, codec, pool, publish, clock
-        self._scanner = StopScanner(codec, job.task.rules, clock)
+    ) -> None:  # fmt: skip
+        self.task, self.key, self.waiters = task, task.fingerprint(), [Waiter(task, sink)]
+        self.begun = self.superseded = self.forgotten = False
+        self.cancel = Event()
+        self.done = Completion(prompt_tokens=len(task.prompt_ids))
+        self.text: Any = None
+        self._slot: Any = None
+        self._backend, self._codec, self._pool, self._changed, self._clock = backend, codec, pool, changed, clock
+        self._scanner = StopScanner(codec, task.rules, clock)
         self._said: list[int] = []
-        self._worked, self._noted_at = 0.0, clock()
-        self._told = 0  # tokens that were published
+        self._worked, self._told = 0.0, 0  # seconds; tokens that were published
+        self.submitted = self._noted_at = clock()
+
+    def join(self, waiter: Waiter) -> None:
+        """Let somebody wait for it, too, and tell them what has been published."""
+        scanner = self._scanner
+        if scanner.shown or self._told:
+            waiter.sink(Delta(scanner.text[: scanner.shown], tuple(scanner.shown_ids[: self._told])))
+        self.waiters.append(waiter)
 
     def start(self) -> None:
         """Take a cache, and look up what to draft from."""
-        task = self.task
+        task, self._noted_at = self.task, self._clock()
         size = len(task.prompt_ids) * self._backend.token_bytes
-        slot, cached = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse, size=size)
-        self._slot, self.done.cached_tokens = slot, cached
+        slot, self.done.cached_tokens = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse, size=size)
+        self._slot = slot
         self.text = self._backend.decode(
             slot.cache,
             task.prompt_ids,
@@ -246,17 +239,12 @@ class Decode:
         )
         self.done.setup_s = self._since()
 
-    @property
-    def unread(self) -> int:
-        """Tokens of the prompt that are still to be read."""
-        return len(self.task.prompt_ids) if self.text is None else self.text.unread
-
     def _hints(self, slot: Slot) -> DraftHints:
         """What to draft from; what was said behind this prompt before, if nothing else is expected there."""
         hints = self.task.hints()  # also where only the prompt is read: the drafter's memory reads the new chunks now
         if self.task.warm or not self.task.drafting:
             return DraftHints(enabled=False, scope=self.task.scope)
-        if self.job.forgotten:
+        if self.forgotten:
             hints = replace(hints, session=None)  # it would keep what is said
         return hints if hints.prediction else replace(hints, prediction=self._said_before(slot))
 
@@ -289,8 +277,6 @@ class Decode:
     def proceed(self) -> bool:
         """Take what a pass brought; whether the task is done, and who waits may be told before it is closed."""
         text, slot, prompt, done = self.text, self._slot, self.task.prompt_ids, self.done
-        assert text is not None
-        assert slot is not None
         self._worked += self._since()
         fresh = text.take()
         if fresh and not self._said:
@@ -308,34 +294,32 @@ class Decode:
 
     def _goes_on(self, fresh: list[int], is_over: bool) -> bool:
         """Whether there is more to do after a pass; the tokens of the last one are published with the end."""
-        scanner, cancelled = self._scanner, self.job.cancel.is_set()
+        scanner = self._scanner
         if fresh and not self.task.warm:
             scanner.push(fresh)
-        if cancelled:
-            self.done.passes_after_cancel += len(fresh) > 0
-            return False
-        if is_over or scanner.stopped:
+        if self.cancel.is_set() or is_over or scanner.stopped:
             return False
         self.done.deadline_hit = self.task.deadline_s is not None and self._worked > self.task.deadline_s
         if self.done.deadline_hit:
             return False
-        self._tell(scanner.visible())
+        self._tell()
         return True
 
-    def _tell(self, text: str) -> None:
+    def _tell(self) -> None:
         """Publish further text, and the tokens that were taken since the last."""
-        shown = self._scanner.shown_ids
-        if text or len(shown) > self._told:
-            self._publish(self.job, Delta(text, tuple(shown[self._told :])))
-        self._told = len(shown)
+        with self._changed:
+            text, tokens = self._scanner.visible(), tuple(self._scanner.shown_ids[self._told :])
+            self._told += len(tokens)
+            for waiter in self.waiters if text or tokens else ():
+                waiter.sink(Delta(text, tokens))
 
     def _conclude(self) -> None:
         scanner, done = self._scanner, self.done
         scanner.finish()
-        if self.job.cancel.is_set():
-            done.outcome = "superseded" if self.job.superseded else "cancelled"
+        if self.cancel.is_set():
+            done.outcome = "superseded" if self.superseded else "cancelled"
         else:
-            self._tell(scanner.remaining())
+            self._tell()
         done.text, done.token_ids = scanner.text, scanner.shown_ids
         done.surplus = len(scanner.shown_ids) - scanner.counted
         done.stop_type = scanner.stop_type if scanner.stopped else "limit"
@@ -352,6 +336,6 @@ class Decode:
                 self.text.close()
                 self._pool.settle(slot, [*self.task.prompt_ids, *([] if self.task.warm else self._said)])
         finally:
-            if self.job.forgotten or not keep:
+            if self.forgotten or not keep:
                 self._pool.drop(slot)
             self._pool.release(slot)

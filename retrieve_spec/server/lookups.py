@@ -9,10 +9,11 @@ types, or everything behind it is read again.
 from __future__ import annotations
 
 import ast
+import os
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
@@ -21,7 +22,6 @@ from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.server.jobs import Completion
 from retrieve_spec.server.prompts import Chunk, FimParts
-from retrieve_spec.server.schemas import Common
 from retrieve_spec.server.workspace import Workspace
 
 _PYTHON = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^()]*)\)|([^\n(]+))", re.MULTILINE)
@@ -40,8 +40,6 @@ _SUFFIXES = (".ts", ".tsx", ".js", ".jsx", ".mjs", ".cjs", ".mts", ".cts")
 _TOP = 20_000
 """Characters of a file in which imports are looked for."""
 _MOST_NAMES, _MOST_LINES, _MOST_FILES = 64, 16, 256
-_MOST_FOUND = 4096
-"""Names whose places are remembered."""
 _DEPTH = 3
 """Files that a name is followed through: packages pass on what their modules define."""
 
@@ -62,9 +60,9 @@ def imports(text: str) -> list[Import]:
         listed = re.sub(r"#[^\n]*", "", match[2] if match[3] is None else match[3].partition("#")[0])
         for name in re.findall(r"(?:^|,)\s*(\w+)", listed):
             found.append((match.start(), Import(match[1], name, True)))
-    for pattern, at in ((_SCRIPT, 1), (_REQUIRED, 1)):
+    for pattern in (_SCRIPT, _REQUIRED):
         for match in pattern.finditer(text):
-            for name in re.findall(r"[{,]\s*(?:type\s+)?([\w$]+)", match[at]):
+            for name in re.findall(r"[{,]\s*(?:type\s+)?([\w$]+)", match[1]):
                 found.append((match.start(), Import(match[2], name, False)))
     found.sort(key=lambda entry: entry[0])
     return list(dict.fromkeys(entry for _, entry in found))[:_MOST_NAMES]
@@ -78,8 +76,10 @@ class Definitions:
         self._lock = Lock()
         self._version = -1
         self._by_name: dict[str, list[Path]] = {}
-        self._found: dict[Import, tuple[Path, str] | None] = {}
-        self._read: OrderedDict[Path, tuple[str, dict[str, str]]] = OrderedDict()
+        # By the text of files, so that only those which change are read again.
+        self._imports = lru_cache(_MOST_FILES)(imports)
+        self._python_definitions = lru_cache(_MOST_FILES)(_python_definitions)
+        self._script_definition = lru_cache(_MOST_FILES * 16)(_script_definition)
 
     def shown_with(self, parts: FimParts) -> FimParts:
         """What an editor knows at a cursor, and before what it sent definitions: they go first if room is short."""
@@ -91,7 +91,8 @@ class Definitions:
         found: dict[Path, list[str]] = {}
         left = self._max_chars
         with self._lock:
-            places = [self._place(wanted) for wanted in imports(text)] if self._max_chars else []
+            self._follow()
+            places = [self._find(wanted, None, _DEPTH, set()) for wanted in imports(text)] if self._max_chars else []
         for place in places:
             if place is None:
                 continue
@@ -108,17 +109,8 @@ class Definitions:
 
     def forget(self) -> None:
         """Drop what is remembered of texts and of what they import."""
-        with self._lock:
-            self._found.clear()
-
-    def _place(self, wanted: Import) -> tuple[Path, str] | None:
-        """Where a name is defined, and how, looked for once in files that stay as they are."""
-        self._follow()
-        if wanted not in self._found:
-            if len(self._found) >= _MOST_FOUND:
-                self._found.clear()
-            self._found[wanted] = self._find(wanted, None, _DEPTH, set())
-        return self._found[wanted]
+        for cached in (self._imports, self._python_definitions, self._script_definition):
+            cached.cache_clear()
 
     def _find(
         self, wanted: Import, importer: Path | None, depth: int, tried: set[tuple[Path, str]]
@@ -131,11 +123,14 @@ class Definitions:
             if len(tried) >= _MOST_FILES:
                 return None
             tried.add((path, wanted.name))
-            definition = self._definition(path, text, wanted.name)
+            if path.suffix == ".py":
+                definition = self._python_definitions(text).get(wanted.name, "")
+            else:
+                definition = self._script_definition(text, wanted.name)
             if definition:
                 return path, definition
             if depth > 1:
-                for passed in imports(text):
+                for passed in self._imports(text):
                     if passed.name == wanted.name and (place := self._find(passed, path, depth - 1, tried)):
                         return place
         return None
@@ -169,29 +164,12 @@ class Definitions:
             by_name: dict[str, list[Path]] = {}
             for path in list(self._workspace.texts):
                 by_name.setdefault(path.name, []).append(path)
-            self._version, self._by_name, self._found = version, by_name, {}
-
-    def _definition(self, path: Path, text: str, name: str) -> str:
-        known = self._read.get(path)
-        if known is None or known[0] is not text:
-            known = self._read[path] = text, _python_definitions(text) if path.suffix == ".py" else {}
-            while len(self._read) > _MOST_FILES:
-                self._read.popitem(last=False)
-        if path.suffix == ".py":
-            return known[1].get(name, "")
-        if name not in known[1]:
-            known[1][name] = _script_definition(text, name)
-        return known[1][name]
+            self._version, self._by_name = version, by_name
 
 
 def _shared(path: Path, other: Path | None) -> int:
     """Folders that two files have in common."""
-    count = 0
-    for a, b in zip(path.parts, other.parts if other else (), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    return len(Path(os.path.commonpath([path, other])).parts) if other else 0
 
 
 def _python_definitions(text: str) -> dict[str, str]:
@@ -217,8 +195,7 @@ def _head(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: li
     """A definition without the bodies of its functions."""
     first = node.body[0]
     doc = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    decorated = [line for one in getattr(first, "decorator_list", ()) for line in (one.lineno,)]
-    begins = min([first.lineno, *decorated])
+    begins = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))])
     shown = lines[node.lineno - 1 : max(begins - 1, node.lineno)]
     if doc and first.lineno > node.lineno:
         shown.append(lines[first.lineno - 1])
@@ -265,15 +242,13 @@ class Provenance:
         self._stores = list(stores)
         self._workspace = workspace
 
-    def of(self, request: Common, done: Completion, left: str = "") -> dict[str, Any]:
-        """The ``provenance`` field of an answer, {} when it was not asked for.
+    def of(self, done: Completion, left: str = "") -> dict[str, Any]:
+        """The ``provenance`` field of an answer.
 
         One entry for each line that is not trivially short: its number in the completion, its text, and up to three
         places where all of it stands as a line; one with no place stands in none of the sources. The first line
         includes what stands left of the cursor (``left``); of a last line that goes on, the beginning counts.
         """
-        if not request.provenance:
-            return {}
         entries = []
         lines = (left[left.rfind("\n") + 1 :] + done.text).split("\n")[:_LINES_SAID]
         for number, line in enumerate(lines, 1):

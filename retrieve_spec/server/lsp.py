@@ -1,8 +1,4 @@
-"""Language server: `textDocument/inlineCompletion` (LSP 3.18) on the same queue as the HTTP surface.
-
-Names outside the specification follow the de facto ones of Copilot's language server: `textDocument/didShowCompletion`,
-`textDocument/didPartiallyAcceptCompletion`, `textDocument/didFocus`, and a command that runs after an accept.
-"""
+"""Language server: `textDocument/inlineCompletion` (LSP 3.18) on the same queue as the HTTP surface."""
 
 from __future__ import annotations
 
@@ -17,13 +13,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 import httpx
 from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
 from pygls.protocol import LanguageServerProtocol, default_converter
+from pygls.uris import to_fs_path
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
@@ -38,7 +34,6 @@ from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
 
-ACCEPT = "retrieve-spec.accept"
 FORGET = "retrieve-spec.forget"
 _TOKENS = {lsp.InlineCompletionTriggerKind.Automatic: 64, lsp.InlineCompletionTriggerKind.Invoked: 128}
 _LINE_MS = {lsp.InlineCompletionTriggerKind.Automatic: 250.0, lsp.InlineCompletionTriggerKind.Invoked: 1000.0}
@@ -89,43 +84,15 @@ class Cursor:
         }
 
 
-class Completer:
-    """What a language server needs of a model; what it need not be told of does nothing."""
-
-    workspace: Workspace | None = None
-    """Folders that are indexed in this process, if any."""
-
-    async def complete(self, cursor: Cursor) -> str:
-        """A suggestion for a place; "" where there is none, or a newer request came."""
-        raise NotImplementedError
-
-    def open(self, uri: str, text: str) -> None:
-        """A document is open, or changed."""
-
-    def accepted(self, text: str) -> None:
-        """A suggestion was taken; the text is the line up to its end."""
-
-    def saved(self, path: Path) -> None:
-        """A file was saved."""
-
-    def forget(self) -> None:
-        """Drop what is kept of this user."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End."""
-        raise NotImplementedError
-
-
-class LocalCompleter(Completer):
-    """Completions by a model in this process."""
+class LocalCompleter:
+    """Completions by a model in this process; `workspace` holds the folders that are indexed in it, if any."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.workspace = service, service.workspace
         service.queue.start()
 
     async def complete(self, cursor: Cursor) -> str:
-        """A suggestion for a place."""
+        """A suggestion for a place; "" where there is none, or a newer request came."""
         service = self.service
         if service.fim is None:
             return ""
@@ -142,21 +109,11 @@ class LocalCompleter(Completer):
             stream.close()
         if done.outcome != "done":
             return ""
-        stream.prepared[0].remember(done)
         return request.written(done.text) if done.text.strip() else ""
 
     def open(self, uri: str, text: str) -> None:
         """Draft from the text of an open document."""
         self.service.memory("").note_buffer(uri, text)
-
-    def accepted(self, text: str) -> None:
-        """Remember a suggestion that was taken."""
-        self.service.memory("").note_accepted(text)
-
-    def saved(self, path: Path) -> None:
-        """Read a file again."""
-        if self.workspace is not None:
-            threading.Thread(target=self.workspace.update, args=([path],), daemon=True).start()
 
     def forget(self) -> None:
         """Drop what is kept."""
@@ -169,8 +126,10 @@ class LocalCompleter(Completer):
         self.service.close()
 
 
-class RemoteCompleter(Completer):
-    """Completions by a server elsewhere, which sees what was taken and saved itself."""
+class RemoteCompleter:
+    """Completions by a server elsewhere, which is sent pieces of open documents and reads what was saved itself."""
+
+    workspace = None
 
     def __init__(self, remote: Remote) -> None:
         self.remote = remote
@@ -198,8 +157,15 @@ class RemoteCompleter(Completer):
         """Have the server drop what it keeps of this user."""
         self.remote.ask("DELETE", "/v1/workspace", timeout=_ANSWER_S)
 
+    def open(self, uri: str, text: str) -> None:
+        """Nothing to remember here."""
+
     def close(self) -> None:
         """Nothing to end: the server is not this editor's."""
+
+
+Completer = LocalCompleter | RemoteCompleter
+"""What a language server needs of a model."""
 
 
 def connected(remote: Remote, given_up: threading.Event) -> RemoteCompleter:
@@ -373,14 +339,13 @@ def create_server(make_completer: MakeCompleter, workspaces: Sequence[Path] = ()
     server = CompletionServer(make_completer, workspaces)
     _add_documents(server)
     _add_completion(server)
-    _add_feedback(server)
     return server
 
 
 def _add_documents(server: CompletionServer) -> None:
     @server.feature(lsp.INITIALIZED)
     async def initialized(_: lsp.InitializedParams) -> None:
-        folders = [path for uri in server.workspace.folders if (path := uri_to_path(uri)) and path.is_dir()]
+        folders = [Path(path) for uri in server.workspace.folders if (path := to_fs_path(uri)) and os.path.isdir(path)]
         try:
             await server.load(folders)
         except Exception as error:
@@ -396,16 +361,9 @@ def _add_documents(server: CompletionServer) -> None:
     @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
     def did_change(params: lsp.DidChangeTextDocumentParams) -> None:
         uri = params.text_document.uri
-        if (document := server.workspace.text_documents.get(uri)) is not None:
+        if uri in server.workspace.text_documents:
             changed = [getattr(change, "range", None) for change in params.content_changes]
             server.look(uri, next((where.start.line for where in changed if where is not None), 0))
-            server.remember(uri, document.source)
-
-    @server.feature(lsp.TEXT_DOCUMENT_DID_SAVE)
-    def did_save(params: lsp.DidSaveTextDocumentParams) -> None:
-        path = uri_to_path(params.text_document.uri)
-        if server.completer is not None and path is not None:
-            server.completer.saved(path)
 
     @server.feature(lsp.SHUTDOWN)
     def shutdown(_: None) -> None:
@@ -435,49 +393,12 @@ def _add_completion(server: CompletionServer) -> None:
         if not text:
             return None
         where = chosen.range if chosen is not None else None
-        return lsp.InlineCompletionList([_item(document.uri, left, given + text, where)])
-
-
-def _item(uri: str, left: str, text: str, where: lsp.Range | None) -> lsp.InlineCompletionItem:
-    line = left[left.rfind("\n") + 1 :]
-    command = lsp.Command("Remember the accepted completion", ACCEPT, arguments=[uri, line, text])
-    return lsp.InlineCompletionItem(text, range=where, command=command)
-
-
-def _add_feedback(server: CompletionServer) -> None:
-    @server.command(ACCEPT)
-    def accept(uri: str = "", line: str = "", text: str = "") -> None:
-        if server.completer is not None:
-            server.completer.accepted(line + text)
+        return lsp.InlineCompletionList([lsp.InlineCompletionItem(given + text, range=where)])
 
     @server.command(FORGET)
     def forget() -> None:
         if server.completer is not None:
             server.completer.forget()
-
-    @server.feature("textDocument/didPartiallyAcceptCompletion")
-    def partially_accepted(params: Any) -> None:
-        with contextlib.suppress(AttributeError, TypeError, ValueError):
-            text, length = params.item.insertText, int(params.acceptedLength)
-            taken = text.encode("utf-16-le")[: 2 * length].decode("utf-16-le", "ignore")
-            arguments = getattr(getattr(params.item, "command", None), "arguments", None) or ["", ""]
-            accept(line=str(arguments[1]), text=taken)
-
-    @server.feature("textDocument/didShowCompletion")
-    def shown(params: Any) -> None:
-        """Nothing is learned from showing."""
-
-    @server.feature("textDocument/didFocus")
-    def focused(params: Any) -> None:
-        with contextlib.suppress(AttributeError, KeyError):
-            uri = params.textDocument.uri
-            server.remember(uri, server.workspace.text_documents[uri].source)
-
-
-def uri_to_path(uri: str) -> Path | None:
-    """The path of a `file:` URI."""
-    parsed = urlparse(uri)
-    return Path(unquote(parsed.path)) if parsed.scheme == "file" else None
 
 
 def serve_stdio(

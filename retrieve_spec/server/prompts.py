@@ -461,7 +461,7 @@ class FimAssembler:
     def _encode_lines(self, text: str) -> list[int]:
         """Token ids of a text whose last line is being typed: encoded apart, it leaves those above as they were."""
         line = text.rfind("\n") + 1
-        return [*self.codec.encode_cached(text[:line], grows=True), *self.codec.encode(text[line:])]
+        return [*self.codec.encode_cached(text[:line]), *self.codec.encode(text[line:])]
 
     def _capped(self, ids: list[int], limit: int) -> list[int]:
         """Drop whole blocks from the front, so that the cut moves once in many keystrokes."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.backend import COPY_FROM, Backend, SlotPool
-from retrieve_spec.server.jobs import Completion, Decode, Delta, Job, Outcome, Sink, Task, Waiter
+from retrieve_spec.server.jobs import Completion, Job, Outcome, Sink, Task, Waiter
 from retrieve_spec.server.text import TextCodec
 
 log = logging.getLogger("retrieve_spec.server")
@@ -114,12 +114,12 @@ class RequestQueue:
     @property
     def queue_length(self) -> int:
         """Tasks that wait for their first pass."""
-        return sum(job.begun is None for job in list(self._jobs))
+        return sum(not job.begun for job in list(self._jobs))
 
     @property
     def begun(self) -> int:
         """Tasks under way."""
-        return sum(job.begun is not None for job in list(self._jobs))
+        return sum(job.begun for job in list(self._jobs))
 
     def run_when_idle(self, chore: Callable[[], T]) -> Future[T]:
         """Have the model's thread do something between two passes (attach a store, say)."""
@@ -162,40 +162,33 @@ class RequestQueue:
             The queue is ending, or its thread has ended.
         """
         gone: list[Waiter] = []
-        key = task.fingerprint()
+        fresh = Job(task, sink, self.backend, self.codec, self._pool, self._changed, self._clock)
         try:
             with self._changed:
                 if self._closed:
                     raise QueueClosedError("to take a request", "the server is ending", "Start it again.")
                 if task.rank == 0:
                     self._typed_at = self._clock()
-                job = self._twin(key)
+                twins = (job for job in self._jobs if not (job.cancel.is_set() or job.superseded))
+                job = next((job for job in twins if job.key == fresh.key), None)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
                     return lambda: None
+                (waiter,) = fresh.waiters
+                gone += self._supersede(task, besides=job)
                 if job is not None:
-                    if job.text or job.token_ids:
-                        sink(Delta(job.text, tuple(job.token_ids)))
-                    waiter = Waiter(task, sink)
-                    job.waiters.append(waiter)
-                    gone += self._supersede(task, besides=job)
+                    job.join(waiter)
                 else:
-                    gone += self._supersede(task)
                     gone += self._make_room(task)
-                    job = Job(task, key, sink, self._clock())
-                    waiter = job.waiters[0]
+                    job = fresh
                     self._jobs.append(job)
                     self._changed.notify_all()
         finally:  # also where the queue is full
             for other in gone:
-                self._tell(other, Completion("superseded", prompt_tokens=len(other.task.prompt_ids)))
+                done = Completion("superseded", prompt_tokens=len(other.task.prompt_ids))
+                self._on_done(other.task, done)
+                other.sink(done)
         return lambda: self._leave(job, waiter)
-
-    def _twin(self, key: bytes) -> Job | None:
-        for job in self._jobs:
-            if not job.cancel.is_set() and not job.superseded and job.key == key:
-                return job
-        return None
 
     def _overtaken(self, task: Task) -> bool:
         """Whether a request that came later replaces this one: large ones take longer to read."""
@@ -225,7 +218,7 @@ class RequestQueue:
 
     def _make_room(self, task: Task) -> list[Waiter]:
         """Take a waiting task out where the queue is full: one that only reads ahead, or an older one of the client."""
-        unbegun = [job for job in self._jobs if job.begun is None]
+        unbegun = [job for job in self._jobs if not job.begun]
         mine = [job for job in unbegun if job.task.scope == task.scope]
         full = len(unbegun) >= self._max_queue
         if not full and len(mine) < self._share:
@@ -250,7 +243,7 @@ class RequestQueue:
                 return
             if len(job.waiters) == 1:
                 job.cancel.set()
-                gone = job in self._jobs and job.begun is None
+                gone = job in self._jobs and not job.begun
                 if gone:
                     self._jobs.remove(job)
             job.waiters.remove(waiter)
@@ -300,17 +293,16 @@ class RequestQueue:
         for job in sorted((job for job in jobs if not job.begun), key=self._order):
             if not self._may_begin(job, under_way):
                 continue
-            job.waited = self._clock() - job.submitted
-            if job.task.stale_s is not None and job.waited > job.task.stale_s:
+            job.done.waited_s = self._clock() - job.submitted
+            if job.task.stale_s is not None and job.done.waited_s > job.task.stale_s:
                 self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
                 continue
+            with self._changed:
+                if job not in self._jobs:
+                    continue  # its client has gone
+                job.begun = True
             try:
-                begun = Decode(self.backend, self.codec, self._pool, job, self.publish, self._clock)
-                with self._changed:
-                    if job not in self._jobs:
-                        continue  # its client has gone
-                    job.begun = begun
-                begun.start()
+                job.start()
                 under_way.append(job)
             except Exception as error:
                 log.exception("a completion could not begin")
@@ -344,7 +336,7 @@ class RequestQueue:
         alike = max(COPY_FROM, len(task.prompt_ids) // 2)
         return not (task.reuse and alike <= len(task.prompt_ids)) or not any(
             other.task.scope == task.scope
-            and other.begun.unread > 0
+            and other.text.unread > 0
             and other.task.prompt_ids[:alike] == task.prompt_ids[:alike]
             for other in under_way
         )
@@ -357,12 +349,12 @@ class RequestQueue:
         turn = [job for job in under_way if job.task.rank == first]
         makes_room = first > 0 and self._clock() - self._typed_at < _TYPES_ON_S
         for job in turn:
-            job.begun.text.bound(
+            job.text.bound(
                 piece=min(_SHORT, self._chunk) if makes_room else self._chunk,
                 nodes=_FEW_NODES if makes_room else MAX_NODES,
             )
         try:
-            self.backend.step([job.begun.text for job in turn])
+            self.backend.step([job.text for job in turn])
         except Exception as error:
             log.exception("a pass failed")
             for job in turn:
@@ -372,18 +364,18 @@ class RequestQueue:
             if job in turn:
                 self._proceed(job)
             else:
-                job.begun.wait()
+                job.wait()
 
     def _proceed(self, job: Job) -> bool:
         """Let a task go on after a pass; whether it is over."""
-        if job.begun is None:
+        if not job.begun:
             outcome: Outcome = "superseded" if job.superseded else "cancelled"
             self._finish(job, Completion(outcome, prompt_tokens=len(job.task.prompt_ids)))
             return True
         try:
-            if job.begun.proceed():
-                self._finish(job, job.begun.done)
-                job.begun.close()  # nobody waits for the cache
+            if job.proceed():
+                self._finish(job, job.done)
+                job.close()  # nobody waits for the cache
                 return True
         except Exception as error:
             log.exception("a completion failed")
@@ -394,8 +386,7 @@ class RequestQueue:
     def _fail(self, job: Job, error: Exception) -> None:
         """End a task that failed, and forget all caches: what failed may have been the memory."""
         try:
-            if job.begun is not None:
-                job.begun.close(keep=False)
+            job.close(keep=False)
         except Exception:
             log.exception("a completion that failed could not be ended")
         self._pool.clear()
@@ -415,15 +406,3 @@ class RequestQueue:
         self._on_done(job.task, done)
         for waiter in waiters:
             waiter.sink(done)
-
-    def _tell(self, waiter: Waiter, done: Completion) -> None:
-        self._on_done(waiter.task, done)
-        waiter.sink(done)
-
-    def publish(self, job: Job, delta: Delta) -> None:
-        """Hand a delta to everyone who waits for a job."""
-        with self._changed:
-            job.text += delta.text
-            job.token_ids.extend(delta.token_ids)
-            for waiter in job.waiters:
-                waiter.sink(delta)

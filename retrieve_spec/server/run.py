@@ -8,7 +8,9 @@ import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,7 +34,7 @@ from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
-from retrieve_spec.server.sampling import make_infill_processor
+from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.server.workspace_store import WorkspaceStore, prepare_store
@@ -108,7 +110,7 @@ def assemble(
         backend, tokenizer, name, config, workspace, shared=shared, stores=given, drafters=kept, clock=clock
     )
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
-    infill = make_infill_processor(service.codec, service.end_ids, end_of_text)
+    infill = partial(InfillProcessor, service.codec, service.end_ids, end_of_text)
     backend.guide(infill, service.grammars, service.beginnings)
     prepare_sampling()
     try:
@@ -294,29 +296,22 @@ class Starting:
 
     @contextlib.asynccontextmanager
     async def _live(self, _: Starlette) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        made: asyncio.Future[FastAPI] = loop.create_future()
+        made: Future[FastAPI] = Future()
+        made.set_running_or_notify_cancel()  # a server that ends meanwhile waits for nothing
 
         def work() -> None:
             try:
-                app = self._make(self._tell)
+                made.set_result(self._make(self._tell))
             except BaseException as error:
-                self._hand_over(loop, made.set_exception, error)
-            else:
-                self._hand_over(loop, made.set_result, app)
+                made.set_exception(error)
 
         threading.Thread(target=work, name="retrieve-spec-loading", daemon=True).start()
         async with contextlib.AsyncExitStack() as lifespan:
-            opening = asyncio.ensure_future(self._open(made, lifespan))
+            opening = asyncio.ensure_future(self._open(asyncio.wrap_future(made), lifespan))
             yield
             opening.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await opening
-
-    @staticmethod
-    def _hand_over(loop: asyncio.AbstractEventLoop, take: Callable[[Any], None], what: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-            loop.call_soon_threadsafe(take, what)
 
     async def _open(self, made: asyncio.Future[FastAPI], lifespan: contextlib.AsyncExitStack) -> None:
         try:

@@ -11,6 +11,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.text import TextCodec
@@ -163,40 +165,41 @@ def _merge_prefixes(candidates: Sequence[tuple[int, float, str]]) -> list[tuple[
     return [(c[0], p[k]) for k, c in enumerate(candidates) if alive[k]]
 
 
-def make_infill_processor(codec: Any, end_ids: frozenset[int], end_of_text: int) -> Any:
-    """A factory of ``LogitsProcessor`` objects that apply the infill rule to each row on its own.
+class InfillProcessor:
+    """Keeps of each row what the infill rule keeps, other logits become -inf; a `LogitsProcessor` in all but its base.
 
     The rule is a pure function of one step's logits, so drafting stays exact under it.
+
+    Parameters
+    ----------
+    codec, end_ids, end_of_text
+        The text codec of the model; as of `infill_survivors`.
+    top_k, top_p
+        The filters that the rule reads what is left of; a ``top_k`` of 0 is 40.
     """
-    import torch
-    from transformers import LogitsProcessor
 
-    @lru_cache(maxsize=100_000)
-    def piece(token_id: int) -> str:
-        return str(codec.pieces([token_id])[0])
+    def __init__(
+        self, codec: TextCodec, end_ids: frozenset[int], end_of_text: int, *, top_k: int, top_p: float
+    ) -> None:
+        self._codec, self._end_ids, self._end_of_text = codec, end_ids, end_of_text
+        self.top_k, self.top_p = top_k or 40, top_p
 
-    class InfillLogitsProcessor(LogitsProcessor):  # type: ignore[misc]
-        """Keeps what the infill rule keeps; other logits become -inf."""
-
-        def __init__(self, top_k: int, top_p: float) -> None:
-            self.top_k, self.top_p = top_k or 40, top_p
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            top, ids = scores.float().topk(min(self.top_k, scores.shape[-1]), dim=-1)  # (rows, k)
-            p = top.softmax(-1)
-            before = p.cumsum(-1) - p
-            p = torch.where(before < self.top_p, p, 0.0)
-            p = p / p.sum(-1, keepdim=True)
-            out = torch.full_like(scores, -torch.inf)
-            for row, (row_ids, row_p) in enumerate(zip(ids.tolist(), p.tolist(), strict=True)):
-                candidates = [(i, q, piece(i)) for i, q in zip(row_ids, row_p, strict=True) if q > 0.0]
-                kept = infill_survivors(candidates, end_ids, end_of_text)
-                if kept == [end_of_text] and scores[row, end_of_text] == -torch.inf:
-                    kept = [candidates[0][0]]  # the text may not end: what was begun is still to be said
-                out[row, kept] = scores[row, kept] if kept != [end_of_text] else 0.0
-            return out
-
-    return InfillLogitsProcessor
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """(rows, vocab) scores behind texts (rows, n)."""
+        top, ids = scores.float().topk(min(self.top_k, scores.shape[-1]), dim=-1)  # (rows, k)
+        p = top.softmax(-1)
+        before = p.cumsum(-1) - p
+        p = torch.where(before < self.top_p, p, 0.0)
+        p = p / p.sum(-1, keepdim=True)
+        out, end = torch.full_like(scores, -torch.inf), self._end_of_text
+        for row, (row_ids, row_p) in enumerate(zip(ids.tolist(), p.tolist(), strict=True)):
+            rated = zip(row_ids, row_p, self._codec.pieces(row_ids), strict=True)
+            candidates = [candidate for candidate in rated if candidate[1] > 0.0]
+            kept = infill_survivors(candidates, self._end_ids, end)
+            if kept == [end] and scores[row, end] == -torch.inf:
+                kept = [candidates[0][0]]  # the text may not end: what was begun is still to be said
+            out[row, kept] = scores[row, kept] if kept != [end] else 0.0
+        return out
 
 
 _MOST = 64
@@ -267,8 +270,6 @@ class BeginningProcessor:
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """(1, vocab) scores behind a text (1, n)."""
-        import torch
-
         if not (rest := self._rest(input_ids[0])):
             return scores
         allowed = torch.tensor(self._beginnings.agreeing(rest), device=scores.device)
@@ -291,7 +292,7 @@ def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
     described = json.loads(codec.plain_description)
     if (described.get("decoder") or {}).get("type") != "ByteLevel":
         return {}
-    byte_of = _letters_of_bytes()
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     spelled = {
         token_id: bytes(byte_of[letter] for letter in spelling)
         for spelling, token_id in described["model"]["vocab"].items()
@@ -300,15 +301,6 @@ def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
     added = codec.tokenizer.backend_tokenizer.get_added_tokens_decoder()
     kept = {token["id"]: token["content"].encode() for token in described.get("added_tokens") or []}
     return {i: text for i, text in spelled.items() if i not in added} | kept
-
-
-def _letters_of_bytes() -> dict[str, int]:
-    """How vocabularies of bytes write them (Radford and others, 2019): printable ones as they are, others from 256."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    letters = {chr(byte): byte for byte in printable}
-    for number, byte in enumerate(sorted(set(range(256)) - set(printable))):
-        letters[chr(256 + number)] = byte
-    return letters
 
 
 _EXTRA = "pip install 'retrieve-spec[json]'"
@@ -379,8 +371,6 @@ class GrammarProcessor:
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """(1, vocab) scores behind a text (1, n)."""
-        import torch
-
         self._follow(input_ids[0, self._prompt_length :].tolist())
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.zeros(scores.shape[-1], np.bool_)

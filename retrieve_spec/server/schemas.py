@@ -49,22 +49,29 @@ class _Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
-class PredictionPart(_Lenient):
-    """A piece of a predicted output."""
+class TextPart(_Lenient):
+    """A piece of a message or of a predicted output; only text is read."""
 
+    type: str | None = "text"
     text: Text = ""
-    type: str | None = None
 
 
-class Prediction(_Lenient):
-    """The text a client expects (OpenAI's predicted outputs)."""
+class Spoken(_Lenient):
+    """What somebody says, or will say."""
 
-    content: Text | Items[PredictionPart]
-    type: str | None = "content"
+    content: Text | Items[TextPart] | None = None
 
     def as_text(self) -> str:
-        """The expected text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        """Its text."""
+        content = self.content
+        return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+class Prediction(Spoken):
+    """The text a client expects (OpenAI's predicted outputs)."""
+
+    content: Text | Items[TextPart]
+    type: str | None = "content"
 
 
 class _Refusing(_Lenient):
@@ -218,23 +225,10 @@ class OpenAICompletionRequest(OpenAIOptions):
     suffix: Text | None = None
 
 
-class ContentPart(_Lenient):
-    """A piece of a message; only text is read."""
-
-    type: str = "text"
-    text: Text = ""
-
-
-class Message(_Lenient):
+class Message(Spoken):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Items[ContentPart] | None = None
-
-    def as_text(self) -> str:
-        """The text of the turn."""
-        content = self.content
-        return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 class ChatRequest(OpenAIOptions):

@@ -73,11 +73,9 @@ class Prepared:
     """A task and what its answer needs."""
 
     task: Task
-    memory: Memory
     truncated: bool = False
     left: str = ""
     predicted_tokens: int = 0
-    times_forgotten: int = 0
 
     def samples(self, count: int) -> list[Prepared]:
         """The task as often as it is asked for, each time with a seed of its own; none replaces another."""
@@ -86,16 +84,6 @@ class Prepared:
         task, sampling = self.task, self.task.sampling
         seeds = [0 if sampling.greedy else (sampling.seed + number * _NEXT_SEED) % _MAX_SEED for number in range(count)]
         return [replace(self, task=replace(task, client=None, sampling=replace(sampling, seed=seed))) for seed in seeds]
-
-    @property
-    def is_forgotten(self) -> bool:
-        """Whether the user had everything forgotten meanwhile: nothing of the task is kept."""
-        return self.memory.times_forgotten != self.times_forgotten
-
-    def remember(self, done: Completion) -> None:
-        """Note what was suggested."""
-        if done.outcome == "done" and self.left and not self.is_forgotten:
-            self.memory.note_answer(self.left, done.text)
 
 
 class Service:
@@ -123,6 +111,11 @@ class Service:
         The model's, where the answers of their sessions are kept in a file.
     clock
         The queue's seconds.
+
+    Attributes
+    ----------
+    backend_vocabulary
+        Entries of the vocabulary.
     """
 
     def __init__(
@@ -141,7 +134,7 @@ class Service:
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
         self.workspace = workspace
-        self.codec = TextCodec(tokenizer)
+        self.codec, self.backend_vocabulary = TextCodec(tokenizer), len(tokenizer)
         self.fim = find_format(self.codec)
         eos = tokenizer.eos_token_id
         self.end_ids = (self.fim.end if self.fim else frozenset()) | (frozenset() if eos is None else {eos})
@@ -180,11 +173,8 @@ class Service:
             assembler = FimAssembler(codec, self.fim, self.backend.n_ctx, window, config.prefix_share, beginnings)
         return Memory(
             codec,
-            self.workspace,
             assembler=assembler,
             scope=scope,
-            max_chars=config.memory_chars,
-            accepted_tokens=config.accepted_tokens,
             open_session=None if self._drafters is None else partial(self._drafters.sessions.of, scope),
         )
 
@@ -259,14 +249,12 @@ class Service:
         memory = self.memory(caller.scope)
         if memory.assembler is None:
             raise Refusal(501, self.no_fim(), "not_supported_error")
-        forgotten = memory.times_forgotten
         shown = parts if self.definitions is None else self.definitions.shown_with(parts)
         most = 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8)
         free = request.wanted_json()[0] is None  # a grammar says itself what comes first
         prompt = memory.assembler.assemble(shown, most, heal=free)
         expected = self.prompts.expected(request, prompt.begun)
-        memory.note_chunks([(chunk.filename, chunk.text) for chunk in parts.extra])
-        memory.note_typed(parts.prefix)
+        memory.note_chunks(chunk.text for chunk in parts.extra)
         memory.encode_new()
         task = self._task(
             prompt.token_ids,
@@ -275,10 +263,10 @@ class Service:
             caller,
             document=parts.prefix,
             typing=True,
-            hints=memory.hints(parts.prefix, parts.suffix, prompt.context_ids, expected, prompt.begun),
+            hints=memory.hints(prompt.context_ids, expected),
             begun=prompt.begun,
         )
-        return Prepared(task, memory, prompt.truncated, parts.prefix, len(expected), forgotten)
+        return Prepared(task, prompt.truncated, parts.prefix, len(expected))
 
     def raw(
         self,
@@ -312,31 +300,16 @@ class Service:
             raise Refusal(
                 400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context"
             )
-        memory, expected = self.memory(caller.scope), self.prompts.expected(request) if expected is None else expected
-        forgotten, cursor = memory.times_forgotten, self.prompts.cursor(ids)
+        memory, cursor = self.memory(caller.scope), self.prompts.cursor(ids)
+        expected = self.prompts.expected(request) if expected is None else expected
         if cursor is None:
-            tail = self.codec.decode(ids[-512:], skip_special=True)
             who = caller if caller.explicit else replace(caller, client=None)
-            task = self._task(ids, request, wanted, who, hints=memory.hints(tail, "", ids, expected))
-            return Prepared(task, memory, False, "", len(expected), forgotten)
+            task = self._task(ids, request, wanted, who, hints=memory.hints(ids, expected))
+            return Prepared(task, predicted_tokens=len(expected))
         before, after = cursor
-        left, right = self.codec.decode(before), self.codec.decode(after)
-        memory.note_typed(left)
-        task = self._task(
-            ids,
-            request,
-            wanted,
-            caller,
-            document=left,
-            typing=True,
-            hints=memory.hints(left, right, [*after, *before], expected),
-        )
-        return Prepared(task, memory, False, left, len(expected), forgotten)
-
-    @property
-    def backend_vocabulary(self) -> int:
-        """Entries of the vocabulary."""
-        return len(self.tokenizer)
+        left, hints = self.codec.decode(before), memory.hints([*after, *before], expected)
+        task = self._task(ids, request, wanted, caller, document=left, typing=True, hints=hints)
+        return Prepared(task, False, left, len(expected))
 
     def no_fim(self) -> str:
         """Why the model cannot infill and which can."""

@@ -6,8 +6,7 @@ import copy
 import json
 import re
 import threading
-from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -21,9 +20,6 @@ _CONTROL = re.compile(r"^[▁\s]*[<\[].*[>\]]$", re.DOTALL)
 """What an added token that steers a model looks like; runs of blanks, which some vocabularies add, do not."""
 _SENTINEL = "\n"
 _CACHED_CHARS = 2_000_000
-_BORDER = re.compile(r"\n(?=[A-Za-z])|\n +(?= [A-Za-z])")
-"""Behind this every tokenizer begins a new word, whatever follows: a line's first word, with one blank before it."""
-_BEGINNINGS = 8
 _LONG = 4096
 """Longer texts are encoded as a batch of one: other threads go on meanwhile."""
 
@@ -74,7 +70,6 @@ class TextCodec:
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
         self._cached_chars = 0
-        self._beginnings: deque[tuple[str, int, list[int]]] = deque(maxlen=_BEGINNINGS)
 
     def apart(self) -> TextCodec:
         """The same codec with nothing remembered, and a memory of its own."""
@@ -104,17 +99,14 @@ class TextCodec:
         words = self._plain.pre_tokenizer
         return [text[start:end] for _, (start, end) in words.pre_tokenize_str(text)] if words else []
 
-    def encode_cached(self, text: str, *, grows: bool = False) -> list[int]:
-        """`encode`, remembering recent texts (chunks of other files come with every request).
-
-        Of a text that ``grows`` at its end, only what was added since a recent one is read.
-        """
+    def encode_cached(self, text: str) -> list[int]:
+        """`encode`, remembering recent texts (chunks of other files come with every request)."""
         with self._lock:
             known = self._cache.get(text)
             if known is not None:
                 self._cache.move_to_end(text)
                 return known
-        ids = self._encode_grown(text) if grows else self.encode(text)
+        ids = self.encode(text)
         with self._lock:
             if text not in self._cache:
                 self._cache[text] = ids
@@ -123,21 +115,6 @@ class TextCodec:
                 dropped, _ = self._cache.popitem(last=False)
                 self._cached_chars -= len(dropped)
         return ids
-
-    def _encode_grown(self, text: str) -> list[int]:
-        """`encode`, going on from the longest known beginning of the text."""
-        known = (begun for begun in list(self._beginnings) if text.startswith(begun[0]))
-        _, cut, before = max(known, key=lambda begun: begun[1], default=("", 0, []))
-        lead = _SENTINEL if self._guard else ""
-        encoding = _encoding(self._plain, lead + text[cut:])
-        ids = encoding.ids[len(self._guard) :]
-        border = max((m.end() for m in _BORDER.finditer(text, cut)), default=0)
-        starts = [start + cut - len(lead) for start, _ in encoding.offsets[len(self._guard) :]]
-        at = bisect_left(starts, border)
-        if border and starts[at : at + 1] == [border]:
-            # Two more characters must be the same, so that the border is one in the longer text, too.
-            self._beginnings.append((text[: border + 2], border, [*before, *ids[:at]]))
-        return [*before, *ids]
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt, control tokens spelled in it included (the OpenAI dialects need that)."""
@@ -243,6 +220,8 @@ class StopScanner:
         Tokens read, but for one that ended the text.
     shown_ids
         The same without those that say what was begun; one that says more is encoded anew without it.
+    shown
+        Characters of the text that were visible.
     """
 
     def __init__(self, codec: TextCodec, rules: StopRules, clock: Callable[[], float] = monotonic) -> None:
@@ -256,7 +235,7 @@ class StopScanner:
         self._codec = codec
         self._unseen = 0  # tokens that said nothing but what was begun
         self._line_start = -1
-        self._shown = 0
+        self.shown = 0
         self.text = ""
         self.token_ids: list[int] = []
         self.shown_ids: list[int] = []
@@ -294,17 +273,13 @@ class StopScanner:
         """No further token comes: release what was held back, but for half a character, whose rest was to follow."""
         if not self.stopped:
             self._flush(whole=False)
+            self._words.clear()
 
     def visible(self) -> str:
         """Text that became certain since the last call; what could still become a stop string is held back."""
         end = len(self.text) if self.stopped else len(self.text) - self._held()
-        fresh = self.text[self._shown : end] if end > self._shown else ""
-        self._shown = max(self._shown, end)
-        return fresh
-
-    def remaining(self) -> str:
-        """Text not yet shown, when the completion is over."""
-        fresh, self._shown = self.text[self._shown :], len(self.text)
+        fresh = self.text[self.shown : end] if end > self.shown else ""
+        self.shown = max(self.shown, end)
         return fresh
 
     def _end(self, stop_type: StopType) -> None:

@@ -1,4 +1,4 @@
-"""Workspace: the text of opened folders, indexed, and followed when it changes.
+"""Workspace: the text of opened folders, followed when it changes.
 
 What may be remembered is decided by `retrieve_spec.datastore.entry_filter`. Nothing is written into a workspace and
 nothing leaves the machine.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -18,8 +19,8 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.entry_filter import EntryFilter
 from retrieve_spec.datastore.git_rules import Reason, list_folder
 from retrieve_spec.datastore.licences import is_licence_file
+from retrieve_spec.datastore.sync import changes
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.continuations import SEGMENT_CHARS, Continuation, FileIndex, files_below
 
 if TYPE_CHECKING:
     from retrieve_spec.server.workspace_store import WorkspaceStore
@@ -34,15 +35,10 @@ _TOO_MANY, _TOO_MUCH = "beyond the bound of files", "beyond the bound of text"
 _PAUSE_S = 1.0
 """Seconds between an error and the next trial, at first; twice as many after each that fails."""
 _LONGEST_PAUSE_S = 60.0
-_POLL_MS = 4000
-_NO_WATCHES = (
-    "the system's watches of files are used up: folders are looked at every few seconds instead, until this program"
-    " starts again. For more: sysctl fs.inotify.max_user_watches=524288"
-)
 
 
 class Workspace:
-    """The text of one or more folders, indexed in the background and kept current.
+    """The text of one or more folders, read in the background and kept current.
 
     Raises
     ------
@@ -83,8 +79,7 @@ class Workspace:
         self.indexed = threading.Event()
         self.progress: Callable[[int, int], None] | None = None
         self.follower: WorkspaceStore | None = None
-        self._polls, self._pause = False, _PAUSE_S
-        self._index = FileIndex()
+        self._pause = _PAUSE_S
         self._filter = EntryFilter(
             self.roots, max_bytes=config.workspace_file_bytes, licences=config.workspace_licences
         )
@@ -93,7 +88,7 @@ class Workspace:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Index in the background, then follow changes."""
+        """Read in the background, then follow changes."""
         self._thread = threading.Thread(target=self._run, name="retrieve-spec-workspace", daemon=True)
         self._thread.start()
 
@@ -106,20 +101,22 @@ class Workspace:
             self.follower.close()
 
     def scan(self) -> None:
-        """Read every file that counts, those that changed last first, and index them; what is left out is said.
-
-        The first time, what has been read is drafted from while the rest is read.
-        """
+        """Read every file that counts, those that changed last first; what is left out is said."""
         with self._turn:
-            paths, left_out = self._candidates()
+            found: list[tuple[int, Path]] = []
+            left_out: Counter[str] = Counter()
+            for name, verdict in self._filter.entries():
+                if isinstance(verdict, Reason):
+                    left_out[verdict.value] += 1
+                else:
+                    found.append((-verdict.st_mtime_ns, Path(name)))
             texts: dict[Path, str] = {}
-            index, group = FileIndex(), dict[Path, str]()
-            total = size = 0
-            for done, path in enumerate(paths):
+            total = 0
+            for done, (_, path) in enumerate(sorted(found)):
                 if self._stop.is_set() or self.forgotten:
                     return
                 if len(texts) >= self.config.workspace_files:
-                    left_out[_TOO_MANY] += len(paths) - done
+                    left_out[_TOO_MANY] += len(found) - done
                     break
                 text = self._filter.read(path)
                 if isinstance(text, Reason):
@@ -127,45 +124,24 @@ class Workspace:
                 elif total + len(text) > self.config.workspace_chars:
                     left_out[_TOO_MUCH] += 1
                     if total > _FULL * self.config.workspace_chars:
-                        left_out[_TOO_MUCH] += len(paths) - done - 1
+                        left_out[_TOO_MUCH] += len(found) - done - 1
                         break
                 else:
-                    texts[path] = group[path] = text
-                    total, size = total + len(text), size + len(text)
-                if size >= SEGMENT_CHARS:
-                    index, group, size = index.with_files(group), {}, 0
-                    if not self.indexed.is_set():
-                        self._publish(texts, total, left_out, index)
-                self.read = done + 1, len(paths)
+                    texts[path] = text
+                    total += len(text)
+                self.read = done + 1, len(found)
                 if self.progress is not None and done % 100 == 0:
                     self.progress(done, len(texts))
-            if not self._publish(texts, total, left_out, index.with_files(group)):
-                return
+            with self._lock:
+                if self.forgotten:
+                    return
+                self.texts, self.chars, self.left_out = dict(reversed(texts.items())), total, left_out
+                self.version += 1
             self.indexed.set()
             if left_out:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
                 log.info("workspace: %d files are drafted from; left out: %s", len(texts), reasons)
             self._changed()
-
-    def _publish(self, texts: dict[Path, str], chars: int, left_out: Counter[str], index: FileIndex) -> bool:
-        """Draft from other texts than until now, given the latest first; False once everything was forgotten."""
-        oldest_first = dict(reversed(texts.items()))
-        with self._lock:
-            if not self.forgotten:
-                self.texts, self.chars, self.left_out, self._index = oldest_first, chars, Counter(left_out), index
-                self.version += 1
-            return not self.forgotten
-
-    def _candidates(self) -> tuple[list[Path], Counter[str]]:
-        """All files that may count, those that changed last first, and how many do not, by reason."""
-        found: list[tuple[int, Path]] = []
-        left_out: Counter[str] = Counter()
-        for name, verdict in self._filter.entries():
-            if isinstance(verdict, Reason):
-                left_out[verdict.value] += 1
-            else:
-                found.append((-verdict.st_mtime_ns, Path(name)))
-        return [path for _, path in sorted(found)], left_out
 
     def update(self, paths: Iterable[Path]) -> bool:
         """Read files again after they changed, appeared or went; whether anything did change.
@@ -175,11 +151,12 @@ class Workspace:
         with self._turn:
             if self.forgotten:
                 return False
-            given = set(map(Path, paths))
+            given = set(paths)
             if any(path.name in _RULES or (self._filter.rule and is_licence_file(path.name)) for path in given):
                 self.scan()
                 return True
-            looked_at = given | files_below(given, list(self.texts))
+            folders = tuple(f"{path}{os.sep}" for path in given if path not in self.texts and not path.is_file())
+            looked_at = given | {path for path in list(self.texts) if str(path).startswith(folders)}
             for path in given:
                 if path.is_dir() and not path.is_symlink():
                     looked_at |= set(list_folder(path))
@@ -192,17 +169,13 @@ class Workspace:
                 if text != self.texts.get(path, ""):
                     changed[path] = text
             if changed:
-                index = self._index.updated(changed.keys() | self._keep(changed), self.texts)
-                with self._lock:
-                    if self.forgotten:
-                        return False
-                    self._index = index
+                self._keep(changed)
                 self._changed()
             return bool(changed)
 
-    def _keep(self, changed: Mapping[Path, str]) -> set[Path]:
-        """Remember texts in place of older ones, "" forgets those; which other files went to make room."""
-        config, gone = self.config, set()
+    def _keep(self, changed: Mapping[Path, str]) -> None:
+        """Remember texts in place of older ones, "" forgets those; the oldest others go to make room."""
+        config = self.config
         with self._lock:
             for path in changed:
                 self.chars -= len(self.texts.pop(path, ""))
@@ -211,37 +184,31 @@ class Workspace:
                     self.texts[path] = text
                     self.chars += len(text)
             while self.chars > config.workspace_chars or len(self.texts) > config.workspace_files:
-                oldest = next(iter(self.texts))
-                self.chars -= len(self.texts.pop(oldest))
+                self.chars -= len(self.texts.pop(next(iter(self.texts))))
                 self.left_out[_TOO_MUCH] += 1
-                gone.add(oldest)
             self.version += 1
-        return gone
 
     def forget(self) -> None:
         """Drop everything remembered, a scan under way included; nothing is remembered again until the next start."""
         with self._lock:
             self.forgotten = True
-            self.texts, self.chars, self._index = {}, 0, FileIndex()
+            self.texts, self.chars = {}, 0
             self.version += 1
             self.left_out = Counter()
         self.indexed.set()
         if self.follower is not None:
             self.follower.forget()
 
-    def find(self, left: str, limit: int) -> list[Continuation]:
-        """What followed the text left of the cursor elsewhere in the workspace, longest match first."""
-        return self._index.find(left, limit)
-
     def lines(self, piece: str, limit: int) -> list[tuple[Path, int, str]]:
         """Files and lines where a piece of a line stands: path, line number from 1, the whole line."""
         found: list[tuple[Path, int, str]] = []
-        for path, at in self._index.occurrences(piece, limit):
-            text = self.texts.get(path, "")
-            if text.startswith(piece, at):  # an edit may not be indexed yet
+        for path, text in list(self.texts.items()):
+            at = text.find(piece)
+            while at >= 0 and len(found) < limit:
                 end = text.find("\n", at)
                 line = text[text.rfind("\n", 0, at) + 1 : end if end >= 0 else len(text)]
                 found.append((path, text.count("\n", 0, at) + 1, line))
+                at = text.find(piece, at + len(piece))
         return found
 
     def _changed(self) -> None:
@@ -253,11 +220,10 @@ class Workspace:
             try:
                 self._watch()
             except Exception as error:
-                if "watch limit" in str(error) and not self._polls:
-                    self._polls = True
-                    log.warning(_NO_WATCHES)
-                    continue
-                self._note_trouble(error)
+                trouble = f"{type(error).__name__}: {error}"
+                if trouble != self.trouble:  # said once however often it happens
+                    log.error("the workspace is not followed for now", exc_info=error)
+                self.trouble = trouble
                 with contextlib.suppress(Exception):  # what changes between two watchers is found so
                     if not self._stop.is_set():
                         self.scan()
@@ -265,36 +231,14 @@ class Workspace:
                 self._stop.wait(self._pause)
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
-    def _note_trouble(self, error: Exception) -> None:
-        """Say what is wrong, once however often it happens."""
-        trouble = f"{type(error).__name__}: {error}"
-        if trouble != self.trouble:
-            log.error("the workspace is not followed for now", exc_info=error)
-        self.trouble = trouble
-
     def _watch(self) -> None:
-        """Follow changes until the end.
-
-        A look at everything waits for the watcher, since nobody looks between two of them. One that is told of a name
-        which is not Unicode fails (`RuntimeError`), and what else changed then is not told.
-        """
-        from watchfiles import watch
-
-        notices = watch(
-            *self.roots,
-            stop_event=self._stop,
-            debounce=400,
-            rust_timeout=500,
-            yield_on_timeout=True,
-            force_polling=self._polls,
-            poll_delay_ms=_POLL_MS,
-        )
+        """Follow changes until the end; a look at everything waits for the watcher, since nobody looks between two."""
         looked = False
-        for changes in notices:
+        for changed in changes(self.roots, self._stop):
             if self._stop.is_set() or self.forgotten:
                 return
             if not looked:
                 self.scan()
                 looked, self.trouble, self._pause = True, "", _PAUSE_S
-            elif changes:
-                self.update(Path(path) for _, path in changes)
+            elif changed:
+                self.update(changed)

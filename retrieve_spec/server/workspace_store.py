@@ -39,9 +39,9 @@ WORKSPACE_LICENCE = "workspace"
 _MAX_SEGMENTS = 8
 _NAMES_PER_CHANGE = 500
 _FOLDERS = "workspace.json"
-_LOCK = "server.lock"
+_WORKSPACES, _LOCK = "workspaces", "server.lock"
 _EVERY_S = 10.0
-"""Seconds between two changes at least; fresher text is in the workspace's own index."""
+"""Seconds between two changes at least."""
 _PATIENCE_S = 1.0
 """Seconds after which it is looked again whether another server still writes."""
 _END_OF_WRITE_S = 10.0
@@ -152,7 +152,9 @@ class WorkspaceStore:
         if store is None:
             shutil.rmtree(self.folder, ignore_errors=True)  # interrupted or damaged, and nobody else writes
             self.folder.mkdir(mode=0o700)
-            self._name_folders()
+            # So that it can be found when one of the folders is to be forgotten.
+            roots = [str(root) for root in self._workspace.roots]
+            (self._home / _FOLDERS).write_text(json.dumps({"folders": roots}), "utf-8")
             if sources := _sources(wanted):
                 build_datastore(self.folder, sources, self._tokenizer, workers=1)
             return self._without(wanted, ())
@@ -189,11 +191,6 @@ class WorkspaceStore:
         for at in range(0, len(paths), _NAMES_PER_CHANGE):
             remove_documents(self.folder, where=_any_of(paths[at : at + _NAMES_PER_CHANGE]))
 
-    def _name_folders(self) -> None:
-        """Write down what is in here, so that it can be found when one of the folders is to be forgotten."""
-        roots = [str(root) for root in self._workspace.roots]
-        (self._home / _FOLDERS).write_text(json.dumps({"folders": roots}), "utf-8")
-
 
 def prepare_store(tokenizer: Any, prepare: Callable[[Datastore], object]) -> None:
     """Build a small store, and let somebody prepare to draft from it.
@@ -211,17 +208,13 @@ def memory_folder(roots: Iterable[Path]) -> Path:
     """Where the stores of a workspace live: the user's cache folder, one entry per set of folders."""
     names = sorted(str(root.expanduser().resolve()) for root in roots)
     key = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()
-    return _workspaces() / key[:24]
-
-
-def _workspaces() -> Path:
-    return cache_dir() / "workspaces"
+    return cache_dir() / _WORKSPACES / key[:24]
 
 
 def kept_workspaces() -> dict[Path, list[Path]]:
     """Where something is kept on disk, and about which folders; none where that cannot be read."""
     kept: dict[Path, list[Path]] = {}
-    for home in sorted(_workspaces().glob("*")):
+    for home in sorted((cache_dir() / _WORKSPACES).glob("*")):
         if home.is_dir():
             try:
                 kept[home] = [Path(folder) for folder in json.loads((home / _FOLDERS).read_text("utf-8"))["folders"]]

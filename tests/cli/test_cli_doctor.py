@@ -30,11 +30,6 @@ def test_a_machine_is_described_without_a_model(capsys):
     assert {"machine", "packages", "kernels"} <= words and "model" not in words
 
 
-def test_an_unknown_model_is_an_error_that_says_what_to_do(capsys):
-    assert cli.run(["doctor", "--model", "./nowhere"]) == 1
-    assert "./nowhere" in capsys.readouterr().err
-
-
 def test_advice_follows_from_what_was_found():
     assert [sentence for sentence in advice(GOOD) if "build STORE" not in sentence] == []
     bad = {

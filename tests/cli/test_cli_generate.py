@@ -101,12 +101,9 @@ def test_a_model_folder_a_prompt_file_standard_input_and_a_dtype(capsys, tmp_pat
     assert piped["token_ids"] == own["token_ids"]
 
 
-def test_folders_that_hold_no_causal_model(capsys, tmp_path):
+def test_a_folder_that_holds_no_causal_model(capsys, tmp_path):
     from transformers import T5Config
 
-    (tmp_path / "empty").mkdir()
-    assert cli.run(["generate", "--prompt", "x", "--model", str(tmp_path / "empty")]) == 1
-    assert "no config.json" in capsys.readouterr().err
     _, tokenizer = load_model(device="cpu")
     T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=10).save_pretrained(tmp_path / "t5")
     tokenizer.save_pretrained(tmp_path / "t5")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 from click.testing import CliRunner
@@ -35,11 +34,9 @@ def test_what_is_completed_is_not_in_the_store(monkeypatch):
 @pytest.mark.slow
 def test_race_with_a_store(monkeypatch, texts_store):
     monkeypatch.setattr(demo, "stdlib_store", lambda tokenizer, console: open_datastore(texts_store))
-    result = CliRunner().invoke(demo.main, ["--files", "1", "--max-new-tokens", "8", "--json"])
+    result = CliRunner().invoke(demo.main, ["--files", "1", "--max-new-tokens", "8"])
     assert result.exit_code == 0, result.output
-    figures = json.loads(result.output)
-    assert figures["identical"]
-    assert figures["files"][0]["with_store"]["tokens_per_pass"] >= 1
+    assert "with stdlib store: accepted by source:" in result.output
 
 
 @pytest.fixture

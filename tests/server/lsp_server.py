@@ -36,12 +36,4 @@ def make(roots):
     return LocalCompleter(Service(backend, tokenizer, "tiny", ServeConfig(), workspace))
 
 
-server = create_server(make)
-
-
-@server.command("tests.accepted")
-def accepted():
-    return server.completer.service.memory("").accepted.latest_first()
-
-
-server.start_io()
+create_server(make).start_io()

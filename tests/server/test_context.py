@@ -12,18 +12,12 @@ from retrieve_spec.server.backend import Backend, SlotPool
 from retrieve_spec.server.prompts import FimAssembler, FimParts, find_format
 
 
-def test_what_a_token_costs_is_measured(reference):
-    backend = reference[0].backend
+def test_what_a_token_costs_is_measured_and_fewer_positions_are_used_where_that_is_asked_for(reference):
+    backend, config = reference[0].backend, reference[0].backend.model.config
     assert backend.measure() > 0
-    config = backend.model.config
     assert backend.token_bytes == 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-
-
-def test_fewer_positions_are_used_where_that_is_asked_for(reference):
-    _, _, tokenizer = reference
-    model = reference[0].backend.model
-    assert Backend(model, tokenizer, 512).n_ctx == 512
-    assert Backend(model, tokenizer, 1 << 20).n_ctx == model.config.max_position_embeddings
+    for asked, used in ((512, 512), (1 << 20, config.max_position_embeddings)):
+        assert Backend(backend.model, reference[2], asked).n_ctx == used
 
 
 def test_one_prompt_fits_the_memory_of_the_caches(reference):

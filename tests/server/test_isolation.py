@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import httpx
@@ -11,7 +10,6 @@ from live import Live
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.completions import CompletionHandlers
 from retrieve_spec.server.run import assemble
 from retrieve_spec.server.sampling import Beginnings
 
@@ -27,7 +25,6 @@ def shared(reference):
     served, _, tokenizer = reference
     own = assemble(served.backend.model, tokenizer, "reference", ServeConfig(), shared=True)
     server = Live(own.backend, tokenizer, service=own, keys=(b"alice", "bänker".encode()))
-    server.metrics = own.metrics
     yield server
     server.stop()
 
@@ -110,7 +107,7 @@ def test_each_key_forgets_its_own(shared):
     for key in (ALICE, BOB):
         infill(shared, key, input_extra=chunk)
     kept = ask(shared, ALICE, "GET", "/v1/workspace").json()
-    assert kept["chunks"] == 1 and kept["caches"] >= 1 and kept["session_tokens"] > 0 and kept["encodings"] > 0
+    assert kept["caches"] >= 1 and kept["session_tokens"] > 0 and kept["encodings"] > 0
     told = ask(shared, ALICE, "DELETE", "/v1/workspace").json()
     assert told == {"forgotten": True, "kept": kept}
     left = ask(shared, ALICE, "GET", "/v1/workspace").json()
@@ -129,19 +126,6 @@ def test_forgetting_holds_for_what_is_under_way(shared):
     ask(shared, ALICE, "DELETE", "/v1/workspace")
     talk.join(120)
     assert answers[0].status_code == 200
-    assert set(ask(shared, ALICE, "GET", "/v1/workspace").json().values()) == {0}
-
-
-def test_a_suggestion_that_was_under_way_while_its_user_forgot_is_not_kept(shared, monkeypatch):
-    collect = CompletionHandlers._collect
-
-    async def forgets_meanwhile(self, *args):
-        done = await collect(self, *args)
-        await asyncio.to_thread(ask, shared, ALICE, "DELETE", "/v1/workspace")
-        return done
-
-    monkeypatch.setattr(CompletionHandlers, "_collect", forgets_meanwhile)
-    assert ask(shared, ALICE, "POST", "/infill", INFILL).json()["content"]
     assert set(ask(shared, ALICE, "GET", "/v1/workspace").json().values()) == {0}
 
 

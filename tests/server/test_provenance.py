@@ -3,13 +3,10 @@ from __future__ import annotations
 import pytest
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.continuations import TextIndex
 from retrieve_spec.server.jobs import Completion
 from retrieve_spec.server.lookups import Provenance
-from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.workspace import Workspace
 
-ASKED = InfillRequest(input_prefix="", input_suffix="", provenance=True)
 LINE = "total = sum(price for price in prices)"
 DOCS = '"""Adds up what things cost."""'
 
@@ -23,7 +20,7 @@ def places(tmp_path):
             path.write_text(content)
         workspace = Workspace([tmp_path], ServeConfig())
         workspace.scan()
-        entries = Provenance([], workspace).of(ASKED, Completion(text=text), left)["provenance"]
+        entries = Provenance([], workspace).of(Completion(text=text), left)["provenance"]
         return {
             entry["text"]: [
                 (place["file"][len(str(tmp_path)) + 1 :], place["line"], place["licence"]) for place in entry["places"]
@@ -70,17 +67,3 @@ def test_the_nearest_licence_counts_and_the_files_own_first(places):
         ("vendored/lib/deep/b.py", 1, "BSD 3-Clause License"),
         ("vendored/lib/deep/c.py", 2, "Apache-2.0"),
     ]
-
-
-def test_occurrences_are_those_of_a_plain_search():
-    texts = ["a = foo(b)\nfoo(b)\n", "", "(foo(b))\nxfoo(b) = foo(b)", "bar"]
-    index = TextIndex(texts)
-    for piece in ("foo(b)", "(foo(b)", "= foo(b)", "bar", "nothing", "()"):
-        expected = []
-        for number, text in enumerate(texts):
-            at = text.find(piece)
-            while at >= 0:
-                if piece[0] in "(=" or at == 0 or not text[at - 1].isalnum():
-                    expected.append((number, at))
-                at = text.find(piece, at + 1)
-        assert sorted(index.occurrences(piece, 20)) == (expected if any(map(str.isalnum, piece)) else [])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from retrieve_spec.server.sampling import Sampling, infill_survivors, make_infill_processor, sampler_chain
+from retrieve_spec.server.sampling import InfillProcessor, Sampling, infill_survivors, sampler_chain
 
 END = frozenset({0, 5})
 
@@ -44,7 +44,7 @@ def test_chain_of_stock_clients():
 
 
 def test_processor_masks_rows_on_their_own(codec):
-    processor = make_infill_processor(codec, frozenset({0}), 0)(top_k=40, top_p=1.0)
+    processor = InfillProcessor(codec, frozenset({0}), 0, top_k=40, top_p=1.0)
     scores = torch.full((2, 8192), -20.0)
     x, y = codec.encode("x")[0], codec.encode("y")[0]
     scores[0, x], scores[0, y] = 5.0, 4.5
@@ -56,7 +56,7 @@ def test_processor_masks_rows_on_their_own(codec):
 
 def test_the_infill_rule_does_not_end_a_text_that_may_not_end(codec):
     """What was begun is still to be said: other processors have made the end impossible."""
-    processor = make_infill_processor(codec, frozenset({0}), 0)(top_k=40, top_p=1.0)
+    processor = InfillProcessor(codec, frozenset({0}), 0, top_k=40, top_p=1.0)
     scores = torch.full((1, 8192), -torch.inf)
     words = [codec.encode(letter)[0] for letter in "abcdefghij"]
     scores[0, words] = torch.linspace(1.0, 1.1, 10)

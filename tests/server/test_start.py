@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from waiting import wait_for
 
-from retrieve_spec.cli_serve import forget
+from retrieve_spec.cli import cli
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundError
 from retrieve_spec.server import run
@@ -55,8 +55,8 @@ def test_the_address_that_is_said_is_the_one_that_answers(tmp_path):
 
 def test_forgetting_says_that_nothing_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
-    assert "Nothing is kept" in CliRunner().invoke(forget, []).output
-    assert "Nothing was kept" in CliRunner().invoke(forget, [str(tmp_path)]).output
+    assert "Nothing is kept" in CliRunner().invoke(cli, ["forget"]).output
+    assert "Nothing was kept" in CliRunner().invoke(cli, ["forget", str(tmp_path)]).output
 
 
 def free_port():

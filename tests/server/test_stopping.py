@@ -17,7 +17,7 @@ def scan(codec, text, rules, step=3, clock=lambda: 0.0):
         if scanner.stopped:
             break
     scanner.finish()
-    assert scanner.text == shown + scanner.remaining()
+    assert scanner.text == shown + scanner.visible()
     return scanner
 
 
@@ -52,14 +52,6 @@ def test_a_stop_word_across_tokens_is_cut(codec, text, words, shown, word):
     assert (scanner.text, scanner.stop_type, scanner.stopping_word) == (shown, "word", word)
 
 
-def test_beginning_of_a_stop_word_is_held_back(codec):
-    scanner = StopScanner(codec, StopRules(words=("\n\ndef",)))
-    scanner.push(codec.encode("x = 1\n"))
-    assert scanner.visible() == "x = 1"
-    scanner.push(codec.encode("y"))
-    assert scanner.visible() == "\ny"
-
-
 def test_token_limit_inside_a_run(codec):
     ids = codec.encode("one two three four five six")
     scanner = StopScanner(codec, StopRules(max_tokens=4))
@@ -67,16 +59,17 @@ def test_token_limit_inside_a_run(codec):
     assert (scanner.token_ids, scanner.stop_type) == (ids[:4], "limit")
 
 
-def test_less_indented_line_is_cut_after_its_blanks(codec):
-    text = "x = 1\n        y = 2\n    return y\n"
-    scanner = scan(codec, text, StopRules(min_indent=8))
-    assert (scanner.text, scanner.stop_type) == ("x = 1\n        y = 2\n    ", "limit")
-
-
 @pytest.mark.parametrize("step", [1, 2, 5, 50])
-def test_the_cut_does_not_depend_on_the_runs(codec, step):
-    text = "a\n        b\n\nc = 1\n"
-    assert scan(codec, text, StopRules(min_indent=4), step).text == "a\n        b\n"
+@pytest.mark.parametrize(
+    ("text", "least", "shown"),
+    [
+        ("x = 1\n        y = 2\n    return y\n", 8, "x = 1\n        y = 2\n    "),
+        ("a\n        b\n\nc = 1\n", 4, "a\n        b\n"),
+    ],
+)
+def test_a_less_indented_line_is_cut_after_its_blanks(codec, text, least, shown, step):
+    scanner = scan(codec, text, StopRules(min_indent=least), step)
+    assert (scanner.text, scanner.stop_type) == (shown, "limit")
 
 
 @pytest.mark.parametrize(
