@@ -19,7 +19,6 @@ from retrieve_spec.kernels.ngram import ngram_hash
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
-    from retrieve_spec.datastore.indexes import NgramTable
     from retrieve_spec.datastore.store import Datastore
 
 RANK_P = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.01)
@@ -59,13 +58,8 @@ class AdaptiveTrigram(PublishedDrafter):
     nodes = 64
     corpus_weight = 4.0
 
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
-        self._tables: list[tuple[NgramTable, int]] = [
-            (table, store.manifest.vocabulary) for store in datastores for table in store.ngrams
-        ]
-
     def _reset(self) -> None:
+        self._tables = [(table, store.manifest.vocabulary) for store in self.datastores for table in store.ngrams]
         self._counts: dict[Pair, dict[int, int]] = {}
         self._corpus: dict[Pair, dict[int, float]] = {}
         self._tried: dict[tuple[int, int, int], tuple[int, int]] = {}
