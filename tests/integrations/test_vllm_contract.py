@@ -180,9 +180,12 @@ def test_a_failure_leaves_the_answer_and_ends_drafting(caplog, monkeypatch):
     assert runner.drafter.statistics()["failures"] == 3
 
 
-def test_ranks_that_only_follow_draft_nothing():
-    runner = Runner()
+def test_ranks_that_only_follow_draft_nothing_and_replicas_keep_states_of_their_own(tmp_path):
+    runner = Runner({"state": str(tmp_path)})
     parallel = runner.vllm_config.parallel_config
+    parallel.data_parallel_size, parallel.data_parallel_rank = 2, 1
+    runner.make()
+    assert [path.name for path in tmp_path.iterdir()] == ["replica1"]
     parallel.rank, parallel.tensor_parallel_size = 1, 2
     runner.vllm_config.additional_config["retrieve_spec"]["state"] = "/nowhere/at/all"
     runner.make()
