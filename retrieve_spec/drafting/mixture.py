@@ -106,7 +106,7 @@ class MixtureDrafter(OpenSources):
         dense = self.config.dense == AUTO
         super().__init__(session, datastores, recycling, dense, phrases, calibration)
         self.top_k = self.recycling.k if self.recycling else 0
-        self._says_where = self.config.provenance and bool(self.stores.exact or self.dense)
+        self._says_where = self.config.provenance and bool(self._exact or self.dense)
         self._queries = None if self.dense is None else DenseQueries(self.dense)
         self._pace: float | None = None
         self._proposed = 0, 0.0
@@ -129,7 +129,7 @@ class MixtureDrafter(OpenSources):
         if self.dense is not None:
             self.dense.prepare()
         SuffixAutomaton(16).extend(np.arange(99, dtype=np.int32))  # grows, as no short trial does
-        trial = MixtureDrafter(self.config, session=SessionMemory(), datastores=self.stores.stores)
+        trial = MixtureDrafter(self.config, session=SessionMemory(), datastores=self.datastores)
         text = np.arange(12, dtype=np.int32) % 4
         trial.start(text, text)
         trial.observe_prompt(text[:1], text[None, : trial.top_k], np.zeros((1, trial.top_k), np.float32))
@@ -142,7 +142,10 @@ class MixtureDrafter(OpenSources):
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last one's text, read the prompt and the expected text."""
-        self._forget_text()
+        self.context.reset()
+        self.unigrams.reset()
+        if self.alignments is not None:
+            self.alignments.reset()
         self.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
         if self.recycling is not None and self.session is None:
             self.recycling.reset()
@@ -155,7 +158,7 @@ class MixtureDrafter(OpenSources):
         self._forgotten = False
         self._noise[0] = 0
         self._sampled = False
-        self._keep_learned()
+        self._learned = {column: int(self._request.words[column]) for column in self._learned}  # what goes on
         if self._queries is not None:
             self._queries.leave()
         self._open()

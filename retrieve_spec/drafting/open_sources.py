@@ -20,7 +20,7 @@ from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.recycling import RecyclingTable
-from retrieve_spec.sources.rows import Alignments, Prediction, Row, SourceTable, StoreRows
+from retrieve_spec.sources.rows import Alignments, Prediction, Row, SourceTable, store_rows
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class OpenSources:
         self.alignments: Alignments | None = Alignments()
         self.phrases = phrases
         self.session = session
-        self.stores = StoreRows.of(list(datastores), NGRAM, EXACT)
+        self.datastores = list(datastores)
+        self._ngram, self._exact = store_rows(self.datastores, NGRAM, EXACT)
         self.recycling = RecyclingTable() if recycling else None
         self.prediction: Prediction | None = None
         indexes = DenseIndexes(datastores if dense else ())
@@ -113,14 +114,7 @@ class OpenSources:
         self._recent: NDArray[np.int32] = np.zeros(request.MATCH, np.int32)
         self._first_p: NDArray[np.float64] = np.zeros(1)
         self._learned: dict[int, int] = dict.fromkeys((request.STEPS, request.LEARNED, request.RESTS), 0)
-        self._open()
-
-    def _forget_text(self) -> None:
-        """Empty the sources that hold the text so far."""
-        self.context.reset()
-        self.unigrams.reset()
-        if self.alignments is not None:
-            self.alignments.reset()
+        self._request = Row.of(request.REQUEST, {}, {})  # until one begins
 
     def _open(self) -> None:
         """Build the source table for this request; earlier rows win ties in match length."""
@@ -137,7 +131,7 @@ class OpenSources:
                 self._earlier = list(self.session.automata)
                 table += [automaton.row(SESSION) for automaton in self._earlier]
         self._exact_row = len(table)
-        table += self.stores.exact
+        table += self._exact
         self._dense_row = len(table)
         if self.dense is not None:
             table.append(self.dense.row(DENSE))
@@ -148,13 +142,12 @@ class OpenSources:
         self._aligned_row = len(table) if self.alignments is not None else -1
         if self.alignments is not None:
             table.append(self.alignments.row(ALIGNMENT))
-        table += self.stores.ngram
+        table += self._ngram
         self._table = SourceTable(table)
-        has_stores = bool(self.stores.exact or self.stores.ngram or self.dense is not None)
+        has_stores = bool(self._exact or self._ngram or self.dense is not None)
         self._reads_stores = 1 if has_stores or self._as_with_stores else None
         if len(self._use) != len(table):
-            self._use = np.empty(len(table))
-            request.begin_use(self._use)
+            self._use = np.full(len(table), request.OF_USE)
         self._cursors: NDArray[np.int64] = np.zeros((len(table), CURSOR), np.int64)
         if self._scratch.rows != len(table):
             self._scratch = Scratch(len(table))
@@ -195,20 +188,16 @@ class OpenSources:
                 request.EARLIER: self._session_row,
                 request.NUM_EARLIER: len(self._earlier),
                 request.STORED: self._exact_row,
-                request.NUM_STORED: len(self.stores.exact),
+                request.NUM_STORED: len(self._exact),
                 request.DENSE_ROW: -1 if self.dense is None else self._dense_row,
                 request.ALIGNED: self._aligned_row,
                 request.PREDICTED: int(self.prediction is not None),
-                request.SLOW: int(bool(self.stores.stores)),
+                request.SLOW: int(bool(self.datastores)),
                 request.POOL: len(s.heap),
                 request.WORDS: len(s.memory),
                 **self._learned,
             },
         )
-
-    def _keep_learned(self) -> None:
-        """Take over from a request what the next one goes on with."""
-        self._learned = {column: int(self._request.words[column]) for column in self._learned}
 
     def _sync(self) -> None:
         """Read sources whose arrays were replaced where they are now.
@@ -222,6 +211,6 @@ class OpenSources:
 
     def _longest_match(self) -> int:
         """Longest match of the text with anything but neighbours."""
-        asked = range(self._exact_row + len(self.stores.exact))
+        asked = range(self._exact_row + len(self._exact))
         words = self._table.words
         return max(int(levels.open_row(words, s, self._cursors, s, _NO_HASHES, 0, 1)[1]) for s in asked)

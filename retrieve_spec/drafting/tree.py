@@ -209,26 +209,13 @@ class DraftTree:
     @classmethod
     def from_paths(cls, paths: list[list[int]]) -> DraftTree:
         """Merge token paths into one tree, first path first (tests and scripted drafters)."""
-        children: dict[tuple[int, int], int] = {}
-        tokens: list[int] = []
-        parents: list[int] = []
-        depths: list[int] = []
-
+        places: dict[tuple[int, ...], int] = {(): ROOT}
+        nodes: list[tuple[int, int, int]] = []
         for path in paths:
-            at = ROOT
-            for level, token in enumerate(path, 1):
-                if (at, token) not in children:
-                    children[at, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(at)
-                    depths.append(level)
-                at = children[at, token]
-        n = len(tokens)
-        return cls(
-            np.array(tokens, np.int32),
-            np.array(parents, np.int32),
-            np.array(depths, np.int32),
-            np.zeros(n, np.float32),
-            np.zeros(n, np.uint8),
-            np.full(n, -1, np.int64),
-        )
+            for depth, token in enumerate(path, 1):
+                if tuple(path[:depth]) not in places:
+                    places[tuple(path[:depth])] = len(nodes)
+                    nodes.append((token, places[tuple(path[: depth - 1])], depth))
+        tokens, parents, depths = np.array(nodes, np.int32).reshape(-1, 3).T.copy()
+        n = len(nodes)
+        return cls(tokens, parents, depths, np.zeros(n, np.float32), np.zeros(n, np.uint8), np.full(n, -1, np.int64))

@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.views import borrowed
 
-LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
+LENGTHS, COUNTS, DISTINCT = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 40), (2, 3, 4, 6, 9, 17, 65), (2, 3, 4, 6, 9)
+"""Match lengths, counts and numbers of distinct continuations at which the second and all further buckets begin."""
+LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = len(LENGTHS) + 1, len(COUNTS) + 1, len(DISTINCT) + 1
 NUM_SOURCES = 10
 _CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT = 0, 2, 3, 6, 8, 9
 """How many `retrieve_spec.sources.SOURCE_NAMES` there are, and the places of some of them."""
@@ -43,57 +45,26 @@ _FURTHEST = 500.0
 """A factor's largest distance from one."""
 
 
+@inner
+def bucket(n: int, starts: tuple[int, ...]) -> int:
+    """In which of the buckets that begin at these numbers one is."""
+    b = 0
+    while b < len(starts) and n >= starts[b]:
+        b += 1
+    return b
+
+
 @njit(cache=True, nogil=True)
 def length_bucket(n: int) -> int:
     """0 … 11 for match lengths 0, 1, 2, 3, 4, 5, 6–7, 8–11, 12–15, 16–23, 24–39, 40 and more."""
-    if n <= 5:
-        return n
-    if n <= 7:
-        return 6
-    if n <= 11:
-        return 7
-    if n <= 15:
-        return 8
-    if n <= 23:
-        return 9
-    return 10 if n <= 39 else 11
-
-
-@inner
-def count_bucket(n: int) -> int:
-    """0 … 7 for counts 1, 2, 3, 4–5, 6–8, 9–16, 17–64, 65 and more."""
-    if n <= 3:
-        return max(n, 1) - 1
-    if n <= 5:
-        return 3
-    if n <= 8:
-        return 4
-    if n <= 16:
-        return 5
-    return 6 if n <= 64 else 7
-
-
-@inner
-def distinct_bucket(n: int) -> int:
-    """0 … 5 for 1, 2, 3, 4–5, 6–8, 9 and more distinct continuations."""
-    if n <= 3:
-        return max(n, 1) - 1
-    if n <= 5:
-        return 3
-    return 4 if n <= 8 else 5
+    return bucket(n, LENGTHS)
 
 
 @inner
 def cell_of(source: int, length: int, total: int, distinct: int) -> int:
     """Row of the calibration table."""
     c = source * LENGTH_BUCKETS + length_bucket(length)
-    return (c * COUNT_BUCKETS + count_bucket(total)) * DISTINCT_BUCKETS + distinct_bucket(distinct)
-
-
-@inner
-def level_weight(cells: NDArray[np.float32], cell: int, prior: float) -> float:
-    """Share of the remaining mass that a level takes: learned, shrunk towards its prior."""
-    return (np.float64(cells[cell, 0]) + PRIOR_WEIGHT * prior) / (np.float64(cells[cell, 1]) + PRIOR_WEIGHT)
+    return (c * COUNT_BUCKETS + bucket(total, COUNTS)) * DISTINCT_BUCKETS + bucket(distinct, DISTINCT)
 
 
 @inner
