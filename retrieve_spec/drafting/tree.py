@@ -119,24 +119,21 @@ class DraftTree:
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """An array that was not asked for before."""
-        if name == "block":
-            self.block = _packed(self)
-            return self.block
-        if name == "ancestors":
-            self.ancestors = self.seen_behind(0)
-            return self.ancestors
-        if name not in FIELDS:
-            raise AttributeError(f"'DraftTree' object has no attribute '{name}'", name=name, obj=self)
-        block = self.block
         array: NDArray[Any]
-        if name == "origin":
-            array = block[ORIGINS : ORIGINS + 2].reshape(-1).view(np.int64)
+        if name == "block":
+            array = _packed(self)
+        elif name == "ancestors":
+            array = self.seen_behind(0)
+        elif name not in FIELDS:
+            raise AttributeError(f"'DraftTree' object has no attribute '{name}'", name=name, obj=self)
+        elif name == "origin":
+            array = self.block[ORIGINS : ORIGINS + 2].reshape(-1).view(np.int64)
         elif name == "source":
-            array = block[SOURCES].view(np.uint8)[: self._size]
+            array = self.block[SOURCES].view(np.uint8)[: self._size]
         elif name == "log_p":
-            array = block[LOG_P].view(np.float32)
+            array = self.block[LOG_P].view(np.float32)
         else:
-            array = block[{"token_ids": TOKENS, "parent": PARENTS, "depth": DEPTHS}[name]]
+            array = self.block[{"token_ids": TOKENS, "parent": PARENTS, "depth": DEPTHS}[name]]
         setattr(self, name, array)
         return array
 

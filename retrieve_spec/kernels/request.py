@@ -1,6 +1,6 @@
 """Request: where one text stands in all sources, as a row of integers, and Numba kernels that read and move it.
 
-The row holds sizes, places, counters and the addresses of the request's arrays; `drafting/open_sources.py` keeps it
+The row holds sizes, places, counters and the addresses of the request's arrays; `drafting/mixture.py` keeps it
 together with the arrays. One row instead of twenty arrays, because every array that is handed from Python to a kernel
 costs a fraction of a microsecond, and between two passes of a model, when no cache holds anything, several.
 

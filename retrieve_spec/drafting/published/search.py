@@ -95,12 +95,9 @@ class AdaptiveTrigram(PublishedDrafter):
             for token, count in seen.items():
                 p[token] = p.get(token, 0.0) + count / total
             top = sorted(p.items(), key=lambda item: (-item[1], item[0]))[: self.branching]
-            self._rows[pair] = [(token, share, self._value(pair, token, share)) for token, share in top]
+            seen_of = [self._tried.get((*pair, token), (share, 1)) for token, share in top]
+            self._rows[pair] = [(*of, right / tried) for of, (right, tried) in zip(top, seen_of, strict=True)]
         return self._rows[pair]
-
-    def _value(self, pair: Pair, token: int, share: float) -> float:
-        right, tried = self._tried.get((*pair, token), (0, 0))
-        return right / tried if tried else share
 
     def _draft(self, builder: TreeBuilder) -> None:
         if len(self.text) < 2:
