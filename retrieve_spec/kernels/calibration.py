@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.views import borrowed
 
-LENGTHS, COUNTS, DISTINCT = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 40), (2, 3, 4, 6, 9, 17, 65), (2, 3, 4, 6, 9)
-"""Match lengths, counts and numbers of distinct continuations at which the second and all further buckets begin."""
-LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = len(LENGTHS) + 1, len(COUNTS) + 1, len(DISTINCT) + 1
+LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
 NUM_SOURCES = 10
 _CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT = 0, 2, 3, 6, 8, 9
 """How many `retrieve_spec.sources.SOURCE_NAMES` there are, and the places of some of them."""
@@ -45,26 +43,31 @@ _FURTHEST = 500.0
 """A factor's largest distance from one."""
 
 
-@inner
-def bucket(n: int, starts: tuple[int, ...]) -> int:
-    """In which of the buckets that begin at these numbers one is."""
-    b = 0
-    while b < len(starts) and n >= starts[b]:
-        b += 1
-    return b
-
-
 @njit(cache=True, nogil=True)
 def length_bucket(n: int) -> int:
     """0 … 11 for match lengths 0, 1, 2, 3, 4, 5, 6–7, 8–11, 12–15, 16–23, 24–39, 40 and more."""
-    return bucket(n, LENGTHS)
+    # Sums, as no branch can be foretold; they begin with a number, as truth values of NumPy alone add up to one.
+    short = 0 + (n >= 1) + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 5) + (n >= 6)
+    return short + (n >= 8) + (n >= 12) + (n >= 16) + (n >= 24) + (n >= 40)
+
+
+@inner
+def count_bucket(n: int) -> int:
+    """0 … 7 for counts 1, 2, 3, 4–5, 6–8, 9–16, 17–64, 65 and more."""
+    return 0 + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 6) + (n >= 9) + (n >= 17) + (n >= 65)
+
+
+@inner
+def distinct_bucket(n: int) -> int:
+    """0 … 5 for 1, 2, 3, 4–5, 6–8, 9 and more distinct continuations."""
+    return 0 + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 6) + (n >= 9)
 
 
 @inner
 def cell_of(source: int, length: int, total: int, distinct: int) -> int:
     """Row of the calibration table."""
     c = source * LENGTH_BUCKETS + length_bucket(length)
-    return (c * COUNT_BUCKETS + bucket(total, COUNTS)) * DISTINCT_BUCKETS + bucket(distinct, DISTINCT)
+    return (c * COUNT_BUCKETS + count_bucket(total)) * DISTINCT_BUCKETS + distinct_bucket(distinct)
 
 
 @inner
