@@ -139,8 +139,8 @@ SOURCES: dict[str, dict[str, Any]] = {
     "session": {"session": None},
     "prediction": {},
     "recycling": {"recycling": None, "top_k": 0},
-    "ngram": {"stores.ngram": list},
-    "exact": {"stores.exact": list},
+    "ngram": {"ngram_rows": list},
+    "exact": {"exact_rows": list},
     "dense": {"dense": None, "wants_hidden": None},
     "phrases": {"phrases": None},
     "alignment": {"alignments": None},
@@ -204,9 +204,7 @@ class FreshDrafter:
         if not isinstance(drafter, MixtureDrafter):
             raise ConfigError("the preset auto", "another preset", "Only `auto` can do without a source.")
         for name, value in SOURCES[source].items():
-            *owners, attribute = name.split(".")
-            owner = getattr(drafter, owners[0]) if owners else drafter
-            setattr(owner, attribute, value() if isinstance(value, type) else value)
+            setattr(drafter, name, value() if isinstance(value, type) else value)
         if source == "context":
             drafter.unigrams = drafter.calibration.unigrams(mute=True)
         elif source == "prediction":

@@ -20,8 +20,6 @@ from retrieve_spec.sources.session import SessionMemory
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
-NO_COST = np.empty(0, np.float32)
-_ANY_TOKEN = 1 << 31
 _FIRST_SAID = 1024
 
 
@@ -50,7 +48,7 @@ class BatchRow(MixtureDrafter):
         words = self._request.words
         if room > len(self._said):
             self._said = np.concatenate([self._said, np.empty(room - len(self._said), np.int32)])
-        words[request.SAID], words[request.SAID_ROOM] = address_of(self._said), len(self._said)
+        words[request.SAID], words[request.SAID_ROOM] = self._said.ctypes.data, len(self._said)
 
     def _collect(self) -> None:
         """Take over what compiled calls have kept."""
@@ -74,12 +72,6 @@ class BatchRow(MixtureDrafter):
         self._request.words[request.DRAFTED] = 0
         return super().look(budget, chain)
 
-    @property
-    def said(self) -> NDArray[np.int32]:
-        """(n,) int32, what was generated and learned."""
-        self._collect()
-        return np.concatenate(self._history)
-
     def make_room(self, length: int) -> None:
         """Make room for a text of so many tokens, and take into its automaton what that had no room for."""
         words = self._request.words
@@ -89,10 +81,6 @@ class BatchRow(MixtureDrafter):
             self._sync()
             words[request.LEFT] = 0
         self._hold(2 * (held + length - int(words[request.LENGTH])))
-
-    def follow(self) -> None:
-        """Learn now what was given by `observe`; else the next draft does."""
-        self._catch_up()
 
     def finish(self, keep: bool = True) -> None:
         """End the request; with `keep`, session and phrases learn what was generated."""
@@ -135,9 +123,9 @@ class Slots:
     def __init__(self, rows: Many[BatchRow], texts: Many[int], places: Many[int], longest: Many[int]) -> None:
         self.rows = rows
         for row in rows:
-            row.follow()
+            row._catch_up()
             row._sync()  # a long prompt's automaton has moved
-        addresses = [address_of(row._request.words) for row in rows]
+        addresses = [row._request.words.ctypes.data for row in rows]
         self._calls = np.array([addresses, texts, places, longest], np.int64).reshape(kernels.CALL, -1).T.copy()
         self._out: NDArray[np.int32] = np.empty(len(rows) + MAX_NODES, np.int32)
         self._session = rows[0]._shared if rows else None
@@ -184,15 +172,3 @@ class Slots:
         plan[kernels.NOW] += 1
         plan[kernels.STEPS] += 1
         plan[kernels.ROWS] += len(self.rows)
-
-
-def plan_of(deepest: int, vocabulary: int | None) -> NDArray[np.int64]:
-    """(PLAN,) int64 for steps whose texts an engine keeps: the longest draft, and how many tokens the model has."""
-    plan = np.zeros(kernels.PLAN, np.int64)
-    plan[kernels.DEEPEST], plan[kernels.VOCABULARY] = deepest, _ANY_TOKEN if vocabulary is None else vocabulary
-    return plan
-
-
-def address_of(array: NDArray[np.generic]) -> int:
-    """Where an array's first element lies; the caller holds the array."""
-    return int(array.__array_interface__["data"][0])

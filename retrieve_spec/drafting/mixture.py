@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,18 @@ from numpy.typing import NDArray
 from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.dense_queries import DenseQueries
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
-from retrieve_spec.drafting.open_sources import OpenSources
+from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import request, step
+from retrieve_spec.kernels import blend, levels, request, step
+from retrieve_spec.kernels.calibration import LENGTH_CLASSES, NUM_SOURCES, begin_request
 from retrieve_spec.kernels.compiled_code import compiling_logged
 from retrieve_spec.kernels.phrases import BOUNDARY
+from retrieve_spec.kernels.source_table import CURSOR, TAIL
+from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.rows import Prediction
+from retrieve_spec.sources.dense import DenseIndexes, DenseSource
+from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.rows import Alignments, Prediction, Row, SourceTable, store_rows
 from retrieve_spec.sources.session import FOLLOWED, SessionMemory
 
 if TYPE_CHECKING:
@@ -30,6 +34,11 @@ _NO_COST = np.empty(0, np.float32)
 _NO_TOKENS = np.empty(0, np.int32)
 _NO_IDS = np.empty((0, 1), np.int32)
 _NO_LOGITS = np.empty((0, 1), np.float32)
+CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, PHRASES, ALIGNMENT = (
+    SOURCE_NAMES.index(name)
+    for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense", "phrases", "alignment")
+)
+_NO_HASHES = np.empty((2, 0), np.uint64)
 _NOTHING = DraftTree()
 _NO_BLOCK = _NOTHING.block
 _BOUNDARY = np.array([BOUNDARY], np.int32)
@@ -63,7 +72,22 @@ class _Shown(NamedTuple):
 _NOTHING_SHOWN = _Shown(_NO_TOKENS)
 
 
-class MixtureDrafter(OpenSources):
+def _scratch_of(rows: int) -> dict[int, NDArray[Any]]:
+    """Arrays of the expansion kernel for a table of so many rows, reused from pass to pass, by columns of a request."""
+    pool = 64 * MAX_NODES
+    return {
+        request.NODE_CURSORS: np.zeros(((MAX_NODES + 1) * rows, CURSOR), np.int64),
+        request.NODE_TAILS: np.zeros((MAX_NODES + 1, TAIL), np.int32),
+        request.POOL_P: np.empty(pool, np.float32),
+        request.POOL_IDS: np.empty((pool, 3), np.int32),
+        request.HEAP: np.empty(pool, np.int32),
+        request.SCRATCH: blend.scratch_memory(rows),
+        request.NODES: np.empty((MAX_NODES, 4), np.int64),
+        request.NODE_P: np.empty(MAX_NODES, np.float32),
+    }
+
+
+class MixtureDrafter:
     """Drafts from every open source at once, most probable nodes first, and learns from every verified token.
 
     What a pass showed is learned in one compiled call with the next draft (`kernels/step.py`), which finds in the
@@ -91,6 +115,9 @@ class MixtureDrafter(OpenSources):
         Whether requests are counted when they end.
     """
 
+    _as_with_stores = False
+    """Whether kernels that read stores are called where there is none: they are compiled anyway."""
+
     def __init__(
         self,
         config: SpeculationConfig | None = None,
@@ -101,12 +128,30 @@ class MixtureDrafter(OpenSources):
         calibration: Calibration | None = None,
     ) -> None:
         self.config = config or SpeculationConfig()
-        calibration = calibration or Calibration()
-        phrases = calibration.phrases if self.config.phrases == AUTO else None
-        dense = self.config.dense == AUTO
-        super().__init__(session, datastores, recycling, dense, phrases, calibration)
+        self.calibration = calibration or Calibration()
+        self.context = SuffixAutomaton(4096, shortest=1)
+        self.unigrams = self.calibration.unigrams()
+        self.alignments: Alignments | None = Alignments()
+        self.phrases = self.calibration.phrases if self.config.phrases == AUTO else None
+        self.session = session
+        self.datastores = list(datastores)
+        self.ngram_rows, self.exact_rows = store_rows(self.datastores, NGRAM, EXACT)
+        self.recycling = RecyclingTable() if recycling else None
+        self.prediction: Prediction | None = None
+        indexes = DenseIndexes(datastores if self.config.dense == AUTO else ())
+        self.wants_hidden: Layer | None = indexes.layer
+        self.dense = None if indexes.layer is None else DenseSource(indexes)
+        self._scratch: dict[int, NDArray[Any]] = {}
+        self._trust: NDArray[np.float64] = np.empty((NUM_SOURCES, 1 + LENGTH_CLASSES, 2))
+        self._use: NDArray[np.float64] = np.empty(0)
+        self._noise: NDArray[np.int64] = np.zeros(4, np.int64)
+        self._tail: NDArray[np.int32] = np.zeros((1, TAIL), np.int32)
+        self._recent: NDArray[np.int32] = np.zeros(request.MATCH, np.int32)
+        self._first_p: NDArray[np.float64] = np.zeros(1)
+        self._learned: dict[int, int] = dict.fromkeys((request.STEPS, request.LEARNED, request.RESTS), 0)
+        self._request = Row.of(request.REQUEST, {}, {})  # until one begins
         self.top_k = self.recycling.k if self.recycling else 0
-        self._says_where = self.config.provenance and bool(self.stores.exact or self.dense)
+        self._says_where = self.config.provenance and bool(self.exact_rows or self.dense)
         self._queries = None if self.dense is None else DenseQueries(self.dense)
         self._pace: float | None = None
         self._proposed = 0, 0.0
@@ -129,7 +174,7 @@ class MixtureDrafter(OpenSources):
         if self.dense is not None:
             self.dense.prepare()
         SuffixAutomaton(16).extend(np.arange(99, dtype=np.int32))  # grows, as no short trial does
-        trial = MixtureDrafter(self.config, session=SessionMemory(), datastores=self.stores.stores)
+        trial = MixtureDrafter(self.config, session=SessionMemory(), datastores=self.datastores)
         text = np.arange(12, dtype=np.int32) % 4
         trial.start(text, text)
         trial.observe_prompt(text[:1], text[None, : trial.top_k], np.zeros((1, trial.top_k), np.float32))
@@ -142,7 +187,10 @@ class MixtureDrafter(OpenSources):
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last one's text, read the prompt and the expected text."""
-        self._forget_text()
+        self.context.reset()
+        self.unigrams.reset()
+        if self.alignments is not None:
+            self.alignments.reset()
         self.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
         if self.recycling is not None and self.session is None:
             self.recycling.reset()
@@ -155,11 +203,82 @@ class MixtureDrafter(OpenSources):
         self._forgotten = False
         self._noise[0] = 0
         self._sampled = False
-        self._keep_learned()
+        self._learned = {column: int(self._request.words[column]) for column in self._learned}  # what goes on
         if self._queries is not None:
             self._queries.leave()
         self._open()
         self._read(np.ascontiguousarray(prompt_ids, np.int32))
+
+    def _open(self) -> None:
+        """Build the source table for this request; earlier rows win ties in match length."""
+        table: list[Row] = []
+        if self.prediction:
+            table += [self.prediction.row(PREDICTION)] * request.HYPOTHESES
+        self._context_row = len(table)
+        table += [self.context.row(CONTEXT), self.unigrams.row(CONTEXT)]
+        self._session_row = len(table)
+        self._earlier: list[SuffixAutomaton] = []
+        self._shared = self.session  # `session` may be exchanged before the next request
+        self._at_rest: SessionMemory | nullcontext[None] = nullcontext() if self.session is None else self.session
+        if self.session is not None:
+            with self.session:
+                self._earlier = list(self.session.automata)
+                table += [automaton.row(SESSION) for automaton in self._earlier]
+        self._exact_row = len(table)
+        table += self.exact_rows
+        self._dense_row = len(table)
+        if self.dense is not None:
+            table.append(self.dense.row(DENSE))
+        if self.recycling:
+            table.append(self.recycling.row(RECYCLING))
+        if self.phrases is not None and self.phrases.requests > 1:  # what one alone was given is not known
+            table.append(self.phrases.row(PHRASES))
+        aligned_row = len(table) if self.alignments is not None else -1
+        if self.alignments is not None:
+            table.append(self.alignments.row(ALIGNMENT))
+        table += self.ngram_rows
+        self._table = SourceTable(table)
+        has_stores = bool(self.exact_rows or self.ngram_rows or self.dense is not None)
+        self._reads_stores = 1 if has_stores or self._as_with_stores else None
+        if len(self._use) != len(table):
+            self._use = np.full(len(table), request.OF_USE)
+            self._scratch = _scratch_of(len(table))
+        self._cursors: NDArray[np.int64] = np.zeros((len(table), CURSOR), np.int64)
+        self._tail[:] = 0
+        self._first_p[:] = 0
+        begin_request(self._trust)
+        self._request = Row.of(  # what was learned over all requests goes on
+            request.REQUEST,
+            {
+                request.CURSORS: self._cursors,
+                request.NEWEST: self._tail,
+                request.RECENT: self._recent,
+                request.NOISE: self._noise,
+                request.USE: self._use,
+                request.TRUST: self._trust,
+                **self._scratch,
+                request.TABLE: self._table.words,
+                request.CELL_COUNTS: self.calibration.cells,
+                request.SCALE: self.calibration.scale,
+                request.DRAFTS: self.calibration.drafts,
+                request.FIRST_P: self._first_p,
+            },
+            {
+                request.SOURCES: len(self._table),
+                request.CONTEXT: self._context_row,
+                request.EARLIER: self._session_row,
+                request.NUM_EARLIER: len(self._earlier),
+                request.STORED: self._exact_row,
+                request.NUM_STORED: len(self.exact_rows),
+                request.DENSE_ROW: -1 if self.dense is None else self._dense_row,
+                request.ALIGNED: aligned_row,
+                request.PREDICTED: int(self.prediction is not None),
+                request.SLOW: int(bool(self.datastores)),
+                request.POOL: len(self._scratch[request.HEAP]),
+                request.WORDS: len(self._scratch[request.SCRATCH]),
+                **self._learned,
+            },
+        )
 
     def feed(self, token_ids: NDArray[np.int32]) -> None:
         """Append text that was neither drafted nor generated (a later turn's context)."""
@@ -173,18 +292,21 @@ class MixtureDrafter(OpenSources):
 
     def _read(self, ids: NDArray[np.int32]) -> None:
         """Take text (n,) that was not generated into the text so far."""
-        if self._shared is None:
-            appended = self._follow(ids)
-        else:
-            with self._shared:
-                appended = self._follow(ids)
-        if appended < len(ids):
+        with self._at_rest:
+            self._sync()
+            appended = request.read(self._table.words, self._request.words, ids, FOLLOWED, self._reads_stores)
+        if appended < len(ids):  # for more the text's automaton had no room
             self.context.extend(ids[appended:])
 
-    def _follow(self, ids: NDArray[np.int32]) -> int:
-        """Follow text that was not generated; for how much of it the text's automaton had room."""
-        self._sync()
-        return request.read(self._table.words, self._request.words, ids, FOLLOWED, self._reads_stores)
+    def _sync(self) -> None:
+        """Read sources whose arrays were replaced where they are now.
+
+        A session must be at rest from here until the kernels return (`SessionMemory.__enter__`): drafters of other
+        threads add to it.
+        """
+        self._table.put(self._context_row, self.context.row(CONTEXT))
+        for i, automaton in enumerate(self._earlier):
+            self._table.put(self._session_row + i, automaton.row(SESSION))
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
@@ -227,9 +349,7 @@ class MixtureDrafter(OpenSources):
         if self._sampled or budget.noise is not None:
             self._hear(budget.noise)
         cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]
-        if self._shared is None:
-            return self._grow(cost, limit, depth, chain)
-        with self._shared:
+        with self._at_rest:
             return self._grow(cost, limit, depth, chain)
 
     def _weigh(self, cost: NDArray[np.float32], spent: float) -> None:
@@ -291,12 +411,14 @@ class MixtureDrafter(OpenSources):
         cursor = self._cursors[self._dense_row]
         followed = cursor[0] < cursor[1] and cursor[3] >= 0
         if not followed:
-            queries.ask(cursor, self._longest_match(), int(self._tail[0, 0]), self._pace if len(cost) else None)
+            words, asked = self._table.words, range(self._exact_row + len(self.exact_rows))  # all but neighbours
+            longest = max(int(levels.open_row(words, s, self._cursors, s, _NO_HASHES, 0, 1)[1]) for s in asked)
+            queries.ask(cursor, longest, int(self._tail[0, 0]), self._pace if len(cost) else None)
         if queries.comparison is not None:
             found = cursor.copy()
             cursor[:] = 0
             n = self._kernel(cost, limit, depth)[-1].shape[1]
-            queries.comparison.without = self._scratch.nodes[:n, :2].copy()
+            queries.comparison.without = self._scratch[request.NODES][:n, :2].copy()
             cursor[:] = found
 
     @property
@@ -375,7 +497,7 @@ class MixtureDrafter(OpenSources):
         shown = self._take_shown()
         if not shown:
             return
-        with contextlib.nullcontext() if self._shared is None else self._shared:
+        with self._at_rest:
             for one in shown:
                 self._learn(one)
 

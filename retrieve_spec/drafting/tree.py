@@ -119,24 +119,21 @@ class DraftTree:
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """An array that was not asked for before."""
-        if name == "block":
-            self.block = _packed(self)
-            return self.block
-        if name == "ancestors":
-            self.ancestors = self.seen_behind(0)
-            return self.ancestors
-        if name not in FIELDS:
-            raise AttributeError(f"'DraftTree' object has no attribute '{name}'", name=name, obj=self)
-        block = self.block
         array: NDArray[Any]
-        if name == "origin":
-            array = block[ORIGINS : ORIGINS + 2].reshape(-1).view(np.int64)
+        if name == "block":
+            array = _packed(self)
+        elif name == "ancestors":
+            array = self.seen_behind(0)
+        elif name not in FIELDS:
+            raise AttributeError(f"'DraftTree' object has no attribute '{name}'", name=name, obj=self)
+        elif name == "origin":
+            array = self.block[ORIGINS : ORIGINS + 2].reshape(-1).view(np.int64)
         elif name == "source":
-            array = block[SOURCES].view(np.uint8)[: self._size]
+            array = self.block[SOURCES].view(np.uint8)[: self._size]
         elif name == "log_p":
-            array = block[LOG_P].view(np.float32)
+            array = self.block[LOG_P].view(np.float32)
         else:
-            array = block[{"token_ids": TOKENS, "parent": PARENTS, "depth": DEPTHS}[name]]
+            array = self.block[{"token_ids": TOKENS, "parent": PARENTS, "depth": DEPTHS}[name]]
         setattr(self, name, array)
         return array
 
@@ -209,26 +206,13 @@ class DraftTree:
     @classmethod
     def from_paths(cls, paths: list[list[int]]) -> DraftTree:
         """Merge token paths into one tree, first path first (tests and scripted drafters)."""
-        children: dict[tuple[int, int], int] = {}
-        tokens: list[int] = []
-        parents: list[int] = []
-        depths: list[int] = []
-
+        places: dict[tuple[int, ...], int] = {(): ROOT}
+        nodes: list[tuple[int, int, int]] = []
         for path in paths:
-            at = ROOT
-            for level, token in enumerate(path, 1):
-                if (at, token) not in children:
-                    children[at, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(at)
-                    depths.append(level)
-                at = children[at, token]
-        n = len(tokens)
-        return cls(
-            np.array(tokens, np.int32),
-            np.array(parents, np.int32),
-            np.array(depths, np.int32),
-            np.zeros(n, np.float32),
-            np.zeros(n, np.uint8),
-            np.full(n, -1, np.int64),
-        )
+            for depth, token in enumerate(path, 1):
+                if tuple(path[:depth]) not in places:
+                    places[tuple(path[:depth])] = len(nodes)
+                    nodes.append((token, places[tuple(path[: depth - 1])], depth))
+        tokens, parents, depths = np.array(nodes, np.int32).reshape(-1, 3).T.copy()
+        n = len(nodes)
+        return cls(tokens, parents, depths, np.zeros(n, np.float32), np.zeros(n, np.uint8), np.full(n, -1, np.int64))

@@ -245,7 +245,7 @@ class Drafters:
         """The same, kept from others until it is given back; or why the sequence goes without.
 
         It drafts from what was said to its ``scope``, and from what ``siblings`` write, if it can. Sequences of one
-        scope or one ``call`` are one asker: what they alone have in common is no phrase (`sources/phrases.py`).
+        scope or one ``call`` are one requester: what they alone have in common is no phrase (`sources/phrases.py`).
         """
         with self._lock:
             drafter = self.of(draft)

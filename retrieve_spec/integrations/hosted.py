@@ -167,6 +167,7 @@ class Hosted:
         self.drafter = ServingDrafter(config, datastores=opened, vocabulary=vocabulary, state=state)
         self.failures = 0
         self._tokenizer = tokenizer
+        self._keep: dict[str, bool] = {}
         self.drafter.prepare([shape])
         atexit.register(call_if_alive, weakref.WeakMethod(self.drafter.save))
 
@@ -179,10 +180,10 @@ class Hosted:
         """Note the exception that is being handled, and end all requests: this step goes without drafts."""
         self.failures += 1
         logger.exception("drafting failed, %s", "and is off from now on" if self.is_off else "this step goes without")
-        self.drafter.abandon()
+        self.abandon()
 
-    def begin(self, name: str, prompt: NDArray[Any], wishes: Mapping[str, Any], sampled: bool) -> bool:
-        """Begin a request; False, and a warning, where what it asks for cannot be: it then goes without drafts.
+    def begin(self, name: str, prompt: NDArray[Any] | Sequence[int], wishes: Mapping[str, Any], sampled: bool) -> bool:
+        """Begin a request; False where it goes without drafts: it says so, or what it asks for cannot be (a warning).
 
         Parameters
         ----------
@@ -195,11 +196,14 @@ class Hosted:
         sampled
             Whether its tokens are sampled.
         """
+        if not _wished(wishes, DRAFT):
+            return False
         try:
             self.drafter.start(name, prompt, prediction_ids=self._prediction(wishes.get(PREDICTION)), sampled=sampled)
         except (ConfigError, PromptError) as error:
             logger.warning("a request goes without drafts: %s", in_a_line(error))
             return False
+        self._keep[name] = _wished(wishes, KEEP)
         return True
 
     def _prediction(self, wanted: Any) -> list[int] | None:
@@ -212,17 +216,22 @@ class Hosted:
             return list(wanted)
         raise PromptError(f"a text or token ids as {PREDICTION}", repr(wanted)[:80], "Leave it out.")
 
-    def end(self, name: str, keep: bool) -> None:
-        """End a request, if it was begun; with `keep`, session and phrases learn its answer."""
-        if name in self.drafter:
-            self.drafter.finish(name, keep=keep)
+    def end(self, name: str, keep: bool = True) -> None:
+        """End a request, if it was begun; with `keep`, session and phrases learn its answer if it lets them."""
+        if name in self._keep:
+            self.drafter.finish(name, keep=self._keep.pop(name) and keep)
+
+    def abandon(self) -> None:
+        """End all requests; nothing is learned from them."""
+        self._keep.clear()
+        self.drafter.abandon()
 
     def statistics(self) -> dict[str, float]:
         """See `ServingDrafter.statistics`; `failures` are steps in which drafting failed, and was left out."""
         return {**self.drafter.statistics(), "failures": self.failures}
 
 
-def wished(wishes: Mapping[str, Any], name: str) -> bool:
+def _wished(wishes: Mapping[str, Any], name: str) -> bool:
     """Whether a request wants something, as it does by default; texts count as they read."""
     wish = wishes.get(name, True)
     return wish.strip().lower() not in _NO if isinstance(wish, str) else bool(wish)

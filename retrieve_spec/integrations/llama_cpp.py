@@ -49,15 +49,6 @@ class _Text:
     answered: float = 0.0
 
 
-@dataclass(slots=True)
-class _Llama:
-    """What is known of a `Llama` that asked: why it gets no drafts, if it does not, and how much it can verify."""
-
-    without: bool
-    most: int
-    longest: int
-
-
 class DraftModel:
     """Drafts for the texts that a `Llama` of llama-cpp-python writes; any thread may call it.
 
@@ -106,7 +97,7 @@ class DraftModel:
         self.drafter = self._hosted.drafter
         self._most = num_pred_tokens
         self._texts: weakref.WeakKeyDictionary[Any, _Text] = weakref.WeakKeyDictionary()
-        self._known: weakref.WeakKeyDictionary[Any, _Llama] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._begun = 0
         self._expected: NDArray[Any] | Many[int] | None = None
         self._last: _Text | None = None
@@ -138,12 +129,13 @@ class DraftModel:
         came = perf_counter()
         with self._lock:
             llama, call = _who_generates()
-            known = self._meet(llama)
-            if known.without or call.get("logits_processor") is not None or self._hosted.is_off:
+            most, longest = self._meet(llama)
+            if not most or call.get("logits_processor") is not None or self._hosted.is_off:
                 return _NO_DRAFT  # processors are shown drafted tokens as if they stood in the text
             try:
                 ids, sampled = np.array(input_ids, np.int32), bool(call.get("temp", 0.0))
-                return self._draft(self if llama is None else llama, ids, sampled, known, came)
+                room = min(self._most, most, longest - len(ids))
+                return self._draft(self if llama is None else llama, ids, sampled, max(room, 0), came)
             except Exception:  # a text goes on without drafts rather than not at all
                 self._hosted.failed()
                 self._texts.clear()
@@ -175,7 +167,7 @@ class DraftModel:
             self._end_others()
             self.drafter.save()
 
-    def _draft(self, owner: Any, ids: NDArray[np.int32], sampled: bool, known: _Llama, came: float) -> NDArray[np.intc]:
+    def _draft(self, owner: Any, ids: NDArray[np.int32], sampled: bool, room: int, came: float) -> NDArray[np.intc]:
         text = self._texts.get(owner)
         if (
             text is not None
@@ -189,8 +181,7 @@ class DraftModel:
             text.ids = ids
         else:
             text = self._texts[owner] = self._begin(owner, ids, sampled)
-        room = min(self._most, known.most, known.longest - len(ids))
-        [tree] = self.drafter.draft([text.name], max(room, 0))
+        [tree] = self.drafter.draft([text.name], room)
         self._last, text.drafted = text, len(tree)
         text.answered = came if len(tree) else perf_counter()  # a step with drafts costs what these took, too
         return tree.token_ids.astype(np.intc)
@@ -213,10 +204,10 @@ class DraftModel:
             if name not in kept:
                 self.drafter.finish(name)
 
-    def _meet(self, llama: Any) -> _Llama:
-        """What is known of who asks, looked at once."""
+    def _meet(self, llama: Any) -> tuple[int, int]:
+        """How many drafted tokens who asks can verify (0: it gets none), and how many its text may have."""
         if llama is None:
-            return _Llama(False, MAX_NODES, sys.maxsize)
+            return MAX_NODES, sys.maxsize
         known = self._known.get(llama)
         if known is None:
             _check_logits(llama)
@@ -229,10 +220,9 @@ class DraftModel:
                 logger.warning(
                     "no drafts for %s: llama-cpp-python cannot take tokens back from recurrent state", llama.model_path
                 )
-            longest = min(
-                int(llama.n_ctx()), len(llama.input_ids)
-            )  # it keeps fewer ids than llama.cpp, which rounds up
-            known = self._known[llama] = _Llama(without, int(llama.n_batch) - 1, longest)
+            # Fewer ids are kept than llama.cpp has room for, which rounds up.
+            longest = min(int(llama.n_ctx()), len(llama.input_ids))
+            known = self._known[llama] = 0 if without else int(llama.n_batch) - 1, longest
         return known
 
 

@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.batch import NO_COST, BatchRow, Slots, plan_of
+from retrieve_spec.drafting.batch import BatchRow, Slots
 from retrieve_spec.drafting.calibration import Calibration, kept_calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.integrations.pace import Pace
-from retrieve_spec.kernels.batch import CONTEXT, DEEPEST, STEPS
+from retrieve_spec.kernels.batch import CONTEXT, DEEPEST, PLAN, STEPS, VOCABULARY
 from retrieve_spec.kernels.treemask import find_child
 from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
 from retrieve_spec.sources.session import SessionMemory, token_ids_of
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 Shape = Literal["chain", "tree"]
 GREEDY, SAMPLED = "greedy", "sampled"
 NOTHING = DraftTree()
+_NO_COST = np.empty(0, np.float32)
+_ANY_TOKEN = 1 << 31
 _SAVE_EVERY = 30.0
 """Seconds between two times that what was learned is written, where requests end."""
 
@@ -113,7 +115,8 @@ class ServingDrafter:
         self._lock = threading.RLock()
         self._pace = Pace()
         self._seconds = 0.0
-        self._plan = plan_of(MAX_NODES, vocabulary)
+        self._plan: NDArray[np.int64] = np.zeros(PLAN, np.int64)
+        self._plan[VOCABULARY] = _ANY_TOKEN if vocabulary is None else vocabulary
         self._slots: Slots | None = None
         self._slots_of: tuple[object, object] = (None, None)
         self._samples = False
@@ -176,12 +179,11 @@ class ServingDrafter:
         if not len(prompt):
             raise PromptError("a prompt of one token at least", "an empty one", "Start with what the model reads.")
         kind = SAMPLED if sampled else GREEDY
-        with self._lock:
-            if request in self._requests:
-                raise RequestError("a request that is not under way", repr(request), "Finish it, or use another name.")
         row = BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
         row.start(prompt, prediction)  # takes a while where the prompt is long: others go on
         with self._lock:
+            if request in self._requests:
+                raise RequestError("a request that is not under way", repr(request), "Finish it, or use another name.")
             self._requests[request] = Request(row, kind)
             self._slots = None
             self._counts["requests"] += 1
@@ -344,7 +346,7 @@ class ServingDrafter:
                 drafts: list[list[int]] = [[] for _ in requests]
             else:
                 seconds = pace.curve(rows, context, sampled) if rows else None
-                drafts = slots.step(plan, lengths, NO_COST if seconds is None else seconds)
+                drafts = slots.step(plan, lengths, _NO_COST if seconds is None else seconds)
                 if rows:
                     pace.stepped(rows, sum(map(len, drafts)), context, sampled, seconds is not None)
             self._seconds += perf_counter() - began

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError, require
-from retrieve_spec.integrations.hosted import DRAFT, KEEP, Hosted, Options, wished
+from retrieve_spec.integrations.hosted import Hosted, Options
 from retrieve_spec.integrations.serving import Shape
 
 TESTED = ("0.5.23",)
@@ -214,7 +214,6 @@ class _Seen:
     request: weakref.ref[Any]
     answer: Any
     drafts: bool
-    keep: bool
     written: int = 0
     latest: Many[int] = ()
 
@@ -293,17 +292,17 @@ class TreeCorpus(Corpus):
         if seen is not None:
             behind = [*answer[seen.written :], *latest]
             if seen.request() is not request or behind[: len(seen.latest)] != list(seen.latest):
-                self._forget(request.rid, keep=False)  # tokens were taken back, or the name is another's
+                self._forget(request.rid, False)  # tokens were taken back, or the name is another's
                 seen = None
         if seen is None:
             said = getattr(request.sampling_params, "custom_params", None)
-            wishes: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
-            drafts = request.input_embeds is None and wished(wishes, DRAFT)
-            if drafts:
-                prompt = np.asarray(request.origin_input_ids_unpadded, np.int64)
-                sampled = request.sampling_params.top_k != 1  # how SGLang writes a temperature of 0
-                drafts = self._hosted.begin(request.rid, prompt, wishes, sampled)
-            seen = _Seen(weakref.ref(request), answer, drafts, wished(wishes, KEEP))
+            drafts = request.input_embeds is None and self._hosted.begin(
+                request.rid,
+                request.origin_input_ids_unpadded,
+                said if isinstance(said, Mapping) else {},
+                request.sampling_params.top_k != 1,  # how SGLang writes a temperature of 0
+            )
+            seen = _Seen(weakref.ref(request), answer, drafts)
             self._seen[request.rid], behind = seen, [*answer, *latest]
         if seen.drafts:
             self.drafter.feed(request.rid, behind[len(seen.latest) :])
@@ -318,7 +317,7 @@ class TreeCorpus(Corpus):
             if ended and seen.drafts:
                 self.drafter.feed(name, seen.answer[seen.written + len(seen.latest) :], verified=0)
             if ended or (request is not None and request.is_retracted):
-                self._forget(name, seen.keep and ended)
+                self._forget(name, ended)
 
     def _forget(self, name: str, keep: bool) -> None:
         self._seen.pop(name, None)
@@ -327,7 +326,7 @@ class TreeCorpus(Corpus):
     def reset(self) -> None:
         """Forget all requests; nothing is learned from them."""
         self._seen.clear()
-        self.drafter.abandon()
+        self._hosted.abandon()
 
 
 def mask_of(parent: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from time import perf_counter
 from typing import Any
@@ -32,22 +32,13 @@ from numpy.typing import NDArray
 
 from retrieve_spec.drafting.batch import RequestDiverged
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.integrations.hosted import DRAFT, KEEP, Hosted, Options, wished
+from retrieve_spec.integrations.hosted import Hosted, Options
 
 TESTED = ("0.32",)
 """Versions of vLLM that the tests run with."""
 _PLACE = "additional_config['retrieve_spec']"
 _REMEDY = "Install one of these, or set additional_config={'retrieve_spec': {'any_version': True}}."
 _NO_DRAFT: list[int] = []
-
-
-@dataclass(slots=True)
-class _Known:
-    """A request under way: whether it is drafted for and others may learn from it, how many tokens it may have."""
-
-    drafts: bool
-    keep: bool
-    longest: int
 
 
 class Proposer:
@@ -75,7 +66,7 @@ class Proposer:
         self._longest = int(vllm_config.model_config.max_model_len)
         parallel = vllm_config.parallel_config
         self._silent = parallel.rank % parallel.tensor_parallel_size != 0  # the first rank's drafts are those verified
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, int] = {}  # requests under way: tokens that each may have, 0 where nothing is drafted
         self._names: list[str] = []  # of the last step's rows, if none of them read a prompt
         self._asked: list[str] = []
         self._places: list[int] = []
@@ -144,7 +135,7 @@ class Proposer:
                 break
             except RequestDiverged as other:  # tokens were taken back, or the name is another's
                 del self._known[self._asked[other.row]]
-                self.drafter.finish(self._asked[other.row], keep=False)
+                self._hosted.end(self._asked[other.row], keep=False)
                 self._meet(names, requests, sampled, texts, lengths)
         # A step with drafts costs what these took, too.
         self._answered = came if any(drafts) else perf_counter()
@@ -166,29 +157,28 @@ class Proposer:
         """Take note of rows that are not those of the last step, and begin the requests that are new."""
         self._asked, self._places, self._longest_of = [], [], []
         for i, (name, said) in enumerate(zip(names, sampled, strict=False)):
-            known = self._known.get(name)
-            if known is None:
-                known = self._known[name] = self._begin(name, requests[name], texts[i, : int(lengths[i])])
-            if said and known.drafts:
+            if name not in self._known:
+                self._known[name] = self._begin(name, requests[name], texts[i, : int(lengths[i])])
+            if said and self._known[name]:
                 self._asked.append(name)
                 self._places.append(i)
-                self._longest_of.append(known.longest)
+                self._longest_of.append(self._known[name])
         self._names = names[: len(sampled)] if len(self._asked) == len(sampled) else []
 
-    def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> _Known:
-        parameters = state.sampling_params
-        wishes = (parameters.extra_args or {}) if parameters is not None else {}
-        read = min(int(state.num_prompt_tokens), len(text))
-        longest, drafts = self._longest, False
-        if parameters is not None and state.prompt_embeds is None and wished(wishes, DRAFT) and read:
-            drafts = self._hosted.begin(name, text[:read], wishes, parameters.temperature >= 1e-5)
-            if parameters.max_tokens is not None:
-                longest = min(state.num_prompt_tokens + parameters.max_tokens, longest)
-        return _Known(drafts, wished(wishes, KEEP), longest)
+    def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> int:
+        """Begin a request; how many tokens its text may have, 0 where nothing is drafted for it."""
+        parameters, read = state.sampling_params, min(int(state.num_prompt_tokens), len(text))
+        if parameters is None or state.prompt_embeds is not None or not read:
+            return 0
+        if not self._hosted.begin(name, text[:read], parameters.extra_args or {}, parameters.temperature >= 1e-5):
+            return 0
+        longest = self._longest if parameters.max_tokens is None else state.num_prompt_tokens + parameters.max_tokens
+        return min(int(longest), self._longest)
 
     def _end_those_gone(self, under_way: Mapping[str, Any]) -> None:
         for name in [name for name in self._known if name not in under_way]:
-            self._hosted.end(name, self._known.pop(name).keep)
+            del self._known[name]
+            self._hosted.end(name)
 
 
 class WorkerExtension:

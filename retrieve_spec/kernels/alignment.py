@@ -48,9 +48,11 @@ RECENT, FEWEST = 8, 2
 REACH, LONGEST = 24, 16
 FARTHEST = WINDOW - 64
 """How far back a place may be: what is looked for around it must still be in the ring."""
-_OUTCOMES, _RECENT, _LOW = (1 << OUTCOMES) - 1, (1 << RECENT) - 1, 0xFFFFFFFF
+_OUTCOMES, _RECENT, LOW = (1 << OUTCOMES) - 1, (1 << RECENT) - 1, 0xFFFFFFFF
 _MORE, _PASSED, _ID = (1 << 3) - 1, (1 << 5) - 1, (1 << 24) - 1
 """The most that an edit has room for."""
+_TO_COME = 1 << 60
+"""One token of an edit that is still to come, in the first column of a cursor."""
 _HASH_SHIFT = np.uint64(48)
 
 
@@ -60,13 +62,7 @@ def ones(n: int) -> int:
     n = n - ((n >> 1) & 0x55555555)
     n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
     n = (n + (n >> 4)) & 0x0F0F0F0F
-    return ((n * 0x01010101) & _LOW) >> 24
-
-
-@inner
-def run_of(outcomes: int) -> int:
-    """How many of the newest predictions came true without a break."""
-    return ones(outcomes & ~(outcomes + 1))
+    return ((n * 0x01010101) & LOW) >> 24
 
 
 @inner
@@ -111,7 +107,7 @@ def open_level(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: 
     """
     none = np.int64(0), np.int64(-1)
     at = cursors[c, 0]
-    if at == 0 or _coming(at) > 0 or at & _LOW >= view_i64(table[s, ALIGNMENT_META], META)[0]:
+    if at == 0 or _coming(at) > 0 or at & LOW >= view_i64(table[s, ALIGNMENT_META], META)[0]:
         return none
     token, column = _expected(view_i32(table[s, ALIGNMENT_TEXT], WINDOW), cursors, c)
     if token < 0 or (column == 0 and _same(at) >= RECENT):
@@ -120,35 +116,24 @@ def open_level(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: 
 
 
 @inner
-def token_of(handle: int) -> int:
-    """The token that a level expects."""
-    return handle & _LOW
-
-
-@inner
 def evidence(cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]:
     """What stands for the count, tokens in a row that came true; and for the distinct continuations, how many of the
     last ones differed and whether this one is a replaced one."""
     outcomes = _outcomes(cursors[c, 0])
+    in_a_row = ones(outcomes & ~(outcomes + 1))
     differed = RECENT - ones(outcomes & _RECENT)
-    few, some, many = (4, 6, 9) if handle > _LOW else (1, 2, 3)
-    return run_of(outcomes) + 1, np.int64(few if differed <= 1 else some if differed <= 3 else many)
+    few, some, many = (4, 6, 9) if handle > LOW else (1, 2, 3)
+    return in_a_row + 1, np.int64(few if differed <= 1 else some if differed <= 3 else many)
 
 
 @inner
 def _after(cursors: NDArray[np.int64], c: int, column: int) -> int:
     """First column of a cursor after the expected token, which came from the edit in this column (0: from the text)."""
     at = cursors[c, 0]
-    outcomes, place = _outcomes(at) << 1 | 1, at & _LOW
+    outcomes, place = _outcomes(at) << 1 | 1, at & LOW
     if column == 0:
         return _packed(place + 1, outcomes, _same(at) + 1, np.int64(0))
     return _packed(place + (cursors[c, column] & _PASSED), outcomes, np.int64(0), cursors[c, column] >> 5 & _MORE)
-
-
-@inner
-def _after_coming(at: int) -> int:
-    """First column of a cursor after a token of an edit that is not remembered."""
-    return at - (np.int64(1) << 60)
 
 
 @inner
@@ -161,7 +146,7 @@ def advance(
     if at == 0:
         return
     if _coming(at) > 0:
-        out[o, 0] = _after_coming(at)
+        out[o, 0] = at - _TO_COME
     else:
         expected, column = _expected(view_i32(table[s, ALIGNMENT_TEXT], WINDOW), cursors, c)
         if expected != token:
@@ -185,7 +170,7 @@ def _look_for(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: i
 
     A token that was found is not part of the edit, unless it is the first that came, or the one at which it broke.
     """
-    base, place = kept[k, BROKE], (kept[k, 0] & _LOW) + 1
+    base, place = kept[k, BROKE], (kept[k, 0] & LOW) + 1
     more, passed = kept[k, SINCE] - 1, place - base
     for j in range(base, min(base + REACH, end)):
         if text[j & (WINDOW - 1)] == token:
@@ -204,10 +189,10 @@ def _look_for(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: i
 def _follow(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int, end: int) -> None:
     """Move an alignment over a token of the text."""
     at = kept[k, 0]
-    place = at & _LOW
+    place = at & LOW
     kept[k, SINCE] += 1
     if _coming(at) > 0:
-        kept[k, 0] = _after_coming(at)
+        kept[k, 0] = at - _TO_COME
         return
     if place >= end or end - place > FARTHEST:
         kept[k, 0] = 0
@@ -261,7 +246,7 @@ def _begin(kept: NDArray[np.int64], place: int, matched: int) -> None:
     """Follow an alignment that has matched so many tokens, instead of the worst one, if it is not followed yet."""
     worst, least = np.int64(0), np.int64(1 << 40)
     for k in range(KEPT):
-        if kept[k, 0] != 0 and _coming(kept[k, 0]) == 0 and kept[k, 0] & _LOW == place:
+        if kept[k, 0] != 0 and _coming(kept[k, 0]) == 0 and kept[k, 0] & LOW == place:
             return
         worth = _worth(_outcomes(kept[k, 0]))
         if worth < least:

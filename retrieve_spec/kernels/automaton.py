@@ -355,21 +355,13 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
     meta[M_TOKENS] += 1
 
 
-@inner
-def boundary(meta: I64) -> None:
-    """Start a new document: no context reaches back over this point."""
-    meta[M_LAST] = 0
-    meta[M_UPD] = 0
-    meta[M_UPD_LEN] = 0
-
-
 @njit(cache=True, nogil=True)
 def extend(states: I32, edges: I32, slots: I32, meta: I64, token_ids: I32) -> int:
-    """Append tokens until done or out of room; returns how many were appended. A negative id is a boundary."""
+    """Append tokens until done or out of room; returns how many were appended. A negative id begins a new document."""
     states, edges, slots, meta = borrowed(states), borrowed(edges), borrowed(slots), borrowed(meta)
     for i in range(len(token_ids)):
         if token_ids[i] < 0:
-            boundary(meta)
+            meta[M_LAST] = meta[M_UPD] = meta[M_UPD_LEN] = 0
             continue
         if not _room(states, edges, slots, meta, token_ids[i]):
             return i

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling
-from retrieve_spec.kernels.calibration import cell_of, level_weight, multiplied, odds_of, prior_weight, recency_weight
+from retrieve_spec.kernels.calibration import PRIOR_WEIGHT, cell_of, multiplied, odds_of, prior_weight, recency_weight
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.levels import (
     CLOSED,
@@ -141,8 +141,9 @@ def collect_levels(
         total, distinct = evidence(table, best, cursors, base + best, handle, stores)
         source = table[best, NUMBER]
         cell = cell_of(source, length, total, distinct)
-        weight = level_weight(cells, cell, prior_weight(source, length, total, distinct))
-        weight = multiplied(weight, odds_of(trust, cell))
+        prior = PRIOR_WEIGHT * prior_weight(source, length, total, distinct)
+        learned = (np.float64(cells[cell, 0]) + prior) / (np.float64(cells[cell, 1]) + PRIOR_WEIGHT)
+        weight = multiplied(learned, odds_of(trust, cell))
         levels[n, 0] = best
         levels[n, 1] = handle
         levels[n, 2] = cell

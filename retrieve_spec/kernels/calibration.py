@@ -46,41 +46,21 @@ _FURTHEST = 500.0
 @njit(cache=True, nogil=True)
 def length_bucket(n: int) -> int:
     """0 … 11 for match lengths 0, 1, 2, 3, 4, 5, 6–7, 8–11, 12–15, 16–23, 24–39, 40 and more."""
-    if n <= 5:
-        return n
-    if n <= 7:
-        return 6
-    if n <= 11:
-        return 7
-    if n <= 15:
-        return 8
-    if n <= 23:
-        return 9
-    return 10 if n <= 39 else 11
+    # Sums, as no branch can be foretold; they begin with a number, as truth values of NumPy alone add up to one.
+    short = 0 + (n >= 1) + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 5) + (n >= 6)
+    return short + (n >= 8) + (n >= 12) + (n >= 16) + (n >= 24) + (n >= 40)
 
 
 @inner
 def count_bucket(n: int) -> int:
     """0 … 7 for counts 1, 2, 3, 4–5, 6–8, 9–16, 17–64, 65 and more."""
-    if n <= 3:
-        return max(n, 1) - 1
-    if n <= 5:
-        return 3
-    if n <= 8:
-        return 4
-    if n <= 16:
-        return 5
-    return 6 if n <= 64 else 7
+    return 0 + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 6) + (n >= 9) + (n >= 17) + (n >= 65)
 
 
 @inner
 def distinct_bucket(n: int) -> int:
     """0 … 5 for 1, 2, 3, 4–5, 6–8, 9 and more distinct continuations."""
-    if n <= 3:
-        return max(n, 1) - 1
-    if n <= 5:
-        return 3
-    return 4 if n <= 8 else 5
+    return 0 + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 6) + (n >= 9)
 
 
 @inner
@@ -88,12 +68,6 @@ def cell_of(source: int, length: int, total: int, distinct: int) -> int:
     """Row of the calibration table."""
     c = source * LENGTH_BUCKETS + length_bucket(length)
     return (c * COUNT_BUCKETS + count_bucket(total)) * DISTINCT_BUCKETS + distinct_bucket(distinct)
-
-
-@inner
-def level_weight(cells: NDArray[np.float32], cell: int, prior: float) -> float:
-    """Share of the remaining mass that a level takes: learned, shrunk towards its prior."""
-    return (np.float64(cells[cell, 0]) + PRIOR_WEIGHT * prior) / (np.float64(cells[cell, 1]) + PRIOR_WEIGHT)
 
 
 @inner

@@ -18,7 +18,7 @@ from retrieve_spec.kernels.blend import (
     collect_levels,
 )
 from retrieve_spec.kernels.calibration import CERTAIN, NUM_SOURCES, scaled
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.source_table import CURSOR, KIND, NUMBER, PHRASES, RECYCLING, RESTING, TAIL, recycling_sets
@@ -121,18 +121,6 @@ def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
     return 0.0
 
 
-@part
-def begin(
-    root_cursors: NDArray[np.int64], tail: NDArray[np.int32], cursors: NDArray[np.int64], tails: NDArray[np.int32]
-) -> None:
-    """Put the root's cursors and newest tokens in front of those of the nodes."""
-    for s in range(len(root_cursors)):
-        for j in range(CURSOR):
-            cursors[s, j] = root_cursors[s, j]
-    for j in range(TAIL):
-        tails[0, j] = tail[0, j]
-
-
 @inner
 def follow(
     table: NDArray[np.int64],
@@ -194,7 +182,7 @@ def expand(
     root_cursors
         (s, CURSOR) int64, where every source stands after the text.
     scale
-        As for `scale.scaled`.
+        As for `calibration.scaled`.
     min_p
         Least path probability of a node.
     noise
@@ -202,7 +190,7 @@ def expand(
     cost
         (max_nodes + 1,) float32 seconds of a pass over n nodes, or (0,) to fill the budget.
     acceptance
-        What all path probabilities are multiplied by (`acceptance.acceptance_ratio`).
+        What all path probabilities are multiplied by (`calibration.acceptance_ratio`).
     chain
         1 to follow the most probable token at every node alone, 0 for a tree.
     least
@@ -230,7 +218,11 @@ def expand(
     tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
     credit = view_i64(scratch + CREDIT, MAX_CANDIDATES)
     view_i64(scratch + SLOTS, HASH)[:] = 0
-    begin(root_cursors, tail, cursors, tails)
+    for s in range(rows):
+        for j in range(CURSOR):
+            cursors[s, j] = root_cursors[s, j]
+    for j in range(TAIL):
+        tails[0, j] = tail[0, j]
     if max_nodes > 0:
         node_p[0] = 0.0
     ranks = np.zeros(RANKS, np.int64)

@@ -33,6 +33,7 @@ from retrieve_spec.kernels.calibration import (
 from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
+from retrieve_spec.kernels.request import push
 from retrieve_spec.kernels.sampling import noise_key
 from retrieve_spec.kernels.source_table import (
     ALIGNMENT,
@@ -89,7 +90,7 @@ def _share_of(
         hit = 1.0 if expected_text(table, s)[handle] == token else 0.0
         return hit, hit
     if table[s, KIND] == ALIGNMENT:
-        return 1.0 if alignment.token_of(handle) == token else 0.0, 0.0
+        return 1.0 if handle & alignment.LOW == token else 0.0, 0.0
     if stores is not None:
         if table[s, KIND] == NGRAM:
             first, end = ngram_part(table, s, handle)
@@ -271,9 +272,7 @@ def learn(
             advance_row(table, s, cursors, s, token, moved, here, stores)
             for j in range(CURSOR):
                 cursors[s, j] = moved[0, j]
-        for j in range(TAIL - 1, 0, -1):
-            tail[0, j] = tail[0, j - 1]
-        tail[0, 0] = token
+        push(tail, token)
     for s in range(len(table)):
         table[s, RESTING] = resting[s]
     for s in range(len(trust)):

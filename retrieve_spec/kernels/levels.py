@@ -19,6 +19,8 @@ from retrieve_spec.kernels.source_table import (
     AUTOMATON,
     AUTOMATON_SHORTEST,
     DENSE,
+    DENSE_NUM_SPANS,
+    DENSE_SIMILARITY,
     EXACT,
     EXACT_MIN_DEPTH,
     KIND,
@@ -55,12 +57,11 @@ from retrieve_spec.kernels.source_table import (
     recycling_sets,
     recycling_tokens,
     slots_of,
-    span_similarity,
     span_weights,
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import borrowed, prefetch
+from retrieve_spec.kernels.views import borrowed, prefetch, view_f32
 
 CLOSED = -2
 """Handle of a level that was not looked up yet."""
@@ -297,7 +298,7 @@ def read_level(
             return trie.successors(
                 spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], READ_LIMIT, out_tokens, out_p
             )
-    out_tokens[0] = alignment.token_of(handle) if table[s, KIND] == ALIGNMENT else expected_text(table, s)[handle]
+    out_tokens[0] = handle & alignment.LOW if table[s, KIND] == ALIGNMENT else expected_text(table, s)[handle]
     out_p[0] = 1.0
     return 1
 
@@ -341,4 +342,5 @@ def advance_row(
             spans = spans_of(table, s)
             a, b = trie.narrow(spans, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
             out[o, 0], out[o, 1], out[o, 2] = np.int64(a), np.int64(b), cursors[c, 2] + 1
-            out[o, 3] = trie.dense_length(span_similarity(table, s), spans, np.int64(a), np.int64(b), out[o, 2])
+            similarity = view_f32(table[s, DENSE_SIMILARITY], table[s, DENSE_NUM_SPANS])
+            out[o, 3] = trie.dense_length(similarity, spans, np.int64(a), np.int64(b), out[o, 2])

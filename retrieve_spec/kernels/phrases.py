@@ -1,8 +1,8 @@
 """Numba kernels of the phrase memory: counts of what followed the last one or two tokens of generated texts.
 
-A continuation is *known* once two askers (requests, or keys of a server) have been given it. Until then nothing is kept
-of it but a fingerprint of context and continuation and the number of its asker: ``seen`` (slots, 2) uint64, sets of
-`WAYS` slots, newest first, the oldest of a full set forgotten.
+A continuation is *known* once two requesters (requests, or keys of a server) have been given it. Until then nothing is
+kept of it but a fingerprint of context and continuation and the number of its requester: ``seen`` (slots, 2) uint64,
+sets of `WAYS` slots, newest first, the oldest of a full set forgotten.
 
 What is known lies as in the recycling table (`kernels/recycling.py`), so that drafting reads both alike: ``sets``
 (capacity · 2,) uint64 with the contexts, the observations of their continuations and the request that counted last, and
@@ -35,16 +35,16 @@ _CONTINUATION = 1 << 30
 
 
 @inner
-def said_by_two(seen: NDArray[np.uint64], phrase: np.uint64, asker: np.uint64) -> bool:
-    """Whether somebody else was given a phrase too; otherwise it is remembered that this asker was."""
+def said_by_two(seen: NDArray[np.uint64], phrase: np.uint64, requester: np.uint64) -> bool:
+    """Whether somebody else was given a phrase too; otherwise it is remembered that this requester was."""
     sets = len(seen) // WAYS
     base = np.int64((phrase >> np.uint64(20)) & np.uint64(sets - 1)) * WAYS
     for way in range(WAYS):
         if seen[base + way, 0] == phrase:
-            return bool(seen[base + way, 1] != asker)
+            return bool(seen[base + way, 1] != requester)
     for way in range(WAYS - 1, 0, -1):
         seen[base + way, 0], seen[base + way, 1] = seen[base + way - 1, 0], seen[base + way - 1, 1]
-    seen[base, 0], seen[base, 1] = phrase, asker
+    seen[base, 0], seen[base, 1] = phrase, requester
     return False
 
 
@@ -140,10 +140,10 @@ def learn(
     probs: NDArray[np.float32],
     seen: NDArray[np.uint64],
     text: NDArray[np.int32],
-    asker: np.uint64,
+    requester: np.uint64,
     clock: int,
 ) -> None:
-    """Count the phrases of a text that was generated for an asker.
+    """Count the phrases of a text that was generated for a requester.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def learn(
             e = find(sets, context)
             times = 1
             if e < 0 or _place_of(tokens, e, token) < 0:
-                if not said_by_two(seen, mix(context, token + _CONTINUATION), asker):
+                if not said_by_two(seen, mix(context, token + _CONTINUATION), requester):
                     continue
                 times = 2
                 if e < 0:

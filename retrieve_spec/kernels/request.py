@@ -1,6 +1,6 @@
 """Request: where one text stands in all sources, as a row of integers, and Numba kernels that read and move it.
 
-The row holds sizes, places, counters and the addresses of the request's arrays; `drafting/open_sources.py` keeps it
+The row holds sizes, places, counters and the addresses of the request's arrays; `drafting/mixture.py` keeps it
 together with the arrays. One row instead of twenty arrays, because every array that is handed from Python to a kernel
 costs a fraction of a microsecond, and between two passes of a model, when no cache holds anything, several.
 
@@ -93,17 +93,12 @@ HYPOTHESES = 3
 """Places in an expected text that are followed at once: found again, one token replaced, tokens inserted."""
 _REST_BELOW, _WAKE_AT = 0.002, 0.004
 """Shares of the emitted tokens that a source explained, below which it rests and above which it is asked again."""
-_SLOW_REST_BELOW, _SLOW_WAKE_AT = 0.01, 0.02
-"""The same for stores, which are read from memory that no cache holds."""
+_SLOW_REST_BELOW, OF_USE = 0.01, 0.02
+"""The same for stores, which are read from memory that no cache holds; the latter is every source's share at first."""
 _LOOK_IN = 8
 """Stores that rest are learned about in one of so many steps."""
-_FIRST_TOKENS, _LATER_EVERY = 2000, 4
+FIRST_TOKENS, LATER_EVERY = 2000, 4
 """Learning reads stores at all of the first tokens, then at one of so many."""
-
-
-def begin_use(use: NDArray[np.float64]) -> None:
-    """Take every source to be of use until it is known."""
-    use[:] = _SLOW_WAKE_AT
 
 
 @inner
@@ -180,12 +175,6 @@ def catch_up(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
                 cursors[i, j] = kept[i, j]
 
 
-@part
-def learn_every(request: NDArray[np.int64]) -> int:
-    """At one token of how many learning reads stores: they are slow, and in time there is less to be learned."""
-    return _LATER_EVERY if request[SLOW] == 1 and request[LEARNED] >= _FIRST_TOKENS else 1
-
-
 @inner
 def _is_slow(table: NDArray[np.int64], s: int) -> bool:
     return table[s, KIND] == NGRAM or table[s, KIND] == EXACT
@@ -216,7 +205,7 @@ def choose_sources(table: NDArray[np.int64], request: NDArray[np.int64]) -> None
         slow = _is_slow(table, s)
         if use[s] < (_SLOW_REST_BELOW if slow else _REST_BELOW):
             table[s, RESTING] = 1
-        elif use[s] >= (_SLOW_WAKE_AT if slow else _WAKE_AT):
+        elif use[s] >= (OF_USE if slow else _WAKE_AT):
             table[s, RESTING] = 0
         if s <= request[CONTEXT] + 1 or s == request[DENSE_ROW]:  # neighbours are asked when that pays
             table[s, RESTING] = 0

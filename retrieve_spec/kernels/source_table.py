@@ -165,21 +165,9 @@ def spans_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
 
 
 @inner
-def span_similarity(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
-    """(k,) similarities of the spans."""
-    return view_f32(table[s, DENSE_SIMILARITY], table[s, DENSE_NUM_SPANS])
-
-
-@inner
 def span_weights(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
     """(k,) weights of the spans."""
     return view_f32(table[s, DENSE_WEIGHTS], table[s, DENSE_NUM_SPANS])
-
-
-@inner
-def span_origins(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
-    """(k,) where the first token of each span stands (`ORIGIN_BITS`)."""
-    return view_i64(table[s, DENSE_ORIGINS], table[s, DENSE_NUM_SPANS])
 
 
 @inner

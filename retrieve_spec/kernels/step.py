@@ -19,6 +19,8 @@ from retrieve_spec.kernels.learn import learn
 from retrieve_spec.kernels.source_table import (
     CURSOR,
     DENSE,
+    DENSE_NUM_SPANS,
+    DENSE_ORIGINS,
     EXACT_LENGTH,
     EXACT_SEGMENT,
     KIND,
@@ -33,7 +35,6 @@ from retrieve_spec.kernels.source_table import (
     TAIL,
     expected_text,
     recycling_sets,
-    span_origins,
     suffixes_of,
 )
 from retrieve_spec.kernels.treemask import (
@@ -105,7 +106,7 @@ def observe(
         noise,
         min_p,
         emitted,
-        state.learn_every(request),
+        state.LATER_EVERY if request[state.SLOW] == 1 and request[state.LEARNED] >= state.FIRST_TOKENS else 1,
         view_i64(request[state.SCRATCH], request[state.WORDS]),
         stores,
     )
@@ -265,7 +266,7 @@ def find_origins(
                 continue
             longest = cursors[c, 2]
             if table[s, KIND] == DENSE:
-                out[i] = span_origins(table, s)[cursors[c, 0]] + longest - 1
+                out[i] = view_i64(table[s, DENSE_ORIGINS], table[s, DENSE_NUM_SPANS])[cursors[c, 0]] + longest - 1
             else:
                 position = np.int64(suffixes_of(table, s)[cursors[c, 0]]) + longest - 1
                 if position < table[s, EXACT_LENGTH]:  # a damaged store can say else

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.source_table import (
     UNIGRAM_BY_CLASSES,
     UNIGRAM_CELLS,
@@ -110,65 +110,6 @@ def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[n
     frequent[at] = token
 
 
-@part
-def append(
-    stats: NDArray[np.int32],
-    recent: NDArray[np.int32],
-    frequent: NDArray[np.int32],
-    meta: NDArray[np.int64],
-    token_ids: NDArray[np.int32],
-    generated: int,
-) -> None:
-    """Take tokens (n,) into the text, ``generated`` (1) or not (0); ids beyond ``stats`` are not counted."""
-    for token in token_ids:
-        if token < 0 or token >= len(stats):
-            meta[TOKENS] += 1
-            continue
-        n = meta[NUM_RECENT]
-        listed = n > 0 and stats[token, LAST] > 0 and stats[token, LAST] >= stats[recent[n - 1], LAST]
-        _to_front(recent, meta, token, listed)
-        meta[TOKENS] += 1
-        meta[HIGHEST] = max(meta[HIGHEST], token)
-        meta[DISTINCT] += stats[token, COUNT] == 0
-        stats[token, LAST] = meta[TOKENS]
-        stats[token, COUNT] += 1
-        stats[token, GENERATED] |= generated
-        _rise(stats, frequent, meta, token)
-
-
-@part
-def rank(
-    stats: NDArray[np.int32],
-    recent: NDArray[np.int32],
-    frequent: NDArray[np.int32],
-    meta: NDArray[np.int64],
-    rates: NDArray[np.float32],
-    tokens: NDArray[np.int32],
-    cells: NDArray[np.int32],
-    shares: NDArray[np.float32],
-) -> None:
-    """Write the list: (LISTED,) token ids, ``CLASSES`` times their cells plus classes, shares, which add up to one."""
-    n = 0
-    total = 0.0
-    now = meta[TOKENS] + 1
-    num_recent = meta[NUM_RECENT]
-    for i in range(num_recent + meta[NUM_FREQUENT]):
-        token = recent[i] if i < num_recent else frequent[i - num_recent]
-        if i >= num_recent and stats[token, LAST] >= stats[recent[num_recent - 1], LAST]:
-            continue  # it is a recent one too
-        age, count = now - stats[token, LAST], stats[token, COUNT]
-        cell = cell_of(age, count, stats[token, GENERATED])
-        prior = 0.7 * count / now + 0.3 / (age + 16.0)
-        share = (np.float64(rates[2 * cell]) + RATE_PRIOR * prior) / (np.float64(rates[2 * cell + 1]) + RATE_PRIOR)
-        total += share
-        tokens[n], cells[n], shares[n] = token, cell * CLASSES + stats[token, CLASS], share
-        n += 1
-    for i in range(n):
-        shares[i] = np.float64(shares[i]) / total
-    meta[NUM_LISTED] = n
-    meta[VERSION] += 1
-
-
 @inner
 def ask_for(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32]) -> None:
     """Ask memory for what `extend` will read."""
@@ -203,21 +144,46 @@ def place_after(table: NDArray[np.int64], s: int, place: int, token: int) -> int
 
 @inner
 def extend(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32], generated: int) -> None:
-    """Take tokens (n,) into the text of a source, ``generated`` (1) or not (0), and rank anew."""
-    stats = _stats(table, s)
+    """Take tokens (n,) into the text of a source, ``generated`` (1) or not (0), and rank anew.
+
+    Ids beyond ``stats`` are not counted. What is listed are token ids, ``CLASSES`` times their cells plus classes, and
+    shares, which add up to one.
+    """
+    stats, meta = _stats(table, s), _meta(table, s)
     recent, frequent = view_i32(table[s, UNIGRAM_RECENT], RECENT), view_i32(table[s, UNIGRAM_FREQUENT], FREQUENT)
-    meta = _meta(table, s)
-    append(stats, recent, frequent, meta, token_ids, generated)
-    rank(
-        stats,
-        recent,
-        frequent,
-        meta,
-        view_f32(table[s, UNIGRAM_RATES], 2 * RATES),
-        view_i32(table[s, UNIGRAM_TOKENS], LISTED),
-        view_i32(table[s, UNIGRAM_CELLS], LISTED),
-        view_f32(table[s, UNIGRAM_SHARES], LISTED),
-    )
+    for token in token_ids:
+        meta[TOKENS] += 1
+        if token < 0 or token >= len(stats):
+            continue
+        n = meta[NUM_RECENT]
+        is_recent = n > 0 and stats[token, LAST] > 0 and stats[token, LAST] >= stats[recent[n - 1], LAST]
+        _to_front(recent, meta, token, is_recent)
+        meta[HIGHEST] = max(meta[HIGHEST], token)
+        meta[DISTINCT] += stats[token, COUNT] == 0
+        stats[token, LAST] = meta[TOKENS]
+        stats[token, COUNT] += 1
+        stats[token, GENERATED] |= generated
+        _rise(stats, frequent, meta, token)
+    rates, tokens = view_f32(table[s, UNIGRAM_RATES], 2 * RATES), view_i32(table[s, UNIGRAM_TOKENS], LISTED)
+    cells, shares = view_i32(table[s, UNIGRAM_CELLS], LISTED), view_f32(table[s, UNIGRAM_SHARES], LISTED)
+    n = 0
+    total = 0.0
+    now, num_recent = meta[TOKENS] + 1, meta[NUM_RECENT]
+    for i in range(num_recent + meta[NUM_FREQUENT]):
+        token = recent[i] if i < num_recent else frequent[i - num_recent]
+        if i >= num_recent and stats[token, LAST] >= stats[recent[num_recent - 1], LAST]:
+            continue  # it is a recent one too
+        age, count = now - stats[token, LAST], stats[token, COUNT]
+        cell = cell_of(age, count, stats[token, GENERATED])
+        prior = 0.7 * count / now + 0.3 / (age + 16.0)
+        share = (np.float64(rates[2 * cell]) + RATE_PRIOR * prior) / (np.float64(rates[2 * cell + 1]) + RATE_PRIOR)
+        total += share
+        tokens[n], cells[n], shares[n] = token, cell * CLASSES + stats[token, CLASS], share
+        n += 1
+    for i in range(n):
+        shares[i] = np.float64(shares[i]) / total
+    meta[NUM_LISTED] = n
+    meta[VERSION] += 1
 
 
 @inner

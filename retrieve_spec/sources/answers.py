@@ -155,8 +155,6 @@ class AnswerMemory:
         self._lock = threading.RLock()
         self._busy = False
         if self.path is not None:
-            with contextlib.suppress(OSError):  # the first save says what is wrong
-                self.path.parent.mkdir(parents=True, exist_ok=True)
             self._kept = self._merged(self.path)
 
     def __len__(self) -> int:
@@ -356,7 +354,7 @@ class RolloutMemory(AnswerMemory):
     Raises
     ------
     ConfigError
-        A bound is no whole number or less than 1, or the path is no path.
+        A bound is no whole number, or less than 1.
     StoreCorruptError, StoreVersionError, TokenizerMismatchError
         The file is damaged, no memory of rollouts, or of another version.
 
@@ -379,10 +377,6 @@ class RolloutMemory(AnswerMemory):
                 raise ConfigError(
                     f"{name} to be a whole number of at least {least}", repr(value), "Leave it at its default."
                 )
-        if not isinstance(path, str | os.PathLike | None):
-            raise ConfigError(
-                "a path to keep rollouts at", repr(path)[:60], "Name a file: RolloutMemory('rollouts.bin')."
-            )
         super().__init__(path, _ROLLOUTS, max_bytes=max_bytes, answers=answers)
         self.save_every = save_every
 

@@ -17,13 +17,13 @@ from retrieve_spec.sources.rows import Row, on_large_pages, source_row
 from retrieve_spec.sources.session import loop_start
 
 CAPACITY, CONTINUATIONS, SEEN = 1 << 14, 16, 1 << 16
-"""Contexts known at most, continuations of each, and fingerprints kept of what one asker alone was given."""
+"""Contexts known at most, continuations of each, and fingerprints kept of what one requester alone was given."""
 _FORMAT = 2
 """Version of what `PhraseMemory.packed` gives."""
 _WHOLE = "phrases as they were written"
 _REMEDY = "Delete the file; they are learned again."
 _KEYED = np.uint64(1 << 63)
-"""Marks askers that are keys; requests are numbered from one."""
+"""Marks requesters that are named; requests are numbered from one."""
 
 
 class PhraseMemory:
@@ -66,21 +66,21 @@ class PhraseMemory:
                 array[...] = 0
             self.requests = 0
 
-    def learn(self, text: NDArray[np.int32], key: str | None = None) -> None:
+    def learn(self, text: NDArray[np.int32], requester_id: str | None = None) -> None:
         """Count the phrases of what a request was given.
 
         Parameters
         ----------
         text
             (n,) int32 generated tokens; `retrieve_spec.kernels.phrases.BOUNDARY` where other text stood between them.
-        key
-            Who asked. Texts of one key alone make nothing known; None: this request is an asker of its own.
+        requester_id
+            Who asked. Texts of one requester alone make nothing known; None: this request has one of its own.
         """
         text = np.ascontiguousarray(text[: loop_start(text)])
         with self._lock:
             self.requests += 1
-            asker = np.uint64(self.requests) if key is None else _number_of(key)
-            kernels.learn(self.sets, self.tokens, self.probs, self.seen, text, asker, self.requests)
+            requester = np.uint64(self.requests) if requester_id is None else _number_of(requester_id)
+            kernels.learn(self.sets, self.tokens, self.probs, self.seen, text, requester, self.requests)
 
     def known(self, context: list[int]) -> dict[int, float]:
         """Continuations and their shares after exactly this context (oldest token first)."""
@@ -96,7 +96,7 @@ class PhraseMemory:
     def packed(self) -> NDArray[np.uint8]:
         """What several were given, as bytes (n,) behind a version and a checksum.
 
-        Fingerprints of what one asker alone was given are left out: two token ids can be found by trying all pairs.
+        Fingerprints of what one requester alone was given are left out: two token ids can be found by trying all pairs.
         """
         with self._lock:
             body = np.concatenate([part.reshape(-1).view(np.uint8) for part in (self.sets, self.entries)])
@@ -136,6 +136,6 @@ class PhraseMemory:
         )
 
 
-def _number_of(key: str) -> np.uint64:
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def _number_of(requester_id: str) -> np.uint64:
+    digest = hashlib.blake2b(requester_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little")) | _KEYED

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -189,35 +189,21 @@ class Alignments:
         )
 
 
-@dataclass(slots=True)
-class StoreRows:
-    """Rows of all stores, which keep their maps open, and the stores themselves.
+def store_rows(stores: Sequence[Datastore], ngram_number: int, exact_number: int) -> tuple[list[Row], list[Row]]:
+    """Rows of the n-gram tables and of the suffix arrays of all segments, numbered over all stores.
 
-    Attributes
-    ----------
-    stores
-        The open stores.
-    ngram, exact
-        Rows of the n-gram tables and of the suffix array segments.
+    They keep the stores' maps open. Orders that an n-gram table has are left to the table.
     """
-
-    stores: list[Datastore]
-    ngram: list[Row] = field(default_factory=list)
-    exact: list[Row] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, stores: list[Datastore], ngram_number: int, exact_number: int) -> StoreRows:
-        """Rows of every segment, numbered over all stores; orders that an n-gram table has are left to the table."""
-        made = cls(stores)
-        segments = [(store, number) for store in stores for number in range(len(store.segments))]
-        for place, (store, number) in enumerate(segments):
-            segment = store.segments[number]
-            if segment.ngram is not None:
-                made.ngram.append(_ngram_row(store, number, ngram_number))
-            if len(segment.suffix_array):
-                min_depth = 1 if segment.ngram is None else MAX_ORDER + 1
-                made.exact.append(_exact_row(segment, exact_number, min_depth, place))
-        return made
+    ngram, exact = list[Row](), list[Row]()
+    segments = [(store, number) for store in stores for number in range(len(store.segments))]
+    for place, (store, number) in enumerate(segments):
+        segment = store.segments[number]
+        if segment.ngram is not None:
+            ngram.append(_ngram_row(store, number, ngram_number))
+        if len(segment.suffix_array):
+            min_depth = 1 if segment.ngram is None else MAX_ORDER + 1
+            exact.append(_exact_row(segment, exact_number, min_depth, place))
+    return ngram, exact
 
 
 def _ngram_row(store: Datastore, place: int, number: int) -> Row:

@@ -47,7 +47,7 @@ def test_what_one_request_was_aligned_with_is_nothing_to_the_next(run):
     for drafter in (used, fresh):
         run(drafter).request(*first)
     other = MixtureDrafter(session=fresh.session, calibration=fresh.calibration)
-    other._learned, other._use = fresh._learned, fresh._use
+    other._learned, other._use, other._scratch = fresh._learned, fresh._use, fresh._scratch
     other.recycling = fresh.recycling
     a, b = (run(drafter).request(*second) for drafter in (used, other))
     assert len(a.trees) == len(b.trees)

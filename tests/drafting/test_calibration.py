@@ -60,27 +60,24 @@ def test_a_drafter_keeps_it_and_starts_warm(tmp_path, run, markov_text):
     assert warm.cells.any() and warm.scale.any()
 
 
-@pytest.mark.parametrize("damage", ["empty", "text", "cut", "longer", "other type", "nan", "negative", "pickle", "zip"])
+DAMAGED = {
+    "empty": lambda whole, flat: b"",
+    "text": lambda whole, flat: b"[1, 2, 3]",
+    "cut": lambda whole, flat: whole[:-7],
+    "longer": lambda whole, flat: np.concatenate([flat, flat]),
+    "other type": lambda whole, flat: flat.astype(np.float64),
+    "nan": lambda whole, flat: np.append(flat[1:], np.float32(np.nan)),
+    "negative": lambda whole, flat: np.append(flat[1:], np.float32(-1)),
+    "pickle": lambda whole, flat: np.array([{}], object),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_file_is_named(tmp_path, damage):
     path = tmp_path / "kept.npy"
     learned().save(path)
-    whole = path.read_bytes()
-    flat = np.load(path)
-    if damage in ("empty", "text", "cut", "longer"):
-        cut = {"empty": b"", "text": b"[1, 2, 3]", "cut": whole[:-7], "longer": whole + whole}
-        path.write_bytes(cut[damage])
-        if damage == "longer":
-            np.save(path, np.concatenate([flat, flat]))
-    elif damage == "other type":
-        np.save(path, flat.astype(np.float64))
-    elif damage == "pickle":
-        np.save(path, np.array([{}], object), allow_pickle=True)
-    elif damage == "zip":
-        with open(path, "wb") as file:
-            np.savez(file, flat=flat)
-    else:
-        flat[17] = np.nan if damage == "nan" else -1
-        np.save(path, flat)
+    content = DAMAGED[damage](path.read_bytes(), np.load(path))
+    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content, allow_pickle=True)
     with pytest.raises(StoreCorruptError, match=r"kept\.npy.*Delete the file"):
         Calibration(path)
 

@@ -17,6 +17,7 @@ from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, Drafter
 from retrieve_spec.drafting.presets import PRESETS, build_drafter
+from retrieve_spec.drafting.tree import unpacked
 from retrieve_spec.errors import MissingSourceError, UnknownPresetError
 from retrieve_spec.sources import SOURCE_NAMES
 
@@ -53,10 +54,8 @@ class Checked:
         for parent, log_p in zip(tree.parent.tolist(), tree.log_p.tolist(), strict=True):
             assert log_p <= siblings.get(parent, 0.0) + 1e-6, "a less probable sibling comes first"
             siblings[parent] = log_p
-        depth_first = all(
-            tree.parent[i] == i - 1 or tree.parent[i] in _ancestors(tree, i - 1) for i in range(1, len(tree))
-        )
-        assert depth_first
+        above = unpacked(tree.ancestors)
+        assert all(p < 0 or above[i - 1, p] for i, p in enumerate(tree.parent.tolist())), "depth-first"
         self.log.append((tree.token_ids.tolist(), tree.parent.tolist()))
         return tree
 
@@ -72,14 +71,6 @@ class Checked:
         if self.drafter.wants_hidden:
             verified = replace(verified, hidden=state_of(verified.emitted[:-1]))
         self.drafter.observe(verified)
-
-
-def _ancestors(tree, i):
-    found = {-1}
-    while i >= 0:
-        i = int(tree.parent[i])
-        found.add(i)
-    return found
 
 
 segments = st.lists(st.tuples(st.text("abcd", min_size=1, max_size=40), st.booleans()), min_size=1, max_size=4)

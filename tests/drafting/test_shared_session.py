@@ -86,7 +86,7 @@ def test_stores_that_were_deleted_are_still_drafted_from(run, make_store):
     text = list(range(300, 400))
     folder = make_store([text]).path
     drafter = MixtureDrafter(recycling=False, datastores=[open_datastore(folder)])
-    drafter.stores.stores.clear()  # the table alone keeps the maps open
+    drafter.datastores.clear()  # the table alone keeps the maps open
     shutil.rmtree(folder)
     assert np.sum(run(drafter).request(text[:5], text[5:]).accepted) > 60
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import ConfigError, PromptError, RequestError
-from retrieve_spec.integrations import ServingDrafter
+from retrieve_spec.integrations import ServingDrafter, serving
 from retrieve_spec.sources.session import SessionMemory
 
 CONFIG = SpeculationConfig(min_path_probability=0.03)
@@ -73,18 +74,6 @@ def texts(seed, rows, length=120):
         text[60:90] = text[10:40]
         made.append(text)
     return made
-
-
-def walk(tree, wanted):
-    """Path of nodes that a text takes through a tree."""
-    path, at = [], -1
-    for token in wanted.tolist():
-        below = np.flatnonzero((tree.parent == at) & (tree.token_ids == token))
-        if not len(below):
-            break
-        at = int(below[0])
-        path.append(at)
-    return np.array(path, np.int32)
 
 
 def same(one, other):
@@ -169,28 +158,6 @@ def test_a_chain_is_the_first_branch_of_a_whole_tree(seed, depth):
         at += len(emitted)
 
 
-def test_the_same_calls_make_the_same_drafts():
-    def drafts():
-        drafter = ServingDrafter(SpeculationConfig(session=True))
-        found = []
-        for turn in range(3):
-            for i, text in enumerate(texts(turn // 2, 3)):
-                drafter.start(f"r{i}", text[:20], sampled=i == 1)
-            for at in range(20, 110, 3):
-                found += drafter.draft(["r0", "r1", "r2"], [8, 0, 16])
-                for i, text in enumerate(texts(turn // 2, 3)):
-                    drafter.feed(f"r{i}", text[at : at + 3])
-                drafter.measured(1.0 + 0.001 * len(found))
-            for i in range(3):
-                drafter.finish(f"r{i}")
-        return [tree.token_ids.tolist() for tree in found], drafter.statistics()
-
-    (one, counts), (other, _) = drafts(), drafts()
-    assert one == other and any(one)
-    assert counts["requests"] == 9 and counts["under_way"] == 0
-    assert counts["emitted"] == 9 * 90 and counts["drafted"] == sum(map(len, one)) >= counts["accepted"] > 0
-
-
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("session", [True, False])
 def test_only_a_session_is_given_what_ended_requests_generated(session, keep):
@@ -205,7 +172,17 @@ def test_only_a_session_is_given_what_ended_requests_generated(session, keep):
     assert list(drafter) == ["b", "c"] and "a" not in drafter
 
 
-def test_what_was_learned_is_kept_between_runs(tmp_path):
+def test_phrases_are_common_to_greedy_and_sampled_requests():
+    drafter = ServingDrafter(CONFIG)
+    for own, sampled in ((100, False), (200, True)):
+        drafter.start("a", [7], sampled=sampled)
+        drafter.feed("a", [*range(own, own + 9), 501, 502, *range(own + 10, own + 20)])
+        drafter.finish("a")
+    drafter.start("b", [9, 501])
+    assert 502 in drafter.draft(["b"], 16)[0].token_ids
+
+
+def test_what_was_learned_is_kept_between_runs(tmp_path, monkeypatch):
     def new():
         return ServingDrafter(SpeculationConfig(session=True), state=tmp_path / "state")
 
@@ -217,7 +194,11 @@ def test_what_was_learned_is_kept_between_runs(tmp_path):
             first.feed(f"r{i}", text[at : at + 3])
         first.finish(f"r{i}")
         assert len(new().session.texts) == 1, "written when the first one ends, then now and then"
-    first.save()
+    monkeypatch.setattr(serving, "_SAVE_EVERY", 0.0)
+    first.start("r2", said[0][:30])
+    first.finish("r2")
+    for kind in ("greedy", "sampled"):
+        assert np.load(tmp_path / "state" / f"{kind}.npy").any(), "learned apart"
     second = new()
     assert [t.tolist() for t in second.session.texts] == [t.tolist() for t in first.session.texts]
     for drafter in (first, second):
@@ -233,8 +214,9 @@ def test_damaged_state_starts_anew(tmp_path, caplog):
     assert len(caplog.records) == 3
     drafter.start("a", [1, 2, 1, 2, 1])
     assert drafter.draft(["a"], 1)[0].token_ids.tolist() == [2]
+    drafter.feed("a", [2, 3])
     drafter.finish("a")
-    assert not list(ServingDrafter(state=tmp_path))
+    assert len(ServingDrafter(SpeculationConfig(session=True), state=tmp_path).session.texts) == 1, "kept again"
     with pytest.raises(ConfigError, match="folder to keep state in"):
         ServingDrafter(state=tmp_path / "greedy.npy" / "below")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.batch import RequestDiverged
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, RequestError
 from retrieve_spec.integrations import ServingDrafter
 
 LONGEST = 160
@@ -138,6 +138,11 @@ def test_requests_that_were_given_tokens_otherwise():
     assert draft == CIRCLE[0, 40:44].tolist() and drafter.step([], CIRCLE, np.array([], np.int32), [], [], 4) == []
     drafter.feed("a", CIRCLE[0, 40:42])
     assert drafter.draft(["a"], 3)[0].token_ids.tolist() == CIRCLE[0, 42:45].tolist()
+    again = ["a"], CIRCLE, np.array([42], np.int32), [0], [90], 4
+    drafter.step(*again)
+    drafter.abandon()
+    with pytest.raises(RequestError):
+        drafter.step(*again)
 
 
 def test_arrays_of_another_kind_are_refused():

@@ -76,7 +76,8 @@ class Runner:
         lengths = np.array([len(self.requests[name].text) for name in names], np.int32)
         drafts = self.drafter.propose(sampled, lengths, self.texts, slot_mappings=None)
         assert len(drafts) == len(names)
-        for name, draft in zip(names, drafts, strict=True):
+        for name, said, draft in zip(names, sampled, drafts, strict=True):
+            assert said or not draft, "who still reads a prompt verifies nothing"
             request = self.requests[name]
             left = request.sampling_params.max_tokens - (len(request.text) - request.num_prompt_tokens)
             assert all(isinstance(token, int) and 0 <= token < 100 for token in draft)
@@ -136,7 +137,7 @@ def test_texts_are_those_without_drafts(seed, piece):
 
 
 def test_tokens_that_are_taken_back():
-    runner = Runner()
+    runner = Runner({"session": True})
     runner.add("a", list(range(9)) * 3)
     for _ in range(3):
         runner.step(["a"])
@@ -145,6 +146,7 @@ def test_tokens_that_are_taken_back():
     runner.drafts.clear()
     assert runner.write("a") == plain(list(range(9)) * 3)
     assert runner.drafter.statistics()["failures"] == 0
+    assert not len(runner.drafter.drafter.session), "they are nobody's answer"
 
 
 def test_wishes_of_requests(caplog):
@@ -180,9 +182,12 @@ def test_a_failure_leaves_the_answer_and_ends_drafting(caplog, monkeypatch):
     assert runner.drafter.statistics()["failures"] == 3
 
 
-def test_ranks_that_only_follow_draft_nothing():
-    runner = Runner()
+def test_ranks_that_only_follow_draft_nothing_and_replicas_keep_states_of_their_own(tmp_path):
+    runner = Runner({"state": str(tmp_path)})
     parallel = runner.vllm_config.parallel_config
+    parallel.data_parallel_size, parallel.data_parallel_rank = 2, 1
+    runner.make()
+    assert [path.name for path in tmp_path.iterdir()] == ["replica1"]
     parallel.rank, parallel.tensor_parallel_size = 1, 2
     runner.vllm_config.additional_config["retrieve_spec"]["state"] = "/nowhere/at/all"
     runner.make()

@@ -21,7 +21,7 @@ from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.recycling import RecyclingTable
-from retrieve_spec.sources.rows import Alignments, Prediction, SourceTable, StoreRows
+from retrieve_spec.sources.rows import Alignments, Prediction, SourceTable, store_rows
 from retrieve_spec.sources.session import loop_start
 from retrieve_spec.sources.unigrams import Unigrams
 
@@ -154,16 +154,16 @@ def make_world(rng, alphabet, stores=(), documents=()):
         naive_alignments.extend(part, generated)
     prediction = Prediction(np.array(expected, np.int32))
     position, matched = int(rng.integers(0, 12)), int(rng.integers(-1, 9))
-    opened = StoreRows.of(list(stores), 4, 5)
-    rows = [prediction.row(2), context.row(0), session.row(1), *opened.exact, recycling.row(3), *opened.ngram]
+    ngram, exact = store_rows(stores, 4, 5)
+    rows = [prediction.row(2), context.row(0), session.row(1), *exact, recycling.row(3), *ngram]
     rows += [phrases.row(8), unigrams.row(0), alignments.row(9)]
     sources = [
         naive.Prediction(expected, len(text), position, matched),
         naive.Automaton(0, naive_context, shortest=1),
         naive.Automaton(1, naive_session),
-        *[naive.Exact(documents, int(row.words[source_table.EXACT_MIN_DEPTH]), len(text)) for row in opened.exact],
+        *[naive.Exact(documents, int(row.words[source_table.EXACT_MIN_DEPTH]), len(text)) for row in exact],
         naive.Recycling(naive_table),
-        *[naive.Ngram(documents) for _ in opened.ngram],
+        *[naive.Ngram(documents) for _ in ngram],
         naive.Phrases(naive_phrases),
         naive_unigrams,
         naive_alignments,
@@ -181,7 +181,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
         state, matched = session.advance(state, matched, token)
     cursors[2, :2] = state, matched
     window = np.array(text, np.int32)
-    request.follow_all(table, 3, cursors[3 : 3 + len(opened.exact)], window, len(text))
+    request.follow_all(table, 3, cursors[3 : 3 + len(exact)], window, len(text))
     return World(text, sources, table, cursors, newest_first(text), [held])
 
 

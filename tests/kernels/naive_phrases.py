@@ -8,31 +8,31 @@ ORDERS, HALVED_AT, FADE_EVERY = 2, 1 << 12, 1024
 
 
 class NaivePhrases:
-    """Counts of what follows 1-2 tokens, once two askers were given it, without a bound on contexts."""
+    """Counts of what follows 1-2 tokens, once two requesters were given it, without a bound on contexts."""
 
     def __init__(self):
         self.counts = {}  # context, newest token first → Counter
-        self.first = {}  # (context, continuation) → the asker that was given it first
+        self.first = {}  # (context, continuation) → the requester that was given it first
         self.requests = 0
 
     def learn(self, text, key=None):
         self.requests += 1
-        asker = self.requests if key is None else key
+        requester = self.requests if key is None else key
         for i in range(1, len(text)):
             for order in range(1, ORDERS + 1):
                 context = tuple(text[i - order : i][::-1])
                 if order > i or min(context) < 0 or text[i] < 0:
                     break
-                self.count(context, text[i], asker)
+                self.count(context, text[i], requester)
         if self.requests % FADE_EVERY == 0:
             for context in list(self.counts):
                 self.halve(context)
 
-    def count(self, context, token, asker):
+    def count(self, context, token, requester):
         known = self.counts.get(context, Counter())
         times = 1
         if token not in known:
-            if self.first.setdefault((context, token), asker) == asker:
+            if self.first.setdefault((context, token), requester) == requester:
                 return
             times = 2
         known[token] += times

@@ -117,18 +117,3 @@ def test_ids_of_any_size(token):
     pair.say([1, 2, 3, token, 4, token, 5])
     pair.same()
     assert not any(given[0] < 0 for level in pair.level() for given in level[3]), "no id below 0 is drafted"
-
-
-def test_another_text_begins_with_nothing():
-    pair, other = Pair(), Pair()
-    pair.say([1, 2, 3, 4, 5, 6], generated=False)
-    pair.say([1, 2, 9])
-    assert pair.level()
-    pair.alignments.reset()
-    pair.naive = NaiveAlignments()
-    for p in (pair, other):
-        p.say([1, 2])
-        p.say([9, 1, 2, 3])
-        p.same()
-    for name in ("kept", "places", "meta"):
-        assert (getattr(pair.alignments, name) == getattr(other.alignments, name)).all()

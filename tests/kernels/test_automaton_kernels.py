@@ -173,15 +173,6 @@ def test_large_token_ids_and_many_successors():
     assert few.tolist() == ids[:5].tolist() and total == 120
 
 
-def test_a_shorter_context_does_not_count_what_a_longer_one_knows():
-    exact, excluding = SuffixAutomaton(16, exact=True), SuffixAutomaton(16)
-    text = np.array([1, 2, 3] * 5 + [4, 2, 5], np.int32)
-    for automaton in (exact, excluding):
-        automaton.extend(text)
-    assert continuations(exact, find(exact, [2])) == [(5, 1), (3, 5)]
-    assert continuations(excluding, find(excluding, [2])) == [(5, 1), (3, 2)]  # new, and known to [1, 2] at first
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_of_many_successors_the_frequent_ones_are_listed_first(seed):
     rng = np.random.default_rng(seed)

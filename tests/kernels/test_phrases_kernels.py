@@ -79,15 +79,6 @@ def test_nothing_is_known_of_what_one_alone_was_given():
     assert memory.known([2]) == {} and memory.known([1, 2]) == {}
 
 
-def test_one_key_is_one_asker():
-    memory = PhraseMemory()
-    for _ in range(5):
-        remember(memory, [1, 2, 3], key="mine")
-    assert memory.known([1]) == {}
-    remember(memory, [1, 2], key="yours")
-    assert memory.known([1]) == {2: 1.0} and memory.known([2]) == {}
-
-
 @pytest.mark.parametrize(("share", "distinct"), [(3, 9), (5, 5), (7, 3), (9, 2)])
 def test_a_round_share_is_not_more_than_itself(share, distinct):
     """3 of 10 is not more than 0.3, in whichever precision it is kept: compiled or not, a level is the same."""
@@ -162,9 +153,3 @@ def test_altered_bytes_are_not_taken_over(at):
         with pytest.raises(StoreError, match="Delete the file"):
             memory.unpack(data)
     assert np.array_equal(memory.packed(), before)
-
-
-def test_forgetting_leaves_nothing():
-    memory = remember(PhraseMemory(), [1, 2, 3], [1, 2, 3])
-    memory.forget()
-    assert np.array_equal(memory.packed(), PhraseMemory().packed())

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from doors import Doors
 from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.kernels import request
 from retrieve_spec.kernels.request import LOOKBACK
-from retrieve_spec.sources.rows import Prediction
 
 request = Doors(request)
 
@@ -73,43 +71,3 @@ def test_cursors_follow_what_is_emitted(text, cursors, before, emitted):
     arrays = (np.array(tokens, np.int32) for tokens in (emitted, recent))
     request.follow_expected(np.array(text, np.int32), table, *arrays)
     assert table[:, :2].tolist() == naive_follow(text, list(cursors), emitted, recent)
-
-
-TEXT = np.random.default_rng(0).integers(0, 30, 200).astype(np.int32)
-"""Tokens recur about every 30 places, pairs hardly ever."""
-
-
-def misses(prediction, output, steps=1):
-    """Follow an output, a few tokens per pass; at which of them no cursor expected the first one."""
-    missed, seen = [], []
-    for at in range(0, len(output), steps):
-        emitted = np.array(output[at : at + steps], np.int32)
-        alive = [c for c in prediction.cursors if c[1] >= 0 and c[0] < len(prediction.text)]
-        if not any(prediction.text[c[0]] == emitted[0] for c in alive):
-            missed.append(at)
-        seen += emitted.tolist()
-        request.follow_expected(prediction.text, prediction.cursors, emitted, np.array(seen[-8:], np.int32))
-    return missed
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("n", [0, 1, 2, 5, 30])
-@pytest.mark.parametrize("replaced", [0, 1, 2], ids=["inserted", "replaced", "deleted"])
-def test_the_place_is_found_again(replaced, n, steps):
-    text, other = TEXT.tolist(), [] if replaced == 2 else list(range(1000, 1000 + n))
-    output = text[:60] + other + text[60 + (n if replaced else 0) :]
-    prediction = Prediction(TEXT)
-    lost = [at for at in misses(prediction, output, steps) if at >= 60 + len(other)]
-    assert prediction.cursors[0, 0] == 200, "back in step at the end"
-    # Right after one replaced token or any insertion at once; otherwise when the newest tokens say where it is.
-    at_once = steps == 1 and (replaced == 0 or n <= 1 == replaced)
-    assert len(lost) <= (0 if at_once else 3), lost
-    assert all(at < 72 + len(other) for at in lost)
-
-
-def test_a_tie_goes_to_the_nearest_place():
-    block = np.arange(20, dtype=np.int32)
-    text = np.concatenate([block, [90], block, [91], block, [92]]).astype(np.int32)
-    prediction = Prediction(text)
-    misses(prediction, [*text[:30].tolist(), 777, 778, 779, *text[33:36].tolist()])
-    assert prediction.cursors[0, 0] == 36, "not the same lines in another block"

@@ -84,11 +84,3 @@ def test_the_newest_tokens_are_kept(lengths, seed):
         assert window.tolist() == text[max(len(text) - MATCH - length, 0) :].tolist()
         kept = held.words[request.KEPT]
         assert recent[:kept].tolist() == text[max(len(text) - MATCH, 0) :].tolist()
-
-
-@given(st.lists(st.integers(0, 9), max_size=20))
-def test_tokens_are_pushed_in_front(tokens):
-    newest = np.full((1, TAIL), -1, np.int32)
-    for token in tokens:
-        request.push(newest, token)
-    assert newest[0].tolist() == [*tokens[::-1], *[-1] * TAIL][:TAIL]

@@ -195,7 +195,7 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"answers": 0}, {"max_bytes": 0}, {"save_every": -1}, {"answers": "3"}, {"max_bytes": 2.5}, {"path": 5}]
+    "options", [{"answers": 0}, {"max_bytes": 0}, {"save_every": -1}, {"answers": "3"}, {"max_bytes": 2.5}]
 )
 def test_bounds_are_checked(options: dict[str, Any]) -> None:
     (value,) = options.values()
@@ -203,16 +203,3 @@ def test_bounds_are_checked(options: dict[str, Any]) -> None:
         RolloutMemory(**options)
     with pytest.raises(ConfigError, match="with a path"):
         RolloutMemory().save()
-
-
-_WRITER = """
-import sys
-import numpy as np
-from retrieve_spec.sources.answers import RolloutMemory
-path, name, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-memory = RolloutMemory(path, answers=100)
-for number in range(rounds):
-    memory.remember(np.array([1], np.int32), np.array([name, number], np.int32))
-    memory.save()
-    print(number, flush=True)
-"""

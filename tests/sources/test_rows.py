@@ -34,15 +34,6 @@ def test_a_table_holds_what_it_points_to():
     assert table.words[0, source_table.RESTING] == 1, "a source that rests goes on resting"
 
 
-def test_a_source_gives_the_same_row_while_its_arrays_stay():
-    automaton = SuffixAutomaton(1 << 10)
-    row = automaton.row(0)
-    automaton.extend(np.arange(100, dtype=np.int32))
-    assert automaton.row(0) is row
-    automaton.reset()
-    assert automaton.row(0) is row
-
-
 @pytest.mark.parametrize("size", [5, 1 << 17, 1 << 20])
 def test_arrays_on_large_pages_are_arrays_like_others(size: int) -> None:
     """Zeros, writable, at the beginning of a line; a view holds the memory when the array is gone."""

@@ -156,19 +156,3 @@ def test_what_cannot_be_forgotten_in_the_file_is_forgotten_with_the_next_save(
     again = answers_by_scope(path, "tokenizer", 1000)
     assert texts(opened(again, "alice")) == []
     assert texts(opened(again, "bob")) == [[3, 4]]
-
-
-_WRITER = """
-import sys
-import numpy as np
-from retrieve_spec.sources.answers import answers_by_scope
-from retrieve_spec.sources.session import SessionMemory
-path, first, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-file = answers_by_scope(path, "tokenizer", 1 << 16)
-session = SessionMemory()
-session.keep_in(file, file.key(""))
-for number in range(rounds):
-    session.remember(np.arange(first + number, first + number + 20, dtype=np.int32))
-    file.keep(at_once=True)
-    print(number, flush=True)
-"""

@@ -132,7 +132,7 @@ class PublishedDrafter:
     """Nodes of the published rule at most."""
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        self.session = session
+        self.datastores, self.session = datastores, session
         self._at_rest: SessionMemory | nullcontext[None] = nullcontext()
         self.text: array[int] = array("i")
         self._generated: list[NDArray[np.int32]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -79,24 +78,16 @@ class TokenRecycling(PublishedDrafter):
             self._matrix.clear()
 
     def _draft(self, builder: TreeBuilder) -> None:
-        self.add_tree(builder, self.text[-1])
-
-    def add_tree(self, builder: TreeBuilder, root: int) -> None:
-        """Fill the template below a token; places whose parent is unknown stay empty."""
-        numbers: list[int] = []
+        numbers: list[int] = []  # places whose parent is unknown stay empty
         for parent, rank, p in TEMPLATE:
             above = numbers[parent] if parent >= 0 else ROOT
-            token = root if above == ROOT else builder.tokens[above] if above != FULL else -1
+            token = self.text[-1] if above == ROOT else builder.tokens[above] if above != FULL else -1
             row = self._matrix.get(token, ())
             numbers.append(builder.add(above, row[rank], p, RECYCLING) if rank < len(row) else FULL)
 
     def _learn(self, verified: VerifiedPass) -> None:
-        self.learn(self.text, verified)
-
-    def learn(self, text: array[int], verified: VerifiedPass) -> None:
-        """Overwrite the rows of the root and all nodes, rejected ones included; the last of equal tokens stays."""
-        if verified.top_ids is not None and text:
-            keys = [text[-1], *verified.tree.token_ids.tolist()]
+        if verified.top_ids is not None and self.text:
+            keys = [self.text[-1], *verified.tree.token_ids.tolist()]
             self._matrix.update(zip(keys, verified.top_ids[:, : self.top_k].tolist(), strict=True))
 
 

@@ -19,7 +19,6 @@ from retrieve_spec.kernels.ngram import ngram_hash
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
-    from retrieve_spec.datastore.indexes import NgramTable
     from retrieve_spec.datastore.store import Datastore
 
 RANK_P = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.01)
@@ -59,13 +58,8 @@ class AdaptiveTrigram(PublishedDrafter):
     nodes = 64
     corpus_weight = 4.0
 
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
-        self._tables: list[tuple[NgramTable, int]] = [
-            (table, store.manifest.vocabulary) for store in datastores for table in store.ngrams
-        ]
-
     def _reset(self) -> None:
+        self._tables = [(table, store.manifest.vocabulary) for store in self.datastores for table in store.ngrams]
         self._counts: dict[Pair, dict[int, int]] = {}
         self._corpus: dict[Pair, dict[int, float]] = {}
         self._tried: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -101,12 +95,9 @@ class AdaptiveTrigram(PublishedDrafter):
             for token, count in seen.items():
                 p[token] = p.get(token, 0.0) + count / total
             top = sorted(p.items(), key=lambda item: (-item[1], item[0]))[: self.branching]
-            self._rows[pair] = [(token, share, self._value(pair, token, share)) for token, share in top]
+            seen_of = [self._tried.get((*pair, token), (share, 1)) for token, share in top]
+            self._rows[pair] = [(*of, right / tried) for of, (right, tried) in zip(top, seen_of, strict=True)]
         return self._rows[pair]
-
-    def _value(self, pair: Pair, token: int, share: float) -> float:
-        right, tried = self._tried.get((*pair, token), (0, 0))
-        return right / tried if tried else share
 
     def _draft(self, builder: TreeBuilder) -> None:
         if len(self.text) < 2:

@@ -46,28 +46,28 @@ CHOICES = 64
 """Prefixes that Hierarchy Drafting looks at per database, as in REST."""
 
 
-def need_store(datastores: Sequence[Datastore], preset: str) -> None:
-    """Refuse to go on without a store.
+class Corpus:
+    """Suffix arrays of all segments of some stores as one text to look up.
+
+    Parameters
+    ----------
+    datastores
+        Open stores.
+    preset
+        The rule that needs one, if it does.
 
     Raises
     ------
     MissingSourceError
-        When there is none, or none that keeps its text.
+        It needs one, and there is none, or none that keeps its text.
     """
-    if not any(len(segment.suffix_array) for store in datastores for segment in store.segments):
-        got = "none" if not datastores else "only stores without an exact index"
-        raise MissingSourceError(
-            f"a datastore with an exact index for draft={preset!r}",
-            got,
-            "Give one, or choose another draft.",
-        )
 
-
-class Corpus:
-    """Suffix arrays of all segments of some stores as one text to look up."""
-
-    def __init__(self, datastores: Sequence[Datastore]) -> None:
+    def __init__(self, datastores: Sequence[Datastore], preset: str = "") -> None:
         self.segments: list[Segment] = [s for store in datastores for s in store.segments if len(s.suffix_array)]
+        if preset and not self.segments:
+            got = "none" if not datastores else "only stores without an exact index"
+            wanted = f"a datastore with an exact index for draft={preset!r}"
+            raise MissingSourceError(wanted, got, "Give one, or choose another draft.")
 
     def longest(self, text: array[int], longest: int) -> tuple[Places, int]:
         """Where the longest suffix of a text, of at most `longest` tokens, occurs; and its length."""
@@ -171,8 +171,7 @@ class Rest(PublishedDrafter):
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
         super().__init__(datastores, session)
-        need_store(datastores, "rest")
-        self._corpus = Corpus(datastores)
+        self._corpus = Corpus(datastores, "rest")
 
     def _draft(self, builder: TreeBuilder) -> None:
         places, depth = self._corpus.longest(self.text, self.longest)
@@ -200,13 +199,10 @@ class Sam(PublishedDrafter):
     longest_match = 64
     branching = 8
 
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
-        self._context = SuffixAutomaton(4096, exact=True)
-        self._corpus = Corpus(datastores)
-
     def _reset(self) -> None:
-        self._context.reset()
+        super()._reset()
+        self._context = SuffixAutomaton(4096, exact=True)
+        self._corpus = Corpus(self.datastores)
 
     def _read(self, token_ids: NDArray[np.int32]) -> None:
         self._context.extend(token_ids)
@@ -228,7 +224,7 @@ class Sam(PublishedDrafter):
         builder.add_run(ROOT, self.text[begin : begin + length], CONTEXT)
 
 
-class SamRecycling(Sam):
+class SamRecycling(Sam, TokenRecycling):
     """Preset `sam+recycling`: a long copy where the match is long, else the Token Recycling tree.
 
     Follows SAM-Decoding with Token Recycling (`samd`): with m the longer of the match in the text and the match in a
@@ -239,31 +235,18 @@ class SamRecycling(Sam):
     too before it cut it to 60; the matrix starts empty in every request unless a session is given.
     """
 
-    top_k = TokenRecycling.top_k
     threshold = 5
     length = 40
-
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
-        self._recycling = TokenRecycling(session=session)
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._recycling.session = self.session
-        self._recycling._reset()
 
     def _draft(self, builder: TreeBuilder) -> None:
         matched = self._context.earlier()[1]
         places, depth = self._corpus.longest(self.text, self.longest_match)
         if max(matched, depth - self.bias) < self.threshold:
-            self._recycling.add_tree(builder, self.text[-1])
+            TokenRecycling._draft(self, builder)
         elif matched >= depth - self.bias:
             self._copy(builder, matched, self.length)
         else:
             builder.add_run(ROOT, self._corpus.earliest(places, depth, self.length), EXACT)
-
-    def _learn(self, verified: VerifiedPass) -> None:
-        self._recycling.learn(self.text, verified)
 
 
 def earliest_end(text: array[int], length: int) -> int:
@@ -319,7 +302,7 @@ class Hierarchy(PublishedDrafter):
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
         super().__init__(datastores, session)
-        need_store(datastores, "hierarchy")
+        Corpus(datastores, "hierarchy")
         split = 1 if len(datastores) > 1 else 0
         self._databases = (Corpus(datastores[:split]), 1), (Corpus(datastores[split:]), self.previous)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,10 +10,6 @@ from retrieve_spec.drafting.published.base import CONTEXT, SESSION, Gram, NgramI
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.kernels.suffix_decoding import speculate
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.session import SessionMemory
-
-if TYPE_CHECKING:
-    from retrieve_spec.datastore.store import Datastore
 
 
 class PromptLookup(PublishedDrafter):
@@ -107,12 +100,8 @@ class SuffixDecoding(PublishedDrafter):
     min_token_probability = 0.1
     depth = 64
 
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
-        self._context = SuffixAutomaton(4096, exact=True)
-
     def _reset(self) -> None:
-        self._context.reset()
+        self._context = SuffixAutomaton(4096, exact=True)
         self._earlier: list[SuffixAutomaton] = [] if self.session is None else list(self.session.automata)
         self._cursors = [(0, 0)] * len(self._earlier)
 
