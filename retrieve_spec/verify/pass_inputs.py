@@ -90,6 +90,7 @@ class PassInputs:
         given.pop("use_cache", None)
         self._take(given)
         self._extras_by_rows = False  # some have a place for every row of a pass, so that they are made anew for each
+        self._growing: dict[str, int] = {}  # those that get a place with each token, and the axis of these
         self._uncached = uncached
         self._length = past + uncached  # of the prompt
         self._template: dict[str, Any] | None = None
@@ -151,9 +152,15 @@ class PassInputs:
 
     def has_read(self, outputs: Any) -> None:
         """Let the model say what becomes of the arguments behind the prompt, which it has just read."""
-        after = kwargs_behind(self._model, outputs, {**self._extras, "use_cache": True})
-        unnamed = {*CACHE_NAMES, "use_cache"} - self._extras.keys()
+        before = dict(self._extras)
+        after = kwargs_behind(self._model, outputs, {**before, "use_cache": True})
+        unnamed = {*CACHE_NAMES, "use_cache"} - before.keys()
         self._take({name: value for name, value in after.items() if name not in unnamed})
+        for name, value in self._extras.items():
+            if isinstance(value, torch.Tensor) and isinstance(old := before.get(name), torch.Tensor):
+                more = [new - was for was, new in zip(old.shape, value.shape, strict=False)]
+                if 1 in more:
+                    self._growing[name] = more.index(1)
 
     def _take(self, extras: dict[str, Any]) -> None:
         self._extras = extras
@@ -173,7 +180,7 @@ class PassInputs:
             two = self._settings(self._prepared(cache, past, 2))
             pairs = ((value, two.get(name)) for name, value in self._template.items())
             tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
-            self._extras_by_rows = any(a.shape != b.shape for a, b in tensors)
+            self._extras_by_rows = bool(self._growing) or any(a.shape != b.shape for a, b in tensors)
 
     def decoding(
         self, cache: Any, rows: Any, past: int, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int,
@@ -225,6 +232,11 @@ class PassInputs:
     def _prepared(self, cache: Any, past: int, rows: int) -> dict[str, Any]:
         """What the model itself prepares for a pass over `rows` tokens behind the cached ones."""
         extras = dict(self._extras)
+        for name, axis in self._growing.items():  # tokens behind the prompt are all what the first of them is
+            given = extras[name]
+            last = given.narrow(axis, given.shape[axis] - 1, 1)
+            more = last.repeat_interleave(past + rows - self._length - 1, dim=axis)
+            extras[name] = torch.cat([given, more], dim=axis)
         if self._position_ids is not None:
             ahead = torch.arange(past + 1 - self._length, past + 1 - self._length + rows)
             extras[self._interface.positions_name] = self._position_ids[..., -1:] + self._to_device(ahead)
