@@ -128,6 +128,9 @@ def prepare(
     require(has_tokens, "a tokenizer", tokenizer, "Load it with AutoTokenizer.from_pretrained.")
     several = not isinstance(datastores, names)
     require(several, "a list of datastores", datastores, f"Give datastores=[{str(datastores)!r}].")
+    options_remedy = "Give options by name: draft='auto', …."
+    require(isinstance(config, SpeculationConfig | None), "a SpeculationConfig as config", config, options_remedy)
+    require(drafter is None or hasattr(drafter, "propose"), "a drafter", drafter, options_remedy)
     survive_forks()
     config, known = (config or SpeculationConfig()).with_options(**options), embedded_tokens(model)
     if tokenizer is not None and len(tokenizer) > known:

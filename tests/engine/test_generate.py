@@ -394,6 +394,8 @@ ACCELERATE: list[tuple[Any, type[Exception], str]] = [
     ({"given": BARE}, errors.UnsupportedModelError, "got GPT2Model, which has no head for the next token"),
     ({"tokenizer": Tokenizer(500)}, errors.TokenizerMismatchError, "at most 199 tokens"),
     ({"tokenizer": "gpt2"}, errors.ConfigError, "a tokenizer, got 'gpt2'. Load it with AutoTokenizer"),
+    ({"config": "auto"}, errors.ConfigError, "a SpeculationConfig as config, got 'auto'. Give options by name"),
+    ({"drafter": "suffix"}, errors.ConfigError, "a drafter, got 'suffix'. Give options by name: draft="),
     ({"node": 3}, errors.ConfigError, "Did you mean 'nodes'"),
     ({"draft": "nonsense"}, errors.UnknownPresetError, "nonsense"),
     ({"draft": 3}, errors.ConfigError, "draft to be one of"),
