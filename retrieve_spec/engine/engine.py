@@ -147,7 +147,7 @@ class Engine:
         for sequence in batch:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
-            sequence.log.note(sequence.seen.tree, sequence.seen.walked, share, sequence.text.length)
+            sequence.report.note(sequence.seen.tree, sequence.seen.walked, share, sequence.limits.provenance)
         threads = self.threads if self.threads is not None and self.threads.most > 1 else None
         if not usual or (threads is None and not any(sequence.lease.drafts for sequence in batch)):
             return  # it says nothing of such passes, or nobody asks

@@ -21,7 +21,7 @@ from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import Progress
 from retrieve_spec.engine.drafters import DrafterLease
-from retrieve_spec.engine.report import GenerationReport, PassLog
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.rows import SharedPrompt
 from retrieve_spec.errors import PositionError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
@@ -217,7 +217,6 @@ class Sequence:
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
-        self.log = PassLog(self.report, self.text.prompt_length, limits.provenance)
         self.reader = Reader(waits_for_reader)
         self.cancelled = self.stopped = self.ended = False
         self.error: BaseException | None = None
@@ -476,7 +475,6 @@ class Sequence:
         except Exception as error:
             self.error = self.error or error
         self.report.seconds = perf_counter() - self.report.began if self.report.began else 0.0
-        self.log.summary()
         if self._on_end is not None:
             self._on_end(self)
         self.ended = True

@@ -228,7 +228,7 @@ class Speculation:
         """Let `last` be the report of a generation of these sequences; what they wrote may be due to be saved."""
         self.drafters.keep()
         if len(sequences) == 1:
-            self.last = sequences[0].log.summary()
+            self.last = sequences[0].report
             return
         steps = set().union(*(sequence.steps for sequence in sequences))
         self.last = together([sequence.report for sequence in sequences], 1 + len(steps))

@@ -249,7 +249,7 @@ class Requests(Iterator[Finished]):
             return
         self._speculation.ended(*job.sequences)
         outputs = tuple(
-            self._completion(s.text.new_ids, job.tokenizer, s.log.summary(), noted(s)) for s in job.sequences
+            self._completion(s.text.new_ids, job.tokenizer, s.report, noted(s)) for s in job.sequences
         )  # fmt: skip
         error = next((s.error for s in job.sequences if isinstance(s.error, Exception)), None)
         cancelled = job.index in self._cancelled and not all(s.stopped for s in job.sequences)

@@ -310,4 +310,4 @@ def _report_of(under_way: list[Sequence | GenerationReport]) -> GenerationReport
     """What a generation did so far, None if it has not begun."""
     if not under_way:
         return None
-    return under_way[0].log.summary() if isinstance(under_way[0], Sequence) else under_way[0]
+    return under_way[0].report if isinstance(under_way[0], Sequence) else under_way[0]

@@ -253,9 +253,6 @@ class HFVerifier:
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._asked = self._records = any(self._was_recording)
         self._pending = (0, 0)  # root tokens and nodes of the last pass
-        for hooked in (self._state, self._derived):
-            if hooked is not None:
-                hooked.attach()
 
     def _take_cache(self, cache: Any) -> None:
         """Keep to a cache: `_rows` is the part of it that grows with the text."""
@@ -368,8 +365,6 @@ class HFVerifier:
 
     def begin_shared(self) -> Any:
         """The cache, up to the text, for a pass that several texts share."""
-        if self._state is not None:
-            self._state.settle(self._rows)
         if self._kept is not None:
             self._kept.begin()
         return self._rows
@@ -387,11 +382,8 @@ class HFVerifier:
 
     def finish(self) -> Any:
         """Return the cache as plain `generate` leaves it."""
-        if self._state is not None and self._returns_cache:
-            self._state.settle(self._rows)
-        for hooked in (self._state, self._derived):
-            if hooked is not None:
-                hooked.detach()
+        if self._state is not None:
+            self._state.forget()
         if self._rows is not None and self._records:
             set_recording(self._rows, self._was_recording)
         cache = self.cache if self._steps is None else self._steps.finish()
