@@ -312,6 +312,27 @@ def test_learned_positions_end_as_in_plain_generate() -> None:
         model.generate(batch, attention_mask=mask, max_length=20, do_sample=False, pad_token_id=0)
 
 
+def test_drafts_end_at_the_last_learned_position_behind_a_cache() -> None:
+    """The row knows only its new tokens; the cache holds the rest."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+
+    def continued() -> torch.Tensor:
+        cache = DynamicCache(config=config)
+        with torch.no_grad():
+            model(ids[:, :4], past_key_values=cache)
+        given = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "stopping_criteria": [StopAt(12)]}
+        return answer_of(model, ids[:, 4:], **given, pad_token_id=0)
+
+    expected = continued()
+    drafter = scripted(model, torch.cat([expected, expected], dim=1))
+    drafter.length = 15
+    assert torch.equal(continued(), expected) and expected.shape == (1, 12)
+    assert drafter.budgets[0].max_depth == 16 - 4 - 3, "after the cached tokens, the prompt and the first new one"
+
+
 def test_what_a_tokenizer_gives_without_tensors_is_streamed(tiny: Any, prompt: torch.Tensor) -> None:
     expected = answer_of(tiny, prompt)[0, 12:].tolist()
     rs.accelerate(tiny)

@@ -15,6 +15,7 @@ from retrieve_spec.recorded import weight_layout
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.weight_layout import Layouts, PackedLayers
 
+pytestmark = pytest.mark.usefixtures("packed_weights")
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
 BYTES = 1 << 26
 
@@ -44,11 +45,6 @@ class Seen:
             return original(*args)
 
         monkeypatch.setattr(weight_layout, "packed_linear", counted)
-
-
-@pytest.fixture(autouse=True)
-def packed_whatever_is_faster(monkeypatch):
-    monkeypatch.setattr(weight_layout, "packing_pays", lambda weight: True)
 
 
 def test_passes_inside_give_the_same_logits_and_leave_nothing_behind(monkeypatch):
