@@ -105,14 +105,16 @@ def test_streams_read_in_turn_share_passes(tiny: Any, prompt: torch.Tensor, reco
     assert tiny.speculation.engine.steps - before < sum(stream.report.passes for stream in streams)
 
 
-def test_an_abandoned_stream_costs_two_passes_at_most(tiny: Any, prompt: torch.Tensor) -> None:
+@pytest.mark.parametrize(("own", "tokens"), [(False, 3), (True, 1)], ids=["", "over the caller's cache"])
+def test_an_abandoned_stream_costs_two_passes_at_most(tiny: Any, prompt: torch.Tensor, own: bool, tokens: int) -> None:
     rs.accelerate(tiny, draft="off")
-    stream = rs.generate_stream(tiny, prompt, **GREEDY)
+    cache = DynamicCache(config=tiny.config) if own else None
+    stream = rs.generate_stream(tiny, prompt, past_key_values=cache, **GREEDY)
     next(stream)
     tiny.generate(prompt, **GREEDY)
-    assert stream.report.new_tokens == 3
+    assert stream.report.new_tokens == tokens
     del stream
-    assert tiny.speculation.last.new_tokens == 3, "losing it ends it"
+    assert tiny.speculation.last.new_tokens == tokens, "losing it ends it"
     tiny.generate(prompt, **GREEDY)
     assert tiny.speculation.last.new_tokens == 24
 

@@ -31,8 +31,8 @@ RULES = st.builds(
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.0]),
     min_p=st.sampled_from([0.0, 0.02, 0.3]),
     penalty=st.sampled_from([1.0, 1.3, 0.8]),
-    min_length=st.sampled_from([0, 11, 40]),
-    end_ids=st.sampled_from([(), (0, 3), (2, 4, 100_000)]),
+    min_length=st.sampled_from([0, 10, 11, 40]),
+    end_ids=st.sampled_from([(), (0, 3), (2, 4, 100_000), (0, 1, 2, 3)]),
 )
 
 
@@ -108,6 +108,8 @@ def test_unsure_rows_are_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> No
     read = device.read(logits, 0, DraftTree(), text, 1)
     assert read.chosen is not None and read.chosen.tolist() == [-1]
     assert device.choose(read, 0, text) == host.choose(read, 0, text)
+    alike = sample_rows(torch.zeros(1, 300), torch.tensor([5]), Warpers(top_k=5))
+    assert alike.tolist() == [-1], "more tokens tie for the last place than are looked at"
 
 
 def test_paths_hold_the_tokens_above_a_node() -> None:
