@@ -157,11 +157,6 @@ Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Keys, values, and an additive mask or None."""
 
 
-def keys_per_block(queries: torch.Tensor) -> int:
-    """How many keys the scores of (1, kv_heads, height, d) queries have room for in `config.PASS.score_bytes`."""
-    return max(PASS.score_bytes // (4 * queries.shape[1] * queries.shape[2]), 64)
-
-
 def attend_blocks(packed: torch.Tensor, blocks: Iterable[Block], rule: LayerRule) -> torch.Tensor:
     """Attention to all blocks: (1, kv_heads, height, d) in, (1, kv_heads, height, d_v) out.
 
@@ -320,7 +315,8 @@ def attend_split(
     packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
     """Tree block, then prefix in blocks, by online softmax: (1, kv_heads, groups · rows, d) in and out."""
-    prefix, size = keys.shape[2] - mask.rows, keys_per_block(packed)
+    prefix = keys.shape[2] - mask.rows
+    size = max(PASS.score_bytes // (4 * packed.shape[1] * packed.shape[2]), 64)  # keys whose scores there is room for
     windowed = mask.windowed(rule.window) if rule.window and rule.window <= mask.prefix + mask.rows else None
     drafted = mask.block().repeat(mask.groups, 1)[None, None] if windowed is None else windowed[..., prefix:]
 

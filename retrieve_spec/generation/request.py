@@ -236,7 +236,7 @@ def from_captured(
     if len(prepared.inputs.input_ids) > 1:
         check_batch(prepared, interface.cache_name)
         positions = captured.model_kwargs.get(interface.positions_name)
-        if positions is not None and _axes_differ(positions):
+        if positions is not None and positions.ndim != 2 and bool((positions[..., -1] != positions[:1, ..., -1]).any()):
             raise DelegatedCall("positions of a batch differ from axis to axis")
     return prepared
 
@@ -428,11 +428,6 @@ def _check_embedded(model: Any, inputs: VerifierInputs) -> None:
             str(least if least < 0 else most),
             "Encode the prompt with the model's own tokenizer.",
         )
-
-
-def _axes_differ(positions: torch.Tensor) -> bool:
-    """Whether rows go on at other positions on one axis than on another."""
-    return positions.ndim != 2 and not bool((positions[..., -1] == positions[:1, ..., -1]).all())
 
 
 def _past_length(kwargs: dict[str, Any]) -> int:

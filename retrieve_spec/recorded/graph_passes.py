@@ -68,7 +68,7 @@ def compile_program(
     inputs = Inputs(graph, weights)
     drop_noops(graph)
     merge_equal(graph)
-    if _is_float32(weights):
+    if all(weight.dtype == torch.float32 for weight in weights if weight.is_floating_point()):
         fuse_rms_norm(graph, inputs)
         fuse_rotary(graph, inputs)
         lay_out_weights(graph, inputs, layouts)
@@ -107,10 +107,6 @@ def _weights(program: torch.export.ExportedProgram, owner: torch.nn.Module) -> l
         if spec.kind is not torch.export.graph_signature.InputKind.USER_INPUT:
             weights.append(live[spec.target] if spec.target in live else program.constants[spec.target])
     return weights
-
-
-def _is_float32(weights: list[torch.Tensor]) -> bool:
-    return all(w.dtype == torch.float32 for w in weights if w.is_floating_point())
 
 
 def check_repeatable(graph: fx.Graph) -> None:
@@ -247,11 +243,9 @@ class Inputs:
 
     def add_copy(self, layout: Layout) -> Node:
         """Node of a weight's copy."""
-        before = len(self.weights)
-        node = self.add(id(layout), layout.tensor)
-        if len(self.weights) > before:
-            self.copies.append((before, layout))
-        return node
+        if id(layout) not in self._added:
+            self.copies.append((len(self.weights), layout))
+        return self.add(id(layout), layout.tensor)
 
     def add(self, key: Any, tensor: torch.Tensor) -> Node:
         """Node of a further input; equal keys share one."""

@@ -176,14 +176,6 @@ class RowMixer:
         self._conv: Any = None  # the rows of the last pass over a draft as its convolution saw them: `ConvRows`
         self._rows: Any = None  # and as its recurrence saw them: `SsdRows` or `DeltaRows`
 
-    def take(self) -> None:
-        """Take the mixer's place until `leave`."""
-        vars(self.module)["forward"] = self.forward
-
-    def leave(self) -> None:
-        """Give the mixer its place back."""
-        vars(self.module).pop("forward", None)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The mixer's forward, ours where this thread runs a pass."""
         running = self._running
@@ -374,13 +366,13 @@ class RowState:
         try:
             self._running.begin(tree, given, caches)
             for mixer in self._mixers:
-                mixer.take()
+                vars(mixer.module)["forward"] = mixer.forward
             with flushed() if device.type == "cpu" else contextlib.nullcontext():
                 yield
         finally:
             self._running.end()
             for mixer in self._mixers:
-                mixer.leave()
+                vars(mixer.module).pop("forward", None)
 
     def verifying(
         self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device

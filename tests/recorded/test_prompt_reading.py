@@ -103,8 +103,7 @@ def test_the_model_begins_in_a_cache_that_has_no_layers_yet(model, rows):
 @pytest.mark.parametrize("chunk", [31, 12, 5])
 def test_kept_logits_and_states_are_the_models(model, rows, keep, chunk):
     finding = probe(model, read_interface(model))
-    make, _ = verifier_factory.try_recording(model, finding, SpeculationConfig(recorded_pass="always"))
-    verifier = make()
+    verifier, _ = verifier_factory.try_recording(model, finding, SpeculationConfig(recorded_pass="always"))
     prompt = ids(31)
     cache = DynamicCache(config=model.config)
     verifier.start(
