@@ -459,6 +459,10 @@ CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("stream", {"given": IDS, "context_ids": [5, 199]}, errors.ConfigError, "context_ids of token ids 0 … 198"),
     ("stream", {"given": {"input_ids": [[1, 2], [3]]}}, errors.ConfigError, "rows of one length"),
     ("stream", {"given": 3}, errors.ConfigError, "expected text or token ids as prompt, got 3"),
+    *(("stream", {"given": IDS, **several}, errors.ConfigError,
+       r"one sample to stream, got num_return_sequences=3\. Open a stream for each")
+      for several in ({"num_return_sequences": 3}, {"generation_config": GenerationConfig(num_return_sequences=3, do_sample=True)})),
+    ("stream", {"given": IDS, "streamer": 3}, errors.ConfigError, r"without a streamer, got one\. Read the pieces"),
     ("many", {"given": "text"}, errors.ConfigError, r"many requests, got str\. Give a list"),
 ]  # fmt: skip
 

@@ -51,10 +51,10 @@ def ids(length: int) -> torch.Tensor:
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 
 
-def accelerate(model: Any) -> Any:
-    """Let a model, or what `peft` puts around one, draft what is sometimes right through a recorded pass."""
+def accelerate(model: Any, recorded_pass: str = "always") -> Any:
+    """Let a model, or what `peft` puts around one, draft what is sometimes right."""
     drafter = ScriptedDrafter([5] * 80, "branchy", vocab=VOCAB)
-    return rs.accelerate(model, drafter=drafter, nodes=6, recorded_pass="always")
+    return rs.accelerate(model, drafter=drafter, nodes=6, recorded_pass=recorded_pass)
 
 
 def says(model: Any) -> torch.Tensor:

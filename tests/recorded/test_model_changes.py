@@ -104,6 +104,15 @@ def test_a_change_is_followed_and_the_pass_recorded_again(change: str) -> None:
     check(model)
 
 
+def test_another_attention_is_followed_where_passes_are_the_models_own() -> None:
+    """Which takes masks in another form."""
+    model = accelerate(build("llama"), recorded_pass="off")
+    for name in ("eager", "sdpa"):
+        model.set_attn_implementation(name)
+        check(model, "model's own")
+        assert model.speculation.last.mode == "tree"
+
+
 def test_training_and_hooks_for_a_while() -> None:
     model = build("llama")
     model.train()
