@@ -434,7 +434,7 @@ def test_what_accelerate_cannot_take_is_named(tiny: Any, options: Any, error: ty
     assert not hasattr(tiny, "speculation"), "nothing was changed"
 
 
-IDS = torch.tensor([[5, 6, 7]])
+IDS, SAMPLES = torch.tensor([[5, 6, 7]]), GenerationConfig(num_return_sequences=3, do_sample=True)
 CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("generate", {"nodes": -1}, errors.ConfigError, "nodes"),
     ("generate", {"draft": "nonsense"}, errors.UnknownPresetError, "nonsense"),
@@ -461,7 +461,7 @@ CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("stream", {"given": 3}, errors.ConfigError, "expected text or token ids as prompt, got 3"),
     *(("stream", {"given": IDS, **several}, errors.ConfigError,
        r"one sample to stream, got num_return_sequences=3\. Open a stream for each")
-      for several in ({"num_return_sequences": 3}, {"generation_config": GenerationConfig(num_return_sequences=3, do_sample=True)})),
+      for several in ({"num_return_sequences": 3}, {"generation_config": SAMPLES})),
     ("stream", {"given": IDS, "streamer": 3}, errors.ConfigError, r"without a streamer, got one\. Read the pieces"),
     ("many", {"given": "text"}, errors.ConfigError, r"many requests, got str\. Give a list"),
 ]  # fmt: skip

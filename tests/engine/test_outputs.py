@@ -83,7 +83,7 @@ def test_streamers_get_a_token_of_every_row_at_a_time(
 ) -> None:
     """Rows that end at different times, and are several tokens apart with drafts; samples of one prompt."""
     inputs = left_padded(LENGTHS)
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 7}
     free = tiny.generate(**inputs, **options)
     options["eos_token_id"] = [int(free[0, 17 + 4]), int(free[1, 17 + 12])]
     plain, ours, failing = Steps(), Steps(), Steps(fail_at=3)
