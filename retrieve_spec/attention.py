@@ -425,7 +425,6 @@ class TreeMask:
         self._margin = self._spare = 0
         self._host: NDArray[np.float32] | None = None  # the same memory
         self._packed: torch.Tensor | None = None
-        self._is_text: bool | None = None
         self._windows: dict[int, torch.Tensor] = {}
         self._device_words: tuple[torch.Tensor, torch.Tensor] | None = None
         self._device_prefix: dict[int, torch.Tensor] = {}
@@ -436,14 +435,12 @@ class TreeMask:
         self._windows.clear()
         self._device_words = None
         self._device_prefix.clear()
-        self._packed = self._is_text = None
+        self._packed = None
 
     @property
     def is_text(self) -> bool:
         """Whether every row of the pass sees those before it and no other, as a text does."""
-        if self._is_text is None:
-            self._is_text = bool((self.seen == np.tri(self.rows, dtype=np.bool_)).all())
-        return self._is_text
+        return bool((self.seen == np.tri(self.rows, dtype=np.bool_)).all())
 
     @property
     def fits(self) -> bool:

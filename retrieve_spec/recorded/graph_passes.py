@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from retrieve_spec.recorded.weight_layout import Layout, Layouts, WeightCopies, packed_linear
+from retrieve_spec.recorded.weight_layout import Layout, Layouts, packed_linear
 
 aten = torch.ops.aten
 Node = Any
@@ -50,7 +50,7 @@ ROW_BY_ROW = {aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.to.dtype
 
 def compile_program(
     program: torch.export.ExportedProgram, owner: torch.nn.Module, layouts: Layouts, row_kernels: Any = None
-) -> tuple[Callable[..., Any], list[torch.Tensor], WeightCopies]:
+) -> tuple[Callable[..., Any], list[torch.Tensor], list[tuple[int, Layout]]]:
     """Rewrite a program and compile it; `row_kernels`: with these for what a 16-bit model does to rows.
 
     Returns
@@ -61,7 +61,7 @@ def compile_program(
     weights
         The live parameters, buffers and constants it reads, in order.
     copies
-        Which of them are copies of weights.
+        By place among them, packed copies of weights.
     """
     graph = program.graph_module.graph
     weights = _weights(program, owner)
@@ -84,7 +84,7 @@ def compile_program(
     graph.eliminate_dead_code()
     graph.lint()
     module = fx.GraphModule(program.graph_module, graph)
-    return module.forward, weights, WeightCopies(inputs.copies)
+    return module.forward, weights, inputs.copies
 
 
 def packed_share(code: Callable[..., Any]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -66,26 +66,13 @@ class Layout:
         self._note()
 
 
-class WeightCopies:
-    """The copies of weights that one recording reads, as places in the list of its inputs.
-
-    Parameters
-    ----------
-    layouts
-        By place, the layout whose tensor stands there.
-    """
-
-    def __init__(self, layouts: Sequence[tuple[int, Layout]]) -> None:
-        self._layouts = layouts
-
-    def follow(self, inputs: list[torch.Tensor], closely: bool = False) -> int:
-        """Copy again what has changed (`Layout.is_current`), and put the copies into `inputs`; how many were."""
-        stale = {id(layout): layout for _, layout in self._layouts if not layout.is_current(closely)}
+def follow(layouts: Iterable[Layout], closely: bool = False) -> int:
+    """Copy weights again that differ from their copies (`Layout.is_current`); how many did."""
+    stale = {id(layout): layout for layout in layouts if not layout.is_current(closely)}
+    with torch.no_grad():
         for layout in stale.values():
             layout.copy_again()
-        for at, layout in self._layouts:
-            inputs[at] = layout.tensor  # another recording may have copied it again
-        return len(stale)
+    return len(stale)
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -194,15 +181,13 @@ class PackedLayers:
                 self._all.append((vars(module), _handing(module, layout, self._threads)))
                 if layout.nbytes >= _LONE_BYTES:
                     self._lone.append(self._all[-1])
-        self._copies = WeightCopies(list(enumerate(self._layouts)))
 
     def __len__(self) -> int:
         return len(self._layouts)
 
     def follow(self, closely: bool = False) -> int:
         """Copy weights again that differ from their copies; how many did."""
-        with torch.no_grad():
-            return self._copies.follow([layout.tensor for layout in self._layouts], closely)
+        return follow(self._layouts, closely)
 
     @contextlib.contextmanager
     def __call__(self, rows: int) -> Iterator[None]:

@@ -128,7 +128,8 @@ def replaceable(module: torch.nn.Module) -> dict[str, str]:
 def _forward_of(module: torch.nn.Module) -> Any:
     """The function that a module's forward is, where nothing of other packages is around it."""
     own = vars(module).get("forward")
-    if (own is not None and not is_ours(own)) or any(hasattr(child, "_hf_hook") for child in module.modules()):
+    is_ours = isinstance(getattr(own, "__self__", None), RowMixer)  # that of another pass
+    if (own is not None and not is_ours) or any(hasattr(child, "_hf_hook") for child in module.modules()):
         return None
     raw = inspect.unwrap(type(module).forward)
     return raw if isinstance(raw, types.FunctionType) else None
@@ -324,11 +325,6 @@ class RowMixer:
         return out.to(query.dtype), state if output_final_state else None
 
     step_delta = scan_delta
-
-
-def is_ours(forward: Any) -> bool:
-    """Whether a module's `forward` is a row mixer's."""
-    return isinstance(getattr(forward, "__self__", None), RowMixer)
 
 
 class RowState:
