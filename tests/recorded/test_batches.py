@@ -20,7 +20,7 @@ from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine import joining
-from retrieve_spec.engine.budget import Backoff, Progress, gain, pruned, room, row_cost, share_out, worth
+from retrieve_spec.engine.budget import Backoff, Progress, gain, pruned, row_cost, share_out, worth
 from retrieve_spec.engine.cost import CostModel, Costs
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
 from retrieve_spec.errors import ConfigError
@@ -344,5 +344,3 @@ def test_pruned_trees_keep_their_paths() -> None:
     left = pruned(tree, np.array([True, False, False, True, True, False]))
     left.validate()
     assert (left.token_ids.tolist(), left.parent.tolist(), left.depth.tolist()) == ([1, 4, 5], [-1, 0, -1], [1, 2, 1])
-    assert room(64, 512) == 193
-    assert room(300, 512) == 0

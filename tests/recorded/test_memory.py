@@ -88,13 +88,6 @@ def test_a_cache_is_taken_over_part_by_part() -> None:
     check(buffer)
 
 
-def test_growth_is_by_an_eighth(allocations: list[int]) -> None:
-    buffer = KVBuffer([0], 10_000)
-    buffer.load(filled(9000, 1), 9000)
-    buffer.make_room(1500)
-    assert tuple(slab.capacity for slab in buffer.slabs) == (11_264,)
-
-
 @pytest.mark.parametrize("asked", ["nothing", "dictionary", "own cache"])
 def test_the_cache_is_put_together_for_those_who_ask(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
