@@ -172,7 +172,11 @@ class PassInputs:
         Some models keep to themselves where the text that they read last goes on: this comes before another is read.
         """
         kwargs = self._prepared(cache, past, 1)
-        self._read_positions(kwargs.get(self._interface.positions_name), past)
+        positions = kwargs.get(self._interface.positions_name)  # models that are given none count slots, padding too
+        if positions is not None and positions.ndim == 2:
+            self._slot_shift = int(positions[0, -1]) - past
+        elif positions is not None:
+            self._axes = positions[..., -1:].cpu() - past
         self._masks_padding = self._attention_mask is not None and kwargs.get(self._interface.mask_name) is not None
         self._template = self._settings(kwargs)
         if self.names:
@@ -183,7 +187,7 @@ class PassInputs:
             self._extras_by_rows = bool(self._growing) or any(a.shape != b.shape for a, b in tensors)
 
     def decoding(
-        self, cache: Any, rows: Any, past: int, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int,
+        self, cache: Any, rows: Any, past: int, root_ids: NDArray[np.int32], tree: DraftTree, keep: int,
         masked: bool,
     ) -> dict[str, Any]:  # fmt: skip
         """Arguments of a pass over root tokens and nodes behind `past` cached tokens.
@@ -195,7 +199,7 @@ class PassInputs:
         masked
             Whether the tree goes in as a mask; else it is a chain.
         """
-        roots, nodes = len(root_ids), 0 if tree is None else len(tree)
+        roots, nodes = len(root_ids), len(tree)
         length = roots + nodes
         self._make_room(past + length + 1)
         if self._template is None:
@@ -203,10 +207,7 @@ class PassInputs:
         assert self._template is not None
         kwargs = self._settings(self._prepared(cache, past, length)) if self._extras_by_rows else dict(self._template)
         kwargs[self._interface.cache_name] = cache
-        drafted = NO_TREE if tree is None else tree
-        fill_inputs(
-            self._ids_view, self._positions_view, root_ids, drafted.token_ids, drafted.depth, past + self._slot_shift
-        )
+        fill_inputs(self._ids_view, self._positions_view, root_ids, tree.token_ids, tree.depth, past + self._slot_shift)
         kwargs[self._interface.ids_name] = self._to_device(self._ids[:, :length])
         if self._interface.takes_position_ids:
             positions = self._positions[:, :length]
@@ -214,7 +215,7 @@ class PassInputs:
             kwargs[self._interface.positions_name] = self._to_device(positions)
         if self._interface.takes_logits_to_keep:
             kwargs["logits_to_keep"] = keep + nodes
-        if tree is not None and nodes and masked:
+        if nodes and masked:
             kwargs[self._interface.mask_name] = self._tree_masks(tree, roots, past, rows)
         elif self._masks_padding:
             kwargs[self._interface.mask_name] = self._long_mask[:, : past + length]
@@ -253,15 +254,6 @@ class PassInputs:
         unset = {name: value for name, value in prepared.items() if name not in SET_EACH_PASS}
         unset.pop(self._interface.mask_name, None)
         return {**unset, "use_cache": True}
-
-    def _read_positions(self, position_ids: torch.Tensor | None, past: int) -> None:
-        """Where the next token stands; models that are given no positions count slots, padding included."""
-        if position_ids is None:
-            return
-        if position_ids.ndim == 2:
-            self._slot_shift = int(position_ids[0, -1]) - past
-        else:
-            self._axes = position_ids[..., -1:].cpu() - past
 
     def _tree_masks(self, tree: DraftTree, roots: int, past: int, cached: Any) -> Any:
         """One mask per layer type in the form the attention implementation takes."""

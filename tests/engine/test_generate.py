@@ -33,18 +33,6 @@ def scripted(model: Any, answer: Any, script: str = "right", **options: Any) -> 
     return drafter
 
 
-class RecordingStreamer:
-    def __init__(self) -> None:
-        self.puts: list[list[int]] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 class Tokenizer:
     """Letters for tokens, enough for predictions."""
 
@@ -203,15 +191,6 @@ class StopAt(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.calls += 1
         return torch.tensor([input_ids.shape[1] >= self.length])
-
-
-def test_streamer_gets_every_token_once_and_the_end(tiny: Any, prompt: torch.Tensor) -> None:
-    plain, ours = RecordingStreamer(), RecordingStreamer()
-    expected = answer_of(tiny, prompt, streamer=plain)
-    scripted(tiny, expected)
-    answer_of(tiny, prompt, streamer=ours)
-    assert ours.puts == plain.puts
-    assert (ours.ended, plain.ended) == (1, 1)
 
 
 def test_a_cache_without_config(tiny: Any, prompt: torch.Tensor) -> None:
