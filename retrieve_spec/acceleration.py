@@ -24,9 +24,8 @@ from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore, read_ahead
 from retrieve_spec.drafting.drafter import Drafter
-from retrieve_spec.engine.cost_probe import measure_passes
 from retrieve_spec.engine.drafters import OFF
-from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.engine.speculation import Speculation, measure_passes
 from retrieve_spec.engine.threads import PassThreads, some_of_a_pass, using
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
@@ -128,6 +127,9 @@ def prepare(
     require(has_tokens, "a tokenizer", tokenizer, "Load it with AutoTokenizer.from_pretrained.")
     several = not isinstance(datastores, names)
     require(several, "a list of datastores", datastores, f"Give datastores=[{str(datastores)!r}].")
+    options_remedy = "Give options by name: draft='auto', …."
+    require(isinstance(config, SpeculationConfig | None), "a SpeculationConfig as config", config, options_remedy)
+    require(drafter is None or hasattr(drafter, "propose"), "a drafter", drafter, options_remedy)
     survive_forks()
     config, known = (config or SpeculationConfig()).with_options(**options), embedded_tokens(model)
     if tokenizer is not None and len(tokenizer) > known:

@@ -157,11 +157,6 @@ Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Keys, values, and an additive mask or None."""
 
 
-def keys_per_block(queries: torch.Tensor) -> int:
-    """How many keys the scores of (1, kv_heads, height, d) queries have room for in `config.PASS.score_bytes`."""
-    return max(PASS.score_bytes // (4 * queries.shape[1] * queries.shape[2]), 64)
-
-
 def attend_blocks(packed: torch.Tensor, blocks: Iterable[Block], rule: LayerRule) -> torch.Tensor:
     """Attention to all blocks: (1, kv_heads, height, d) in, (1, kv_heads, height, d_v) out.
 
@@ -320,7 +315,8 @@ def attend_split(
     packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
     """Tree block, then prefix in blocks, by online softmax: (1, kv_heads, groups · rows, d) in and out."""
-    prefix, size = keys.shape[2] - mask.rows, keys_per_block(packed)
+    prefix = keys.shape[2] - mask.rows
+    size = max(PASS.score_bytes // (4 * packed.shape[1] * packed.shape[2]), 64)  # keys whose scores there is room for
     windowed = mask.windowed(rule.window) if rule.window and rule.window <= mask.prefix + mask.rows else None
     drafted = mask.block().repeat(mask.groups, 1)[None, None] if windowed is None else windowed[..., prefix:]
 
@@ -429,7 +425,6 @@ class TreeMask:
         self._margin = self._spare = 0
         self._host: NDArray[np.float32] | None = None  # the same memory
         self._packed: torch.Tensor | None = None
-        self._is_text: bool | None = None
         self._windows: dict[int, torch.Tensor] = {}
         self._device_words: tuple[torch.Tensor, torch.Tensor] | None = None
         self._device_prefix: dict[int, torch.Tensor] = {}
@@ -440,14 +435,12 @@ class TreeMask:
         self._windows.clear()
         self._device_words = None
         self._device_prefix.clear()
-        self._packed = self._is_text = None
+        self._packed = None
 
     @property
     def is_text(self) -> bool:
         """Whether every row of the pass sees those before it and no other, as a text does."""
-        if self._is_text is None:
-            self._is_text = bool((self.seen == np.tri(self.rows, dtype=np.bool_)).all())
-        return self._is_text
+        return bool((self.seen == np.tri(self.rows, dtype=np.bool_)).all())
 
     @property
     def fits(self) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.tree import DraftTree
 
 Seconds = NDArray[np.float32]
@@ -211,8 +210,3 @@ def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:
     left = tree.nodes(kept)
     left.parent = np.where(left.parent < 0, left.parent, number[left.parent]).astype(np.int32)
     return left
-
-
-def room(sequences: int, rows: int) -> int:
-    """Nodes that a pass of at most `rows` rows has room for beside the sequences' last tokens."""
-    return max(min(MAX_NODES + 1, rows) - sequences, 0)

@@ -222,7 +222,8 @@ class Costs:
 
     def of(self, sequences: int) -> CostModel:
         """Cost of passes over so many sequences."""
-        sequences = _alike(sequences)
+        digits = max(sequences.bit_length() - 4, 0)  # all but the first four are 0 in those that share a model
+        sequences = sequences >> digits << digits
         if sequences not in self._models:
             fewer = max(count for count in self._models if count < sequences)
             self._models[sequences] = CostModel(self._models[fewer], more=sequences - fewer)
@@ -256,9 +257,3 @@ class Costs:
         """
         drafted, forward, committed, learned = seconds
         self.of(sequences).observe(nodes, context, forward, drafted + committed + learned)
-
-
-def _alike(sequences: int) -> int:
-    """The least of the numbers of sequences that share what is measured: the first four binary digits of one."""
-    digits = max(sequences.bit_length() - 4, 0)
-    return sequences >> digits << digits

@@ -281,18 +281,13 @@ class Drafters:
         """Let a drafter draft from what siblings write until it is given back."""
         calibration = drafter.calibration
         if self.rollouts is not None:
-            calibration = self._calibration_of_rollouts(calibration)
+            if self._rollouts_calibration is None:  # it begins with what the drafter's own has learned
+                self._rollouts_calibration = kept_calibration(self.rollouts.calibration_path)
+                self._rollouts_calibration.begin_with(calibration)
+            calibration = self._rollouts_calibration
         if drafter.session is None and drafter.recycling is not None:
             drafter.recycling.reset()  # as it does itself without a session
         drafter.session, drafter.calibration = siblings, calibration
-
-    def _calibration_of_rollouts(self, other: Calibration) -> Calibration:
-        """What is learned where answers of earlier calls may be drafted from; it begins with what `other` learned."""
-        if self._rollouts_calibration is None:
-            assert self.rollouts is not None
-            self._rollouts_calibration = kept_calibration(self.rollouts.calibration_path)
-            self._rollouts_calibration.begin_with(other)
-        return self._rollouts_calibration
 
     def give_back(self, drafter: Drafter, spoiled: bool = False) -> None:
         """Take a drafter back; one that was interrupted amid its work is not used again."""
@@ -347,7 +342,9 @@ class Drafters:
                 self.sessions.forget(scope)
             finally:
                 if not scope:  # those that are at work end with the old session
-                    self._made = {name: [self._anew(name, made[0])] for name, made in self._made.items() if made}
+                    for name, made in self._made.items():
+                        session, calibration = self.sessions.of(exact=name != AUTO), self._own_of(made[0])[1]
+                        made[:] = [self._build(name, session, calibration)]
 
     def _forget_loans(self, scope: str | None) -> None:
         """Let nothing more be kept of texts of a scope, or of all, that are under way."""
@@ -385,10 +382,6 @@ class Drafters:
 
     def _like(self, name: str, old: Drafter) -> Drafter:
         return self._build(name, *self._own_of(old))
-
-    def _anew(self, name: str, old: Drafter) -> Drafter:
-        """The same with what its session holds by now."""
-        return self._build(name, self.sessions.of(exact=name != AUTO), self._own_of(old)[1])
 
     def _own_of(self, drafter: Drafter) -> tuple[Any, Any]:
         """Session and calibration that a drafter has when it is not lent."""

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import FEW_ROOTS, PASS
+from retrieve_spec.config import FEW_ROOTS, MAX_NODES, PASS
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.budget import Backoff, gain, room, row_cost, share_evenly, share_out, worth
+from retrieve_spec.engine.budget import Backoff, gain, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import Costs
 from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, autocast_key
 from retrieve_spec.engine.step_lock import StepLock
@@ -117,7 +117,7 @@ class Engine:
         if shares and self._backoff.rests():
             return batch
         began = perf_counter()
-        most = room(count, PASS.max_rows) // (count if padded else 1)
+        most = max(min(MAX_NODES + 1, PASS.max_rows) - count, 0) // (count if padded else 1)
         cost = None if seconds is None else row_cost(seconds, count, padded)
         asked = self._backoff.sample(batch) if shares else batch
         each(asked, lambda sequence: sequence.draft(most, cost))
@@ -147,7 +147,7 @@ class Engine:
         for sequence in batch:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
-            sequence.log.note(sequence.seen.tree, sequence.seen.walked, share, sequence.text.length)
+            sequence.report.note(sequence.seen.tree, sequence.seen.walked, share, sequence.limits.provenance)
         threads = self.threads if self.threads is not None and self.threads.most > 1 else None
         if not usual or (threads is None and not any(sequence.lease.drafts for sequence in batch)):
             return  # it says nothing of such passes, or nobody asks

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import SpeculationConfig, dial
+from retrieve_spec.config import dial
 from retrieve_spec.datastore.store import sourced_runs
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.drafters import OFF, DrafterLease, Drafters
@@ -24,7 +24,6 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler, whole_seed
 from retrieve_spec.sampling.text import Stopper
 from retrieve_spec.sources.answers import RolloutMemory
-from retrieve_spec.verify.interface import ModelInterface
 
 
 @dataclass(slots=True)
@@ -125,6 +124,11 @@ def sequences_of(
     shared: list[Family | None] = [None] * len(rows)
     if siblings != "off" and most != 0 and draft != OFF:
         shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary, scope or "")
+    config, interface, whole = speculation.config, speculation.interface, prepared.inputs
+    unseen = 0 if whole.holds_past else whole.past_length
+    ends = [interface.max_positions] if interface.max_positions else []
+    if interface.rope_switch and not interface.rope_rescans:
+        ends.append(interface.rope_switch)
     made = []
     for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
         lend, give_back = loan(speculation, OFF if most == 0 else draft, call, family, on_loan, scope or "")
@@ -145,15 +149,18 @@ def sequences_of(
             DrafterLease(lend, read, prediction, on_pass, may_wait),
             sampler,
             stopper,
-            limits_of(
-                prepared,
-                speculation.config,
-                speculation.interface,
-                stopper,
-                most,
-                row.padding,
-                len(rows),
-                speculation.bytes_per_token,
+            Limits(
+                nodes=most,
+                max_depth=config.max_depth,
+                max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
+                draft_end=max(min(ends) - unseen, 1) + row.padding if ends else 0,
+                slot_end=max(interface.max_slots - unseen, 1) if interface.max_slots else 0,
+                prefill_chunk=config.prefill_chunk,
+                prompt_logits=-(-config.prompt_logits // len(rows)),  # with many rows what is learned there drafts less
+                provenance=config.provenance,
+                positions=interface.max_positions,
+                padding=row.padding - unseen,  # which take no positions
+                bytes_per_token=speculation.bytes_per_token,
             ),
             ids=row.ids,
             on_end=give_back,
@@ -163,37 +170,6 @@ def sequences_of(
         )
         made.append(sequence)
     return made
-
-
-def limits_of(
-    prepared: Prepared,
-    config: SpeculationConfig,
-    interface: ModelInterface,
-    stopper: Stopper,
-    nodes: int | None,
-    padding: int = 0,
-    rows: int = 1,
-    bytes_per_token: int = 0,
-) -> Limits:
-    """How much a pass of a row may draft, one of so many of a call; `padding` tokens in front take no positions."""
-    inputs = prepared.inputs
-    unseen = 0 if inputs.holds_past else inputs.past_length
-    ends = [interface.max_positions] if interface.max_positions else []
-    if interface.rope_switch and not interface.rope_rescans:
-        ends.append(interface.rope_switch)
-    return Limits(
-        nodes=nodes,
-        max_depth=config.max_depth,
-        max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
-        draft_end=max(min(ends) - unseen, 1) + padding if ends else 0,
-        slot_end=max(interface.max_slots - unseen, 1) if interface.max_slots else 0,
-        prefill_chunk=config.prefill_chunk,
-        prompt_logits=-(-config.prompt_logits // rows),  # as rows become many, what is learned there drafts less
-        provenance=config.provenance,
-        positions=interface.max_positions,
-        padding=padding - unseen,
-        bytes_per_token=bytes_per_token,
-    )
 
 
 def loan(

@@ -90,6 +90,23 @@ class GenerationReport:
         """Mean tokens emitted per forward pass, the bonus token included."""
         return self.new_tokens / self.passes if self.passes else 0.0
 
+    def note(self, tree: DraftTree, walked: Walk, seconds: Sequence[float], provenance: bool = False) -> None:
+        """Enter a pass behind the prompt's, and what it took to draft, verify, commit and learn.
+
+        With `provenance`, note where accepted drafts came from.
+        """
+        self.passes += 1
+        self.per_pass.append((len(tree), len(walked.path), tree.expected_accepted, seconds[1] * 1e3))
+        self.nodes += len(tree)
+        for name, took in zip(("draft_ms", "verify_ms", "commit_ms", "learn_ms"), seconds, strict=True):
+            setattr(self, name, getattr(self, name) + took * 1e3)
+        for number in tree.source[walked.path].tolist():
+            name = SOURCE_NAMES[number] if number < len(SOURCE_NAMES) else f"source {number}"
+            self.accepted_by_source[name] = self.accepted_by_source.get(name, 0) + 1
+        if provenance:
+            self.origins += origin_runs(tree.origin[walked.path], self.new_tokens)
+        self.new_tokens += len(walked.emitted)
+
 
 def together(parts: Sequence[GenerationReport], passes: int) -> GenerationReport:
     """Reports of sequences that shared `passes` passes as one."""
@@ -107,58 +124,6 @@ def together(parts: Sequence[GenerationReport], passes: int) -> GenerationReport
         for source, count in part.accepted_by_source.items():
             whole.accepted_by_source[source] = whole.accepted_by_source.get(source, 0) + count
     return whole
-
-
-Seconds = tuple[float, ...]
-"""What a pass took: drafting, forward, commit, learning."""
-
-
-class PassLog:
-    """The passes of one sequence behind its prompt's, entered in its report when that is asked for.
-
-    Parameters
-    ----------
-    report
-        Where figures go, modified in place.
-    prompt_length
-        Tokens of the text that were not generated.
-    provenance
-        Note where accepted drafts came from.
-    """
-
-    def __init__(self, report: GenerationReport, prompt_length: int, provenance: bool) -> None:
-        self._report, self._prompt_length, self._provenance = report, prompt_length, provenance
-        self._accepted = np.zeros(256, np.int64)  # by source
-        self._passes: list[tuple[DraftTree, Walk, Seconds, int]] = []
-
-    def note(self, tree: DraftTree, walked: Walk, seconds: Seconds, length: int) -> None:
-        """Remember a pass, after which the text has `length` tokens."""
-        self._passes.append((tree, walked, seconds, length))
-
-    def summary(self) -> GenerationReport:
-        """Report of the passes so far."""
-        report = self._report
-        report.passes += len(self._passes)
-        for tree, walked, (drafted, forward, committed, learned), length in self._passes:
-            accepted, emitted = len(walked.path), len(walked.emitted)
-            report.per_pass.append((len(tree), accepted, tree.expected_accepted, forward * 1e3))
-            report.nodes += len(tree)
-            report.new_tokens += emitted
-            report.draft_ms += drafted * 1e3
-            report.verify_ms += forward * 1e3
-            report.commit_ms += committed * 1e3
-            report.learn_ms += learned * 1e3
-            if accepted:
-                np.add.at(self._accepted, tree.source[walked.path], 1)
-                if self._provenance:
-                    first = length - self._prompt_length - emitted
-                    report.origins += origin_runs(tree.origin[walked.path], first)
-        self._passes.clear()
-        report.accepted_by_source = {
-            SOURCE_NAMES[i] if i < len(SOURCE_NAMES) else f"source {i}": int(self._accepted[i])
-            for i in np.flatnonzero(self._accepted).tolist()
-        }
-        return report
 
 
 def origin_runs(origins: NDArray[np.int64], first: int) -> list[tuple[int, int, int]]:

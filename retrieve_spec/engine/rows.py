@@ -189,12 +189,11 @@ class SharedPrompt:
         self._cache_name = cache_name
         self._is_read: Callable[[], bool] | None = None  # asks the sequence that reads it whether it still does
         self._rows: DynamicCache | None = None
-        self._output: VerifierOutput | None = None
-        self._first_row = 0
+        self._last_pass: tuple[VerifierOutput, int] | None = None  # and the row of it that follows the prompt
 
     def must_wait(self, is_reading: Callable[[], bool]) -> bool:
         """Whether another sequence is reading the prompt; if nobody is, the one that asks does from now on."""
-        if self._output is not None:
+        if self._last_pass is not None:
             return False
         if self._is_read is not None and self._is_read != is_reading and self._is_read():
             return True
@@ -204,13 +203,12 @@ class SharedPrompt:
     def keep(self, verifier: Any, output: VerifierOutput, first_row: int) -> None:
         """Keep what has been read and committed, unless nobody else will ask for it."""
         self._is_read = None
-        if self.members < 2 or self._output is not None or not isinstance(verifier, CopiesRows):
+        if self.members < 2 or self._last_pass is not None or not isinstance(verifier, CopiesRows):
             return
-        rows = verifier.copy_rows()
-        if rows is not None:
-            self._rows, self._first_row = rows, first_row
+        self._rows = verifier.copy_rows()
+        if self._rows is not None:
             hidden = None if output.hidden is None else output.hidden.clone()
-            self._output = VerifierOutput(output.logits.clone(), hidden)
+            self._last_pass = VerifierOutput(output.logits.clone(), hidden), first_row
 
     def taken(self, inputs: VerifierInputs) -> tuple[VerifierInputs, tuple[VerifierOutput, int] | None]:
         """What a sequence with these inputs starts from.
@@ -222,12 +220,12 @@ class SharedPrompt:
         last_pass
             What the prompt's last pass gave, and the row of it that follows the prompt; None where it was not kept.
         """
-        if self._output is None or self._rows is None:
+        if self._last_pass is None or self._rows is None:
             return inputs, None
         kwargs = {**inputs.model_kwargs, self._cache_name: same_rows(self._rows)}
         past = inputs.input_ids.shape[1]
         behind = replace(inputs, model_kwargs=kwargs, past_length=past, holds_past=True, common_rows=True)
-        return behind, (self._output, self._first_row)
+        return behind, self._last_pass
 
 
 def is_text_alone(inputs: VerifierInputs, cache_name: str) -> bool:

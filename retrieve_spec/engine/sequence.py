@@ -21,7 +21,7 @@ from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import Progress
 from retrieve_spec.engine.drafters import DrafterLease
-from retrieve_spec.engine.report import GenerationReport, PassLog
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.rows import SharedPrompt
 from retrieve_spec.errors import PositionError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
@@ -217,7 +217,6 @@ class Sequence:
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
-        self.log = PassLog(self.report, self.text.prompt_length, limits.provenance)
         self.reader = Reader(waits_for_reader)
         self.cancelled = self.stopped = self.ended = False
         self.error: BaseException | None = None
@@ -281,25 +280,24 @@ class Sequence:
         return self.is_reading and not self.is_over
 
     def open(self) -> None:
-        """Start, unless another sequence is reading its prompt; what that one has read is not read again."""
+        """Take over the cache and let the drafter read the text, unless another sequence is reading its prompt.
+
+        What that one has read is not read again.
+        """
         self.report.began = self.report.began or perf_counter()
         if not self._started:
             if self._prompt is not None and self._prompt.must_wait(self._still_reads):
                 return
-            self._start()
+            inputs = self._inputs
+            if self._prompt is not None:
+                inputs, self._read_before = self._prompt.taken(inputs)
+            self._started = True
+            self.verifier.start(inputs)
+            self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
+            if self.verifier.mode != "plain" and (why_none := self.lease.start()):
+                self.report.mode, self.report.reason = "plain", why_none
         if self._read_before is not None:
             self._first_choice(*self._read_before, borrowed=True)
-
-    def _start(self) -> None:
-        """Take over the cache, or one that holds the prompt already, and let the drafter read the text."""
-        inputs = self._inputs
-        if self._prompt is not None:
-            inputs, self._read_before = self._prompt.taken(inputs)
-        self._started = True
-        self.verifier.start(inputs)
-        self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
-        if self.verifier.mode != "plain" and (why_none := self.lease.start()):
-            self.report.mode, self.report.reason = "plain", why_none
 
     def draft_at_once(self, most: int) -> None:
         """Start, and where no more than `most` tokens of the prompt are left, let the first draft stand behind them.
@@ -476,7 +474,6 @@ class Sequence:
         except Exception as error:
             self.error = self.error or error
         self.report.seconds = perf_counter() - self.report.began if self.report.began else 0.0
-        self.log.summary()
         if self._on_end is not None:
             self._on_end(self)
         self.ended = True

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import DynamicCache
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Drafter, Preparable
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.cost import CostModel, Costs
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
@@ -24,8 +28,8 @@ from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
-from retrieve_spec.verify.probe import Finding
-from retrieve_spec.verify.steps import keeping_texts
+from retrieve_spec.verify.probe import Finding, start
+from retrieve_spec.verify.steps import keeping_texts, sample_tokens, vocabulary
 from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import PassKind, Verifier
 
@@ -228,7 +232,7 @@ class Speculation:
         """Let `last` be the report of a generation of these sequences; what they wrote may be due to be saved."""
         self.drafters.keep()
         if len(sequences) == 1:
-            self.last = sequences[0].log.summary()
+            self.last = sequences[0].report
             return
         steps = set().union(*(sequence.steps for sequence in sequences))
         self.last = together([sequence.report for sequence in sequences], 1 + len(steps))
@@ -246,3 +250,45 @@ class Speculation:
             if isinstance(verifier, HFVerifier):
                 return self._why_not_padded(verifier)
             return verifier.reason or "its verifier serves one text"
+
+
+_CONTEXT = 128
+_WIDTHS = (0, 4, 16, 64)
+_REPEATS = 3
+_SECONDS = 0.6
+_ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
+
+
+@torch.no_grad()
+def measure_passes(model: Any, speculation: Speculation) -> None:
+    """Time passes over chains of a few widths until a time limit; wider ones are skipped when time runs out."""
+    if speculation.mode in ("plain", "delegated"):
+        return
+    seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes
+    limits = (speculation.interface.max_positions, speculation.interface.max_slots)
+    positions = min((limit for limit in limits if limit), default=_CONTEXT + max(_WIDTHS) + 1)
+    context = max(min(_CONTEXT, positions - max(_WIDTHS) - 1), 1)
+    ids = sample_tokens(model, context)
+    verifier = speculation.verifiers()[0]
+    for root_ids in (start(model, verifier, ids), _ROOT):  # the first pass of a kind pays for set-up
+        verifier.forward(root_ids)
+        verifier.commit(_NOTHING)
+    began = perf_counter()
+    for width in _WIDTHS:
+        if width > positions - context - 8 or perf_counter() - began > seconds:
+            break
+        tree = DraftTree.from_paths([[(i * 17 + 3) % vocabulary(model) for i in range(width)]])
+        times: list[float] = []
+        is_ready = ids.device.type != "cuda"  # the first pass of a width may compile kernels and capture a graph
+        while len(times) < _REPEATS and (not times or perf_counter() - began <= seconds):
+            started = perf_counter()
+            float(verifier.forward(_ROOT, tree).logits[0, 0])  # waits for the device
+            took = perf_counter() - started
+            verifier.commit(_NOTHING)
+            if is_ready:
+                times.append(took)
+            else:
+                began, is_ready = began + took, True
+        speculation.cost.observe(width, context, min(times))
+    speculation.cost.seconds(context, 0)  # takes them in: no call waits for the kernel that does
+    verifier.finish()

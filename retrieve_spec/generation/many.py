@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -97,10 +97,6 @@ class _UnderWay:
     request: Any
     sequences: list[Sequence]
     tokenizer: Any
-    running: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.running = len(self.sequences)
 
 
 class Requests(Iterator[Finished]):
@@ -240,16 +236,15 @@ class Requests(Iterator[Finished]):
     def _ended(self, sequence: Sequence) -> None:
         """Note that a sequence has ended; the first of a request that fails ends the request."""
         job = self._under_way.pop(id(sequence))
-        job.running -= 1
         if sequence.error is not None:
             self._speculation.engine.leave(*job.sequences)
             if not isinstance(sequence.error, Exception):  # as KeyboardInterrupt from a processor
                 raise sequence.error
-        if job.running:
+        if any(id(other) in self._under_way for other in job.sequences):
             return
         self._speculation.ended(*job.sequences)
         outputs = tuple(
-            self._completion(s.text.new_ids, job.tokenizer, s.log.summary(), noted(s)) for s in job.sequences
+            self._completion(s.text.new_ids, job.tokenizer, s.report, noted(s)) for s in job.sequences
         )  # fmt: skip
         error = next((s.error for s in job.sequences if isinstance(s.error, Exception)), None)
         cancelled = job.index in self._cancelled and not all(s.stopped for s in job.sequences)

@@ -225,7 +225,21 @@ def from_captured(
     given_ids = _stand_in_for_embeddings(captured)
     if reason := _reason_from_captured(model, captured, interface, alone):
         raise DelegatedCall(reason)
-    prepared = _as_prepared(captured, interface, any(arguments.get(name) is not None for name in CACHE_NAMES))
+    callers_cache = any(arguments.get(name) is not None for name in CACHE_NAMES)
+    config, past, holds = (
+        captured.generation_config,
+        _past_length(captured.model_kwargs),
+        _holds_past(captured, interface),
+    )
+    inputs = VerifierInputs(
+        input_ids=captured.input_ids,
+        model_kwargs=captured.model_kwargs,
+        past_length=past,
+        holds_past=holds,
+        max_length=config.max_length + captured.added + (0 if holds else past),
+        returns_cache=callers_cache or bool(config.return_dict_in_generate),  # it is seen by who gave it, or in those
+    )
+    prepared = Prepared(inputs, captured.logits_processor, captured.stopping_criteria, config, callers_cache)
     if not extras_of(prepared, interface.cache_name):  # else places of images may have tokens that nobody embeds
         _check_embedded(model, prepared.inputs)
     if given_ids is not None:
@@ -236,7 +250,7 @@ def from_captured(
     if len(prepared.inputs.input_ids) > 1:
         check_batch(prepared, interface.cache_name)
         positions = captured.model_kwargs.get(interface.positions_name)
-        if positions is not None and _axes_differ(positions):
+        if positions is not None and positions.ndim != 2 and bool((positions[..., -1] != positions[:1, ..., -1]).any()):
             raise DelegatedCall("positions of a batch differ from axis to axis")
     return prepared
 
@@ -430,11 +444,6 @@ def _check_embedded(model: Any, inputs: VerifierInputs) -> None:
         )
 
 
-def _axes_differ(positions: torch.Tensor) -> bool:
-    """Whether rows go on at other positions on one axis than on another."""
-    return positions.ndim != 2 and not bool((positions[..., -1] == positions[:1, ..., -1]).all())
-
-
 def _past_length(kwargs: dict[str, Any]) -> int:
     caches = [kwargs[name] for name in ("past_key_values", "cache") if kwargs.get(name) is not None]
     return seq_length(caches[0]) if caches else 0
@@ -445,19 +454,3 @@ def _holds_past(captured: Captured, interface: ModelInterface) -> bool:
     mask = captured.model_kwargs.get(interface.mask_name)
     covered = mask.shape[1] if mask is not None else getattr(captured.generation_config, "_mask_length", -1)
     return bool(covered == captured.input_ids.shape[1])
-
-
-def _as_prepared(captured: Captured, interface: ModelInterface, callers_cache: bool) -> Prepared:
-    """What sequences start from; the cache is seen by who gave it, or in what is returned."""
-    past = _past_length(captured.model_kwargs)
-    holds = _holds_past(captured, interface)
-    inputs = VerifierInputs(
-        input_ids=captured.input_ids,
-        model_kwargs=captured.model_kwargs,
-        past_length=past,
-        holds_past=holds,
-        max_length=captured.generation_config.max_length + captured.added + (0 if holds else past),
-        returns_cache=callers_cache or bool(captured.generation_config.return_dict_in_generate),
-    )
-    config = captured.generation_config
-    return Prepared(inputs, captured.logits_processor, captured.stopping_criteria, config, callers_cache)

@@ -216,10 +216,10 @@ def generate_stream(
         "return_logprobs": return_logprobs,
     }
     expected = prediction_ids(prediction, tokenizer, model)
-    under_way: list[Sequence | GenerationReport] = []
+    under_way: list[GenerationReport] = []
     decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
     pieces = _pieces(_runs(model, arguments, expected, options, under_way), decoder)
-    return Stream(pieces, lambda: _report_of(under_way))
+    return Stream(pieces, lambda: under_way[0] if under_way else None)
 
 
 def open_sequence(
@@ -266,7 +266,7 @@ def _runs(
     arguments: dict[str, Any],
     prediction: NDArray[np.int32] | None,
     options: dict[str, Any],
-    under_way: list[Sequence | GenerationReport],
+    under_way: list[GenerationReport],
 ) -> Generator[_Run, None, None]:
     """What each pass of one row makes visible; the call is prepared when the first is asked for."""
     speculation = speculation_of(model)
@@ -282,7 +282,7 @@ def _runs(
         yield rows[0].cpu().numpy().astype(np.int32), None if both is None else both[0].cpu().numpy()
         return
     (sequence,) = sequences_of(speculation, prepared, [prediction], **options)
-    under_way.append(sequence)
+    under_way.append(sequence.report)
     try:
         with contextlib.closing(speculation.engine.run([sequence])) as passes:
             shown = 0
@@ -304,10 +304,3 @@ def _pieces(runs: Generator[_Run, None, None], decoder: TextDecoder | None) -> G
             yield Piece(visible, decoder.push(visible) if decoder else "", *(() if both is None else both))
         if rest := decoder.flush() if decoder else "":
             yield Piece(np.empty(0, np.int32), rest, *(() if both is None else both[:, :0]))
-
-
-def _report_of(under_way: list[Sequence | GenerationReport]) -> GenerationReport | None:
-    """What a generation did so far, None if it has not begun."""
-    if not under_way:
-        return None
-    return under_way[0].log.summary() if isinstance(under_way[0], Sequence) else under_way[0]

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from retrieve_spec.recorded.weight_layout import Layout, Layouts, WeightCopies, packed_linear
+from retrieve_spec.recorded.weight_layout import Layout, Layouts, packed_linear
 
 aten = torch.ops.aten
 Node = Any
@@ -50,7 +50,7 @@ ROW_BY_ROW = {aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.to.dtype
 
 def compile_program(
     program: torch.export.ExportedProgram, owner: torch.nn.Module, layouts: Layouts, row_kernels: Any = None
-) -> tuple[Callable[..., Any], list[torch.Tensor], WeightCopies]:
+) -> tuple[Callable[..., Any], list[torch.Tensor], list[tuple[int, Layout]]]:
     """Rewrite a program and compile it; `row_kernels`: with these for what a 16-bit model does to rows.
 
     Returns
@@ -61,14 +61,14 @@ def compile_program(
     weights
         The live parameters, buffers and constants it reads, in order.
     copies
-        Which of them are copies of weights.
+        By place among them, packed copies of weights.
     """
     graph = program.graph_module.graph
     weights = _weights(program, owner)
     inputs = Inputs(graph, weights)
     drop_noops(graph)
     merge_equal(graph)
-    if _is_float32(weights):
+    if all(weight.dtype == torch.float32 for weight in weights if weight.is_floating_point()):
         fuse_rms_norm(graph, inputs)
         fuse_rotary(graph, inputs)
         lay_out_weights(graph, inputs, layouts)
@@ -84,7 +84,7 @@ def compile_program(
     graph.eliminate_dead_code()
     graph.lint()
     module = fx.GraphModule(program.graph_module, graph)
-    return module.forward, weights, WeightCopies(inputs.copies)
+    return module.forward, weights, inputs.copies
 
 
 def packed_share(code: Callable[..., Any]) -> float:
@@ -107,10 +107,6 @@ def _weights(program: torch.export.ExportedProgram, owner: torch.nn.Module) -> l
         if spec.kind is not torch.export.graph_signature.InputKind.USER_INPUT:
             weights.append(live[spec.target] if spec.target in live else program.constants[spec.target])
     return weights
-
-
-def _is_float32(weights: list[torch.Tensor]) -> bool:
-    return all(w.dtype == torch.float32 for w in weights if w.is_floating_point())
 
 
 def check_repeatable(graph: fx.Graph) -> None:
@@ -247,11 +243,9 @@ class Inputs:
 
     def add_copy(self, layout: Layout) -> Node:
         """Node of a weight's copy."""
-        before = len(self.weights)
-        node = self.add(id(layout), layout.tensor)
-        if len(self.weights) > before:
-            self.copies.append((before, layout))
-        return node
+        if id(layout) not in self._added:
+            self.copies.append((len(self.weights), layout))
+        return self.add(id(layout), layout.tensor)
 
     def add(self, key: Any, tensor: torch.Tensor) -> Node:
         """Node of a further input; equal keys share one."""
@@ -446,19 +440,14 @@ def _match_gate(node: Node) -> tuple[Node, Node] | None:
 
 
 def lay_out_weights(graph: fx.Graph, inputs: Inputs, layouts: Layouts) -> None:
-    """Let linear layers read copies of their weights in a faster layout, where there is one."""
+    """Let linear layers read packed copies of their weights, where there are some."""
     for node in nodes_of(graph):
         if not is_call(node, aten.linear.default) or node.args[1] not in inputs.of_node:
             continue
         layout = layouts.of(inputs.of_node[node.args[1]])
         if layout is None or value(node.args[0]).ndim < 2:
             continue
-        copy = inputs.add_copy(layout)
-        if not layout.from_rows:
-            node.replace_input_with(node.args[1], copy)
-            continue
-        bias = node.args[2] if len(node.args) > 2 else None
+        copy, bias = inputs.add_copy(layout), node.args[2] if len(node.args) > 2 else None
         with graph.inserting_before(node):
-            product = graph.call_function(packed_linear, (node.args[0], node.args[1], copy, bias, layout.from_rows))
-        _replace(node, product)
+            _replace(node, graph.call_function(packed_linear, (node.args[0], copy, bias)))
     graph.eliminate_dead_code()

@@ -332,8 +332,6 @@ def _deviation(device: torch.device) -> float:
     return float((got[:, 0] - values[0, 0]).abs().max())
 
 
-logger = logging.getLogger(__name__)
-
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 

@@ -29,7 +29,7 @@ from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded import graph_passes
-from retrieve_spec.recorded.weight_layout import Layouts
+from retrieve_spec.recorded.weight_layout import Layouts, follow
 from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
 from retrieve_spec.verify.probe import VerificationError
 
@@ -282,8 +282,10 @@ class RecordedPass:
 
     def follow(self, closely: bool = False) -> int:
         """Copy weights again that differ from their copies; how many did (`retrieve_spec.recorded.weight_layout`)."""
-        with torch.no_grad():
-            return self._copies.follow(self._weights, closely)
+        count = follow((layout for _, layout in self._copies), closely)
+        for at, layout in self._copies:
+            self._weights[at] = layout.tensor  # another recording may have copied it again
+        return count
 
     def run(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, wanted: int | torch.Tensor = 0

@@ -20,7 +20,7 @@ from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_pass import LaidOut, PackedPass, PassGraphs, packs, shape_of
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 from retrieve_spec.verify.cache import same_rows
-from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.hf import HFVerifier, SignatureModes
 from retrieve_spec.verify.pass_inputs import NO_TREE
 from retrieve_spec.verify.verifier import Mode, PassKind, Ran, VerifierInputs, VerifierOutput
 
@@ -95,12 +95,19 @@ class RecordedVerifier:
         self._past = inputs.past_length
         self._unread = len(inputs.uncached_ids)
         self._cache = inputs.model_kwargs.get(self.own.interface.cache_name)
-        self._shift, self._in_a_row = self.own.inputs.shift, inputs.in_a_row
+        positions = inputs.model_kwargs.get("position_ids")
+        self._shift = self.own.inputs.shift
+        self._in_a_row = positions is None or bool((positions.diff() == 1).all())  # no padding inside
         self.not_recorded = self._why_not(inputs)
 
-    def fresh(self) -> RecordedVerifier:
-        """Another verifier of the same recording, for another text."""
-        return RecordedVerifier(self.model, self.own.fresh(), self.recorded, self.graphs, self._state)
+    def fresh(self, state: ModelState | None = None, signatures: SignatureModes | None = None) -> RecordedVerifier:
+        """Another verifier of the same recording, for another text.
+
+        It refuses a model that is not in `state` any more; `signatures`: as of `HFVerifier`. None: as of this one.
+        """
+        own = self.own.fresh()
+        own.signatures = signatures or own.signatures
+        return RecordedVerifier(self.model, own, self.recorded, self.graphs, state or self._state)
 
     def _why_not(self, inputs: VerifierInputs) -> str:
         """Why a generation is left to the verifier of the model's own forward."""

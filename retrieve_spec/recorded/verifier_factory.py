@@ -25,7 +25,7 @@ from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.weight_layout import Layouts, PackedLayers
 from retrieve_spec.verify.cache import GROW_BY_ROWS
 from retrieve_spec.verify.comparison import is_exact, rows_for_one_order, why_not_one_order
-from retrieve_spec.verify.hf import HFVerifier, SignatureModes
+from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache, read_interface
 from retrieve_spec.verify.probe import (
     PROMPT,
@@ -45,34 +45,9 @@ from retrieve_spec.verify.verifier import PassKind, Verifier
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A recorded pass that agrees with its model; calling it makes a verifier for one generation.
-
-    Attributes
-    ----------
-    model, interface
-        The model, and how an `HFVerifier` runs it.
-    recorded
-        The pass.
-    graphs
-        CUDA graphs of it; None without.
-    """
-
-    model: Any
-    interface: ModelInterface
-    recorded: RecordedPass
-    graphs: PassGraphs | None = None
-
-    def __call__(self, state: ModelState | None = None, signatures: SignatureModes | None = None) -> RecordedVerifier:
-        """Make a verifier, which refuses a model that is not in `state` any more; `signatures`: as of `HFVerifier`."""
-        own = HFVerifier(self.model, self.interface, signatures=signatures)
-        return RecordedVerifier(self.model, own, self.recorded, self.graphs, state)
-
-
 def try_recording(
     model: Any, finding: Finding, config: SpeculationConfig, layer: Layer = "last", layouts: Layouts | None = None
-) -> tuple[Recording | None, str]:
+) -> tuple[RecordedVerifier | None, str]:
     """Record a model's pass if that is wanted, can be done and agrees with the model.
 
     Parameters
@@ -91,7 +66,7 @@ def try_recording(
     Returns
     -------
     recording
-        The recording, or None.
+        A verifier that makes others of the same recording (`RecordedVerifier.fresh`), or None.
     reason
         Why there is none.
     """
@@ -125,7 +100,7 @@ def _row_kernels(model: Any) -> Any:
 
 def _record(
     model: Any, finding: Finding, layer: Layer, row_kernels: Any, layouts: Layouts | None, exact: int
-) -> Recording:
+) -> RecordedVerifier:
     """A recording that agrees with the model, with CUDA graphs where these do."""
     windows = cache_windows(new_cache(model))
     recorded = RecordedPass(model, len(windows), layer, row_kernels, layouts, exact)
@@ -133,17 +108,17 @@ def _record(
         if window and rule.window != window:
             raise RecordingError(f"the attention of layer {at} does not name the window of its cache")
     graphs = PassGraphs(recorded) if PASS.cuda_graphs and recorded.device.type == "cuda" else None
-    recording = Recording(model, finding.interface, recorded, graphs)
+    recording = RecordedVerifier(model, HFVerifier(model, finding.interface), recorded, graphs)
     try:
-        check_verifier(model, recording(), "tree", finding.texts)
+        check_verifier(model, recording, "tree", finding.texts)
     except VerificationError as error:
         if graphs is None:
             raise
         logger.debug("the recorded pass with graphs is not used: %s", error)
-        recording = replace(recording, graphs=None)
-        check_verifier(model, recording(), "tree", finding.texts)
+        recording.graphs = None
+        check_verifier(model, recording, "tree", finding.texts)
     if exact:
-        check_exact(model, recording, finding.texts)
+        check_exact(model, recording.fresh, finding.texts)
     return recording
 
 
@@ -155,10 +130,10 @@ def _check_structure(model: Any, interface: ModelInterface, layer: Layer, exact:
     for copied in (copied for copied in copies if copied is not None):
         windows = cache_windows(new_cache(copied))
         recorded = RecordedPass(copied, len(windows), layer, exact=exact)
-        recording = Recording(copied, same_way(copied, interface), recorded)
+        verifier = RecordedVerifier(copied, HFVerifier(copied, same_way(copied, interface)), recorded)
         longest = max(windows)
         for trial in [Trial(PROMPT, 0)] + [Trial(longest + 3, 0, 2)] * (0 < longest <= REACH):
-            check_verifier(copied, recording(), trial=trial)
+            check_verifier(copied, verifier, trial=trial)
 
 
 def check_recorded(model: Any, finding: Finding, config: SpeculationConfig) -> None:
@@ -217,7 +192,7 @@ class _Known:
 
     state: ModelState
     finding: Finding
-    recording: Recording | None = None
+    recording: RecordedVerifier | None = None
     why: str = ""
     packed: PackedLayers | None = None
 
@@ -262,7 +237,7 @@ class VerifierFactory:
         self, model: Any, config: SpeculationConfig, layer: Layer, find_mode: Callable[[Any], Finding]
     ) -> None:
         self._model, self._config, self._layer, self._find_mode = model, config, layer, find_mode
-        self.layouts = Layouts(PASS.layout_bytes, sum(weight.nbytes for weight in model.parameters()))
+        self.layouts = Layouts(PASS.layout_bytes)
         self._is_frozen = False
         self._known: list[_Known] = []
         self._examine()
@@ -283,16 +258,11 @@ class VerifierFactory:
         known = self._known[0]
         return known.finding.reason if known.finding.mode == "plain" else known.why
 
-    @property
-    def recording(self) -> Recording | None:
-        """The recording that verifies, as last seen."""
-        return self._known[0].recording if self._known else None
-
     def __call__(self) -> Verifier:
         """A verifier for a generation that begins now."""
         autocast = torch.is_autocast_enabled(input_device(self._model).type)
-        if self._is_frozen and not autocast and (recording := self.recording) is not None:
-            return recording(None, self._known[0].finding.signatures)
+        if self._is_frozen and not autocast and self._known and (recording := self._known[0].recording) is not None:
+            return recording.fresh(None, self._known[0].finding.signatures)
         known = self._current()
         found = known.finding
         if found.mode == "plain":
@@ -307,7 +277,7 @@ class VerifierFactory:
             return own
         if known.recording.graphs is not None and known.state.has_moved():
             known.recording.graphs.clear()  # they kept addresses
-        return known.recording(known.state, found.signatures)
+        return known.recording.fresh(known.state, found.signatures)
 
     def assume_frozen(self) -> None:
         """Take a model that is recorded for what it is, without a look at it and its weights before generations."""

@@ -142,7 +142,7 @@ def make_sampler(
     if log_probs:
         chooser = make_sampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw, device=device)
         return LogProbSampler(chooser)
-    guides = [] if keep_scores or keep_raw else list(itertools.takewhile(_guides_the_opening, processors))
+    guides = [] if keep_scores or keep_raw else list(itertools.takewhile(lambda p: hasattr(p, "acts_on"), processors))
     if guides:
         rest = make_sampler(LogitsProcessorList(processors[len(guides) :]), seed, row=row)
         return OpeningSampler(guides, ProcessorSampler(processors, seed, row=row), rest)
@@ -183,11 +183,6 @@ def processors_of_row(processors: Any, row: int) -> LogitsProcessorList:
 def _of_row(allowed: Callable[[int, torch.Tensor], Any], row: int) -> Callable[[int, torch.Tensor], Any]:
     """What tells the tokens that are allowed in one row of a batch; alone, it would be asked for row 0."""
     return lambda _row, input_ids: allowed(row, input_ids)
-
-
-def _guides_the_opening(processor: Any) -> bool:
-    """Whether a processor tells when it is over (`OpeningSampler`)."""
-    return hasattr(processor, "acts_on")
 
 
 def _read_warpers(processors: Any) -> Warpers | None:

@@ -99,7 +99,7 @@ class SharedText:
     @property
     def report(self) -> GenerationReport:
         """What it has cost so far."""
-        return self.sequence.log.summary()
+        return self.sequence.report
 
     def close(self) -> None:
         """End the text and hand its cache back."""

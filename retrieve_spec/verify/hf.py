@@ -253,9 +253,6 @@ class HFVerifier:
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._asked = self._records = any(self._was_recording)
         self._pending = (0, 0)  # root tokens and nodes of the last pass
-        for hooked in (self._state, self._derived):
-            if hooked is not None:
-                hooked.attach()
 
     def _take_cache(self, cache: Any) -> None:
         """Keep to a cache: `_rows` is the part of it that grows with the text."""
@@ -273,7 +270,8 @@ class HFVerifier:
         """Run one pass (`Verifier.forward`)."""
         if self._steps is not None:
             return self._steps.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
-        nodes = 0 if tree is None else len(tree)
+        draft = NO_TREE if tree is None else tree
+        roots, nodes = len(root_ids), len(draft)
         if self._kept is not None:
             self._kept.begin()
         reading = self._fed < self._uncached
@@ -282,32 +280,27 @@ class HFVerifier:
             record_past(self._rows)
             self._asked, self._records = True, any(recording(self._rows))
         if reading:
-            kwargs = self.inputs.reading(self.cache, self.past, self._fed, len(root_ids), keep)
+            kwargs = self.inputs.reading(self.cache, self.past, self._fed, roots, keep)
         else:
             masked = self.mode == "tree" and not self.interface.masks_inside
-            kwargs = self.inputs.decoding(self.cache, self._rows, self.past, root_ids, tree, keep, masked)
-        hidden_states, draft = catch_hidden(self.model, want_hidden), self._draft(len(root_ids), tree)
-        with hidden_states as hidden, draft, self.around(len(root_ids) + nodes):
+            kwargs = self.inputs.decoding(self.cache, self._rows, self.past, root_ids, draft, keep, masked)
+        verifying: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._state is not None:  # stays as it is until it is committed
+            verifying = self._state.verifying(self._rows, [self._rows], [roots], [draft], self._device)
+        elif nodes and self._derived is not None:
+            verifying = self._derived.verifying(self.past, roots, draft, self._device)
+        with catch_hidden(self.model, want_hidden) as hidden, verifying, self.around(roots + nodes):
             outputs = self.model(**kwargs, return_dict=True)
         cache = getattr(outputs, self.interface.cache_name, self.cache)
         if cache is not self.cache:
             self._take_cache(cache)
-        if reading and self._fed + len(root_ids) == self._uncached:
-            self._behind_prompt(len(root_ids), outputs)
-        self._pending = (len(root_ids), nodes)
+        if reading and self._fed + roots == self._uncached:
+            self._behind_prompt(roots, outputs)
+        self._pending = (roots, nodes)
         rows = keep + nodes
         logits = outputs.logits[0]
         states = hidden[-1][0, -rows:] if hidden else None
         return VerifierOutput(logits if logits.shape[0] == rows else logits[-rows:], states)
-
-    def _draft(self, roots: int, tree: DraftTree | None) -> contextlib.AbstractContextManager[None]:
-        """Keep recurrent state as it is while a draft is verified, or tell a model the nodes' positions."""
-        draft = NO_TREE if tree is None else tree
-        if self._state is not None:
-            return self._state.verifying(self._rows, [self._rows], [roots], [draft], self._device)
-        if len(draft) and self._derived is not None:
-            return self._derived.verifying(self.past, roots, draft, self._device)
-        return contextlib.nullcontext()
 
     def _behind_prompt(self, roots: int, outputs: Any) -> None:
         """See how a text goes on whose prompt has just been read, and what its kind of call allows."""
@@ -368,8 +361,6 @@ class HFVerifier:
 
     def begin_shared(self) -> Any:
         """The cache, up to the text, for a pass that several texts share."""
-        if self._state is not None:
-            self._state.settle(self._rows)
         if self._kept is not None:
             self._kept.begin()
         return self._rows
@@ -387,11 +378,8 @@ class HFVerifier:
 
     def finish(self) -> Any:
         """Return the cache as plain `generate` leaves it."""
-        if self._state is not None and self._returns_cache:
-            self._state.settle(self._rows)
-        for hooked in (self._state, self._derived):
-            if hooked is not None:
-                hooked.detach()
+        if self._state is not None:
+            self._state.forget()
         if self._rows is not None and self._records:
             set_recording(self._rows, self._was_recording)
         cache = self.cache if self._steps is None else self._steps.finish()

@@ -247,20 +247,18 @@ class SteppedState:
         """The same modules for another text, between whose passes and those of this one there is no third."""
         return copy.copy(self)
 
-    def detach(self) -> None:
+    def forget(self) -> None:
         """Forget the last pass."""
         self._rows = None
         for adapter in self._adapters:
             adapter.forget()
-
-    attach = detach
 
     @contextmanager
     def verifying(
         self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device
     ) -> Iterator[None]:
         """Let the pass inside verify the draft of a lone text (`RowState.verifying`)."""
-        self.detach()
+        self.forget()
         (tree,), (self._roots,) = trees, roots
         if not len(tree):
             yield
@@ -288,10 +286,7 @@ class SteppedState:
             for adapter in self._adapters:
                 layer = adapter.levels[int(self._depths[last])]
                 layer.write_to(cache.layers[adapter.mixer.layer_idx], int(self._rows[last]))
-            self.detach()
-
-    def settle(self, cache: Any) -> None:
-        """Nothing to bring up to the text."""
+            self.forget()
 
 
 class MixerAdapter:

@@ -97,7 +97,6 @@ class PaddedBatch:
         kwargs = self._inputs(texts, roots, trees, whole, columns, width)
         drafts: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._state is not None:
-            self._state.attach()
             drafts = self._state.verifying(whole, caches, counts, trees, self._device)
         with catch_hidden(self.model, want_hidden) as hidden, drafts, texts[0].around(len(texts) * width):
             logits = self.model(**kwargs, return_dict=True).logits

@@ -90,6 +90,7 @@ class PassInputs:
         given.pop("use_cache", None)
         self._take(given)
         self._extras_by_rows = False  # some have a place for every row of a pass, so that they are made anew for each
+        self._growing: dict[str, int] = {}  # those that get a place with each token, and the axis of these
         self._uncached = uncached
         self._length = past + uncached  # of the prompt
         self._template: dict[str, Any] | None = None
@@ -151,9 +152,15 @@ class PassInputs:
 
     def has_read(self, outputs: Any) -> None:
         """Let the model say what becomes of the arguments behind the prompt, which it has just read."""
-        after = kwargs_behind(self._model, outputs, {**self._extras, "use_cache": True})
-        unnamed = {*CACHE_NAMES, "use_cache"} - self._extras.keys()
+        before = dict(self._extras)
+        after = kwargs_behind(self._model, outputs, {**before, "use_cache": True})
+        unnamed = {*CACHE_NAMES, "use_cache"} - before.keys()
         self._take({name: value for name, value in after.items() if name not in unnamed})
+        for name, value in self._extras.items():
+            if isinstance(value, torch.Tensor) and isinstance(old := before.get(name), torch.Tensor):
+                more = [new - was for was, new in zip(old.shape, value.shape, strict=False)]
+                if 1 in more:
+                    self._growing[name] = more.index(1)
 
     def _take(self, extras: dict[str, Any]) -> None:
         self._extras = extras
@@ -165,7 +172,11 @@ class PassInputs:
         Some models keep to themselves where the text that they read last goes on: this comes before another is read.
         """
         kwargs = self._prepared(cache, past, 1)
-        self._read_positions(kwargs.get(self._interface.positions_name), past)
+        positions = kwargs.get(self._interface.positions_name)  # models that are given none count slots, padding too
+        if positions is not None and positions.ndim == 2:
+            self._slot_shift = int(positions[0, -1]) - past
+        elif positions is not None:
+            self._axes = positions[..., -1:].cpu() - past
         self._masks_padding = self._attention_mask is not None and kwargs.get(self._interface.mask_name) is not None
         self._template = self._settings(kwargs)
         if self.names:
@@ -173,10 +184,10 @@ class PassInputs:
             two = self._settings(self._prepared(cache, past, 2))
             pairs = ((value, two.get(name)) for name, value in self._template.items())
             tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
-            self._extras_by_rows = any(a.shape != b.shape for a, b in tensors)
+            self._extras_by_rows = bool(self._growing) or any(a.shape != b.shape for a, b in tensors)
 
     def decoding(
-        self, cache: Any, rows: Any, past: int, root_ids: NDArray[np.int32], tree: DraftTree | None, keep: int,
+        self, cache: Any, rows: Any, past: int, root_ids: NDArray[np.int32], tree: DraftTree, keep: int,
         masked: bool,
     ) -> dict[str, Any]:  # fmt: skip
         """Arguments of a pass over root tokens and nodes behind `past` cached tokens.
@@ -188,7 +199,7 @@ class PassInputs:
         masked
             Whether the tree goes in as a mask; else it is a chain.
         """
-        roots, nodes = len(root_ids), 0 if tree is None else len(tree)
+        roots, nodes = len(root_ids), len(tree)
         length = roots + nodes
         self._make_room(past + length + 1)
         if self._template is None:
@@ -196,10 +207,7 @@ class PassInputs:
         assert self._template is not None
         kwargs = self._settings(self._prepared(cache, past, length)) if self._extras_by_rows else dict(self._template)
         kwargs[self._interface.cache_name] = cache
-        drafted = NO_TREE if tree is None else tree
-        fill_inputs(
-            self._ids_view, self._positions_view, root_ids, drafted.token_ids, drafted.depth, past + self._slot_shift
-        )
+        fill_inputs(self._ids_view, self._positions_view, root_ids, tree.token_ids, tree.depth, past + self._slot_shift)
         kwargs[self._interface.ids_name] = self._to_device(self._ids[:, :length])
         if self._interface.takes_position_ids:
             positions = self._positions[:, :length]
@@ -207,7 +215,7 @@ class PassInputs:
             kwargs[self._interface.positions_name] = self._to_device(positions)
         if self._interface.takes_logits_to_keep:
             kwargs["logits_to_keep"] = keep + nodes
-        if tree is not None and nodes and masked:
+        if nodes and masked:
             kwargs[self._interface.mask_name] = self._tree_masks(tree, roots, past, rows)
         elif self._masks_padding:
             kwargs[self._interface.mask_name] = self._long_mask[:, : past + length]
@@ -225,6 +233,11 @@ class PassInputs:
     def _prepared(self, cache: Any, past: int, rows: int) -> dict[str, Any]:
         """What the model itself prepares for a pass over `rows` tokens behind the cached ones."""
         extras = dict(self._extras)
+        for name, axis in self._growing.items():  # tokens behind the prompt are all what the first of them is
+            given = extras[name]
+            last = given.narrow(axis, given.shape[axis] - 1, 1)
+            more = last.repeat_interleave(past + rows - self._length - 1, dim=axis)
+            extras[name] = torch.cat([given, more], dim=axis)
         if self._position_ids is not None:
             ahead = torch.arange(past + 1 - self._length, past + 1 - self._length + rows)
             extras[self._interface.positions_name] = self._position_ids[..., -1:] + self._to_device(ahead)
@@ -241,15 +254,6 @@ class PassInputs:
         unset = {name: value for name, value in prepared.items() if name not in SET_EACH_PASS}
         unset.pop(self._interface.mask_name, None)
         return {**unset, "use_cache": True}
-
-    def _read_positions(self, position_ids: torch.Tensor | None, past: int) -> None:
-        """Where the next token stands; models that are given no positions count slots, padding included."""
-        if position_ids is None:
-            return
-        if position_ids.ndim == 2:
-            self._slot_shift = int(position_ids[0, -1]) - past
-        else:
-            self._axes = position_ids[..., -1:].cpu() - past
 
     def _tree_masks(self, tree: DraftTree, roots: int, past: int, cached: Any) -> Any:
         """One mask per layer type in the form the attention implementation takes."""

@@ -145,28 +145,10 @@ class DerivedPositions:
 
     def __init__(self, places: tuple[Place, ...]) -> None:
         self._places = places
-        self._handles: list[Any] = []
         self._thread = 0
-        self._ahead: torch.Tensor | None = None
         self._masks = any(place.kind == "mask" for place in places)
         self._seen: torch.Tensor | None = None  # (rows, rows) bool, who sees whom in the pass
         self._placed: dict[tuple[int, Kind], tuple[torch.Tensor, torch.Tensor]] = {}  # layers are handed the same
-
-    def attach(self) -> None:
-        """Put hooks on the modules; they do nothing but inside `verifying`."""
-        self.detach()
-        self._handles = [
-            place.module.register_forward_hook(self._after, with_kwargs=True)
-            if place.kind == "past"
-            else place.module.register_forward_pre_hook(self._before(place), with_kwargs=True)
-            for place in self._places
-        ]
-
-    def detach(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._ahead = [], None
 
     @contextmanager
     def verifying(self, past: int, roots: int, tree: DraftTree, device: torch.device) -> Iterator[None]:
@@ -175,15 +157,20 @@ class DerivedPositions:
         self._depths = torch.from_numpy(row_depths(roots, tree)).to(device)
         if self._masks:
             self._seen = torch.from_numpy(visible_rows(roots, tree)).to(device)
-        self._ahead = self._depths - torch.arange(len(self._depths), device=device)  # from now on the hooks act
-        try:
+        self._ahead = self._depths - torch.arange(len(self._depths), device=device)
+        with ExitStack() as hooks:
+            hooks.callback(self._placed.clear)
+            for place in self._places:
+                module, before = place.module, self._before(place)
+                hooks.enter_context(
+                    module.register_forward_hook(self._after, with_kwargs=True)
+                    if place.kind == "past"
+                    else module.register_forward_pre_hook(before, with_kwargs=True)
+                )
             yield
-        finally:
-            self._ahead = self._seen = None
-            self._placed = {}
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor) -> torch.Tensor | None:
-        if self._ahead is None or self._thread != get_ident():
+        if self._thread != get_ident():
             return None
         depths, padding = self._depths.to(out.device), getattr(module, "padding_idx", None)
         ids = _ids_among(args, kwargs, out.shape[-2])
@@ -197,7 +184,7 @@ class DerivedPositions:
 
     def _before(self, place: Place) -> Any:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._ahead is None or self._thread != get_ident():
+            if self._thread != get_ident():
                 return None
             given = args[place.key] if isinstance(place.key, int) else kwargs[place.key]
             placed = self._in_place_of(given, place.kind)
@@ -233,7 +220,6 @@ class DerivedPositions:
 
     def _positions(self, given: torch.Tensor) -> torch.Tensor:
         """Positions of the rows in place of their slots."""
-        assert self._ahead is not None
         return given + self._ahead.to(given).view(given.shape)
 
     def _distances(self, given: torch.Tensor) -> torch.Tensor:

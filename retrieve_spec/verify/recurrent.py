@@ -16,7 +16,6 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from threading import get_ident
 from typing import Any
 
@@ -31,9 +30,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.mixers import Mixer, ScratchLayer, SteppedState, flushed
 from retrieve_spec.verify.row_scans import (
-    DeltaRows,
     RowTree,
-    SsdRows,
     convolve,
     convolved,
     scan_delta,
@@ -131,7 +128,8 @@ def replaceable(module: torch.nn.Module) -> dict[str, str]:
 def _forward_of(module: torch.nn.Module) -> Any:
     """The function that a module's forward is, where nothing of other packages is around it."""
     own = vars(module).get("forward")
-    if (own is not None and not is_ours(own)) or any(hasattr(child, "_hf_hook") for child in module.modules()):
+    is_ours = isinstance(getattr(own, "__self__", None), RowMixer)  # that of another pass
+    if (own is not None and not is_ours) or any(hasattr(child, "_hf_hook") for child in module.modules()):
         return None
     raw = inspect.unwrap(type(module).forward)
     return raw if isinstance(raw, types.FunctionType) else None
@@ -142,21 +140,6 @@ def _role(function: types.FunctionType) -> str:
         return ""  # a kernel of a package is faster than products of matrices
     taken = inspect.signature(function).parameters.keys()
     return next((role for role, needed in _ARGUMENTS.items() if needed <= taken), "")
-
-
-@dataclass(slots=True)
-class LaggingState:
-    """A recurrent state, and rows that were accepted behind it: it is brought up to them when it is next read."""
-
-    state: torch.Tensor
-    rows: SsdRows | DeltaRows
-    accepted: torch.Tensor
-    spare: torch.Tensor | None
-
-    def settle(self, layer: Any) -> None:
-        """Bring the state in a cache layer up to the accepted rows."""
-        if layer.recurrent_states[0] is self.state:
-            layer.recurrent_states[0] = self.rows.behind(self.state, rows=self.accepted, out=self.spare)
 
 
 class RowMixer:
@@ -186,7 +169,6 @@ class RowMixer:
             raw.__code__, {**raw.__globals__, **ours}, raw.__name__, raw.__defaults__, raw.__closure__
         )
         self._bound.__kwdefaults__ = raw.__kwdefaults__
-        self._behind: LaggingState | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -195,24 +177,12 @@ class RowMixer:
         self._conv: Any = None  # the rows of the last pass over a draft as its convolution saw them: `ConvRows`
         self._rows: Any = None  # and as its recurrence saw them: `SsdRows` or `DeltaRows`
 
-    def take(self, behind: LaggingState | None) -> None:
-        """Take the mixer's place until `leave`; `behind`: rows that the state of a lone text does not hold yet."""
-        self._behind = behind
-        vars(self.module)["forward"] = self.forward
-
-    def leave(self) -> None:
-        """Give the mixer its place back."""
-        self._behind = None
-        vars(self.module).pop("forward", None)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The mixer's forward, ours where this thread runs a pass."""
         running = self._running
         if running.thread != get_ident():
             return type(self.module).forward(self.module, *args, **kwargs)
         at = self.mixer.layer_idx
-        if self._behind is not None:
-            self._behind.settle(running.caches[0].layers[at])
         if running.tree is not None:
             layers = [cache.layers[at] for cache in running.caches]
             self.layer = RowLayer.beside(layers, range(len(layers))) if len(layers) > 1 else RowLayer(layers[0])
@@ -232,13 +202,6 @@ class RowMixer:
             only = slice(text, text + 1)
             layer.recurrent_states[0] = self._rows.behind(state[only], only, rows)
         return layer
-
-    def commit(self, tree: RowTree, rows: torch.Tensor, cache: Any, spare: torch.Tensor | None) -> LaggingState | None:
-        """Write the convolution state of a lone text behind accepted rows, and say what its recurrent state lacks."""
-        layer = cache.layers[self.mixer.layer_idx]
-        layer.conv_states[0].copy_(self._conv.behind(tree, 0, int(rows[-1])))
-        state = layer.recurrent_states.get(0)
-        return None if state is None else LaggingState(state, self._rows, rows, spare)
 
     def convolve(
         self,
@@ -364,11 +327,6 @@ class RowMixer:
     step_delta = scan_delta
 
 
-def is_ours(forward: Any) -> bool:
-    """Whether a module's `forward` is a row mixer's."""
-    return isinstance(getattr(forward, "__self__", None), RowMixer)
-
-
 class RowState:
     """The recurrent layers of caches under drafts, every row of a tree computed once.
 
@@ -385,20 +343,17 @@ class RowState:
         self._mixers = [RowMixer(mixer, self._running) for mixer in mixers]
         self._tree: RowTree | None = None  # of the last pass, until it is committed
         self._roots: Sequence[int] = ()  # by text
-        self._behind: list[LaggingState | None] = []  # by mixer, of a lone text
 
     def apart(self) -> RowState:
         """The same modules for another text, between whose passes and those of this one there is no third."""
-        other = copy.copy(self)
-        other._behind = []
-        return other
+        return copy.copy(self)
 
-    def detach(self) -> None:
-        """Forget the last pass, and the text."""
-        self.forget()
-        self._behind = []
-
-    attach = detach
+    def forget(self) -> None:
+        """Let go of what the last pass computed."""
+        if self._tree is not None:
+            self._tree = None
+            for mixer in self._mixers:
+                mixer.forget()
 
     @contextlib.contextmanager
     def _in_place(
@@ -406,14 +361,14 @@ class RowState:
     ) -> Iterator[None]:
         try:
             self._running.begin(tree, given, caches)
-            for mixer, behind in zip_longest(self._mixers, self._behind):
-                mixer.take(behind)
+            for mixer in self._mixers:
+                vars(mixer.module)["forward"] = mixer.forward
             with flushed() if device.type == "cpu" else contextlib.nullcontext():
                 yield
         finally:
             self._running.end()
             for mixer in self._mixers:
-                mixer.leave()
+                vars(mixer.module).pop("forward", None)
 
     def verifying(
         self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device
@@ -445,30 +400,10 @@ class RowState:
         rows = torch.from_numpy(np.concatenate([np.arange(roots), path.astype(np.int64) + roots]))
         rows = rows.to(tree.above.device)
         with torch.no_grad():
-            if tree.texts == 1:
-                self._behind = [
-                    mixer.commit(tree, rows, cache, behind.state if behind is not None else None)
-                    for mixer, behind in zip_longest(self._mixers, self._behind)
-                ]
-                self.forget()
-                return
             for mixer in self._mixers:
                 mixer.states_behind(tree, text, rows).write_to(cache.layers[mixer.mixer.layer_idx], 0)
-
-    def settle(self, cache: Any) -> None:
-        """Bring the states in a cache up to the text."""
-        with torch.no_grad():
-            for mixer, behind in zip(self._mixers, self._behind, strict=False):  # none where none is
-                if behind is not None:
-                    behind.settle(cache.layers[mixer.mixer.layer_idx])
-        self._behind = []
-
-    def forget(self) -> None:
-        """Let go of what the last pass computed."""
-        if self._tree is not None:
-            self._tree = None
-            for mixer in self._mixers:
-                mixer.forget()
+        if tree.texts == 1:
+            self.forget()
 
 
 def state_of(recurrence: Recurrence | None) -> RowState | SteppedState | None:

@@ -185,15 +185,13 @@ class SsdRows:
     keys: torch.Tensor
     since: torch.Tensor
 
-    def behind(
-        self, state: torch.Tensor, text: Any = _ALL, rows: Any = _ALL, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def behind(self, state: torch.Tensor, text: Any = _ALL, rows: Any = _ALL) -> torch.Tensor:
         """The states (…, heads, p, n) of some texts behind the last of some rows that follow one another."""
         added, keys, since = self.added[text][:, rows], self.keys[text][:, rows], self.since[text][..., rows]
         texts, count = added.shape[:2]
         groups, size = keys.shape[2:]
         weights = (since[..., -1:] - since).exp_()
-        after = torch.mul(state, since[..., -1].exp()[..., None, None], out=out)
+        after = state * since[..., -1].exp()[..., None, None]
         added = (added * weights.transpose(1, 2).unsqueeze(-1)).view(texts, count, groups, -1)
         onto = after.view(texts * groups, -1, size)
         onto.baddbmm_(added.permute(0, 2, 3, 1).flatten(0, 1), keys.transpose(1, 2).reshape(-1, count, size))
@@ -263,14 +261,12 @@ class DeltaRows:
     values: torch.Tensor
     since: torch.Tensor
 
-    def behind(
-        self, state: torch.Tensor, text: Any = _ALL, rows: Any = _ALL, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def behind(self, state: torch.Tensor, text: Any = _ALL, rows: Any = _ALL) -> torch.Tensor:
         """The states (…, heads, dk, dv) of some texts behind the last of some rows that follow one another."""
         keys, values = self.keys[text][:, :, rows], self.values[text][:, :, rows]
         since = self.since[text][..., rows]
         weighed = keys * (since[..., -1:] - since).exp_().unsqueeze(-1)
-        after = torch.mul(state, since[..., -1].exp()[..., None, None], out=out)
+        after = state * since[..., -1].exp()[..., None, None]
         after.view(-1, *state.shape[2:]).baddbmm_(weighed.flatten(0, 1).transpose(1, 2), values.flatten(0, 1))
         return after
 

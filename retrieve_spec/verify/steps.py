@@ -201,10 +201,8 @@ class StepVerifier:
         want_hidden: Layer | None = None,
     ) -> VerifierOutput:
         """Run one pass over the whole uncached prompt or over one token (`Verifier.forward`)."""
-        assert tree is None or not len(tree), "a plain verifier takes no drafts"
-        assert self._steps is not None
+        assert self._steps is not None and len(root_ids) == (self._steps.unread or 1), "the prompt, then single tokens"
         first = self._steps.unread
-        assert len(root_ids) == (first or 1), "a plain verifier takes the prompt in one piece, then single tokens"
         for module, name, value in self._held:
             if getattr(module, name, None) is not value:
                 setattr(module, name, value)  # another text was read in between

@@ -80,12 +80,6 @@ class VerifierInputs:
         skip = self.past_length if self.holds_past else 0
         return self.input_ids[0, skip:].cpu().numpy().astype(np.int32)
 
-    @property
-    def in_a_row(self) -> bool:
-        """Whether each position of the prompt is one more than that before it, as it is without padding inside."""
-        positions = self.model_kwargs.get("position_ids")
-        return positions is None or bool((positions.diff() == 1).all())
-
     def why_not_text(self, cache_name: str) -> str:
         """Why a generation is more than a text over a `DynamicCache`; empty when it is not."""
         kwargs = self.model_kwargs

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from retrieve_spec import attention
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.recorded import recorded_verifier
-from retrieve_spec.recorded.kv_buffer import KVBuffer, Slab
+from retrieve_spec.recorded.kv_buffer import KVBuffer
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.verifier_factory import try_recording
 from retrieve_spec.verify import pass_inputs
@@ -75,7 +75,7 @@ true_fill, true_inputs, true_keep = pass_inputs.fill_tree_mask, pass_inputs.fill
 true_visible, true_depths, true_attend = (
     attention.visible_rows, attention.row_depths, recorded_verifier.RecordedVerifier.attend,
 )  # fmt: skip
-true_commit, true_copies = KVBuffer.commit, Slab.copies
+true_commit = KVBuffer.commit
 
 
 def sibling_seen(seen: NDArray[np.bool_], parent: Any) -> None:

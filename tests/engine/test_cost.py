@@ -73,6 +73,13 @@ def test_time_outside_the_forward_is_added() -> None:
     np.testing.assert_allclose(cost.seconds(500, 16)[[0, 16]], [0.005, 0.009], rtol=0.02)
 
 
+def test_curves_never_fall_even_if_samples_do() -> None:
+    cost = CostModel()
+    for nodes, seconds in ((0, 0.01), (4, 0.02), (16, 0.012), (64, 0.03)) * 40:
+        cost.observe(nodes, 100, seconds)
+    assert (np.diff(cost.seconds(100, MAX_NODES)) >= 0).all()
+
+
 @pytest.mark.parametrize("slow", [3.0, 10.0])
 def test_widths_measured_on_a_busy_machine_are_tried_again(slow: float) -> None:
     """A policy that takes what pays best by the curve recovers from a probe beside other load."""

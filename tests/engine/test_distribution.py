@@ -48,6 +48,7 @@ RULES: dict[str, list[Any]] = {
     "top-k": [hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(3)],
     "min-p": [hf.TemperatureLogitsWarper(1.3), hf.MinPLogitsWarper(0.1)],
     "top-k, top-p and min-p": [hf.TopKLogitsWarper(6), hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.05)],
+    "least length": [hf.MinLengthLogitsProcessor(2, 5)],
     "penalty": [hf.RepetitionPenaltyLogitsProcessor(1.8)],
     "penalty and top-p": [hf.RepetitionPenaltyLogitsProcessor(0.6), hf.TopPLogitsWarper(0.8)],
     "typical": [hf.TypicalLogitsWarper(0.7)],
@@ -55,7 +56,7 @@ RULES: dict[str, list[Any]] = {
     "of one's own": [_favour_the_next, hf.LogitNormalization()],
     "no token twice": [hf.NoRepeatNGramLogitsProcessor(1), hf.TopKLogitsWarper(4)],
 }
-DEVICE_RULES = list(RULES)[:6]
+DEVICE_RULES = list(RULES)[:7]
 
 
 def after(processors: LogitsProcessorList, text: list[int], row: int) -> Any:

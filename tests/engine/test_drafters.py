@@ -29,6 +29,13 @@ def test_sequences_share_what_is_learned_and_kept() -> None:
     assert drafters.lend("off") == "drafting is off"
 
 
+def test_one_that_was_interrupted_amid_its_work_is_not_lent_again() -> None:
+    drafters = Drafters(SpeculationConfig(), [], None, "model")
+    spoiled = drafters.lend()
+    drafters.give_back(spoiled, spoiled=True)
+    assert drafters.lend() is not spoiled
+
+
 def test_other_stores_are_drafted_from_in_every_sequence() -> None:
     """A drafter knows the stores it was made with, so all are made anew; what they learned goes along."""
     drafters = Drafters(SpeculationConfig(session=True), [], None, "model")

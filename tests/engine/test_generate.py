@@ -33,18 +33,6 @@ def scripted(model: Any, answer: Any, script: str = "right", **options: Any) -> 
     return drafter
 
 
-class RecordingStreamer:
-    def __init__(self) -> None:
-        self.puts: list[list[int]] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 class Tokenizer:
     """Letters for tokens, enough for predictions."""
 
@@ -205,15 +193,6 @@ class StopAt(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= self.length])
 
 
-def test_streamer_gets_every_token_once_and_the_end(tiny: Any, prompt: torch.Tensor) -> None:
-    plain, ours = RecordingStreamer(), RecordingStreamer()
-    expected = answer_of(tiny, prompt, streamer=plain)
-    scripted(tiny, expected)
-    answer_of(tiny, prompt, streamer=ours)
-    assert ours.puts == plain.puts
-    assert (ours.ended, plain.ended) == (1, 1)
-
-
 def test_a_cache_without_config(tiny: Any, prompt: torch.Tensor) -> None:
     expected = answer_of(tiny, prompt)
     scripted(tiny, expected, "branchy")
@@ -301,6 +280,27 @@ def test_learned_positions_end_as_in_plain_generate() -> None:
     assert whole.shape == (2, 16)
     with pytest.raises(errors.PositionError, match="got 17, of which 6"):
         model.generate(batch, attention_mask=mask, max_length=20, do_sample=False, pad_token_id=0)
+
+
+def test_drafts_end_at_the_last_learned_position_behind_a_cache() -> None:
+    """The row knows only its new tokens; the cache holds the rest."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+
+    def continued() -> torch.Tensor:
+        cache = DynamicCache(config=config)
+        with torch.no_grad():
+            model(ids[:, :4], past_key_values=cache)
+        given = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "stopping_criteria": [StopAt(12)]}
+        return answer_of(model, ids[:, 4:], **given, pad_token_id=0)
+
+    expected = continued()
+    drafter = scripted(model, torch.cat([expected, expected], dim=1))
+    drafter.length = 15
+    assert torch.equal(continued(), expected) and expected.shape == (1, 12)
+    assert drafter.budgets[0].max_depth == 16 - 4 - 3, "after the cached tokens, the prompt and the first new one"
 
 
 def test_what_a_tokenizer_gives_without_tensors_is_streamed(tiny: Any, prompt: torch.Tensor) -> None:
@@ -394,6 +394,8 @@ ACCELERATE: list[tuple[Any, type[Exception], str]] = [
     ({"given": BARE}, errors.UnsupportedModelError, "got GPT2Model, which has no head for the next token"),
     ({"tokenizer": Tokenizer(500)}, errors.TokenizerMismatchError, "at most 199 tokens"),
     ({"tokenizer": "gpt2"}, errors.ConfigError, "a tokenizer, got 'gpt2'. Load it with AutoTokenizer"),
+    ({"config": "auto"}, errors.ConfigError, "a SpeculationConfig as config, got 'auto'. Give options by name"),
+    ({"drafter": "suffix"}, errors.ConfigError, "a drafter, got 'suffix'. Give options by name: draft="),
     ({"node": 3}, errors.ConfigError, "Did you mean 'nodes'"),
     ({"draft": "nonsense"}, errors.UnknownPresetError, "nonsense"),
     ({"draft": 3}, errors.ConfigError, "draft to be one of"),
@@ -411,7 +413,7 @@ def test_what_accelerate_cannot_take_is_named(tiny: Any, options: Any, error: ty
     assert not hasattr(tiny, "speculation"), "nothing was changed"
 
 
-IDS = torch.tensor([[5, 6, 7]])
+IDS, SAMPLES = torch.tensor([[5, 6, 7]]), GenerationConfig(num_return_sequences=3, do_sample=True)
 CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("generate", {"nodes": -1}, errors.ConfigError, "nodes"),
     ("generate", {"draft": "nonsense"}, errors.UnknownPresetError, "nonsense"),
@@ -436,6 +438,10 @@ CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("stream", {"given": IDS, "context_ids": [5, 199]}, errors.ConfigError, "context_ids of token ids 0 … 198"),
     ("stream", {"given": {"input_ids": [[1, 2], [3]]}}, errors.ConfigError, "rows of one length"),
     ("stream", {"given": 3}, errors.ConfigError, "expected text or token ids as prompt, got 3"),
+    *(("stream", {"given": IDS, **several}, errors.ConfigError,
+       r"one sample to stream, got num_return_sequences=3\. Open a stream for each")
+      for several in ({"num_return_sequences": 3}, {"generation_config": SAMPLES})),
+    ("stream", {"given": IDS, "streamer": 3}, errors.ConfigError, r"without a streamer, got one\. Read the pieces"),
     ("many", {"given": "text"}, errors.ConfigError, r"many requests, got str\. Give a list"),
 ]  # fmt: skip
 

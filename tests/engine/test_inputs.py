@@ -252,3 +252,15 @@ def test_positions_of_new_tokens_are_read_in_pieces(recorded_pass: Any) -> None:
 
     assert torch.equal(call(ours), call(plain))
     assert ours.speculation.last.mode == "tree"
+
+
+def test_drafted_tokens_are_of_the_type_of_the_last_of_the_prompt() -> None:
+    """Passes over drafts are given a type for each row, as long as a text grows."""
+    plain = small_model("gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3)
+    ours = rs.accelerate(copy.deepcopy(plain), recorded_pass="off", nodes=16)
+    ids = 3 + torch.arange(30)[None] % 5
+    for last in (0, 1, 2, 9):
+        types = torch.full_like(ids, 7).index_fill(1, torch.arange(30 - last, 30), 3)
+        given = {"token_type_ids": types, "max_new_tokens": 60, "do_sample": False}
+        assert torch.equal(ours.generate(ids, **given), plain.generate(ids, **given)), last
+        assert ours.speculation.last.mode == "tree" and ours.speculation.last.tokens_per_pass > 1.5

@@ -19,6 +19,26 @@ from retrieve_spec.errors import ConfigError
 GREEDY = {"do_sample": False, "max_new_tokens": 14}
 
 
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_sequence_fails_alone(tiny: Any, prompt: torch.Tensor, error: type[BaseException]) -> None:
+    def fails(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == 16:
+            raise error("this one only")
+        return scores
+
+    expected = tiny.generate(prompt, **GREEDY)[0, 12:].tolist()
+    rs.accelerate(tiny, recorded_pass="always", draft="off")
+    good = rs.generate_stream(tiny, prompt, **GREEDY)
+    bad = rs.generate_stream(tiny, prompt.flip(1), logits_processor=[fails], **GREEDY)
+    shown, _ = next(good).token_ids.tolist(), next(bad)
+    for piece in good:
+        shown += piece.token_ids.tolist()
+        with contextlib.suppress(error):
+            next(bad, None)
+    assert shown == expected
+    assert bad.report is not None and bad.report.new_tokens == 4
+
+
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
 def test_ctrl_c_spares_what_other_threads_read(tiny: Any, prompt: torch.Tensor, recorded_pass: str) -> None:
     """Whoever of them runs the pass."""

@@ -121,8 +121,8 @@ def test_provenance_joins_what_was_read_in_one_piece() -> None:
     drafter = Reader(ANSWER, "right", length=5, vocab=50)
     made = sequence(MockVerifier(counting()), drafter, [3, 4], max_length=9, provenance=True)
     run(made)
-    assert made.log.summary().origins == [(1, 2, 700), (3, 1, 900), (5, 1, 40)]
-    assert not sequence(MockVerifier(counting()), drafter, [3, 4]).log.summary().origins
+    assert made.report.origins == [(1, 2, 700), (3, 1, 900), (5, 1, 40)]
+    assert not sequence(MockVerifier(counting()), drafter, [3, 4]).report.origins
 
 
 def test_auto_budgets_carry_measured_cost() -> None:

@@ -189,9 +189,9 @@ def test_what_is_left_to_generate(tiny: Any) -> None:
     rs.accelerate(tiny, recorded_pass="always")
     requests = mixed(3)
     expected = [alone(tiny, request, max_new_tokens=5) for request in requests]
-    requests.insert(1, {"inputs": prompt, "num_beams": 2, "do_sample": False})
+    requests[1:1] = [{"inputs": prompt, "num_beams": 2, "do_sample": False}] * 2
     finished = list(rs.generate_many(tiny, requests, max_new_tokens=5))
-    assert [one.token_ids.tolist() for one in finished] == [expected[0], beams, *expected[1:]]
+    assert [one.token_ids.tolist() for one in finished] == [expected[0], beams, beams, *expected[1:]]
     assert finished[1].outputs[0].report.mode == "delegated"
     rs.accelerate(tiny, recorded_pass="always", drafter=ScriptedDrafter(np.array(expected[0])))
     finished = list(rs.generate_many(tiny, [requests[0], requests[0]], max_new_tokens=5))

@@ -83,16 +83,20 @@ def test_streamers_get_a_token_of_every_row_at_a_time(
 ) -> None:
     """Rows that end at different times, and are several tokens apart with drafts; samples of one prompt."""
     inputs = left_padded(LENGTHS)
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 7}
     free = tiny.generate(**inputs, **options)
     options["eos_token_id"] = [int(free[0, 17 + 4]), int(free[1, 17 + 12])]
-    plain, ours, failing = Steps(), Steps(), Steps(fail_at=3)
+    plain, ours, failing, alone, again = Steps(), Steps(), Steps(fail_at=3), Steps(), Steps()
+    row = {name: given[1:2] for name, given in inputs.items()}
+    tiny.generate(**row, **options, streamer=alone)
     wanted = tiny.generate(**inputs, **options, streamer=plain)
     script(tiny, monkeypatch, free, "half", recorded_pass=recorded_pass)
     assert torch.equal(tiny.generate(**inputs, **options, streamer=ours), wanted)
     assert tiny.speculation.last.mode == "tree"
     assert tiny.speculation.last.tokens_per_pass > 3
     assert ours.heard == plain.heard
+    tiny.generate(**row, **options, streamer=again)
+    assert again.heard == alone.heard
     with pytest.raises(RuntimeError, match="went away"):
         tiny.generate(**inputs, **options, streamer=failing)
     assert failing.heard == [*plain.heard[:3], "end"]

@@ -17,46 +17,32 @@ from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
 from retrieve_spec.verify.probe import probe
 
-
-@pytest.mark.parametrize("name", ["right", "wrong", "half", "branchy"])
-def test_greedy_rows_are_those_of_generate(tiny: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left-padded rows that end at different times, whatever is drafted and with nothing drafted."""
-    inputs, options = left_padded(), {"max_new_tokens": 40, "do_sample": False}
-    free = tiny.generate(**inputs, **options)
-    options["eos_token_id"] = [int(free[0, 17 + 9]), int(free[1, 17 + 22])]
-    plain = tiny.generate(**inputs, **options)
-    assert len({int((row[17:] != 0).sum()) for row in plain}) > 2, "rows of different length"
-    script(tiny, monkeypatch, free, name, recorded_pass="off")
-    assert torch.equal(tiny.generate(**inputs, **options), plain)
-    report = tiny.speculation.last
-    assert (report.mode, report.rows, report.pass_kind) == ("tree", 4, "model's own")
-    assert report.new_tokens == int((plain[:, 17:] != 0).sum())
-    if name == "right":
-        assert report.passes < 12
-    assert torch.equal(tiny.generate(**inputs, **options, draft="off"), plain)
+RECORDED: list[tuple[str, dict[str, Any]]] = [
+    ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("gemma2", {"sliding_window": 8, "attn_implementation": "eager"}),
+    ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+]
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": 8}),
+    ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    ("deepseek_v3", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                     "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}),
+    ("olmo2", {}),
+    ("cohere2", {"sliding_window": 8}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("model_type", "extra"),
-    [
-        ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
-        ("gemma2", {"sliding_window": 8, "attn_implementation": "eager"}),
-        ("mistral", {"sliding_window": 8}),
-        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
-        ("deepseek_v3", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-                         "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}),
-        ("olmo2", {}),
-        ("cohere2", {"sliding_window": 8}),
-    ],
-)  # fmt: skip
-def test_families(model_type: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ("model_type", "extra", "recorded_pass"),
+    [*((*family, "off") for family in RECORDED + OTHERS), *((*family, "always") for family in RECORDED)],
+)
+def test_families(model_type: str, extra: dict[str, Any], recorded_pass: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, capped logits, experts, learned positions, latent attention; texts go beyond the windows."""
     model = small_model(model_type, **extra)
     inputs, options = left_padded((20, 3, 29)), {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
-    script(model, monkeypatch, plain, "branchy", recorded_pass="off")
+    script(model, monkeypatch, plain, "branchy", recorded_pass=recorded_pass)
     assert torch.equal(model.generate(**inputs, **options), plain)
     assert (model.speculation.batching_blocker(), model.speculation.last.rows) == ("", 3)
     assert model.speculation.last.tokens_per_pass > 3.5

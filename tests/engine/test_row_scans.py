@@ -13,7 +13,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.mixers import find_mixers
-from retrieve_spec.verify.recurrent import RowMixer, RowState
+from retrieve_spec.verify.recurrent import RowMixer, RowState, replaceable
 from retrieve_spec.verify.row_scans import RowTree, convolve, scan_delta, scan_ssd, unit
 
 TREES = ([[1, 2, 3], [1, 4], [5, 6]], [[7]], [], [[1, 2, 3, 4, 5, 6]], [[1], [2], [3]])
@@ -141,6 +141,21 @@ def test_gated_delta_rule(texts: int) -> None:
             torch.testing.assert_close(rows.behind(state[only], only, torch.tensor(path))[0], wanted)
 
 
+def test_scans_under_autocast_are_what_they_are_without() -> None:
+    tree, _ = row_tree(2, roots=2)
+    query, key, value = (torch.randn(2, tree.width, 3, 4) for _ in range(3))
+    decay, beta, state = -torch.rand(2, tree.width, 3), torch.rand(2, tree.width, 3), torch.randn(2, 3, 4, 4)
+
+    def scanned() -> list[torch.Tensor]:
+        delta = scan_delta(tree, query, unit(key), value, decay, beta, state)[0]
+        return [delta, scan_ssd(tree, value, beta, key, query, state, decay[0, 0])[0]]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scanned()
+    for ours, wanted in zip(found, scanned(), strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
 def test_decays_of_rows_far_apart_are_zero_and_no_numbers_are_lost() -> None:
     """Rows that are not on one path may be any number of powers of ten apart."""
     tree = RowTree.of([1], [DraftTree.from_paths([[1, 2], [3, 4]])], CPU)
@@ -217,3 +232,13 @@ def test_other_threads_run_the_mixer_itself_and_the_model_is_what_it_was(monkeyp
             model(ids)
     assert torch.equal(said[0], wanted) and torch.equal(model(ids).logits, wanted)
     assert "forward" not in vars(model.backbone.layers[0].mixer)
+
+
+def test_mixers_with_a_forward_of_somebody_else_are_left_alone() -> None:
+    mixer = mamba2().backbone.layers[0].mixer
+    assert set(replaceable(mixer).values()) == {"convolve", "convolve_step", "scan_ssd", "step_ssd"}
+    mixer.conv1d._hf_hook = object()  # accelerate's, which moves weights
+    assert not replaceable(mixer)
+    del mixer.conv1d._hf_hook
+    mixer.forward = mixer.forward
+    assert not replaceable(mixer)

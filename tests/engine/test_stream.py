@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 import retrieve_spec as rs
-from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.streams import TextDecoder
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -41,6 +40,7 @@ def test_closing_early_leaves_model_cache_and_report_in_order(tiny: Any, prompt:
     stream = rs.generate_stream(tiny, prompt, past_key_values=cache, **GREEDY)
     seen = [*next(stream).token_ids, *next(stream).token_ids]
     stream.close()
+    assert tiny.speculation.engine._sequences == []
     assert seen == expected[0, 12:19].tolist()
     assert tiny.speculation.last.new_tokens == 7
     assert cache.get_seq_length() == 18, "all but the last visible token"
@@ -105,14 +105,16 @@ def test_streams_read_in_turn_share_passes(tiny: Any, prompt: torch.Tensor, reco
     assert tiny.speculation.engine.steps - before < sum(stream.report.passes for stream in streams)
 
 
-def test_an_abandoned_stream_costs_two_passes_at_most(tiny: Any, prompt: torch.Tensor) -> None:
+@pytest.mark.parametrize(("own", "tokens"), [(False, 3), (True, 1)], ids=["", "over the caller's cache"])
+def test_an_abandoned_stream_costs_two_passes_at_most(tiny: Any, prompt: torch.Tensor, own: bool, tokens: int) -> None:
     rs.accelerate(tiny, draft="off")
-    stream = rs.generate_stream(tiny, prompt, **GREEDY)
+    cache = DynamicCache(config=tiny.config) if own else None
+    stream = rs.generate_stream(tiny, prompt, past_key_values=cache, **GREEDY)
     next(stream)
     tiny.generate(prompt, **GREEDY)
-    assert stream.report.new_tokens == 3
+    assert stream.report.new_tokens == tokens
     del stream
-    assert tiny.speculation.last.new_tokens == 3, "losing it ends it"
+    assert tiny.speculation.last.new_tokens == tokens, "losing it ends it"
     tiny.generate(prompt, **GREEDY)
     assert tiny.speculation.last.new_tokens == 24
 
@@ -141,32 +143,6 @@ def test_delegated_calls_come_in_one_piece(tiny: Any, prompt: torch.Tensor) -> N
     (piece,) = rs.generate_stream(tiny, prompt, num_beams=2, **GREEDY)
     assert piece.token_ids.tolist() == expected[0, 12:].tolist()
     assert tiny.speculation.last.mode == "delegated"
-
-
-@pytest.mark.parametrize("where", ["argument", "config", "model"])
-def test_several_samples_are_refused(
-    tiny: Any, prompt: torch.Tensor, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One iterator has no order for their tokens; the first alone would be what nobody asked for."""
-    rs.accelerate(tiny, draft="off")
-    assert len(ids_of(rs.generate_stream(tiny, prompt, **GREEDY, num_return_sequences=1))) == 24
-    several: dict[str, Any] = {"num_return_sequences": 3}
-    if where == "config":
-        several = {"generation_config": GenerationConfig(**several, do_sample=True)}
-    elif where == "model":
-        monkeypatch.setattr(tiny.generation_config, "num_return_sequences", several.pop("num_return_sequences"))
-    with pytest.raises(ConfigError, match=r"one sample to stream, got num_return_sequences=3\. Open a stream for each"):
-        rs.generate_stream(tiny, prompt, do_sample=True, max_new_tokens=4, **several)
-    with pytest.raises(ConfigError, match="one sample to stream"):
-        rs.generate_stream(tiny, prompt, num_beams=3, **several)
-
-
-def test_a_streamer_is_refused(tiny: Any, prompt: torch.Tensor) -> None:
-    """Nobody would ever put anything in it."""
-    rs.accelerate(tiny, draft="off")
-    with pytest.raises(ConfigError, match=r"without a streamer, got one\. Read the pieces"):
-        rs.generate_stream(tiny, prompt, streamer=object(), **GREEDY)
-    assert len(ids_of(rs.generate_stream(tiny, prompt, streamer=None, **GREEDY))) == 24
 
 
 class Utf8:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from scripted_drafter import ScriptedDrafter
 from transformers import AutoConfig, AutoModelForCausalLM
+
+import retrieve_spec as rs
 
 VOCAB = 199
 _COMMON: dict[str, Any] = {
@@ -43,3 +46,33 @@ def build(model_type: str, dtype: torch.dtype = torch.float32, **extra: Any) -> 
 def ids(length: int) -> torch.Tensor:
     """(1, length) prompt."""
     return torch.tensor([[3 + (i * 37 + 11) % (VOCAB - 3) for i in range(length)]])
+
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+
+
+def accelerate(model: Any, recorded_pass: str = "always") -> Any:
+    """Let a model, or what `peft` puts around one, draft what is sometimes right."""
+    drafter = ScriptedDrafter([5] * 80, "branchy", vocab=VOCAB)
+    return rs.accelerate(model, drafter=drafter, nodes=6, recorded_pass=recorded_pass)
+
+
+def says(model: Any) -> torch.Tensor:
+    """What an accelerated model says by itself."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ours = base.__dict__.pop("generate")
+    try:
+        said: torch.Tensor = model.generate(input_ids=ids(20), **OPTIONS)
+        return said
+    finally:
+        base.__dict__["generate"] = ours
+
+
+def check(model: Any, kind: str = "recorded") -> torch.Tensor:
+    """What an accelerated model says, which is what it says by itself, through a pass of a kind."""
+    ours: torch.Tensor = model.generate(input_ids=ids(20), **OPTIONS)
+    report = model.speculation.last
+    assert torch.equal(ours, says(model))
+    assert report.pass_kind == kind, report.pass_reason
+    assert bool(report.pass_reason) == (kind != "recorded")
+    return ours

@@ -12,14 +12,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from scripted_drafter import ScriptedDrafter
-from small_decoders import VOCAB, build, ids
+from small_decoders import OPTIONS, accelerate, build, check, ids, says
 from torch import nn
 
 import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+pytestmark = pytest.mark.usefixtures("packed_weights")
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
@@ -31,34 +30,6 @@ def two_adapters() -> Any:
     model = peft.get_peft_model(build("llama"), lora(), adapter_name="a")
     model.add_adapter("b", lora(lora_alpha=16))
     return model.eval()
-
-
-def accelerate(model: Any) -> Any:
-    return rs.accelerate(
-        model, drafter=ScriptedDrafter([5] * 80, "branchy", vocab=VOCAB), nodes=6, recorded_pass="always"
-    )
-
-
-def says(model: Any) -> torch.Tensor:
-    """What the model says by itself."""
-    speculation = model.speculation
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    ours = base.__dict__.pop("generate")
-    try:
-        return model.generate(input_ids=ids(20), **OPTIONS)
-    finally:
-        base.__dict__["generate"] = ours
-        assert model.speculation is speculation
-
-
-def check(model: Any, kind: str = "recorded") -> torch.Tensor:
-    """What the accelerated model says, which is what the model says."""
-    ours = model.generate(input_ids=ids(20), **OPTIONS)
-    report = model.speculation.last
-    assert torch.equal(ours, says(model))
-    assert report.pass_kind == kind, report.pass_reason
-    assert bool(report.pass_reason) == (kind != "recorded")
-    return ours
 
 
 def test_adapters_are_switched_disabled_and_merged_behind_the_recording() -> None:

@@ -31,8 +31,8 @@ RULES = st.builds(
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.0]),
     min_p=st.sampled_from([0.0, 0.02, 0.3]),
     penalty=st.sampled_from([1.0, 1.3, 0.8]),
-    min_length=st.sampled_from([0, 11, 40]),
-    end_ids=st.sampled_from([(), (0, 3), (2, 4, 100_000)]),
+    min_length=st.sampled_from([0, 10, 11, 40]),
+    end_ids=st.sampled_from([(), (0, 3), (2, 4, 100_000), (0, 1, 2, 3)]),
 )
 
 
@@ -98,6 +98,8 @@ def test_most_rows_are_decided_on_the_device() -> None:
         for rules in (Warpers(0.8), Warpers(0.8, 50), Warpers(0.8, 50, 0.9), Warpers(0.6, 0, 0.8), Warpers(min_p=0.05)):
             undecided = int((sample_rows(scores, keys.expand(60), rules) < 0).sum())
             assert undecided <= 3, (dtype, rules)
+    ties = sample_rows(torch.zeros(1, 300), keys, Warpers(top_k=5))
+    assert ties.tolist() == [-1], "more tokens tie for the last place than are looked at"
 
 
 def test_unsure_rows_are_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

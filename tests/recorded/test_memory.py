@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_drafter import ScriptedDrafter
-from small_decoders import VOCAB, build, ids
+from small_decoders import accelerate, build, ids
 from transformers import DynamicCache, LlamaConfig
 
 import retrieve_spec as rs
@@ -87,17 +86,6 @@ def test_a_cache_is_taken_over_part_by_part() -> None:
         type(buffer.slabs[0]).fit = fit  # type: ignore[method-assign]
     assert max(alive) <= LAYERS + 1  # what is taken over is gone before the next is
     check(buffer)
-
-
-def test_growth_is_by_an_eighth(allocations: list[int]) -> None:
-    buffer = KVBuffer([0], 10_000)
-    buffer.load(filled(9000, 1), 9000)
-    buffer.make_room(1500)
-    assert tuple(slab.capacity for slab in buffer.slabs) == (11_264,)
-
-
-def accelerate(model: Any) -> None:
-    rs.accelerate(model, drafter=ScriptedDrafter([5] * 80, "branchy", vocab=VOCAB), nodes=6, recorded_pass="always")
 
 
 @pytest.mark.parametrize("asked", ["nothing", "dictionary", "own cache"])

@@ -103,8 +103,7 @@ def test_the_model_begins_in_a_cache_that_has_no_layers_yet(model, rows):
 @pytest.mark.parametrize("chunk", [31, 12, 5])
 def test_kept_logits_and_states_are_the_models(model, rows, keep, chunk):
     finding = probe(model, read_interface(model))
-    make, _ = verifier_factory.try_recording(model, finding, SpeculationConfig(recorded_pass="always"))
-    verifier = make()
+    verifier, _ = verifier_factory.try_recording(model, finding, SpeculationConfig(recorded_pass="always"))
     prompt = ids(31)
     cache = DynamicCache(config=model.config)
     verifier.start(
@@ -159,15 +158,11 @@ def test_windows_are_left_to_the_model(rows):
     assert max(rows) == 3
 
 
-@pytest.mark.skipif(weight_layout.pack(torch.ones(8, 8)) is None, reason="this torch cannot pack weights")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch cannot pack weights")
 @pytest.mark.parametrize("packs_large", [True, False])
 def test_prompts_are_read_by_packed_weights_where_most_weights_are_packed(model, monkeypatch, packs_large):
     """Small layers are many and cost little, and the last one is given few rows of a prompt."""
     large = {(48, 32), (32, 48), (32, 32)}
-    monkeypatch.setattr(
-        weight_layout,
-        "rows_that_pay",
-        lambda weight, *_: 2 * ((tuple(weight.shape) in large) == packs_large),
-    )
+    monkeypatch.setattr(weight_layout, "packing_pays", lambda weight: (tuple(weight.shape) in large) == packs_large)
     rs.accelerate(model, recorded_pass="always")
     assert model.speculation.verifiers()[0].recorded.reads_prompts == packs_large

@@ -138,24 +138,6 @@ def rows_of(value: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return states, -states
 
 
-def test_commit_keeps_the_path() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(30):
-        cache = KVBuffer([0] * 3, 8)
-        kept: list[float] = []
-        for turn in range(6):
-            base, nodes = len(kept), int(rng.integers(0, 9))
-            for layer in range(3):
-                cache.update(*rows_of(100 * turn, 1 + nodes), layer)
-            path = np.flatnonzero(rng.random(nodes) < 0.4).astype(np.int32)
-            cache.commit(base, 1, path)
-            kept += [100 * turn, *(100 * turn + 1 + path).tolist()]
-            assert cache.length == len(kept)
-            for keys, values in cache.layer_slabs:
-                assert keys[0, 1, : len(kept), 3].tolist() == kept
-                assert (values[0, :, : len(kept)] == -keys[0, :, : len(kept)]).all()
-
-
 def test_cache_goes_back_where_it_came_from() -> None:
     config = LlamaConfig(num_hidden_layers=2)
     dynamic = DynamicCache(config=config)
