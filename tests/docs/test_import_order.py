@@ -11,7 +11,8 @@ import retrieve_spec
 PACKAGE = Path(retrieve_spec.__file__).parent
 ORDER = [
     {"_version", "errors", "openmp"},
-    {"config", "model_layers", "reference_model"},
+    {"config", "model_layers", "quantized"},
+    {"reference_model"},
     {"kernels"},
     {"datastore"},
     {"sources"},
