@@ -440,14 +440,19 @@ def _match_gate(node: Node) -> tuple[Node, Node] | None:
 
 
 def lay_out_weights(graph: fx.Graph, inputs: Inputs, layouts: Layouts) -> None:
-    """Let linear layers read packed copies of their weights, where there are some."""
+    """Let linear layers read copies of their weights in a faster layout, where there is one."""
     for node in nodes_of(graph):
         if not is_call(node, aten.linear.default) or node.args[1] not in inputs.of_node:
             continue
         layout = layouts.of(inputs.of_node[node.args[1]])
         if layout is None or value(node.args[0]).ndim < 2:
             continue
-        copy, bias = inputs.add_copy(layout), node.args[2] if len(node.args) > 2 else None
+        copy = inputs.add_copy(layout)
+        if not layout.from_rows:
+            node.replace_input_with(node.args[1], copy)
+            continue
+        bias = node.args[2] if len(node.args) > 2 else None
         with graph.inserting_before(node):
-            _replace(node, graph.call_function(packed_linear, (node.args[0], copy, bias)))
+            product = graph.call_function(packed_linear, (node.args[0], node.args[1], copy, bias, layout.from_rows))
+        _replace(node, product)
     graph.eliminate_dead_code()

@@ -237,7 +237,7 @@ class VerifierFactory:
         self, model: Any, config: SpeculationConfig, layer: Layer, find_mode: Callable[[Any], Finding]
     ) -> None:
         self._model, self._config, self._layer, self._find_mode = model, config, layer, find_mode
-        self.layouts = Layouts(PASS.layout_bytes)
+        self.layouts = Layouts(PASS.layout_bytes, sum(weight.nbytes for weight in model.parameters()))
         self._is_frozen = False
         self._known: list[_Known] = []
         self._examine()

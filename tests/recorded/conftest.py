@@ -36,4 +36,4 @@ def with_triton(gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are packed whether or not that is faster here."""
-    monkeypatch.setattr(weight_layout, "packing_pays", lambda weight: True)
+    monkeypatch.setattr(weight_layout, "rows_that_pay", lambda *_: 1)
