@@ -274,25 +274,33 @@ class SegmentShard:
 
     def rows(self) -> list[Row | None]:
         """All documents, None for what counts as removed; of the files only the document table is checked."""
-        documents = self.open().documents
+        segment = self.open()
         check_files(self.store, self.entry, text=False)
+        return self._rows_of(segment)
+
+    def _rows_of(self, segment: Segment) -> list[Row | None]:
+        documents = segment.documents
         left_out = {*hidden_of(tombstones_of(self.store, self.entry), len(documents), self.entry.name)}
         return [
             None if d.number in left_out else Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in documents
         ]
 
-    def take(self, ranges: list[tuple[int, int]]) -> Iterator[tuple[list[Row | None], NDArray[np.uint32]]]:
-        """As of a `TokenShard`; the files are checked, as their content is written under new checksums."""
-        segment, rows = self.open(), self.rows()
+    def _checked(self) -> tuple[Segment, list[Row | None]]:
+        """The segment and its rows; all files are checked, as their content is written under new checksums."""
+        segment = self.open()
         check_files(self.store, self.entry)
+        return segment, self._rows_of(segment)
+
+    def take(self, ranges: list[tuple[int, int]]) -> Iterator[tuple[list[Row | None], NDArray[np.uint32]]]:
+        """As of a `TokenShard`; the files are checked."""
+        segment, rows = self._checked()
         starts = segment.document_starts
         for first, end in ranges:
             yield rows[first:end], segment.ids_of(segment.tokens[int(starts[first]) : int(starts[end])])
 
     def converted(self, tokenizer: Tokenizer) -> Iterator[Tokenised]:
         """The documents to convert, encoded by another tokenizer."""
-        segment, rows = self.open(), self.rows()
-        check_files(self.store, self.entry)
+        segment, rows = self._checked()
         old = load_tokenizer(self.tokenizer)
         for number in range(self.first, self.end):
             if row := rows[number]:

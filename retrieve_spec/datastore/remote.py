@@ -208,9 +208,8 @@ class Remote:
             else:
                 self.fs.pipe_file(place, content, mode="create")
         except OSError as error:
-            exists = isinstance(error, FileExistsError) and self.fs.exists(
-                place
-            )  # a file may lie in the folder's place
+            # A file may lie in the folder's place, which says that it exists, too.
+            exists = isinstance(error, FileExistsError) and self.fs.exists(place)
             if exists or "PreconditionFailed" in str(error):
                 got = "one that another process pushed"
                 raise changed(self.url, f"version {version} to be this one", got) from error
