@@ -153,7 +153,7 @@ def _smaller(name: str, value: Any) -> Any:
 
 def _shrink_layers(text: Any, differing: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Keep two layers of every kind, in order, and what is said of them layer by layer."""
-    name = next((name for name in _LAYERS if isinstance(getattr(text, name, None), int)), "")
+    name = _counts_layers(text)
     if not name:
         return differing
     count = getattr(text, name)
@@ -173,9 +173,14 @@ def _shrink_layers(text: Any, differing: dict[int, dict[str, Any]]) -> dict[int,
     return {new: differing[i] for new, i in enumerate(kept) if i in differing}
 
 
+def _counts_layers(text: Any) -> str:
+    """Which attribute of a decoder's config says how many layers it has; empty where none does."""
+    return next((name for name in _LAYERS if isinstance(getattr(text, name, None), int)), "")
+
+
 def keep_layers(text: Any, kept: Sequence[int]) -> None:
     """Let a decoder's config have some of its layers only, in this order."""
-    name = next(name for name in _LAYERS if isinstance(getattr(text, name, None), int))
+    name = _counts_layers(text)
     count = getattr(text, name)
     lists = layer_lists(text, count)
     _set(text, name, len(kept))
@@ -272,8 +277,7 @@ _VOCABULARY = 4096
 def is_deep(model: Any) -> bool:
     """Whether a model has many more layers than show what it does: each pass that is spared counts."""
     text = model.config.get_text_config(decoder=True)
-    counts = (getattr(text, name, None) for name in _LAYERS)
-    return any(isinstance(count, int) and count > _MOST_LAYERS for count in counts)
+    return int(getattr(text, _counts_layers(text), 0)) > _MOST_LAYERS
 
 
 def first_layers(model: Any) -> Any:
