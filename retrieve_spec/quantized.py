@@ -7,7 +7,6 @@ takes, which is most of what a pass over few rows costs.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -15,9 +14,7 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from retrieve_spec.errors import ConfigError, UnsupportedModelError
-
-log = logging.getLogger("retrieve_spec")
+from retrieve_spec.errors import ConfigError, UnsupportedModelError, require
 
 METHOD = "retrieve_spec"
 GROUP = 32
@@ -47,8 +44,7 @@ class WeightOnlyConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """
 
     def __init__(self, bits: int = 8, packed_for: str = "", **_: Any) -> None:
-        if bits not in (4, 8):
-            raise ConfigError("weights of 4 or 8 bits", repr(bits), "Give one of them.")
+        require(bits in (4, 8), "weights of 4 or 8 bits", bits, "Give one of them.")
         self.quant_method = METHOD
         self.bits = bits
         self.packed_for = packed_for or torch.backends.cpu.get_cpu_capability()
@@ -78,7 +74,7 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             quantize(model, self.quantization_config.bits)
         for module in model.modules():
-            if isinstance(module, (Int8Linear, Int4Linear)) and module.weight.data_ptr() % _ALIGNED:
+            if isinstance(module, PackedLinear) and module.weight.data_ptr() % _ALIGNED:
                 module.weight.data = module.weight.data.clone()  # files are mapped at any address
 
     def is_serializable(self) -> bool:
@@ -141,7 +137,6 @@ class Int8Embedding(nn.Module):
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.padding_idx = table.weight.shape[0], table.weight.shape[1], None
         weight, scale = _by_rows(table.weight.detach())
         self.weight, self.scale = _constant(weight), _constant(scale)
 
@@ -150,30 +145,42 @@ class Int8Embedding(nn.Module):
         return self.weight[ids].to(self.scale.dtype) * self.scale[ids].unsqueeze(-1)
 
 
-class Int8Linear(nn.Module):
-    """A linear layer whose weights are int8, with one scale for each row."""
+class PackedLinear(nn.Module):
+    """A linear layer with packed weights: what its kinds have in common."""
+
+    weight: nn.Parameter
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        weight, scale = _by_rows(linear.weight.detach())
-        self.weight, self.scale = _constant(weight), _constant(scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, n) of (…, k) bfloat16."""
-        rows: torch.Tensor = torch.ops.aten._weight_int8pack_mm(
-            x.reshape(-1, self.in_features), self.weight, self.scale
-        )
-        out = rows.view(*x.shape[:-1], self.out_features)
+        out = self._product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        """(m, n) of (m, k)."""
+        raise NotImplementedError
 
-class Int4Linear(nn.Module):
-    """A linear layer whose weights are 4 bits, with scale and offset for every 32 of a row."""
+
+class Int8Linear(PackedLinear):
+    """Weights are int8, with one scale for each row."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        super().__init__(linear)
+        weight, scale = _by_rows(linear.weight.detach())
+        self.weight, self.scale = _constant(weight), _constant(scale)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)  # type: ignore[no-any-return]
+
+
+class Int4Linear(PackedLinear):
+    """Weights are 4 bits, with scale and offset for every 32 of a row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
         groups = linear.weight.detach().float().view(self.out_features, -1, GROUP)
         low, high = groups.amin(-1), groups.amax(-1)
         scale = ((high - low) / 15).clamp_min(1e-8).to(torch.bfloat16)
@@ -183,10 +190,6 @@ class Int4Linear(nn.Module):
         self.weight = _constant(packed)
         self.scales = _constant(torch.stack([scale, middle], dim=-1).transpose(0, 1).contiguous())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, n) of (…, k) bfloat16."""
-        rows: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.reshape(-1, self.in_features), self.weight, GROUP, self.scales
-        )
-        out = rows.view(*x.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return product(rows, self.weight, GROUP, self.scales)  # type: ignore[no-any-return]

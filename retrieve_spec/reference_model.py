@@ -110,18 +110,19 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
         torch.backends.cpu.get_cpu_capability(),
     ]
     folder = cache_dir() / "quantized" / hashlib.sha256(json.dumps(of).encode()).hexdigest()[:24]
-    if not folder.exists():
-        wanted = WeightOnlyConfig(QUANTISED[quantize])
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-        model.save_pretrained(made)
-        try:
-            made.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(made)
-        log.info("weights in %s are kept in %s", quantize, folder)
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    if folder.exists():
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    wanted = WeightOnlyConfig(QUANTISED[quantize])
+    model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    model.save_pretrained(made)
+    try:
+        made.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(made)
+    log.info("weights in %s are kept in %s", quantize, folder)
+    return model
 
 
 def load_config_and_tokenizer(name: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
