@@ -91,7 +91,7 @@ def quantize(model: Any, bits: int) -> None:
     """Pack the weights of a model's linear layers, and its table of tokens, in place.
 
     Layers whose shapes the products do not take stay as they are, and so do weights that belong to no linear layer
-    (experts that are one tensor).
+    (experts that are one tensor), and tables that do more than look up, with the head that is tied to one.
 
     Raises
     ------
@@ -100,7 +100,8 @@ def quantize(model: Any, bits: int) -> None:
     """
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is table.weight
+    tied = any(model.get_submodule(name.rpartition(".")[0]) is head for name in model.all_tied_weights_keys)
+    kept = head if tied and type(table) is not nn.Embedding else None
     before = sum(parameter.numel() for parameter in model.parameters())
     packed = 0
     for parent in list(model.modules()):
@@ -108,6 +109,8 @@ def quantize(model: Any, bits: int) -> None:
             layer: nn.Module | None = None
             if child is table and type(child) is nn.Embedding:
                 layer = Int8Embedding(child)
+            elif child is kept:
+                continue
             elif type(child) is nn.Linear and child.out_features % _MULTIPLE == 0 and child.in_features % GROUP == 0:
                 layer = Int8Linear(child) if bits == 8 or child is head else Int4Linear(child)
             if layer is not None:
@@ -116,7 +119,7 @@ def quantize(model: Any, bits: int) -> None:
     if 2 * packed < before:
         raise UnsupportedModelError(
             "a model most of whose weights are linear layers",
-            f"{packed / 1e6:,.0f} of {before / 1e6:,.0f} million weights in such layers",
+            f"{packed:,} of {before:,} weights in such layers",
             "Load it without quantize.",
         )
     model.tie_weights()
@@ -156,7 +159,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, n) of (…, k) bfloat16."""
-        out = self._product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        out = self._product(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:

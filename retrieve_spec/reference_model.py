@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrieve_spec._version import __version__
 from retrieve_spec.config import cache_dir
 from retrieve_spec.errors import (
     ConfigError,
@@ -80,9 +80,12 @@ def load_model(
     wanted = _dtype(dtype, name, target)
     if quantize is not None:
         require(quantize in QUANTISED, "weights in int8 or int4", quantize, "Leave quantize out for neither.")
+        require(dtype in ("auto", "bfloat16"), "dtype 'auto' or 'bfloat16' with quantize", dtype, "Leave it at 'auto'.")
         require(target.type == "cpu", "the CPU, for which weights are packed", str(target), "Give device='cpu'.")
     source, options = _locate(name)
     config, tokenizer = _config_and_tokenizer(name, source, options)
+    import retrieve_spec.quantized  # noqa: F401  # folders of packed models are known by it
+
     with _explained(name):
         if quantize is None:
             model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=wanted, **options)
@@ -101,28 +104,47 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
 
     from retrieve_spec.quantized import WeightOnlyConfig
 
-    files = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in Path(source).glob("*.*")]
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError("weights that are not quantised", source, "Load it without quantize.")
+    place = Path(source)
+    files = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in place.glob("*.*")]
     of = [
-        source,
+        str(place.resolve()) if place.is_dir() else source,
         getattr(config, "_commit_hash", None),
         sorted(files),
         quantize,
         torch.backends.cpu.get_cpu_capability(),
+        __version__,
     ]
     folder = cache_dir() / "quantized" / hashlib.sha256(json.dumps(of).encode()).hexdigest()[:24]
     if folder.exists():
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     wanted = WeightOnlyConfig(QUANTISED[quantize])
     model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-    model.save_pretrained(made)
     try:
-        made.rename(folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(made)
-    log.info("weights in %s are kept in %s", quantize, folder)
+        with torch.no_grad():
+            model(torch.arange(4)[None])
+    except Exception as error:  # whatever a model's own code does with weights that it reads by itself
+        raise UnsupportedModelError(
+            "a model that takes packed weights", in_a_line(error), "Load it without quantize."
+        ) from error
+    _keep(model, folder)
     return model
+
+
+def _keep(model: PreTrainedModel, folder: Path) -> None:
+    """Save a model for the next time; where that fails it is packed again then."""
+    from safetensors import SafetensorError
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as made:
+            model.save_pretrained(Path(made) / "model")
+            if not folder.exists():  # another process may have been faster
+                (Path(made) / "model").rename(folder)
+        log.info("packed weights are kept in %s", folder)
+    except (OSError, SafetensorError) as error:
+        log.warning("packed weights are not kept: %s", in_a_line(error))
 
 
 def load_config_and_tokenizer(name: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:

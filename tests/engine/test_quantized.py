@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import retrieve_spec as rs
 from retrieve_spec.errors import ConfigError, UnsupportedModelError
@@ -108,9 +119,80 @@ def test_a_model_that_changed_is_packed_again(tmp_path: Path, cache: Path) -> No
     assert len(list((cache / "quantized").iterdir())) == 2
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8},
+    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+}
+"""Scaled tables that heads are tied to, and layers that are given transposed activations."""
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_that_hold_weights_otherwise_are_read_again_as_they_were(tmp_path: Path, name: str, bits: int) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        name, vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, **FAMILIES[name],
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    wanted = WeightOnlyConfig(bits)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=wanted)
+    assert any(isinstance(module, Int8Linear if bits == 8 else Int4Linear) for module in model.modules())
+    logits = model(PROMPT).logits
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")(PROMPT).logits, logits)
+
+
+def test_a_relative_name_is_of_the_folder_it_was_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for where, tied in (("a", False), ("b", True)):
+        save_llama(tmp_path / where / "model", tied)
+        for path in (tmp_path / where / "model").iterdir():
+            os.utime(path, (1, 1))
+        monkeypatch.chdir(tmp_path / where)
+        said.append(load_model("model", device="cpu", quantize="int8")[0].config.tie_word_embeddings)
+    assert said == [False, True]
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path, cache: Path, caplog: Any) -> None:
+    cache.write_text("no folder")
+    model, _ = load_model(save_llama(tmp_path / "model", tied=True), device="cpu", quantize="int8")
+    assert model(PROMPT).logits.shape[-1] == 4096 and "packed weights are not kept" in caplog.text
+
+
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(model: Any, folder: Path) -> None:
+        Path(folder).mkdir()
+        raise OSError("No space left on device")
+
+    folder = save_llama(tmp_path / "model", tied=True)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    load_model(folder, device="cpu", quantize="int8")
+    assert not list((cache / "quantized").iterdir())
+
+
+def test_packed_folders_are_models_like_others(tmp_path: Path) -> None:
+    """In a process that has imported nothing else."""
+    folder = save_llama(tmp_path / "model", tied=True)
+    packed, tokenizer = load_model(folder, device="cpu", quantize="int8")
+    packed.save_pretrained(tmp_path / "packed")
+    tokenizer.save_pretrained(tmp_path / "packed")
+    program = (
+        "import sys, torch; from retrieve_spec.reference_model import load_model\n"
+        "print(float(load_model(sys.argv[1], device='cpu')[0](torch.arange(9)[None]).logits.float().sum()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "packed")], capture_output=True, check=True)
+    assert float(done.stdout) == float(packed(torch.arange(9)[None]).logits.detach().float().sum())
+    with pytest.raises(UnsupportedModelError, match="weights that are not quantised"):
+        load_model(str(tmp_path / "packed"), device="cpu", quantize="int4")
+
+
 def test_what_cannot_be_packed_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="weights in int8 or int4, got 'int3'"):
         load_model(quantize="int3")
+    with pytest.raises(ConfigError, match="'bfloat16' with quantize, got 'float32'"):
+        load_model(device="cpu", dtype="float32", quantize="int8")
     with pytest.raises(ConfigError, match="4 or 8 bits, got 5"):
         WeightOnlyConfig(5)
     folder = save_llama(tmp_path / "gpt2", tied=True)
