@@ -151,7 +151,7 @@ def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], o
     slots = ngram_slots(table, s)
     while order > 0:
         slot = ngram_find(slots, hashes[0, order - 1])
-        if slot >= 0:
+        if slot >= 0 and ngram.ngram_kept(slots, slot) > 0:  # none where all that had it was deleted
             return np.int64(slot), np.int64(order)
         order -= 1
     return np.int64(0), np.int64(-1)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from retrieve_spec.config import SpeculationConfig, StoreConfig
+from retrieve_spec.datastore.edit import remove_documents
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.kernels.source_table import ORIGIN_BITS
@@ -41,6 +43,17 @@ def test_text_of_a_store_is_drafted(run, stores, kind):
         used = {SOURCE_NAMES[s] for tree in r.trees for s in tree.source}
         assert used & {"exact", "ngram"}
         assert kind != "ngram" or "exact" not in used
+
+
+def test_text_that_was_removed_drafts_nothing(run, make_store):
+    """Contexts of which nothing is left stay in n-gram tables, where searches for others pass over them."""
+    common, gone = TEXTS[0][:60], [7, 8, *TEXTS[1], *TEXTS[1]]
+    store = make_store([gone, common]).path
+    remove_documents(store, ["000.txt"])
+    r = run(drafter_of([open_datastore(store)])).request(gone[:20], [*gone[20:40], *common])
+    drafted = {int(token) for tree in r.trees for token in tree.token_ids}
+    assert not drafted - set(gone[:40]) - set(common)
+    assert sum(r.accepted) > 30
 
 
 @pytest.mark.parametrize("kind", ["exact", "both", "segments", "two"])
