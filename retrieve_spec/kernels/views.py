@@ -46,6 +46,10 @@ if config.DISABLE_JIT:
         counter[0] += 1
         return int(counter[0]) - 1
 
+    def tickets_taken(address: int) -> int:
+        """The int64 at an address, with what threads wrote before they took the last ticket."""
+        return int(np.ctypeslib.as_array((ctypes.c_int64 * 1).from_address(int(address)))[0])
+
     def place_among_eight(address: int, token: int) -> int:
         """Which of the eight int32 at an address is the first that equals this one, 8 if none does."""
         return [*np.ctypeslib.as_array((ctypes.c_int32 * 8).from_address(int(address))).tolist(), token].index(token)
@@ -117,7 +121,17 @@ else:
 
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             word = ir.IntType(64)
-            return builder.atomic_rmw("add", builder.inttoptr(args[0], word.as_pointer()), word(1), "monotonic")
+            return builder.atomic_rmw("add", builder.inttoptr(args[0], word.as_pointer()), word(1), "acq_rel")
+
+        return types.int64(types.int64), codegen
+
+    @intrinsic
+    def tickets_taken(_context: Any, address: Any) -> Any:
+        """The int64 at an address, with what threads wrote before they took the last ticket."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+            return builder.load_atomic(pointer, "acquire", 8)
 
         return types.int64(types.int64), codegen
 
@@ -171,6 +185,8 @@ view_u32_rows = _viewer(np.uint32, 2)
 """(rows, width) uint32 at an address."""
 view_u8 = _viewer(np.uint8)
 """(size,) uint8 at an address."""
+view_i8 = _viewer(np.int8)
+"""(size,) int8 at an address."""
 view_u16 = _viewer(np.uint16)
 """(size,) uint16 at an address."""
 view_u32 = _viewer(np.uint32)

@@ -1,0 +1,110 @@
+"""Attention of the rows of a pass over bfloat16 keys and values on a CPU, drafts' trees included.
+
+Queries of one head of keys are served some at a time. A query's result is the same bit for bit whatever stands beside
+it, and wherever the rows it sees lie: products of a key have one order, shares are added up as whole numbers, and
+values in the order of the text.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.bfloat16_rows import exp, narrow
+from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.packed_products import block_of, product
+from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, SCORES, mix_block
+from retrieve_spec.kernels.views import view_f32, view_i64, view_u8, view_u16
+
+TEXT_FIELDS = 4
+"""Of a text: its first row in the pass, how many it has, the address of (rows, rows) bool who of them sees whom, and
+that of (layers, 4) int64: the addresses of keys and values (heads, capacity, width), capacity, rows held before."""
+_QUERIES = BLOCKS[-1]
+"""Queries that are served at once."""
+_UNIT = np.float32(1 << 40)
+"""Shares are added up in parts of one by so many."""
+
+
+@inner
+def attention_parts(by_text: NDArray[np.int64], heads: int, kv_heads: int) -> int:
+    """Parts that the attention of all texts has."""
+    parts = 0
+    for text in range(len(by_text)):
+        parts += kv_heads * -(-(heads // kv_heads * by_text[text, 1]) // _QUERIES)
+    return parts
+
+
+def scratch_bytes(held: int, width: int) -> int:
+    """Memory that a thread needs for rows of texts that hold at most so many, themselves included."""
+    return 4 * _QUERIES * (2 * width + held + LANES)
+
+
+@inner
+def keep_row(
+    by_text: NDArray[np.int64], row: int, keys: int, values: int, layer: int, kv_heads: int, d: int, dv: int
+) -> None:
+    """Write a row's keys and values behind those that its text holds."""
+    text = 0
+    while row >= by_text[text, 0] + by_text[text, 1]:
+        text += 1
+    place = view_i64(by_text[text, 3] + 32 * layer, 4)
+    at = place[3] + row - by_text[text, 0]
+    for h in range(kv_heads):
+        view_u16(place[0] + 2 * d * (h * place[2] + at), d)[:] = view_u16(keys + 2 * d * (row * kv_heads + h), d)
+        view_u16(place[1] + 2 * dv * (h * place[2] + at), dv)[:] = view_u16(values + 2 * dv * (row * kv_heads + h), dv)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
+    """Let scores be shares of the greatest, and add these up; what is not seen has none."""
+    top = np.float32(-np.inf)
+    for j in range(len(scores)):
+        top = scores[j] if scores[j] > top else top
+    total = np.int64(0)
+    for j in range(len(scores)):
+        share = exp((scores[j] - top) * scale) if scores[j] > -np.inf else np.float32(0.0)
+        scores[j] = share
+        total += np.int64(share * _UNIT)
+    return np.float32(total) / _UNIT  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def attend_part(
+    by_text: NDArray[np.int64], part: int, queries: int, out: int, layer: int, heads: int, kv_heads: int, d: int,
+    dv: int, scale: np.float32, scratch: int,
+) -> None:  # fmt: skip
+    """Attend some queries of one head of keys: (rows, heads, d) to (rows, heads, dv) at addresses."""
+    text, groups = 0, heads // kv_heads
+    while part >= kv_heads * -(-(groups * by_text[text, 1]) // _QUERIES):
+        part -= kv_heads * -(-(groups * by_text[text, 1]) // _QUERIES)
+        text += 1
+    first, rows, seen, places = by_text[text, 0], by_text[text, 1], by_text[text, 2], by_text[text, 3]
+    place, h, begin = view_i64(places + 32 * layer, 4), part % kv_heads, part // kv_heads * _QUERIES
+    keys, values, held = place[0] + 2 * d * h * place[2], place[1] + 2 * dv * h * place[2], place[3]
+    count = min(_QUERIES, groups * rows - begin)
+    last, block = held + (begin + count - 1) // groups + 1, block_of(count)
+    stride = -(-last // LANES) * LANES
+    asks, mixed = scratch, scratch + 2 * _QUERIES * d
+    scores = mixed + 4 * _QUERIES * dv
+    for q in range(count):
+        head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
+        for group in range(d // GROUP):
+            ask = view_u16(asks + 2 * GROUP * (group * block + q), GROUP)
+            ask[:] = view_u16(queries + 2 * (head * d + GROUP * group), GROUP)
+    for j in range(0, last, LANES):  # what lies behind the last row is looked at and not used
+        product(SCORES, block, keys + 2 * d * j, 2 * d, asks, 0, 0, d // GROUP, 0, scores + 4 * j, 4 * stride)
+    for q in range(count):
+        sights, own = view_u8(seen + rows * ((begin + q) // groups), rows), view_f32(scores + 4 * q * stride, last)
+        for j in range(held, last):
+            if not sights[j - held]:
+                own[j] = -np.inf
+        view_f32(asks + 4 * q, 1)[0] = np.float32(1.0) / _share(own, scale)
+    for i in range(0, dv, LANES):
+        mix_block(block, scores, 4 * stride, values + 2 * i, 2 * dv, last, mixed + 4 * i, 4 * dv)
+    for q in range(count):
+        head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
+        factor, sums = view_f32(asks + 4 * q, 1)[0], view_f32(mixed + 4 * q * dv, dv)
+        result = view_u16(out + 2 * head * dv, dv)
+        for i in range(dv):
+            result[i] = narrow(sums[i] * factor)

@@ -1,0 +1,111 @@
+"""Products of rows with weights of 4 and 8 bits on a CPU, in whole numbers, and with bfloat16 ones.
+
+Packed weights lie in groups of 32 along a row, each with a scale and, of 4 bits, an offset: the numbers of GGUF's
+blocks Q4_1 and Q8_0. Rows are rounded to 8 bits by groups of 32, too, so a group is a sum of products of bytes, for
+which CPUs have an instruction (`retrieve_spec.kernels.vector_code`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.bfloat16_rows import wide
+from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.vector_code import BFLOAT16, BLOCKS, GROUP, GROUP_BYTES, LANES, block_product, here
+from retrieve_spec.kernels.views import view_f32, view_i8, view_i32, view_u16
+
+PANEL = LANES
+"""Outputs that are computed side by side."""
+_GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
+product = block_product(*here())
+
+
+@inner
+def block_of(rows: int) -> int:
+    """Rows of the first block of so many."""
+    for block in BLOCKS:
+        if rows <= block:
+            return block
+    return BLOCKS[-1]
+
+
+@inner
+def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, q: int, scales: int, sums: int) -> None:
+    """Round one of `rows` rows of bfloat16 to bytes; for products with bfloat16 it is copied.
+
+    At addresses: the row; bytes, scales and sums of all rows, block behind block, each (groups, rows). With 4 bits
+    sums are scaled, float32; with 8, whose weights lie 128 too high, they are int32 and -128 times as large.
+    """
+    first = row // BLOCKS[-1] * BLOCKS[-1]
+    block = block_of(rows - first)
+    for group in range(groups):
+        place = first * groups + group * block + row - first
+        if bits == BFLOAT16:
+            view_u16(q + 2 * GROUP * place, GROUP)[:] = view_u16(x + 2 * GROUP * group, GROUP)
+            continue
+        scale, whole = _quantise_group(view_u16(x + 2 * GROUP * group, GROUP), view_i8(q + GROUP * place, GROUP))
+        view_f32(scales + 4 * place, 1)[0] = scale
+        if bits == 4:
+            view_f32(sums + 4 * place, 1)[0] = scale * np.float32(whole)
+        else:
+            view_i32(sums + 4 * place, 1)[0] = -128 * whole
+
+
+@inner
+def _quantise_group(given: NDArray[np.uint16], rounded: NDArray[np.int8]) -> tuple[np.float32, np.int32]:
+    """Round 32 bfloat16 to bytes; what one of these stands for, and their sum."""
+    largest = np.uint16(0)
+    for i in range(GROUP):
+        largest = np.uint16(
+            max(largest, np.uint16(given[i] & np.uint16(0x7FFF)))
+        )  # its bits without the sign; no number is larger than all
+    top = wide(largest)
+    factor = np.float32(127.0) / top if largest else np.float32(0.0)
+    whole = np.int32(0)
+    for i in range(GROUP):
+        byte = np.int8(np.rint(wide(given[i]) * factor))
+        rounded[i] = byte
+        whole += np.int32(byte)
+    return top / np.float32(127.0), whole
+
+
+@inner
+def multiply_panel(
+    weight: int, panel: int, bits: int, rows: int, groups: int, q: int, scales: int, sums: int, bias: int, out: int,
+    stride: int,
+) -> None:  # fmt: skip
+    """Sixteen outputs of all rows at addresses; rows of `out` are `stride` bytes apart, and as many as blocks have."""
+    first, row_bytes, wide_ones = 0, 2 * GROUP * groups, 2 if bits == BFLOAT16 else 1
+    if bits == BFLOAT16:
+        weight += panel * PANEL * row_bytes
+    else:
+        weight += panel * groups * (_GROUP_BYTES_4 if bits == 4 else _GROUP_BYTES_8)
+    while first < rows:
+        block, at = block_of(rows - first), first * groups
+        product(
+            bits, block, weight, row_bytes, q + wide_ones * GROUP * at, scales + 4 * at, sums + 4 * at, groups, bias,
+            out + first * stride, stride,
+        )  # fmt: skip
+        first += block
+
+
+def bits_of(row_bytes: int, groups: int) -> int:
+    """Bits of a weight whose packed rows have so many bytes and groups."""
+    return 4 if row_bytes * PANEL == groups * GROUP_BYTES[4] else 8
+
+
+def unpack(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """(n, columns) float32 of a packed weight."""
+    groups = columns // GROUP
+    bits = bits_of(weight.shape[1], groups)
+    packed = weight.view(-1, groups, GROUP_BYTES[bits])
+    levels, numbers = packed[..., : 64 * bits], packed[..., 64 * bits :]
+    if bits == 4:
+        levels = torch.cat([levels & 15, levels >> 4], -1)
+    levels = levels.view(-1, groups, GROUP // 4, PANEL, 4).permute(0, 3, 1, 2, 4).flatten(-2).float()
+    halves = numbers.contiguous().view(torch.float16).float()
+    scales, *offsets = halves.view(-1, groups, 2 if bits == 4 else 1, PANEL).permute(2, 0, 3, 1).unsqueeze(-1)
+    floats = levels * scales + offsets[0] if offsets else (levels - 128) * scales
+    return floats.flatten(2).flatten(0, 1)

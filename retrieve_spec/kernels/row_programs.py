@@ -1,0 +1,343 @@
+"""Programs over the rows of a pass on a CPU: what decoder layers do, in one call.
+
+A program is a list of steps over bfloat16 rows: products with packed weights, normalisations, gates, rotary embeddings,
+attention. Each rounds where the operation that it stands for does (`retrieve_spec.kernels.bfloat16_rows`). Torch's
+threads run it in one parallel region, and take parts of each step until there are none left.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, Self
+
+import numpy as np
+import torch
+from llvmlite import binding
+from numba import cfunc, config, njit, types
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from retrieve_spec.kernels.bfloat16_attention import (
+    TEXT_FIELDS,
+    attend_part,
+    attention_parts,
+    keep_row,
+    scratch_bytes,
+)
+from retrieve_spec.kernels.bfloat16_rows import gate_row, normalise_rows, rotate_heads
+from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.packed_products import (
+    PANEL,
+    bits_of,
+    block_of,
+    multiply_panel,
+    quantise_row,
+    unpack,
+)
+from retrieve_spec.kernels.vector_code import BFLOAT16, BLOCKS, GROUP
+from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
+from retrieve_spec.openmp import run_in_parallel, threads_of_torch
+
+CAN_RUN = not config.DISABLE_JIT
+"""Whether programs can be run: not where nothing is compiled."""
+_PARTS = 8
+"""Parts of a product for each thread, so that none waits long for another."""
+_PATIENCE = 1 << 12
+"""Looks at what others do before a thread leaves its core to them."""
+_FIELDS = 11
+
+
+class Step(IntEnum):
+    """Kinds of steps, and the fields of each: places of addresses, and numbers."""
+
+    PART = 0
+    """Of a product: weight, bias, out, panels."""
+    QUANTISE = 1
+    """x, bytes, scales, sums, groups, bits."""
+    MULTIPLY = 2
+    """bytes, scales, sums, groups, bits, parts (the steps that follow), panels of all."""
+    NORMALISE = 3
+    """x, other, weight, total, out, width, repeats in a row, eps (the bits of a float64)."""
+    GATE = 4
+    """gate, up, out, width."""
+    ROTATE = 5
+    """x, cosine, sine, out, heads, half the width of a head."""
+    KEEP = 6
+    """keys, values, layer, heads of keys, their width, that of values."""
+    ATTEND = 7
+    """queries, out, layer, heads, heads of keys, their width, that of values, scale (the bits of a float64)."""
+
+
+_PLACES = {
+    Step.PART: 3, Step.QUANTISE: 4, Step.MULTIPLY: 3, Step.NORMALISE: 5, Step.GATE: 3, Step.ROTATE: 4, Step.KEEP: 2,
+    Step.ATTEND: 2,
+}  # fmt: skip
+"""How many of the first fields of each kind of step are places."""
+_PART, _QUANTISE, _MULTIPLY, _NORMALISE, _GATE, _ROTATE, _KEEP, _ATTEND = (int(step) for step in Step)
+ZEROS, NOWHERE = 0, 1
+"""Places of the addresses of 16 zeros, and of nothing."""
+
+if binding.address_of_symbol("sched_yield"):
+    _leave_core = types.ExternalFunction("sched_yield", types.int32())
+else:
+
+    @inner
+    def _leave_core() -> None:
+        """Nothing: without libgomp one thread runs a program."""
+
+
+@inner
+def _wait(address: int, tickets: int) -> None:
+    """Wait until so many tickets are taken."""
+    looks = 0
+    while tickets_taken(address) < tickets:
+        looks += 1
+        if looks % _PATIENCE == 0:
+            _leave_core()
+
+
+@inner
+def _do_panel(step: NDArray[np.int64], parts: NDArray[np.int64], at: NDArray[np.int64], rows: int, panel: int) -> None:
+    """One panel of a product."""
+    groups, bits, part = step[4], step[5], 0
+    while panel >= parts[part, 4]:
+        panel -= parts[part, 4]
+        part += 1
+    weight, bias, out, panels = at[parts[part, 1]], parts[part, 2], at[parts[part, 3]], parts[part, 4]
+    skipped = 2 * PANEL * panel
+    multiply_panel(
+        weight, panel, bits, rows, groups, at[step[1]], at[step[2]], at[step[3]],
+        at[bias] + (skipped if bias != ZEROS else 0), out + skipped, 2 * PANEL * panels,
+    )  # fmt: skip
+
+
+@inner
+def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int) -> None:
+    """One row of any other step."""
+    kind, x = step[0], at[step[1]]
+    if kind == _QUANTISE:
+        groups = step[5]
+        quantise_row(x + 2 * GROUP * groups * row, step[6], row, rows, groups, at[step[2]], at[step[3]], at[step[4]])
+    elif kind == _NORMALISE:
+        width, repeats, eps = step[6], step[7], step[8:].view(np.float64)[0]
+        begin = 2 * width * repeats * row
+        other, total = at[step[2]], at[step[4]]
+        normalise_rows(
+            x + begin, other + begin if other else 0, at[step[3]], total + begin if total else 0, at[step[5]] + begin,
+            repeats, width, np.float32(eps),
+        )  # fmt: skip
+    elif kind == _GATE:
+        begin = 2 * step[4] * row
+        gate_row(x + begin, at[step[2]] + begin, at[step[3]] + begin, step[4])
+    else:
+        heads, half = step[5], step[6]
+        begin, angles = 4 * heads * half * row, 4 * half * row
+        rotate_heads(
+            x + begin, at[step[2]] + angles, at[step[3]] + angles, at[step[4]] + begin, heads, 1, half, 2 * half, 0
+        )
+
+
+_HEADER = 9
+
+
+@njit(cache=True, nogil=True)
+def _run(address: int) -> None:
+    """Run a program, in as many threads as call it; `address` is that of the numbers of `RowProgram.run`."""
+    numbers = view_i64(address, _HEADER)
+    counters, steps, rows, threads = address + 8 * _HEADER, numbers[2], numbers[3], numbers[4]
+    plan, at = view_i64_rows(numbers[1], steps, _FIELDS), view_i64(counters + 16 * steps, 1 << 20)
+    by_text = view_i64_rows(numbers[5], numbers[6], TEXT_FIELDS)
+    scratch = numbers[7] + numbers[8] * take_ticket(address)
+    for i in range(steps):
+        step, parts, ticket, units, each = plan[i], plan[i + 1 :], counters + 16 * i, rows, 1
+        if step[0] == _PART:
+            continue
+        if step[0] == _MULTIPLY:
+            each = max(step[7] // (_PARTS * threads), 1)
+            units = -(-step[7] // each)
+        elif step[0] == _ATTEND:
+            units = attention_parts(by_text, step[4], step[5])
+        while True:
+            unit = take_ticket(ticket)
+            if unit >= units:
+                break
+            if step[0] == _MULTIPLY:
+                for panel in range(unit * each, min((unit + 1) * each, step[7])):
+                    _do_panel(step, parts, at, rows, panel)
+            elif step[0] == _ATTEND:
+                scale = np.float32(step[8:].view(np.float64)[0])
+                attend_part(
+                    by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], step[7], scale, scratch
+                )
+            elif step[0] == _KEEP:
+                keep_row(by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6])
+            else:
+                _do_row(step, at, rows, unit)
+            take_ticket(ticket + 8)
+        _wait(ticket + 8, units)
+
+
+@functools.cache
+def _in_c() -> Any:
+    """`_run` as a C function."""
+
+    @cfunc("void(int64)", cache=True)
+    def run(address: int) -> None:
+        _run(address)
+
+    return run
+
+
+def padded(rows: int) -> int:
+    """Rows that buffers of products have: so many, filled up to whole blocks."""
+    return -(-rows // BLOCKS[-1]) * BLOCKS[-1] if rows > BLOCKS[-1] else int(block_of.py_func(rows))
+
+
+class RowTexts:
+    """Where the texts of a pass have their rows, keys and values, for programs that attend.
+
+    Parameters
+    ----------
+    rows
+        By text, how many of the pass.
+    seen
+        By text, (rows, rows) bool, who of them sees whom.
+    places
+        By text, (layers, 4) int64: addresses of keys and values, capacity, rows held.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], seen: Sequence[NDArray[np.bool_]], places: Sequence[NDArray[np.int64]]
+    ) -> None:
+        self._held = [*map(np.ascontiguousarray, seen), *map(np.ascontiguousarray, places)]
+        addresses = [array.ctypes.data for array in self._held]
+        ends = np.cumsum(rows)
+        self.by_text = np.column_stack([ends - rows, rows, addresses[: len(rows)], addresses[len(rows) :]])
+        self.longest = max(int(place[:, 3].max()) + count for place, count in zip(places, rows, strict=True))
+
+
+class RowProgram:
+    """A program over rows, for any number of them.
+
+    Addresses have places: some are given when it is run, the others are those of buffers between steps.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, ...]] = []
+        self._row_bytes: list[int] = [0, 0]  # by place, of buffers
+        self._given: list[int] = []
+        self._zeros = np.zeros(PANEL, np.uint16)
+        self._rounded: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._plan = self._numbers = np.empty(0, np.int64)
+        self._arena_bytes = self._widest = 0
+
+    def place(self, row_bytes: int = 0) -> int:
+        """A place, of a buffer with rows of so many bytes unless its address is given when the program is run."""
+        self._row_bytes.append(-(-row_bytes // 64) * 64)
+        return len(self._row_bytes) - 1
+
+    def add(self, kind: Step, *fields: int) -> None:
+        """Add a step."""
+        self._steps.append((kind, *fields, *[0] * (_FIELDS - 1 - len(fields))))
+        if kind is Step.ATTEND:
+            self._widest = max(self._widest, *fields[5:7])
+
+    def multiply(self, x: int, groups: int, bits: int, parts: Sequence[tuple[int, int, int, int]]) -> None:
+        """Add products of the rows at one place; each with its fields of `Step.PART`."""
+        rounded = self._rounded.get((x, bits))
+        if rounded is None:
+            width = 2 if bits == BFLOAT16 else 1
+            rounded = self.place(width * groups * GROUP), self.place(4 * groups), self.place(4 * groups)
+            self._rounded[x, bits] = rounded
+            self.add(Step.QUANTISE, x, *rounded, groups, bits)
+        self.add(Step.MULTIPLY, *rounded, groups, bits, len(parts), sum(part[-1] for part in parts))
+        for part in parts:
+            self.add(Step.PART, *part)
+
+    def finish(self, given: Sequence[int]) -> Self:
+        """Lay the program out, after the last step; the addresses of these places are given when it is run."""
+        self._given = [NOWHERE, *given]
+        for place in given:
+            self._row_bytes[place] = 0
+        self._plan, offsets = np.array(self._steps, np.int64), self._lay_out()
+        header = [0, self._plan.ctypes.data, len(self._steps), *[0] * (_HEADER - 3), *[0] * (2 * len(self._steps))]
+        self._numbers = np.array([*header, *offsets], np.int64)
+        return self
+
+    def _lay_out(self) -> list[int]:
+        """By place, where its buffer begins in an arena of one row; buffers that are needed no more are used again."""
+        spans: dict[int, list[int]] = {}
+        at = 0
+        for i, (kind, *fields) in enumerate(self._steps):
+            at = at if kind == Step.PART else i  # parts are written while their product is read
+            for place in fields[: _PLACES[Step(kind)]]:
+                spans.setdefault(place, [at, at])[1] = at
+        offsets, free, ends = [0] * len(self._row_bytes), dict[int, list[int]](), dict[int, list[int]]()
+        for place, (begin, end) in sorted(spans.items(), key=lambda span: span[1][0]):
+            for done in [step for step in ends if step < begin]:
+                for other in ends.pop(done):
+                    free.setdefault(self._row_bytes[other], []).append(offsets[other])
+            if size := self._row_bytes[place]:
+                if not free.get(size):
+                    free[size], self._arena_bytes = [self._arena_bytes], self._arena_bytes + size
+                offsets[place] = free[size].pop()
+                ends.setdefault(end, []).append(place)
+        return offsets
+
+    def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None) -> None:
+        """Run it over so many rows; addresses are those of bfloat16 rows that lie side by side, and of weights."""
+        room, threads, numbers = padded(rows), threads_of_torch(), self._numbers.copy()
+        scratch = 0 if texts is None else -(-scratch_bytes(texts.longest, self._widest) // 64) * 64
+        arena = torch.empty(room * self._arena_bytes + threads * scratch, dtype=torch.uint8)
+        begin = arena.data_ptr()
+        numbers[3], numbers[4] = rows, threads
+        if texts is not None:
+            by_text = texts.by_text
+            numbers[5:9] = by_text.ctypes.data, len(by_text), begin + room * self._arena_bytes, scratch
+        at = numbers[-len(self._row_bytes) :]
+        at *= room
+        at += begin
+        at[ZEROS] = self._zeros.ctypes.data
+        at[self._given] = 0, *addresses
+        function = _in_c()
+        if threads > 1:
+            run_in_parallel(int(function.address), numbers)
+        else:
+            function.ctypes(numbers.ctypes.data)
+
+
+@functools.lru_cache(256)
+def _product_program(groups: int, bits: int, panels: int, biased: bool) -> RowProgram:
+    program = RowProgram()
+    x, weight, out, bias = (program.place() for _ in range(4))
+    program.multiply(x, groups, bits, [(weight, bias if biased else ZEROS, out, panels)])
+    return program.finish([x, weight, out, bias][: 4 if biased else 3])
+
+
+def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Product of (…, k) bfloat16 rows with a packed weight (n, bytes of a row), and (n,) bfloat16 added."""
+    x, groups = x.contiguous(), x.shape[-1] // GROUP
+    rows, outputs = x.numel() // (groups * GROUP), weight.shape[0]
+    out = x.new_empty((padded(rows), outputs))
+    program = _product_program(groups, bits_of(weight.shape[1], groups), outputs // PANEL, bias is not None)
+    tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
+    program.run(rows, [tensor.data_ptr() for tensor in tensors])
+    return out[:rows].view(*x.shape[:-1], outputs)
+
+
+torch.library.define("retrieve_spec::packed_product", "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+
+
+@torch.library.impl("retrieve_spec::packed_product", "cpu")
+def _packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if x.dtype == torch.bfloat16 and CAN_RUN:
+        return packed_product(x, weight, bias)
+    bias = None if bias is None else bias.to(x.dtype)
+    return functional.linear(x, unpack(weight, x.shape[-1]).to(x.dtype), bias)
+
+
+@torch.library.register_fake("retrieve_spec::packed_product")
+def _packed_product_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], len(weight)))

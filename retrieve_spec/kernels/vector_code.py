@@ -1,0 +1,300 @@
+"""Vector code that no compiler finds by itself: products of blocks of rows, built as LLVM code for Numba.
+
+Sixteen results stand side by side in a vector, for up to 16 rows at once: what comes from memory is unpacked once for
+all of them. A row's results are the same bit for bit whatever other rows stand beside it: its sums have one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES = 16
+GROUP = 32
+"""Weights of a row that are multiplied by before the next: those of bytes share a scale."""
+GROUP_BYTES = {4: 64 * 4 + 2 * 2 * LANES, 8: 64 * 8 + 2 * LANES}
+"""Bytes of a group of 16 rows of weights, by bits: the weights, then scales and offsets in float16.
+
+Weights lie by fours along a row, 16 rows side by side: [four, row, weight] in 8 bits, 128 too high. In 4 bits the first
+four fours are the lower halves of bytes, the others the upper halves.
+"""
+BFLOAT16, SCORES = 16, 32
+"""Kinds of products beside 4 and 8 bits: with rows of bfloat16 as they lie; the same with results in float32."""
+BLOCKS = (1, 2, 4, 8, 12, 16)
+"""Rows that are computed at once."""
+_AHEAD = 4096
+"""Bytes that are asked for before they are needed: memory answers in the time of some groups."""
+
+_BYTE, _SHORT, _WORD, _LONG = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_FLOAT = ir.FloatType()
+_BYTES, _SHORTS, _WORDS = ir.VectorType(_BYTE, 64), ir.VectorType(_SHORT, 32), ir.VectorType(_WORD, LANES)
+_FLOATS, _HALVES = ir.VectorType(_FLOAT, LANES), ir.VectorType(ir.HalfType(), LANES)
+_BFLOATS = ir.VectorType(_SHORT, LANES)
+
+
+def _all(kind: Any, number: float) -> Any:
+    """A number in every lane."""
+    return ir.Constant(kind, [number] * kind.count)
+
+
+_ZEROS = _all(_FLOATS, 0.0)
+
+
+def _every(builder: Any, scalar: Any) -> Any:
+    """A scalar in every lane of 16."""
+    nothing = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(nothing, scalar, _WORD(0)), nothing, _all(_WORDS, 0))
+
+
+def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """A call of an instruction that LLVM has a name for."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(builder.module.declare_intrinsic(name, (), kind), args)
+
+
+def _load(builder: Any, address: Any, at: int, kind: Any, align: int = 1) -> Any:
+    return builder.load(builder.inttoptr(builder.add(address, _LONG(at)), kind.as_pointer()), align=align)
+
+
+def _prefetch(builder: Any, address: Any, at: int) -> None:
+    """Ask memory for the line at an address, to read it once."""
+    pointer = builder.inttoptr(builder.add(address, _LONG(at)), _BYTE.as_pointer())
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, _WORD(0), _WORD(3), _WORD(1))
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return _call(builder, f"llvm.fma.v{LANES}f32", _FLOATS, a, b, c)
+
+
+def _wide(builder: Any, shorts: Any) -> Any:
+    """16 bfloat16 as floats."""
+    return builder.bitcast(builder.shl(builder.zext(shorts, _WORDS), _all(_WORDS, 16)), _FLOATS)
+
+
+def _loop(builder: Any, times: Any, values: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Code that is run so many times, once at least: `body` of the index and of values gives the next values."""
+    before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index, *carried = (builder.phi(value.type) for value in (_LONG(0), *values))
+    following = [builder.add(index, _LONG(1)), *body(index, carried)]
+    for phi, first, later in zip((index, *carried), (_LONG(0), *values), following, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following[0], times), loop, after)
+    builder.position_at_end(after)
+    return following[1:]
+
+
+def add_bytes_vnni(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """16 sums, each with 4 products of unsigned with signed bytes added (AVX-512 VNNI)."""
+    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, sums, builder.bitcast(weights, _WORDS), activations)
+
+
+def add_bytes(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """The same in operations that every CPU has; x86 multiplies and adds pairs of 16 bits in one."""
+    wide, eight = ir.VectorType(_WORD, 32), _all(_SHORTS, 8)
+    weights, activations = builder.bitcast(weights, _SHORTS), builder.bitcast(activations, _SHORTS)
+    evens = builder.and_(weights, _all(_SHORTS, 255)), builder.shl(activations, eight)
+    odds = builder.lshr(weights, eight), activations
+    for ours, theirs in (evens, odds):
+        products = builder.mul(builder.sext(ours, wide), builder.sext(builder.ashr(theirs, eight), wide))
+        for first in (0, 1):
+            places = ir.Constant(_WORDS, list(range(first, 32, 2)))
+            sums = builder.add(sums, builder.shuffle_vector(products, products, places))
+    return sums
+
+
+def add_pairs_bf16(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """16 sums, each with 2 products of bfloat16 added (AVX-512 BF16)."""
+    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, sums, weights, activations)
+
+
+def add_pairs(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """Nearly the same in operations that every CPU has: here the sum of the first product is rounded, too."""
+    sixteen, upper = _all(_WORDS, 16), _all(_WORDS, 0xFFFF0000)
+    firsts = (builder.shl(pair, sixteen) for pair in (weights, activations))
+    seconds = (builder.and_(pair, upper) for pair in (weights, activations))
+    for ours, theirs in (firsts, seconds):
+        sums = _multiply_add(builder, builder.bitcast(ours, _FLOATS), builder.bitcast(theirs, _FLOATS), sums)
+    return sums
+
+
+def has_bfloat16_products() -> bool:
+    """Whether this CPU has an instruction for products of bfloat16."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def here() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What adds products of bytes, and of pairs of bfloat16, on this CPU."""
+    vnni = binding.get_host_cpu_features().get("avx512vnni")
+    return add_bytes_vnni if vnni else add_bytes, add_pairs_bf16 if has_bfloat16_products() else add_pairs
+
+
+def block_product(add_bytes: Callable[..., Any], add_pairs: Callable[..., Any]) -> Any:
+    """Compiled function of 16 results of a block of rows.
+
+    Its parameters: kind of product, rows (of `BLOCKS`); the address of 16 rows of weights, (groups, `GROUP_BYTES`) or
+    bfloat16 rows that are so many bytes apart; addresses of the block's (groups, rows, 32) bytes or bfloat16, and of
+    scales and sums of bytes (groups, rows); groups; addresses of 16 bfloat16 to add and of the first row's results,
+    and how many bytes the next row's lie behind.
+    """
+
+    @intrinsic
+    def product(
+        _context: Any, kind: Any, rows: Any, weights: Any, row_bytes: Any, x: Any, scales: Any, sums: Any, groups: Any,
+        bias: Any, out: Any, stride: Any,
+    ) -> Any:  # fmt: skip
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            kind, rows, weights, row_bytes, x, scales, sums, groups, bias, out, stride = args
+
+            def code(of_kind: int, count: int) -> None:
+                """The product of one kind of one number of rows."""
+                first = _ZEROS if of_kind == SCORES else _wide(builder, _load(builder, bias, 0, _BFLOATS))
+
+                def add(group: Any, totals: list[Any]) -> list[Any]:
+                    if of_kind in GROUP_BYTES:
+                        return _add_group(builder, add_bytes, of_kind, group, totals, weights, x, scales, sums)
+                    return _add_bfloat16_group(builder, add_pairs, group, totals, weights, row_bytes, x)
+
+                for row, total in enumerate(_loop(builder, groups, [first] * count, add)):
+                    result = total if of_kind == SCORES else _narrow(builder, total)
+                    address = builder.add(out, builder.mul(stride, _LONG(row)))
+                    builder.store(result, builder.inttoptr(address, result.type.as_pointer()), align=2)
+
+            _switch(builder, kind, rows, (*GROUP_BYTES, BFLOAT16, SCORES), code)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 11), codegen
+
+    return product
+
+
+def _switch(builder: Any, kind: Any, rows: Any, kinds: Sequence[int], code: Callable[[int, int], None]) -> None:
+    """Code for each kind and number of rows."""
+    after = builder.append_basic_block("after")
+    chosen = builder.switch(builder.add(rows, builder.shl(kind, _LONG(8))), after)
+    for each in kinds:
+        for count in BLOCKS:
+            block = builder.append_basic_block(f"rows_{count}_of_kind_{each}")
+            chosen.add_case(_LONG(count + (each << 8)), block)
+            builder.position_at_end(block)
+            code(each, count)
+            builder.branch(after)
+    builder.position_at_end(after)
+
+
+def _add_group(
+    builder: Any, add_bytes: Callable[..., Any], bits: int, group: Any, totals: list[Any], weights: Any, x: Any,
+    scales: Any, sums: Any,
+) -> list[Any]:  # fmt: skip
+    """Totals of each row with a group of packed weights added."""
+    rows, size = len(totals), GROUP_BYTES[bits]
+    here, x_here, scales_here, sums_here = (
+        builder.add(address, builder.mul(group, _LONG(each)))
+        for address, each in ((weights, size), (x, GROUP * rows), (scales, 4 * rows), (sums, 4 * rows))
+    )
+    for line in range(0, size, 64):
+        _prefetch(builder, here, _AHEAD + line)
+    unpacked = _unpack(builder, [_load(builder, here, 64 * i, _BYTES) for i in range(bits)])
+    scale = builder.fpext(_load(builder, here, 64 * bits, _HALVES), _FLOATS)
+    offset = builder.fpext(_load(builder, here, 64 * bits + 2 * LANES, _HALVES), _FLOATS) if bits == 4 else None
+    results = []
+    for row, total in enumerate(totals):
+        row_scale = _every(builder, _load(builder, scales_here, 4 * row, _FLOAT, 4))
+        row_sum = _every(builder, _load(builder, sums_here, 4 * row, _FLOAT if bits == 4 else _WORD, 4))
+        dots = row_sum if bits == 8 else _all(_WORDS, 0)
+        for i, four in enumerate(unpacked):
+            activations = _every(builder, _load(builder, x_here, GROUP * row + 4 * i, _WORD, 4))
+            dots = add_bytes(builder, dots, four, activations)
+        scaled = builder.fmul(builder.sitofp(dots, _FLOATS), row_scale)
+        result = _multiply_add(builder, scaled, scale, total)
+        results.append(_multiply_add(builder, offset, row_sum, result) if bits == 4 else result)
+    return results
+
+
+def _unpack(builder: Any, loaded: list[Any]) -> list[Any]:
+    """The weights of a group: eight times four along a row, for 16 rows each, as unsigned bytes."""
+    if len(loaded) == 8:
+        return loaded
+    low, four = _all(_BYTES, 15), _all(_SHORTS, 4)
+    upper = [builder.bitcast(builder.lshr(builder.bitcast(part, _SHORTS), four), _BYTES) for part in loaded]
+    return [builder.and_(part, low) for part in loaded + upper]
+
+
+def _add_bfloat16_group(
+    builder: Any, add_pairs: Callable[..., Any], group: Any, totals: list[Any], weights: Any, row_bytes: Any, x: Any
+) -> list[Any]:
+    """Totals of each row with a group of bfloat16 weights added, whose 16 rows lie apart."""
+    rows = len(totals)
+    here, x_here = (builder.add(a, builder.mul(group, _LONG(n))) for a, n in ((weights, 64), (x, 64 * rows)))
+    lying = []
+    for lane in range(LANES):
+        address = builder.add(here, builder.mul(row_bytes, _LONG(lane)))
+        _prefetch(builder, address, _AHEAD // LANES)
+        lying.append(_load(builder, address, 0, _WORDS))
+    results = []
+    pairs = _transposed(builder, lying)
+    for row, total in enumerate(totals):
+        for i, pair in enumerate(pairs):
+            activations = _every(builder, _load(builder, x_here, 64 * row + 4 * i, _WORD, 4))
+            total = add_pairs(builder, total, pair, activations)
+        results.append(total)
+    return results
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """The columns of a square of 16 vectors, whose halves, quarters … change places in turn."""
+    for apart in (1, 2, 4, 8):
+        for i in (i for i in range(LANES) if not i & apart):
+            pair = rows[i], rows[i + apart]
+            lower = [lane if not lane & apart else LANES + lane - apart for lane in range(LANES)]
+            upper = [lane + apart if not lane & apart else LANES + lane for lane in range(LANES)]
+            rows[i] = builder.shuffle_vector(*pair, ir.Constant(_WORDS, lower))
+            rows[i + apart] = builder.shuffle_vector(*pair, ir.Constant(_WORDS, upper))
+    return rows
+
+
+def _narrow(builder: Any, floats: Any) -> Any:
+    """Floats as the nearest bfloat16, of two as near the even one."""
+    bits = builder.bitcast(floats, _WORDS)
+    even = builder.and_(builder.lshr(bits, _all(_WORDS, 16)), _all(_WORDS, 1))
+    rounded = builder.add(builder.add(bits, even), _all(_WORDS, 0x7FFF))
+    return builder.trunc(builder.lshr(rounded, _all(_WORDS, 16)), _BFLOATS)
+
+
+@intrinsic
+def mix_block(
+    _context: Any, rows: Any, shares: Any, stride: Any, values: Any, row_bytes: Any, count: Any, out: Any,
+    out_stride: Any,
+) -> Any:  # fmt: skip
+    """Add up 16 numbers of bfloat16 values by shares.
+
+    Its parameters: rows (of `BLOCKS`); the address of the first row's float32 shares, and how many bytes the next
+    row's lie behind; the same of values; how many; and of float32 results.
+    """
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        rows, shares, stride, values, row_bytes, times, out, out_stride = args
+
+        def code(_kind: int, count: int) -> None:
+            starts = [builder.add(shares, builder.mul(stride, _LONG(row))) for row in range(count)]
+
+            def add(index: Any, totals: list[Any]) -> list[Any]:
+                address = builder.add(values, builder.mul(row_bytes, index))
+                value, at = _wide(builder, _load(builder, address, 0, _BFLOATS)), builder.mul(index, _LONG(4))
+                mine = [_every(builder, _load(builder, builder.add(start, at), 0, _FLOAT, 4)) for start in starts]
+                return [_multiply_add(builder, share, value, total) for share, total in zip(mine, totals, strict=True)]
+
+            for row, total in enumerate(_loop(builder, times, [_ZEROS] * count, add)):
+                address = builder.add(out, builder.mul(out_stride, _LONG(row)))
+                builder.store(total, builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
+
+        _switch(builder, _LONG(0), rows, (0,), code)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen

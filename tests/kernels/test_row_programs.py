@@ -1,0 +1,216 @@
+"""Row programs: products with packed and bfloat16 weights and attention, the same bit for bit in any company."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import config, njit
+
+from retrieve_spec.kernels import packed_products, row_programs
+from retrieve_spec.kernels.packed_products import unpack
+from retrieve_spec.kernels.row_programs import ZEROS, RowProgram, RowTexts, Step, packed_product, padded
+from retrieve_spec.kernels.vector_code import BFLOAT16, GROUP, SCORES, add_bytes, add_pairs, block_product
+from retrieve_spec.quantized import pack
+
+pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="its instructions have no form in Python")
+
+
+def rounded_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The naive twin of what products round rows to: whole numbers (…, k / 32, 32), and what one of them stands for."""
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    top = groups.abs().amax(-1, keepdim=True)
+    return torch.where(top > 0, groups * (torch.full_like(top, 127.0) / top), 0.0).round(), top / 127
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    bits=st.sampled_from([4, 8]),
+    rows=st.integers(1, 50),
+    groups=st.integers(1, 5),
+    outputs=st.sampled_from([16, 48, 208]),
+    biased=st.booleans(),
+    threads=st.booleans(),
+)
+def test_products_are_those_of_what_weights_and_rows_are_rounded_to(
+    seed: int, bits: int, rows: int, groups: int, outputs: int, biased: bool, threads: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, rows, groups * GROUP, generator=generator).to(torch.bfloat16)
+    x[0, 0, :GROUP] = 0  # a group without any number
+    weight = pack(torch.randn(outputs, groups * GROUP, generator=generator), bits)
+    bias = torch.randn(outputs, generator=generator).to(torch.bfloat16) if biased else None
+    with mock.patch.object(row_programs, "threads_of_torch", return_value=2 if threads else 1):
+        result = packed_product(x, weight, bias)
+    whole, step = rounded_rows(x)
+    wanted = (whole.double() * step).flatten(-2) @ unpack(weight, x.shape[-1]).double().T
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.double(), wanted + (0 if bias is None else bias), rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_is_the_same_beside_any_others(bits: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(50, 96).to(torch.bfloat16), pack(torch.randn(48, 96), bits)
+    alone = torch.cat([packed_product(row[None], weight) for row in x])
+    for rows in range(1, 51):
+        assert torch.equal(packed_product(x[:rows], weight), alone[:rows])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_that_are_none_stay_so_in_their_own_row(bits: int) -> None:
+    weight, x = pack(torch.randn(16, 64), bits), torch.ones(3, 64, dtype=torch.bfloat16)
+    x[0, 40], x[2, 3] = torch.inf, torch.nan
+    result = packed_product(x, weight)
+    assert not result[[0, 2]].isfinite().any() and result[1].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_cpu_adds_up_the_same_numbers(bits: int) -> None:
+    """What this CPU has an instruction for, and operations that all have, with the largest numbers there are."""
+    portable = block_product(add_bytes, add_pairs)
+
+    @njit
+    def multiply(bits: int, weight: int, x: int, scales: int, sums: int, groups: int, bias: int, out: int) -> None:
+        portable(bits, 4, weight, 0, x, scales, sums, groups, bias, out, 32)
+
+    random = np.random.default_rng(0)
+    for extreme in (False, True):
+        levels = random.integers(0, 2, (16, 96)) * 2.0 - 1 if extreme else random.standard_normal((16, 96))
+        weight = pack(torch.from_numpy(levels), bits)
+        x = torch.from_numpy(np.where(random.random((4, 96)) < 0.5, -1.0, 1.0) if extreme else levels[:4])
+        x = x.to(torch.bfloat16)
+        whole, step = (part.transpose(0, 1).contiguous() for part in rounded_rows(x))
+        sums = step * whole.sum(-1, keepdim=True) if bits == 4 else (-128 * whole.sum(-1)).int()
+        out, bias = torch.empty(4, 16, dtype=torch.bfloat16), torch.randn(16).to(torch.bfloat16)
+        arrays = (weight, whole.to(torch.int8), step, sums)
+        multiply(bits, *(array.data_ptr() for array in arrays), 3, bias.data_ptr(), out.data_ptr())
+        assert torch.equal(out, packed_product(x, weight, bias))
+
+
+@pytest.mark.parametrize("add", [None, add_pairs])
+def test_bfloat16_rows_are_multiplied_as_they_lie(add: object) -> None:
+    """By what this CPU has an instruction for, and by operations that all have."""
+    product = packed_products.product if add is None else block_product(add_bytes, add_pairs)
+
+    @njit
+    def multiply(kind: int, rows: int, weight: int, x: int, bias: int, out: int, stride: int) -> None:
+        product(kind, rows, weight, 2 * 160, x, 0, 0, 3, bias, out, stride)
+
+    torch.manual_seed(0)
+    weight, bias = torch.randn(16, 160).to(torch.bfloat16), torch.randn(16).to(torch.bfloat16)
+    for rows in (1, 2, 4, 8, 12, 16):
+        x = torch.randn(rows, 96).to(torch.bfloat16)
+        laid = x.view(rows, 3, GROUP).transpose(0, 1).contiguous()
+        wanted = x.double() @ weight[:, :96].double().T
+        addresses = weight.data_ptr(), laid.data_ptr(), bias.data_ptr()
+        scores, results = torch.empty(rows, 16), torch.empty(rows, 16, dtype=torch.bfloat16)
+        multiply(SCORES, rows, *addresses, scores.data_ptr(), 64)
+        multiply(BFLOAT16, rows, *addresses, results.data_ptr(), 32)
+        torch.testing.assert_close(scores.double(), wanted, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(results.double(), wanted + bias, rtol=2**-8, atol=1e-3)
+
+
+def test_steps_of_a_program_do_what_torch_does() -> None:
+    """A layer's products, sums, norms and gates; buffers are used again."""
+    torch.manual_seed(0)
+    width, inner, eps = 64, 96, 1e-5
+    for rows in (1, 7, 40):
+        x, other = torch.randn(2, rows, width).to(torch.bfloat16)
+        weight = torch.randn(width).to(torch.bfloat16)
+        gate, up = (torch.randn(inner, width).to(torch.bfloat16) for _ in range(2))
+        down = torch.randn(width, inner).to(torch.bfloat16)
+        program = RowProgram()
+        given = [program.place() for _ in range(8)]
+        normed, gated, raised, opened = (program.place(2 * size) for size in (width, inner, inner, inner))
+        eps_bits = int(np.float64(eps).view(np.int64))
+        program.add(Step.NORMALISE, given[0], given[1], given[2], given[6], normed, width, 1, eps_bits)
+        parts = [(given[3], ZEROS, gated, inner // 16), (given[4], ZEROS, raised, inner // 16)]
+        program.multiply(normed, width // GROUP, BFLOAT16, parts)
+        program.add(Step.GATE, gated, raised, opened, inner)
+        program.multiply(opened, inner // GROUP, BFLOAT16, [(given[5], ZEROS, given[7], width // 16)])
+        program.finish(given)
+        total, out = torch.empty(2, padded(rows), width, dtype=torch.bfloat16)
+        program.run(rows, [tensor.data_ptr() for tensor in (x, other, weight, gate, up, down, total, out)])
+        summed = x + other
+        expected = torch.nn.functional.rms_norm(summed.float(), (width,), eps=eps).to(torch.bfloat16) * weight
+        expected = torch.nn.functional.silu(expected @ gate.T) * (expected @ up.T) @ down.T
+        assert torch.equal(total[:rows], summed)
+        deviation = (out[:rows].float() - expected.float()).norm() / expected.float().norm()
+        assert deviation < 0.01
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    held=st.integers(0, 70),
+    kv_heads=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    widths=st.sampled_from([(32, 16), (64, 64), (96, 32)]),
+    threads=st.booleans(),
+)
+def test_rows_attend_to_what_they_see(
+    seed: int, rows: list[int], held: int, kv_heads: int, groups: int, widths: tuple[int, int], threads: bool
+) -> None:
+    """The naive twin; rows are written behind those held, and a row's result is bit for bit that of the row alone."""
+    random, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    (d, dv), heads, count = widths, kv_heads * groups, sum(rows)
+
+    def states(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    query, keys, values = states(count, heads, d), states(count, kv_heads, d), states(count, kv_heads, dv)
+    slabs = [(states(2, kv_heads, 96, d), states(2, kv_heads, 96, dv)) for _ in rows]
+    before = [tuple(slab.clone() for slab in both) for both in slabs]
+    seen = [np.tril(random.random((n, n)) < 0.5) | np.eye(n, dtype=np.bool_) for n in rows]
+
+    def attend(
+        queries: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, texts: RowTexts
+    ) -> torch.Tensor:
+        program = RowProgram()
+        places = [program.place() for _ in range(4)]
+        program.add(Step.KEEP, places[1], places[2], 1, kv_heads, d, dv)
+        scale = int(np.float64(0.2).view(np.int64))
+        program.add(Step.ATTEND, places[0], places[3], 1, heads, kv_heads, d, dv, scale)
+        out = torch.empty(len(queries), heads, dv, dtype=torch.bfloat16)
+        program.finish(places)
+        tensors = (queries, new_keys, new_values, out)
+        program.run(len(queries), [tensor.data_ptr() for tensor in tensors], texts)
+        return out
+
+    def places_of(slab: tuple[torch.Tensor, torch.Tensor], rows_held: int) -> np.ndarray:
+        return np.array([[*(part[layer].data_ptr() for part in slab), 96, rows_held] for layer in (0, 1)], np.int64)
+
+    with mock.patch.object(row_programs, "threads_of_torch", return_value=2 if threads else 1):
+        out = attend(query, keys, values, RowTexts(rows, seen, [places_of(slab, held) for slab in slabs]))
+    begin = 0
+    for n, mine, slab, old in zip(rows, seen, slabs, before, strict=True):
+        own = slice(begin, begin + n)
+        for part, was, new in zip(slab, old, (keys, values), strict=True):
+            assert torch.equal(part[1, :, held : held + n], new[own].transpose(0, 1))
+            part[1, :, held : held + n] = was[1, :, held : held + n]
+            assert torch.equal(part, was)
+        all_keys, all_values = (
+            torch.cat([old_part[1, :, :held], new[own].transpose(0, 1)], 1).double()
+            for old_part, new in zip(old, (keys, values), strict=True)
+        )
+        mask = torch.from_numpy(np.concatenate([np.ones((n, held), np.bool_), mine], 1))
+        for head in range(heads):
+            scores = query[own, head].double() @ all_keys[head // groups].T * 0.2
+            shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            torch.testing.assert_close(
+                out[own, head].double(), shares @ all_values[head // groups], rtol=2**-7, atol=1e-3
+            )
+        last = np.flatnonzero(mine[-1])  # those that the last row sees, one behind the other, as in a text
+        alone = tuple(part.clone() for part in old)
+        at = begin + last
+        line = RowTexts([len(last)], [np.tri(len(last), dtype=np.bool_)], [places_of(alone, held)])
+        result = attend(query[at].contiguous(), keys[at].contiguous(), values[at].contiguous(), line)
+        assert torch.equal(result[-1], out[begin + n - 1])
+        begin += n
