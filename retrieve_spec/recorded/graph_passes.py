@@ -7,13 +7,18 @@ Knows tensor operations, not models. Rewrites for float32 graphs change how floa
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.nn import functional
 
+from retrieve_spec.attention import LayerRule
+from retrieve_spec.kernels import bfloat16_rows
+from retrieve_spec.kernels.row_programs import CAN_RUN
+from retrieve_spec.recorded.row_segments import PACKED_PRODUCT, fuse_rows
 from retrieve_spec.recorded.weight_layout import Layout, Layouts, packed_linear
 
 aten = torch.ops.aten
@@ -48,20 +53,51 @@ ROW_BY_ROW = {aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.to.dtype
 """What models do to logits: rows do not mix, and the first argument is the logits."""
 
 
-def compile_program(
-    program: torch.export.ExportedProgram, owner: torch.nn.Module, layouts: Layouts, row_kernels: Any = None
-) -> tuple[Callable[..., Any], list[torch.Tensor], list[tuple[int, Layout]]]:
-    """Rewrite a program and compile it; `row_kernels`: with these for what a 16-bit model does to rows.
+@dataclass(frozen=True, slots=True)
+class CompiledPass:
+    """A program as Python functions.
 
-    Returns
-    -------
-    function
+    Attributes
+    ----------
+    run
         Takes the weights, the program's inputs, the attention `(query, keys, values, layer) -> output` and the rows
         that logits are wanted for.
+    run_rows
+        The same with a `RowTexts` in place of the attention, on a CPU; None where there is none.
     weights
-        The live parameters, buffers and constants it reads, in order.
+        The live parameters, buffers and constants they read, in order.
     copies
         By place among them, packed copies of weights.
+    packed_share
+        Share of the weights of linear layers that is read packed, but for the last one.
+    """
+
+    run: Callable[..., Any]
+    run_rows: Callable[..., Any] | None
+    weights: list[torch.Tensor]
+    copies: list[tuple[int, Layout]]
+    packed_share: float
+
+
+def compile_program(
+    program: torch.export.ExportedProgram,
+    owner: torch.nn.Module,
+    layouts: Layouts,
+    row_kernels: Any = None,
+    rules: Sequence[LayerRule] = (),
+) -> CompiledPass:
+    """Rewrite a program and compile it.
+
+    Parameters
+    ----------
+    program
+        What was exported of `owner`.
+    layouts
+        Where copies of weights come from.
+    row_kernels
+        Module of the kernels that stand for what a 16-bit model does to rows.
+    rules
+        What every layer's attention does.
     """
     graph = program.graph_module.graph
     weights = _weights(program, owner)
@@ -74,8 +110,21 @@ def compile_program(
         lay_out_weights(graph, inputs, layouts)
     elif row_kernels is not None:
         fuse_half(graph, row_kernels)
+    packed = packed_share(graph)
     _open_attention(graph)
     _open_rows(graph)
+    run_rows = None
+    if row_kernels is bfloat16_rows and CAN_RUN:
+        whole = fx.Graph()
+        whole.output(whole.graph_copy(graph, {}))
+        if fuse_rows(whole, rules):
+            run_rows = _function(program, whole)
+        fuse_rows(graph)
+    return CompiledPass(_function(program, graph), run_rows, weights, inputs.copies, packed)
+
+
+def _function(program: torch.export.ExportedProgram, graph: fx.Graph) -> Callable[..., Any]:
+    """A rewritten graph as a function."""
     for node in nodes_of(graph):
         if node.op == "call_function" and node.target in BINDINGS:
             node.target = BINDINGS[node.target]
@@ -83,19 +132,17 @@ def compile_program(
             node.op, node.target, node.args = "call_method", "view", (node.args[0], *node.args[1])
     graph.eliminate_dead_code()
     graph.lint()
-    module = fx.GraphModule(program.graph_module, graph)
-    return module.forward, weights, inputs.copies
+    return fx.GraphModule(program.graph_module, graph).forward
 
 
-def packed_share(code: Callable[..., Any]) -> float:
-    """Share of the weights of a compiled program's linear layers, but for the last one, that it reads packed.
+def packed_share(graph: fx.Graph) -> float:
+    """Share of the weights of a graph's linear layers, but for the last one, that it reads packed.
 
     The last one, which makes logits, is given few rows of a prompt.
     """
-    nodes = [node for node in code.__self__.graph.nodes if node.op == "call_function"]  # type: ignore[attr-defined]
-    layers = [node for node in nodes if node.target in (packed_linear, functional.linear)][:-1]
+    layers = [node for node in graph.nodes if node.target in (packed_linear, PACKED_PRODUCT, aten.linear.default)][:-1]
     sizes = [int(value(node.args[1]).numel()) for node in layers]
-    packed = sum(size for node, size in zip(layers, sizes, strict=True) if node.target is packed_linear)
+    packed = sum(size for node, size in zip(layers, sizes, strict=True) if node.target is not aten.linear.default)
     return packed / max(sum(sizes), 1)
 
 
@@ -188,9 +235,11 @@ def _open_rows(graph: fx.Graph) -> None:
     head = logits
     while isinstance(head, fx.Node) and head.target in ROW_BY_ROW:
         head = head.args[0]
-    if head.op == "call_function" and head.target in (aten.linear.default, packed_linear):
+    if head.op == "call_function" and head.target in (aten.linear.default, packed_linear, PACKED_PRODUCT):
         with graph.inserting_before(head):
-            head.update_arg(0, graph.call_function(rows_of, (head.args[0], wanted)))
+            rows = graph.call_function(rows_of, (head.args[0], wanted))
+            rows.meta["val"] = value(head.args[0])  # but for their number
+            head.update_arg(0, rows)
     else:
         with graph.inserting_before(output):
             output.update_arg(0, (graph.call_function(rows_of, (logits, wanted)), *others))

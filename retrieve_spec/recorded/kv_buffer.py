@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.kernels.vector_code import LANES
 
 
 class Slab:
@@ -39,7 +40,7 @@ class Slab:
         self.tensors: tuple[torch.Tensor, ...] = ()
         self._layers = num_layers
         spare = max(window // 4, PASS.cache_block) + MAX_NODES + 1
-        self.capacity = min(capacity, window + spare) if window else capacity
+        self.capacity = min(capacity, window + spare) if window else -(-capacity // LANES) * LANES  # read in vectors
 
     def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(1, kv_heads, capacity, head_dim) keys and values of one layer."""
@@ -118,6 +119,8 @@ class KVBuffer:
         By window, the smallest (0: none) first, `SLABS_PER_WINDOW` at most for each.
     slab_of, layer_in_slab
         By layer, the index of its slab, and its place there.
+    first_layers
+        By slab, its first layer.
     layer_slabs
         By layer, its part of the slab's tensors.
     prefixes
@@ -125,10 +128,10 @@ class KVBuffer:
         other texts begin with too, and n; 0 where there are none.
     kind
         (kv_heads, head_dim, dtype) of keys and values alike in all slabs; None where they differ, or nothing is in.
-    is_host_float32
-        Whether every slab has its tensors, in float32 on a CPU.
+    host_dtype
+        Of all slabs' tensors if they are on a CPU; None where they are not, differ, or are not there yet.
     addresses
-        (slabs, 3) int64: where the first layer's keys and values lie in memory, and rows that there is room for.
+        (layers, 3) int64: where keys and values lie in memory, and rows that there is room for.
     """
 
     def __init__(self, windows: Sequence[int], capacity: int, moves_later: bool = False) -> None:
@@ -138,13 +141,14 @@ class KVBuffer:
         self.length = 0
         self.slab_of = _spread(self.windows)
         self.layer_in_slab = [self.slab_of[:i].count(slab) for i, slab in enumerate(self.slab_of)]
+        self.first_layers = [self.slab_of.index(slab) for slab in range(max(self.slab_of) + 1)]
         of_slab = [[i for i, slab in enumerate(self.slab_of) if slab == k] for k in range(max(self.slab_of) + 1)]
         self.slabs = [Slab(len(layers), self.windows[layers[0]], capacity) for layers in of_slab]
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
         self.prefixes: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
-        self.is_host_float32 = False
+        self.host_dtype: torch.dtype | None = None
         self.kind: tuple[int, int, torch.dtype] | None = None
-        self.addresses: NDArray[np.int64] = np.zeros((len(self.slabs), 3), np.int64)
+        self.addresses: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
         self._common: list[torch.Tensor] = []  # what these point to
         self._fits = 0  # rows of text for which nothing has to be moved or replaced
 
@@ -152,12 +156,12 @@ class KVBuffer:
         """Find the layers' parts of the slabs anew."""
         for i, slab in enumerate(self.slab_of):
             if self.slabs[slab].tensors:
-                self.layer_slabs[i] = self.slabs[slab].of_layer(self.layer_in_slab[i])
-        for at, each in zip(self.addresses, self.slabs, strict=True):
-            at[:] = (*(tensor.data_ptr() for tensor in each.tensors), each.capacity) if each.tensors else 0
+                self.layer_slabs[i] = parts = self.slabs[slab].of_layer(self.layer_in_slab[i])
+                self.addresses[i] = (*(part.data_ptr() for part in parts), self.slabs[slab].capacity)
         tensors = [tensor for slab in self.slabs for tensor in slab.tensors]
-        filled = len(tensors) == 2 * len(self.slabs)
-        self.is_host_float32 = filled and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+        filled = len(tensors) == 2 * len(self.slabs) and all(tensor.device.type == "cpu" for tensor in tensors)
+        dtypes = {tensor.dtype for tensor in tensors}
+        self.host_dtype = dtypes.pop() if filled and len(dtypes) == 1 else None
         kinds = {(t.shape[1], t.shape[3], t.dtype) for t in tensors}
         self.kind = kinds.pop() if len(kinds) == 1 else None
         self._fits = 0

@@ -188,7 +188,7 @@ class PackedBuffer:
         places = host["slabs"].view(np.int64).reshape(-1, self._shape.texts, 3)
         for i, text in enumerate(laid):
             held[:, i] = [text.held - slab.offset for slab in text.cache.slabs]
-            places[:, i] = text.cache.addresses
+            places[:, i] = text.cache.addresses[text.cache.first_layers]
 
     def _write_moves(self, starts: NDArray[np.int32], sources: NDArray[np.int32], laid: Sequence[LaidOut]) -> None:
         end = 0

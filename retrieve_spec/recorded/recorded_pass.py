@@ -28,6 +28,7 @@ from retrieve_spec.attention import LayerRule, rule_from_call
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
+from retrieve_spec.kernels.row_programs import RowTexts
 from retrieve_spec.recorded import graph_passes
 from retrieve_spec.recorded.weight_layout import Layouts, follow
 from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
@@ -217,6 +218,8 @@ class RecordedPass:
         What every layer's attention does.
     groups
         Query heads per key head.
+    attends_rows
+        Whether it attends by itself, over the texts that it is given.
     reads_prompts
         Whether many rows go through it faster than through the model, because its weights are packed.
 
@@ -242,9 +245,10 @@ class RecordedPass:
         with attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet():
             program = self._export(recording)
         layouts = Layouts(PASS.layout_bytes) if layouts is None else layouts
-        self._code, self._weights, self._copies = graph_passes.compile_program(program, recording, layouts, row_kernels)
-        self.reads_prompts = graph_passes.packed_share(self._code) > _MOSTLY
         self.rules = recording.log.live_rules()
+        self._compiled = compiled = graph_passes.compile_program(program, recording, layouts, row_kernels, self.rules)
+        self._weights, self.reads_prompts = compiled.weights, compiled.packed_share > _MOSTLY
+        self.attends_rows = compiled.run_rows is not None
         self._states = [kinds for _, kinds in sorted(recording.log.states.items())]
         recording.log.clear()
         self.groups = recording.log.groups
@@ -282,24 +286,31 @@ class RecordedPass:
 
     def follow(self, closely: bool = False) -> int:
         """Copy weights again that differ from their copies; how many did (`retrieve_spec.recorded.weight_layout`)."""
-        count = follow((layout for _, layout in self._copies), closely)
-        for at, layout in self._copies:
+        count = follow((layout for _, layout in self._compiled.copies), closely)
+        for at, layout in self._compiled.copies:
             self._weights[at] = layout.tensor  # another recording may have copied it again
         return count
 
     def run(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, wanted: int | torch.Tensor = 0
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attend: Attend | RowTexts,
+        wanted: int | torch.Tensor = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward: (1, rows) ids and positions in, (1, rows, vocab) logits and (1, rows, d) states out.
+
+        A `RowTexts` stands for the attention where `attends_rows`.
 
         Logits are computed for the rows from `wanted` on, or for those whose numbers it holds.
 
         The results are inference tensors: copy them before changing them in place.
         """
         with torch.inference_mode():
-            if self.exact:
+            if self.exact and not isinstance(attend, RowTexts):
                 return self._run_exactly(input_ids, position_ids, attend, wanted)
-            logits, hidden = self._code(*self._weights, input_ids, position_ids, attend, wanted)
+            rows = self._compiled.run_rows if isinstance(attend, RowTexts) else None
+            logits, hidden = (rows or self._compiled.run)(*self._weights, input_ids, position_ids, attend, wanted)
         return logits, hidden
 
     def _run_exactly(
@@ -314,7 +325,7 @@ class RecordedPass:
             return functional.pad(own, (0, 0, 0, 0, 0, more))
 
         ids, positions = functional.pad(input_ids, (0, more)), functional.pad(position_ids, (0, more))
-        logits, hidden = self._code(*self._weights, ids, positions, attend_own, 0)
+        logits, hidden = self._compiled.run(*self._weights, ids, positions, attend_own, 0)
         return graph_passes.rows_of(logits[:, :rows], wanted), hidden[:, :rows]
 
 

@@ -14,6 +14,7 @@ from retrieve_spec.attention import TreeMask, attend, attend_by_rows, row_depths
 from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.row_programs import RowTexts
 from retrieve_spec.kernels.single_rows import attend_single_rows
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
@@ -320,10 +321,8 @@ class RowAttention:
         self._prefixes = [
             np.array(by_text) for by_text in zip(*(text.cache.prefixes for text in self._laid), strict=True)
         ]
-        if single:  # (slabs, texts, 4): where keys and values of a slab's first layer lie, its capacity, and rows held
-            addresses = np.array([text.cache.addresses for text in self._laid])
-            held = np.array([[text.held - slab.offset for slab in text.cache.slabs] for text in self._laid])
-            self._places = np.concatenate([addresses, held[:, :, None]], axis=2).swapaxes(0, 1)
+        if single:
+            self._places = np.stack([_places(text) for text in self._laid], axis=1)
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values and attend: (1, heads, rows, d) in, (1, rows, heads, dv) out."""
@@ -336,17 +335,13 @@ class RowAttention:
         if len(parts) == len(self._spans):
             return torch.cat([parts[i] for i in range(len(parts))], dim=1)
         out = query.new_empty((1, query.shape[2], query.shape[1], values.shape[3]))
-        cache = self._laid[0].cache
-        places = self._places[cache.slab_of[layer]].copy()
-        sizes = [x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values)]
-        places[:, :2] += cache.layer_in_slab[layer] * places[:, 2:3] * np.array(sizes)
         asked, new_keys, new_values = (x[0].contiguous().numpy() for x in (query, keys, values))
         attend_single_rows(
             asked,
             new_keys,
             new_values,
             self._rows,
-            places,
+            self._places[layer],
             self._prefixes[layer],
             rule.scale,
             rule.softcap,
@@ -361,7 +356,7 @@ class RowAttention:
 def _is_served(text: LaidOut) -> bool:
     """Whether a text attends with others: it has one row, and keys and values that the kernel reads."""
     several = text.held > _LONG and torch.get_num_threads() > 1
-    return len(text.ids) == 1 and text.cache.is_host_float32 and not several
+    return len(text.ids) == 1 and text.cache.host_dtype == torch.float32 and not several
 
 
 def run_pass(
@@ -408,13 +403,39 @@ def run_pass(
         return (*packed.outputs, Ran.EAGER)
     ids = np.concatenate([text.ids for text in laid]).astype(np.int64)
     positions = np.concatenate([text.depths + text.position for text in laid])
-    together = attend[0] if len(laid) == 1 else RowAttention(recorded, laid, attend)
+    together: Attend | RowTexts = attend[0]
+    if (
+        recorded.attends_rows
+        and rows <= _FEW_ROWS * len(laid)
+        and {text.cache.host_dtype for text in laid} == {torch.bfloat16}
+    ):
+        together = _row_texts(laid)
+    elif len(laid) > 1:
+        together = RowAttention(recorded, laid, attend)
     some: int | torch.Tensor = 0
     if wanted is not None:
         ends_it = len(wanted) == rows - wanted[0]
         some = int(wanted[0]) if ends_it else _to(recorded, wanted)
     logits, hidden = recorded.run(_to(recorded, ids)[None], _to(recorded, positions)[None], together, some)
     return logits[0], hidden[0], Ran.EAGER
+
+
+_FEW_ROWS = 64
+"""Rows of a text, on average, up to which a recorded pass attends by itself: of more, products of matrices do."""
+
+
+def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:
+    """The texts of a pass for row programs."""
+    for text in laid:
+        text.cache.settle()
+    return RowTexts([len(text.ids) for text in laid], [text.seen for text in laid], [_places(text) for text in laid])
+
+
+def _places(text: LaidOut) -> NDArray[np.int64]:
+    """(layers, 4): where keys and values lie, capacity, and rows held."""
+    cache = text.cache
+    held = np.array([text.held - slab.offset for slab in cache.slabs])[cache.slab_of]
+    return np.column_stack([cache.addresses, held])
 
 
 def _to(recorded: RecordedPass, numbers: NDArray[np.int64]) -> torch.Tensor:

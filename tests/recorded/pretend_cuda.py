@@ -522,10 +522,10 @@ def move_recording(recorded: Any, model: Any, index: int = 0) -> None:
     recorded.rules = [
         rule if rule.sinks is None else replace(rule, sinks=rule.sinks.detach().to(device)) for rule in recorded.rules
     ]
-    module = recorded._code.__self__
+    module = recorded._compiled.run.__self__
     for node in module.graph.nodes:
         if node.kwargs.get("device") == torch.device("cpu"):
             node.kwargs = {**node.kwargs, "device": device}
         node.args = tree_map(lambda a: device if a == torch.device("cpu") else a, node.args)
     module.recompile()
-    recorded._code = module.forward
+    recorded._compiled = replace(recorded._compiled, run=module.forward)

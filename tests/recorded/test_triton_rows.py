@@ -59,7 +59,7 @@ for model, norms in (
             return attend_split(packed, keys, values, mask, recorded.rules[layer]).reshape(1, 4, 11, 8).transpose(1, 2)
 
         outs.append(recorded.run(ids, positions, attend)[0].float())
-        called = [node.target for node in recorded._code.__self__.graph.nodes if node.op == "call_function"]
+        called = [node.target for node in recorded._compiled.run.__self__.graph.nodes if node.op == "call_function"]
         ours = (kernels.rms_norm, kernels.add_rms_norm, kernels.rotate, kernels.rotate_both, kernels.gate)
         counts = [called.count(kernel) for kernel in ours]
         assert counts == ([norms, 4, 0, 2, 2] if fused else [0, 0, 0, 0, 0]), counts

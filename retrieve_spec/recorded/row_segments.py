@@ -1,0 +1,282 @@
+"""Row segments: what a recorded pass on a CPU does to rows, as few `RowProgram`s.
+
+A segment takes up operations that programs have steps for until another one needs a result of it. It runs in front of
+that one, and views of its results behind it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from retrieve_spec.attention import LayerRule
+from retrieve_spec.kernels import bfloat16_rows
+from retrieve_spec.kernels.packed_products import PANEL, bits_of
+from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, RowTexts, Step, padded
+from retrieve_spec.kernels.vector_code import BFLOAT16, GROUP, has_bfloat16_products
+
+aten = torch.ops.aten
+PACKED_PRODUCT = torch.ops.retrieve_spec.packed_product.default
+_VIEWS = {aten.view.default, aten.reshape.default, aten.transpose.int}
+_PRODUCTS = {PACKED_PRODUCT, aten.linear.default}
+_PAIRS = {bfloat16_rows.add_rms_norm, bfloat16_rows.rotate_both}
+_TURNS = {bfloat16_rows.rotate, bfloat16_rows.rotate_both}
+_STEPS = {PACKED_PRODUCT, bfloat16_rows.rms_norm, bfloat16_rows.gate, *_PAIRS, *_TURNS}
+Node = Any
+
+
+def fuse_rows(graph: fx.Graph, rules: Sequence[LayerRule] = ()) -> bool:
+    """Let a graph with packed products run its operations on rows of bfloat16 in segments.
+
+    Parameters
+    ----------
+    graph
+        A graph with its attention open.
+    rules
+        What every layer's attention does, to run it in segments too. What the graph is given as the attention is a
+        `RowTexts` then.
+
+    Returns
+    -------
+    whole
+        Whether all attention is part of segments.
+    """
+    rows = next(node for node in graph.nodes if node.name == "position_ids").meta["val"].shape[1]
+    segment = Segment(rows, rules)
+    for node in list(graph.nodes):
+        if node.op == "output" or (segment.feeds(node) and not segment.take(node)):
+            segment.close(node)
+            segment = Segment(rows, rules)
+        if not segment.feeds(node):
+            segment.take(node)
+    return not any(node.target is operator.call for node in graph.nodes)
+
+
+def _shape(node: Node) -> Any:
+    return node.meta["val"].shape
+
+
+def _row_width(node: Node) -> int:
+    """Numbers in a row of (1, rows, …), or of (1, heads, rows, d)."""
+    shape = _shape(node)
+    return int(shape[1] * shape[3] if _is_turned(node) else np.prod([int(size) for size in shape[2:]]))
+
+
+def _is_turned(node: Node) -> bool:
+    """Whether a node is a result of a rotary embedding: (1, heads, rows, d)."""
+    return node.target in _TURNS or (node.target is operator.getitem and node.args[0].target in _TURNS)
+
+
+class Segment:
+    """Operations that follow each other, and the views of their results.
+
+    Parameters
+    ----------
+    rows
+        Rows of the pass, as tracing knows them.
+    rules
+        What the attention that it may take up does, by layer.
+    """
+
+    def __init__(self, rows: Any, rules: Sequence[LayerRule]) -> None:
+        self._rows, self._rules = str(rows), rules
+        self._nodes: dict[Node, None] = {}  # in order
+        self._steps: list[Node] = []
+
+    def feeds(self, node: Node) -> bool:
+        """Whether a node needs something of it."""
+        return any(needed in self._nodes for needed in node.all_input_nodes)
+
+    def take(self, node: Node) -> bool:
+        """Take up a node that follows, if there is a step for it, or it is a view of what was taken up."""
+        if node.op != "call_function":
+            return False
+        step = self._has_step(node)
+        views = node.target in _VIEWS and self.feeds(node)
+        if step or views or (node.target is operator.getitem and node.args[0] in self._steps):
+            self._nodes[node] = None
+            self._steps += [node] * step
+            return True
+        return False
+
+    def _has_step(self, node: Node) -> bool:
+        """Whether a node is an operation that programs have a step for, on bfloat16 rows that lie one after another."""
+        if node.target is operator.call and self._rules:
+            return self._attends(node)
+        if node.target is aten.linear.default and self._rules:
+            if not _is_served(node):
+                return False
+        elif node.target not in _STEPS:
+            return False
+        tensors = [value for arg in node.args if isinstance(arg, fx.Node) and (value := arg.meta["val"]) is not None]
+        if any(tensor.dtype not in (torch.bfloat16, torch.uint8) for tensor in tensors):
+            return False
+        given = node.args[: -2 if node.target in _TURNS else 1]
+        if node.target in _TURNS:
+            if any(arg.target is not aten.transpose.int or arg.args[1:] != (1, 2) for arg in given):
+                return False
+            given = [arg.args[0] for arg in given]
+        in_rows = all(_shape(arg)[0] == 1 and str(_shape(arg)[1]) == self._rows for arg in given)
+        return in_rows and all(self._base(arg) is not None for arg in given)
+
+    def _products(self) -> list[Node]:
+        return [step for step in self._steps if step.target in _PRODUCTS]
+
+    def _attends(self, node: Node) -> bool:
+        """Whether a node is an attention that programs have a step for."""
+        _, *states, layer = node.args
+        rule = self._rules[layer]
+        plain = not (rule.window or rule.softcap) and rule.sinks is None
+        _, keys, values = (int(_shape(state)[3]) for state in states)
+        plain = plain and keys % GROUP == 0 and values % PANEL == 0
+        return plain and all(self._turned_base(state) is not None for state in states)
+
+    def _turned_base(self, node: Node) -> Node | None:
+        """What lies row for row under (1, heads, rows, d); None where nothing of the segment does."""
+        if node not in self._nodes or node.meta["val"].dtype != torch.bfloat16:
+            return None
+        if _is_turned(node):
+            return node
+        return self._base(node.args[0]) if node.target is aten.transpose.int and node.args[1:] == (1, 2) else None
+
+    def _base(self, node: Node) -> Node | None:
+        """What a node is a view of, row for row; None where rows are mixed up."""
+        while node in self._nodes and node.target in _VIEWS:
+            if node.target is aten.transpose.int:
+                return None
+            node = node.args[0]
+        return node
+
+    def _is_needed(self, node: Node) -> bool:
+        """Whether something else uses a result, or a view of it."""
+        views = [user for user in node.users if user.target in _VIEWS and user in self._nodes]
+        return any(user not in self._nodes for user in node.users) or any(map(self._is_needed, views))
+
+    def close(self, following: Node) -> None:
+        """Run the program in front of the node that follows."""
+        if not self._products():
+            return
+        graph = following.graph
+        results = [node for node in self._nodes if node.target not in _VIEWS and node.target not in _PAIRS]
+        outputs = [node for node in results if self._is_needed(node)]
+        inputs, function = self._compile(outputs)
+        attention = next((step.args[0] for step in self._steps if step.target is operator.call), None)
+        with graph.inserting_before(following):
+            call = graph.call_function(function, (attention, *inputs))
+            for i, node in enumerate(outputs):
+                item = graph.call_function(operator.getitem, (call, i))
+                if _is_turned(node):
+                    item = graph.call_function(turned, (item, int(_shape(node)[1])))
+                item.meta["val"] = node.meta["val"]
+                node.replace_all_uses_with(item)
+        for node in reversed(self._nodes):
+            if not node.users:
+                graph.erase_node(node)
+        for node in self._nodes:
+            if node.users:
+                following.prepend(node)
+
+    def _compile(self, outputs: Sequence[Node]) -> tuple[list[Node], Callable[..., list[torch.Tensor]]]:
+        """The nodes whose tensors the program takes, rows first, and what runs it."""
+        program, places, inputs = RowProgram(), dict[Node, int](), list[Node]()
+
+        def given(node: Node) -> int:
+            """Place of a tensor."""
+            base = self._base(node)
+            if base not in places:
+                inputs.append(base)
+                places[base] = program.place()
+            return places[base]
+
+        def result(step: Node, width: int, item: int | None = None) -> int:
+            """Place of what a step writes, or of one of two such results."""
+            place = program.place(2 * width)
+            for node in [step] if item is None else step.users:
+                if item is None or node.args[1] == item:
+                    places[node] = place
+            return place
+
+        for step in self._steps:
+            if step in places:
+                continue  # one of the products of a step before
+            x, *others = step.args
+            if step.target is operator.call:
+                *states, layer = others
+                query, keys, values = (places[self._turned_base(state)] for state in states)
+                (heads, d), (kv_heads, _), (_, dv) = (map(int, _shape(state)[1::2]) for state in states)
+                scale = int(np.float64(self._rules[layer].scale).view(np.int64))
+                program.add(Step.KEEP, keys, values, layer, kv_heads, d, dv)
+                out = result(step, heads * dv)
+                program.add(Step.ATTEND, query, out, layer, heads, kv_heads, d, dv, scale)
+            elif step.target in _PRODUCTS:
+                rows, kind = given(x), _bits(step)
+                same = [each for each in self._products() if self._base(each.args[0]) is self._base(x)]
+                parts = [
+                    (given(each.args[1]), _bias(each, given), result(each, _row_width(each)), _row_width(each) // PANEL)
+                    for each in same
+                    if _bits(each) == kind
+                ]
+                program.multiply(rows, int(_shape(x)[-1]) // GROUP, kind, parts)
+            elif step.target is bfloat16_rows.gate:
+                program.add(Step.GATE, given(x), given(others[0]), result(step, _row_width(x)), _row_width(x))
+            elif step.target in _TURNS:
+                *more, cos, sin = others
+                for i, each in enumerate((x, *more)):
+                    heads, half = int(_shape(each)[1]), int(_shape(each)[3]) // 2
+                    out = result(step, 2 * heads * half, i if more else None)
+                    program.add(Step.ROTATE, given(each.args[0]), given(cos), given(sin), out, heads, half)
+            else:
+                *more, weight, eps = others
+                whole, width, bits = _row_width(x), int(_shape(weight)[0]), int(np.float64(eps).view(np.int64))
+                other, total = (given(more[0]), result(step, whole, 0)) if more else (NOWHERE, NOWHERE)
+                out = result(step, whole, 1 if more else None)
+                program.add(Step.NORMALISE, given(x), other, given(weight), total, out, width, whole // width, bits)
+        program.finish([places[node] for node in (*inputs, *outputs)])
+        return inputs, _running(program, _row_width(inputs[0]), outputs)
+
+
+def _bias(product: Node, given: Callable[[Node], int]) -> int:
+    """Place of what a product adds."""
+    return given(product.args[2]) if product.args[2:] and product.args[2] is not None else ZEROS
+
+
+def _bits(product: Node) -> int:
+    """Bits of a product's weights."""
+    x, weight = product.args[:2]
+    if product.target is aten.linear.default:
+        return BFLOAT16
+    return bits_of(int(_shape(weight)[1]), int(_shape(x)[-1]) // GROUP)
+
+
+def _is_served(linear: Node) -> bool:
+    """Whether a product with bfloat16 weights as they lie is one that programs have a step for, and fast."""
+    weight = linear.args[1]
+    outputs, inputs = (int(size) for size in _shape(weight))
+    whole = outputs % PANEL == 0 and inputs % GROUP == 0
+    return whole and weight.op == "placeholder" and weight.meta["val"].is_contiguous() and has_bfloat16_products()
+
+
+def _running(program: RowProgram, width: int, outputs: Sequence[Node]) -> Callable[..., list[torch.Tensor]]:
+    """What runs a program over tensors, the first of which has rows of so many numbers, and gives results."""
+    shapes = [(_row_width(node),) if _is_turned(node) else tuple(map(int, _shape(node)[2:])) for node in outputs]
+    widths = [int(np.prod(shape)) for shape in shapes]
+
+    def run_segment(texts: RowTexts | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        held = [tensor.contiguous() for tensor in tensors]
+        rows = held[0].numel() // width
+        room = padded(rows)
+        outs = [held[0].new_empty((room, each)) for each in widths]
+        program.run(rows, [tensor.data_ptr() for tensor in (*held, *outs)], texts)
+        return [out[:rows].view(1, rows, *shape) for out, shape in zip(outs, shapes, strict=True)]
+
+    return run_segment
+
+
+def turned(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """(1, heads, rows, d) of (1, rows, heads · d)."""
+    return rows.view(1, rows.shape[1], heads, -1).transpose(1, 2)
