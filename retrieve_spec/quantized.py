@@ -1,8 +1,7 @@
-"""Weights of 8 and 4 bits on a CPU: a quantiser of Transformers, over torch's own products with packed weights.
+"""Weights of 8 and 4 bits on a CPU: a quantiser of Transformers (`retrieve_spec.kernels.packed_products`).
 
 Importing this module makes the quantiser known: folders that `save_pretrained` wrote of such models are loaded by
-`AutoModelForCausalLM.from_pretrained` like others. Activations are bfloat16. A product reads a quarter of what bfloat16
-takes, which is most of what a pass over few rows costs.
+`AutoModelForCausalLM.from_pretrained` like others. Activations are bfloat16, and rounded to 8 bits for each product.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from retrieve_spec.errors import ConfigError, UnsupportedModelError, require
+from retrieve_spec.errors import UnsupportedModelError, require
+from retrieve_spec.kernels import row_programs  # noqa: F401  # its operation
+from retrieve_spec.kernels.packed_products import PANEL
+from retrieve_spec.kernels.vector_code import GROUP, GROUP_BYTES
 
 METHOD = "retrieve_spec"
-GROUP = 32
-"""Weights of a row that share a scale and an offset in 4 bits."""
-_MULTIPLE = 16
-"""Of which the number of rows of a packed weight must be a multiple."""
-_ALIGNED = 64
-"""Bytes of which the address of packed weights is a multiple: the products load whole vectors."""
+_LEAST = 1e-7
+"""Smallest scale: float16 has no much smaller ones."""
 
 
 @register_quantization_config(METHOD)
@@ -32,10 +31,8 @@ class WeightOnlyConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Parameters
     ----------
     bits
-        8: one scale for each row of a weight; 4: scale and offset for every 32 weights of a row. The table of tokens
-        and the head have 8 in both.
-    packed_for
-        The instructions that 4-bit weights are laid out for; by default those of this machine.
+        8: a scale for every 32 weights of a row; 4: a scale and an offset. The table of tokens and the head have 8 in
+        both.
 
     Raises
     ------
@@ -43,11 +40,10 @@ class WeightOnlyConfig(QuantizationConfigMixin):  # type: ignore[misc]
         Other numbers of bits.
     """
 
-    def __init__(self, bits: int = 8, packed_for: str = "", **_: Any) -> None:
+    def __init__(self, bits: int = 8, **_: Any) -> None:
         require(bits in (4, 8), "weights of 4 or 8 bits", bits, "Give one of them.")
         self.quant_method = METHOD
         self.bits = bits
-        self.packed_for = packed_for or torch.backends.cpu.get_cpu_capability()
 
 
 @register_quantizer(METHOD)
@@ -56,14 +52,8 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = False
 
-    def validate_environment(self, *_: Any, **__: Any) -> None:
-        """Refuse weights that were laid out for another CPU."""
-        made, here = self.quantization_config.packed_for, torch.backends.cpu.get_cpu_capability()
-        if self.quantization_config.bits == 4 and made != here:
-            raise ConfigError(f"4-bit weights packed for {here}", f"packed for {made}", "Quantise the model here.")
-
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The format of activations: with float32 the products are 10 to 100 times slower."""
+        """The format of activations."""
         return torch.bfloat16
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
@@ -73,9 +63,6 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         if not self.pre_quantized:
             quantize(model, self.quantization_config.bits)
-        for module in model.modules():
-            if isinstance(module, PackedLinear) and module.weight.data_ptr() % _ALIGNED:
-                module.weight.data = module.weight.data.clone()  # files are mapped at any address
 
     def is_serializable(self) -> bool:
         """Such models are saved as they are."""
@@ -107,12 +94,12 @@ def quantize(model: Any, bits: int) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             layer: nn.Module | None = None
-            if child is table and type(child) is nn.Embedding:
+            if child is table and type(child) is nn.Embedding and child.embedding_dim % GROUP == 0:
                 layer = Int8Embedding(child)
             elif child is kept:
                 continue
-            elif type(child) is nn.Linear and child.out_features % _MULTIPLE == 0 and child.in_features % GROUP == 0:
-                layer = Int8Linear(child) if bits == 8 or child is head else Int4Linear(child)
+            elif type(child) is nn.Linear and child.in_features % GROUP == 0:
+                layer = PackedLinear(child, 8 if child is head else bits)
             if layer is not None:
                 packed += child.weight.numel() * (child is not head or not tied)
                 setattr(parent, name, layer)
@@ -125,74 +112,74 @@ def quantize(model: Any, bits: int) -> None:
     model.tie_weights()
 
 
-def _by_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, k) int8 and (n,) bfloat16: weights as multiples of their row's scale."""
-    scale = (weight.float().abs().amax(1) / 127).clamp_min(1e-8).to(torch.bfloat16)
-    return (weight.float() / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
-
-
 def _constant(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
+def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """The packed weight nearest to (n, k) floats: (n, bytes of a row) uint8.
+
+    Rows are filled up to a multiple of 16.
+    """
+    groups = functional.pad(weight.float(), (0, 0, 0, -len(weight) % PANEL)).view(-1, weight.shape[1] // GROUP, GROUP)
+    if bits == 8:
+        scale, offset = groups.abs().amax(-1) / 127, torch.zeros(())
+    else:
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale, offset = (high - low) / 15, low
+    scale, offset = scale.clamp_min(_LEAST).half(), offset.half()
+    levels = ((groups - offset.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)).round_()
+    if bits == 8:
+        return lay_out((levels.clamp_(-127, 127) + 128).byte(), scale)
+    return lay_out(levels.clamp_(0, 15).byte(), scale, offset)
+
+
+def lay_out(levels: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+    """Packed weights of (n, k / 32, 32) uint8 levels and (n, k / 32) float16 scales and, of 4 bits, offsets."""
+    fours = levels.view(-1, PANEL, levels.shape[1], GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    if len(numbers) == 2:
+        fours = fours[:, :, :4] | (fours[:, :, 4:] << 4)
+    by_panel = [x.view(-1, PANEL, x.shape[1]).transpose(1, 2).contiguous().view(torch.uint8) for x in numbers]
+    return torch.cat([fours.flatten(2), *by_panel], -1).view(len(levels), -1)
+
+
 class Int8Embedding(nn.Module):
-    """A table of tokens in 8 bits, with one scale for each."""
+    """A table of tokens in 8 bits, packed as a head is that may be tied to it."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
-        weight, scale = _by_rows(table.weight.detach())
-        self.weight, self.scale = _constant(weight), _constant(scale)
+        self.weight = _constant(pack(table.weight.detach(), 8))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(…, k) bfloat16 rows of token ids."""
-        return self.weight[ids].to(self.scale.dtype) * self.scale[ids].unsqueeze(-1)
+        panels, places = ids // PANEL, ids % PANEL
+        packed = self.weight.view(len(self.weight) // PANEL, -1, GROUP_BYTES[8])
+        weights = packed[..., : GROUP * PANEL].view(*packed.shape[:2], GROUP // 4, PANEL, 4)
+        scales = packed[..., GROUP * PANEL :].view(torch.float16)
+        levels = weights[panels, :, :, places].float() - 128  # (…, k / 32, 8, 4)
+        rows: torch.Tensor = levels.flatten(-2) * scales[panels, :, places].unsqueeze(-1)
+        return rows.flatten(-2).to(torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with packed weights: what its kinds have in common."""
+    """A linear layer with packed weights.
 
-    weight: nn.Parameter
+    Parameters
+    ----------
+    linear
+        The layer it stands for, whose inputs are a multiple of 32.
+    bits
+        8 or 4.
+    """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, bits: int) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = _constant(pack(linear.weight.detach(), bits))
+        bias = linear.bias
+        self.bias = None if bias is None else _constant(functional.pad(bias.detach(), (0, -len(bias) % PANEL)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, n) of (…, k) bfloat16."""
-        out = self._product(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
-
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        """(m, n) of (m, k)."""
-        raise NotImplementedError
-
-
-class Int8Linear(PackedLinear):
-    """Weights are int8, with one scale for each row."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        weight, scale = _by_rows(linear.weight.detach())
-        self.weight, self.scale = _constant(weight), _constant(scale)
-
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)  # type: ignore[no-any-return]
-
-
-class Int4Linear(PackedLinear):
-    """Weights are 4 bits, with scale and offset for every 32 of a row."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        groups = linear.weight.detach().float().view(self.out_features, -1, GROUP)
-        low, high = groups.amin(-1), groups.amax(-1)
-        scale = ((high - low) / 15).clamp_min(1e-8).to(torch.bfloat16)
-        middle = (low + 8 * scale.float()).to(torch.bfloat16)  # the product takes what 8 stands for
-        levels = ((groups - middle.float()[..., None]) / scale.float()[..., None] + 8).round_().clamp_(0, 15)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.flatten(1).to(torch.int32), 1)
-        self.weight = _constant(packed)
-        self.scales = _constant(torch.stack([scale, middle], dim=-1).transpose(0, 1).contiguous())
-
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu
-        return product(rows, self.weight, GROUP, self.scales)  # type: ignore[no-any-return]
+        out = torch.ops.retrieve_spec.packed_product(x, self.weight, self.bias)
+        return out if self.out_features % PANEL == 0 else out[..., : self.out_features]  # type: ignore[no-any-return]

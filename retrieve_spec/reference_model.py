@@ -113,7 +113,6 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
         getattr(config, "_commit_hash", None),
         sorted(files),
         quantize,
-        torch.backends.cpu.get_cpu_capability(),
         __version__,
     ]
     folder = cache_dir() / "quantized" / hashlib.sha256(json.dumps(of).encode()).hexdigest()[:24]

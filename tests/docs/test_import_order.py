@@ -11,9 +11,10 @@ import retrieve_spec
 PACKAGE = Path(retrieve_spec.__file__).parent
 ORDER = [
     {"_version", "errors", "openmp"},
-    {"config", "model_layers", "quantized"},
-    {"reference_model"},
+    {"config", "model_layers"},
     {"kernels"},
+    {"quantized"},
+    {"reference_model"},
     {"datastore"},
     {"sources"},
     {"drafting"},
