@@ -53,8 +53,8 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
     requires_calibration = False
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The format of activations."""
-        return torch.bfloat16
+        """The format that weights are loaded in: packed from what is stored, not from what is rounded before."""
+        return torch.bfloat16 if self.pre_quantized else dtype
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         if self.pre_quantized:  # nothing has a value yet: the right shapes are made
@@ -63,6 +63,11 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         if not self.pre_quantized:
             quantize(model, self.quantization_config.bits)
+            kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+            for name, parameter in model.named_parameters():
+                if parameter.is_floating_point() and not kept.intersection(name.split(".")):
+                    parameter.data = parameter.data.to(torch.bfloat16)
+            model.config.dtype = torch.bfloat16
 
     def is_serializable(self) -> bool:
         """Such models are saved as they are."""
