@@ -62,12 +62,7 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         if not self.pre_quantized:
-            quantize(model, self.quantization_config.bits)
-            kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-            for name, parameter in model.named_parameters():
-                if parameter.is_floating_point() and not kept.intersection(name.split(".")):
-                    parameter.data = parameter.data.to(torch.bfloat16)
-            model.config.dtype = torch.bfloat16
+            pack_model(model, self.quantization_config)
 
     def is_serializable(self) -> bool:
         """Such models are saved as they are."""
@@ -77,6 +72,24 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """They are not trained."""
         return False
+
+
+def pack_model(model: Any, config: WeightOnlyConfig) -> None:
+    """Pack a model that has its weights, in place, as one that was loaded with `config`.
+
+    Raises
+    ------
+    UnsupportedModelError
+        As `quantize` does.
+    """
+    quantize(model, config.bits)
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not kept.intersection(name.split(".")):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    model.config.quantization_config = config
+    model.hf_quantizer = WeightOnlyQuantizer(config)
 
 
 def quantize(model: Any, bits: int) -> None:

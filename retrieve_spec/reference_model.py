@@ -54,14 +54,15 @@ def load_model(
     Parameters
     ----------
     name
-        `"reference"` for the bundled model, a folder that `save_pretrained` wrote, or a Hugging Face hub id.
+        `"reference"` for the bundled model, a folder that `save_pretrained` wrote, a GGUF file, or a Hugging Face hub
+        id.
     dtype
         `"auto"` (as stored; the bundled model in float32 on a CPU), `"float32"`, `"bfloat16"` or `"float16"`.
     device
         `"auto"` (the first GPU, else the CPU) or a torch device string.
     quantize
         `"int8"` or `"int4"` packs the weights for a CPU (`retrieve_spec.quantized`), once: the folder is kept in the
-        cache. Activations are bfloat16 then. None leaves weights as they are.
+        cache. Activations are bfloat16 then. None leaves weights as they are, those of GGUF files unpacked.
 
     Raises
     ------
@@ -102,7 +103,7 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     import torch
     from transformers import AutoModelForCausalLM
 
-    from retrieve_spec.quantized import WeightOnlyConfig
+    from retrieve_spec.quantized import WeightOnlyConfig, pack_model
 
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError("weights that are not quantised", source, "Load it without quantize.")
@@ -112,6 +113,7 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
         str(place.resolve()) if place.is_dir() else source,
         getattr(config, "_commit_hash", None),
         sorted(files),
+        options.get("gguf_file"),
         quantize,
         __version__,
     ]
@@ -119,7 +121,11 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     if folder.exists():
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     wanted = WeightOnlyConfig(QUANTISED[quantize])
-    model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
+    if "gguf_file" in options:  # which Transformers loads with a quantiser of its own
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32, **options)
+        pack_model(model, wanted)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
     try:
         with torch.no_grad():
             model(torch.arange(4)[None])
@@ -185,6 +191,8 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
     if name == REFERENCE:
         return str(reference_path()), {"local_files_only": True}
     path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return str(path.parent), {"local_files_only": True, "gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(

@@ -226,3 +226,14 @@ def test_what_cannot_be_packed_is_said(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4)).save_pretrained(folder)
     with pytest.raises(UnsupportedModelError, match="most of whose weights are linear layers"):
         load_model(folder, device="cpu", quantize="int8")
+
+
+def test_a_gguf_file_is_packed_as_the_folder_it_was_made_of(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    script = Path(__file__).parents[2] / "scripts" / "export_gguf.py"
+    subprocess.run([sys.executable, script, str(tmp_path / "reference.gguf")], check=True)
+    model, tokenizer = load_model(str(tmp_path / "reference.gguf"), device="cpu", quantize="int4")
+    folder, own = load_model(device="cpu", quantize="int4")
+    ids = own("def add(a, b):", return_tensors="pt")["input_ids"]
+    assert torch.equal(tokenizer("def add(a, b):", return_tensors="pt")["input_ids"], ids)
+    assert torch.equal(model(ids).logits, folder(ids).logits)
