@@ -2,6 +2,8 @@
 
 Answers to chat prompts, reading them included, one after the other. With `--gguf FILE` llama-cpp-python answers the
 same prompts from a file of the same weights, before all formats and after them; ratios are to the better of the two.
+Of each format it says the perplexity of some text, too, and at how many of its tokens the most probable next one is
+that of the first format.
 
     python scripts/bench_formats.py MODEL --gguf MODEL.Q4_1.gguf
 """
@@ -47,11 +49,28 @@ def speed(answer: Answer, prompts: list[str]) -> float:
     return tokens / (perf_counter() - began)
 
 
+def load(args: argparse.Namespace, kind: str) -> tuple[Any, Any]:
+    """The model in one format of weights."""
+    form = {"quantize": kind} if kind in QUANTISED else {"dtype": kind}
+    return load_model(args.model, device="cpu", **form)
+
+
+def reading(args: argparse.Namespace, kind: str) -> tuple[float, torch.Tensor]:
+    """Perplexity of the text, and the most probable token behind each of it."""
+    model, tokenizer = load(args, kind)
+    text = "\n".join(Path(path).read_text(encoding="utf-8") for path in args.text)
+    lost, found = [], []
+    with torch.no_grad():
+        for ids in torch.tensor(tokenizer(text)["input_ids"]).split(512)[:-1]:
+            logits = model(ids[None]).logits[0].float()
+            lost.append(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none"))
+            found.append(logits.argmax(-1))
+    return float(torch.cat(lost).mean().exp()), torch.cat(found)
+
+
 def ours(args: argparse.Namespace, kind: str, prompts: list[str]) -> dict[str, float]:
     """Tokens per second by mode, of one format of weights."""
-    form = {"quantize": kind} if kind in QUANTISED else {"dtype": kind}
-    model: Any
-    model, tokenizer = load_model(args.model, device="cpu", **form)
+    model, tokenizer = load(args, kind)
 
     def answering(**options: Any) -> Answer:
         def answer(chat: list[dict[str, str]]) -> int:
@@ -98,6 +117,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     best = max(before, theirs(args, prompts)) if args.gguf else 0.0
     figures = {kind: {mode: round(value, 1) for mode, value in row.items()} for kind, row in rows.items()}
     found: dict[str, Any] = {"threads": args.threads, "new_tokens": args.new_tokens, "tokens_per_second": figures}
+    texts = {kind: reading(args, kind) for kind in args.formats}
+    first = texts[args.formats[0]][1]
+    found["perplexity"] = {kind: round(value, 3) for kind, (value, _) in texts.items()}
+    found["same_next_token"] = {
+        kind: round(float((tokens == first).float().mean()), 4) for kind, (_, tokens) in texts.items()
+    }
     if best:
         found["llama.cpp"] = round(best, 1)
         found["times_llama.cpp"] = {kind: {m: round(v / best, 2) for m, v in row.items()} for kind, row in rows.items()}
@@ -106,8 +131,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    formats = ["float32", "bfloat16", "int8", "int4"]
-    harness.run(measure, __doc__, "model", gguf="", prompts="", formats=formats, nodes=[0], new_tokens=128, threads=2)
+    sizes = {"new_tokens": 128, "threads": 2, "nodes": [0]}
+    lists = {"formats": ["float32", "bfloat16", "int8", "int4"], "text": [str(harness.ROOT / "docs" / "howto.md")]}
+    harness.run(measure, __doc__, "model", gguf="", prompts="", **lists, **sizes)
 
 
 if __name__ == "__main__":
