@@ -36,12 +36,12 @@ from retrieve_spec.kernels.packed_products import (
     quantise_row,
     unpack,
 )
-from retrieve_spec.kernels.vector_code import BFLOAT16, BLOCKS, GROUP
+from retrieve_spec.kernels.vector_code import BFLOAT16, BLOCKS, GROUP, reads_halves
 from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
 from retrieve_spec.openmp import run_in_parallel, threads_of_torch
 
-CAN_RUN = not config.DISABLE_JIT
-"""Whether programs can be run: not where nothing is compiled."""
+CAN_RUN = not config.DISABLE_JIT and reads_halves()
+"""Whether programs can be run: not where nothing is compiled, or scales cannot be read."""
 _PARTS = 8
 """Parts of a product for each thread, so that none waits long for another."""
 _PATIENCE = 1 << 12

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 LANES = 16
@@ -124,14 +125,26 @@ def add_pairs(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
     return sums
 
 
+def _compiles(feature: str) -> bool:
+    """Whether Numba compiles for CPUs with a feature: it may be told to leave out what this one has."""
+    *_, features = cpu_target.target_context.codegen().magic_tuple()
+    return f"+{feature}" in features.split(",")
+
+
+def reads_halves() -> bool:
+    """Whether there is an instruction that reads float16, as of all CPUs but old x86 ones."""
+    machine, *_ = cpu_target.target_context.codegen().magic_tuple()
+    return not machine.startswith(("x86", "i")) or _compiles("f16c")
+
+
 def has_bfloat16_products() -> bool:
-    """Whether this CPU has an instruction for products of bfloat16."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+    """Whether there is an instruction for products of bfloat16."""
+    return _compiles("avx512bf16")
 
 
 def here() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What adds products of bytes, and of pairs of bfloat16, on this CPU."""
-    vnni = binding.get_host_cpu_features().get("avx512vnni")
+    vnni = _compiles("avx512vnni")
     return add_bytes_vnni if vnni else add_bytes, add_pairs_bf16 if has_bfloat16_products() else add_pairs
 
 

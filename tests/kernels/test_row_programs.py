@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -91,6 +94,19 @@ def test_every_cpu_adds_up_the_same_numbers(bits: int) -> None:
         arrays = (weight, whole.to(torch.int8), step, sums)
         multiply(bits, *(array.data_ptr() for array in arrays), 3, bias.data_ptr(), out.data_ptr())
         assert torch.equal(out, packed_product(x, weight, bias))
+
+
+@pytest.mark.parametrize(("told", "runs"), [("NUMBA_ENABLE_AVX=0", True), ("NUMBA_CPU_NAME=generic", False)])
+def test_what_numba_is_told_to_leave_out_is_left_out(told: str, runs: bool) -> None:
+    """LLVM ends the process over an instruction that it has no leave to use."""
+    program = (
+        "import platform; from retrieve_spec.kernels.row_programs import CAN_RUN\n"
+        "from retrieve_spec.kernels.vector_code import add_bytes, add_pairs, here\n"
+        "assert here() == (add_bytes, add_pairs)\n"
+        f"assert CAN_RUN is {runs} or platform.machine() not in ('x86_64', 'AMD64')"
+    )
+    name, _, said = told.partition("=")
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {name: said}, check=True)
 
 
 @pytest.mark.parametrize("add", [None, add_pairs])
