@@ -85,6 +85,7 @@ def compile_program(
     layouts: Layouts,
     row_kernels: Any = None,
     rules: Sequence[LayerRule] = (),
+    exact: bool = False,
 ) -> CompiledPass:
     """Rewrite a program and compile it.
 
@@ -98,6 +99,8 @@ def compile_program(
         Module of the kernels that stand for what a 16-bit model does to rows.
     rules
         What every layer's attention does.
+    exact
+        A row's logits are to be the same bit for bit whatever stands beside it.
     """
     graph = program.graph_module.graph
     weights = _weights(program, owner)
@@ -117,7 +120,7 @@ def compile_program(
     if row_kernels is bfloat16_rows and CAN_RUN:
         whole = fx.Graph()
         whole.output(whole.graph_copy(graph, {}))
-        if fuse_rows(whole, rules):
+        if fuse_rows(whole, rules, exact):
             run_rows = _function(program, whole)
         fuse_rows(graph)
     return CompiledPass(_function(program, graph), run_rows, weights, inputs.copies, packed)

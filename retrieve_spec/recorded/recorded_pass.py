@@ -246,7 +246,9 @@ class RecordedPass:
             program = self._export(recording)
         layouts = Layouts(PASS.layout_bytes) if layouts is None else layouts
         self.rules = recording.log.live_rules()
-        self._compiled = compiled = graph_passes.compile_program(program, recording, layouts, row_kernels, self.rules)
+        self._compiled = compiled = graph_passes.compile_program(
+            program, recording, layouts, row_kernels, self.rules, exact > 0
+        )
         self._weights, self.reads_prompts = compiled.weights, compiled.packed_share > _MOSTLY
         self.attends_rows = compiled.run_rows is not None
         self._states = [kinds for _, kinds in sorted(recording.log.states.items())]

@@ -406,7 +406,7 @@ def run_pass(
     together: Attend | RowTexts = attend[0]
     if (
         recorded.attends_rows
-        and rows <= _FEW_ROWS * len(laid)
+        and (rows <= _FEW_ROWS * len(laid) or recorded.exact)
         and {text.cache.host_dtype for text in laid} == {torch.bfloat16}
     ):
         together = _row_texts(laid)
@@ -421,7 +421,8 @@ def run_pass(
 
 
 _FEW_ROWS = 64
-"""Rows of a text, on average, up to which a recorded pass attends by itself: of more, products of matrices do."""
+"""Rows of a text, on average, up to which a recorded pass attends by itself: of more, products of matrices do.
+Exact ones have one order, and attend by themselves to any number."""
 
 
 def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:

@@ -30,7 +30,7 @@ _STEPS = {PACKED_PRODUCT, bfloat16_rows.rms_norm, bfloat16_rows.gate, *_PAIRS, *
 Node = Any
 
 
-def fuse_rows(graph: fx.Graph, rules: Sequence[LayerRule] = ()) -> bool:
+def fuse_rows(graph: fx.Graph, rules: Sequence[LayerRule] = (), exact: bool = False) -> bool:
     """Let a graph with packed products run its operations on rows of bfloat16 in segments.
 
     Parameters
@@ -40,6 +40,8 @@ def fuse_rows(graph: fx.Graph, rules: Sequence[LayerRule] = ()) -> bool:
     rules
         What every layer's attention does, to run it in segments too. What the graph is given as the attention is a
         `RowTexts` then.
+    exact
+        A product that is part of no segment leaves the graph no whole: its order depends on the number of rows.
 
     Returns
     -------
@@ -54,7 +56,8 @@ def fuse_rows(graph: fx.Graph, rules: Sequence[LayerRule] = ()) -> bool:
             segment = Segment(rows, rules)
         if not segment.feeds(node):
             segment.take(node)
-    return not any(node.target is operator.call for node in graph.nodes)
+    left = (operator.call, aten.linear.default) if exact else (operator.call,)
+    return not any(node.target in left for node in graph.nodes)
 
 
 def _shape(node: Node) -> Any:

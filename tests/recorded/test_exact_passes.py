@@ -41,6 +41,22 @@ def answer(model: Any, **options: Any) -> Any:
     return model.generate(IDS, return_dict_in_generate=True, return_logprobs=True, **options)
 
 
+def test_passes_of_many_rows_are_of_the_order_of_few() -> None:
+    """Where programs attend, they do so whatever is drafted."""
+    sizes = SIZES | {"vocab_size": 208, "hidden_size": 128}
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).eval()
+    drafter = ScriptedDrafter([0] * 300, length=90)
+    rs.accelerate(model, drafter=drafter, nodes=100, recorded_pass="always", exact=True)
+    options = GREEDY | {"max_new_tokens": 200}
+    alone = answer(model, draft="off", **options)
+    drafter.turn_to(alone.sequences[0], "right")
+    drafted = answer(model, **options)
+    assert torch.equal(drafted.sequences, alone.sequences)
+    assert all(map(torch.equal, drafted.logprobs, alone.logprobs))
+    assert model.speculation.last.passes < 10
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_drafts_do_not_change_a_bit(family: str, dtype: torch.dtype) -> None:

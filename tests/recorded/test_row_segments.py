@@ -1,0 +1,47 @@
+"""Row segments: what of a recorded pass programs take up, and what they leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_decoders import VOCAB, build, ids
+
+from retrieve_spec.kernels import bfloat16_rows
+from retrieve_spec.kernels.row_programs import CAN_RUN, RowTexts
+from retrieve_spec.kernels.vector_code import has_bfloat16_products
+from retrieve_spec.recorded.kv_buffer import KVBuffer
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+
+pytestmark = pytest.mark.skipif(not (CAN_RUN and has_bfloat16_products()), reason="no programs over bfloat16 weights")
+
+
+def recorded(**extra: Any) -> tuple[Any, RecordedPass]:
+    model = build("llama", torch.bfloat16, **{"hidden_size": 64, "intermediate_size": 96} | extra)
+    return model, RecordedPass(model, 2, "last", bfloat16_rows)
+
+
+def logits_of(run: RecordedPass, tokens: torch.Tensor) -> torch.Tensor:
+    buffer, rows = KVBuffer([0, 0], 64), tokens.shape[1]
+    buffer.restart(run.no_states())
+    places = np.column_stack([buffer.addresses, np.zeros(2, np.int64)])
+    texts = RowTexts([rows], [np.tri(rows, dtype=np.bool_)], [places])
+    return run.run(tokens, torch.arange(rows)[None], texts)[0][0]
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 48, 64, 80])
+def test_heads_of_other_widths_than_vectors_have_are_left_alone(head_dim: int) -> None:
+    model, run = recorded(head_dim=head_dim)
+    assert run.attends_rows == (head_dim % 32 == 0)
+    if run.attends_rows:
+        wanted, got = model(ids(20)).logits[0].float(), logits_of(run, ids(20)).float()
+        assert got.shape == (20, VOCAB) and (got - wanted).norm() < 0.03 * wanted.norm()
+
+
+def test_exact_passes_are_programs_where_all_products_are() -> None:
+    for vocab in (VOCAB, 208):
+        model = build("llama", torch.bfloat16, hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=vocab)
+        assert RecordedPass(model, 2, "last", bfloat16_rows).attends_rows
+        assert RecordedPass(model, 2, "last", bfloat16_rows, exact=8).attends_rows == (vocab % 16 == 0)
