@@ -73,6 +73,8 @@ class LaidOut:
         Position of the first row.
     cache, held
         Where keys and values go, and the rows of text it holds.
+    drafts
+        Whether there are drafted rows among them.
     """
 
     ids: NDArray[np.int32]
@@ -81,6 +83,7 @@ class LaidOut:
     position: int
     cache: KVBuffer
     held: int
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

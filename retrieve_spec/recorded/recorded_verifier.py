@@ -196,7 +196,7 @@ class RecordedVerifier:
         self._mask.set(self._past, visible_rows(len(root_ids), tree) if seen is None else seen, depths)
         slabs.length = self._past
         slabs.make_room(len(ids))
-        return LaidOut(ids, depths, self._mask.seen, self._past + self._shift, slabs, self._past)
+        return LaidOut(ids, depths, self._mask.seen, self._past + self._shift, slabs, self._past, len(tree) > 0)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
@@ -406,7 +406,7 @@ def run_pass(
     together: Attend | RowTexts = attend[0]
     if (
         recorded.attends_rows
-        and (rows <= _FEW_ROWS * len(laid) or recorded.exact)
+        and (rows <= _FEW_ROWS * len(laid) or recorded.exact or any(text.drafts for text in laid))
         and {text.cache.host_dtype for text in laid} == {torch.bfloat16}
     ):
         together = _row_texts(laid)
@@ -421,8 +421,8 @@ def run_pass(
 
 
 _FEW_ROWS = 64
-"""Rows of a text, on average, up to which a recorded pass attends by itself: of more, products of matrices do.
-Exact ones have one order, and attend by themselves to any number."""
+"""Rows of a text without drafts, on average, up to which a recorded pass attends by itself: of more, products of
+matrices do. So that drafts change no bit, passes with any attend by themselves, and so do exact ones."""
 
 
 def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:

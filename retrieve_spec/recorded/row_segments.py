@@ -24,6 +24,7 @@ aten = torch.ops.aten
 PACKED_PRODUCT = torch.ops.retrieve_spec.packed_product.default
 _VIEWS = {aten.view.default, aten.reshape.default, aten.transpose.int}
 _PRODUCTS = {PACKED_PRODUCT, aten.linear.default}
+_BOTH = {bfloat16_rows.add_rms_norm, bfloat16_rows.gate}
 _PAIRS = {bfloat16_rows.add_rms_norm, bfloat16_rows.rotate_both}
 _TURNS = {bfloat16_rows.rotate, bfloat16_rows.rotate_both}
 _STEPS = {PACKED_PRODUCT, bfloat16_rows.rms_norm, bfloat16_rows.gate, *_PAIRS, *_TURNS}
@@ -119,7 +120,9 @@ class Segment:
         tensors = [value for arg in node.args if isinstance(arg, fx.Node) and (value := arg.meta["val"]) is not None]
         if any(tensor.dtype not in (torch.bfloat16, torch.uint8) for tensor in tensors):
             return False
-        given = node.args[: -2 if node.target in _TURNS else 1]
+        if node.target in _PRODUCTS and len(_shape(node.args[0])) != 3:
+            return False
+        given = node.args[: -2 if node.target in _TURNS else 2 if node.target in _BOTH else 1]
         if node.target in _TURNS:
             if any(arg.target is not aten.transpose.int or arg.args[1:] != (1, 2) for arg in given):
                 return False
@@ -133,6 +136,8 @@ class Segment:
     def _attends(self, node: Node) -> bool:
         """Whether a node is an attention that programs have a step for."""
         _, *states, layer = node.args
+        if layer >= len(self._rules):
+            return False
         rule = self._rules[layer]
         plain = not (rule.window or rule.softcap) and rule.sinks is None
         _, keys, values = (int(_shape(state)[3]) for state in states)

@@ -151,14 +151,36 @@ def test_steps_of_a_program_do_what_torch_does() -> None:
         program.add(Step.GATE, gated, raised, opened, inner)
         program.multiply(opened, inner // GROUP, BFLOAT16, [(given[5], ZEROS, given[7], width // 16)])
         program.finish(given)
-        total, out = torch.empty(2, padded(rows), width, dtype=torch.bfloat16)
-        program.run(rows, [tensor.data_ptr() for tensor in (x, other, weight, gate, up, down, total, out)])
+        total, out = torch.zeros(2, padded(rows), width, dtype=torch.bfloat16)
+        tensors = (x, other, weight, gate, up, down, total, out)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        program.run(rows, addresses)
         summed = x + other
         expected = torch.nn.functional.rms_norm(summed.float(), (width,), eps=eps).to(torch.bfloat16) * weight
         expected = torch.nn.functional.silu(expected @ gate.T) * (expected @ up.T) @ down.T
         assert torch.equal(total[:rows], summed)
         deviation = (out[:rows].float() - expected.float()).norm() / expected.float().norm()
         assert deviation < 0.01
+
+
+def test_threads_wait_for_each_other_between_steps() -> None:
+    torch.manual_seed(0)
+    program, width, rows = RowProgram(), 256, 16
+    x, weight, out = given = [program.place() for _ in range(3)]
+    for _ in range(40):
+        following = program.place(2 * width)
+        program.multiply(x, width // GROUP, BFLOAT16, [(weight, ZEROS, following, width // 16)])
+        x = following
+    program.add(Step.GATE, x, x, out, width)
+    program.finish(given)
+    tensors = torch.randn(rows, width), torch.randn(width, width) / width**0.5, torch.empty(rows, width)
+    tensors = tuple(tensor.to(torch.bfloat16) for tensor in tensors)
+    results = []
+    for threads in (1, *[2] * 30):
+        with mock.patch.object(row_programs, "threads_of_torch", return_value=threads):
+            program.run(rows, [tensor.data_ptr() for tensor in tensors])
+        results.append(tensors[2].clone())
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @settings(max_examples=40, deadline=None)
