@@ -134,6 +134,7 @@ class Cache:
             slab.normal_()
             slab[:, :, held - offset :] = float("nan")  # what no pass has written
         self.addresses = np.array([[*(t.data_ptr() for t in self.slabs[0].tensors), self.slabs[0].capacity]])
+        self.first_layers = [0]
 
 cases = [
     ([(37, 0, tree), (5, 0, None), (0, 0, tree)], 2, 3, 64, {}, 1, 0, 3),
