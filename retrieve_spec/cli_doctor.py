@@ -107,10 +107,12 @@ def _products() -> dict[str, int]:
         return {}
     rows, weight = torch.randn(8, 2048), torch.randn(2048, 2048)
     half, short = rows.to(torch.bfloat16), weight.to(torch.bfloat16)
+    float16_rows, float16 = rows.half(), weight.half()
     byte, four = pack(weight, 8), pack(weight, 4)
     products: dict[str, Callable[[], Any]] = {
         "float32": lambda: torch.nn.functional.linear(rows, weight),
         "bfloat16": lambda: torch.nn.functional.linear(half, short),
+        "float16": lambda: torch.nn.functional.linear(float16_rows, float16),
         "int8": lambda: packed_product(half, byte),
         "int4": lambda: packed_product(half, four),
     }
