@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import os
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ def threads_of_torch() -> int:
     return 1 if library is None else int(library.omp_get_max_threads())
 
 
-def run_in_parallel(function: int, data: NDArray[np.int64]) -> None:
+def run_in_threads(function: Any, data: NDArray[np.int64], threads: int) -> None:
     """Call a compiled function in every thread of a parallel region of torch's runtime, and wait for all of them.
 
     The threads that wait for torch's own regions serve it: others would compete with them for the cores.
@@ -62,13 +63,18 @@ def run_in_parallel(function: int, data: NDArray[np.int64]) -> None:
     Parameters
     ----------
     function
-        Address of a C function ``void (int64_t *)``; it holds no lock of Python's.
+        A C function of Numba's, ``void (int64_t *)``; it holds no lock of Python's.
     data
         What each of them is given.
+    threads
+        `threads_of_torch`; with 1, the caller's own calls it, without a region.
     """
+    if threads == 1:
+        function.ctypes(data.ctypes.data)
+        return
     library = _of_torch()
     assert library is not None, "threads_of_torch says whether there is one"
-    library.GOMP_parallel(function, data.ctypes.data, 0, 0)
+    library.GOMP_parallel(int(function.address), data.ctypes.data, 0, 0)
 
 
 _PAUSE_SOFT = 1

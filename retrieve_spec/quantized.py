@@ -16,8 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from retrieve_spec.errors import UnsupportedModelError, require
 from retrieve_spec.kernels import row_programs  # noqa: F401  # its operation
-from retrieve_spec.kernels.packed_products import PANEL
-from retrieve_spec.kernels.vector_code import GROUP, GROUP_BYTES
+from retrieve_spec.kernels.vector_code import GROUP, GROUP_BYTES, LANES
 
 METHOD = "retrieve_spec"
 _LEAST = 1e-7
@@ -139,7 +138,7 @@ def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
     Rows are filled up to a multiple of 16.
     """
-    groups = functional.pad(weight.float(), (0, 0, 0, -len(weight) % PANEL)).view(-1, weight.shape[1] // GROUP, GROUP)
+    groups = functional.pad(weight.float(), (0, 0, 0, -len(weight) % LANES)).view(-1, weight.shape[1] // GROUP, GROUP)
     if bits == 8:
         scale, offset = groups.abs().amax(-1) / 127, torch.zeros(())
     else:
@@ -154,10 +153,10 @@ def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 def lay_out(levels: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
     """Packed weights of (n, k / 32, 32) uint8 levels and (n, k / 32) float16 scales and, of 4 bits, offsets."""
-    fours = levels.view(-1, PANEL, levels.shape[1], GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    fours = levels.view(-1, LANES, levels.shape[1], GROUP // 4, 4).permute(0, 2, 3, 1, 4)
     if len(numbers) == 2:
         fours = fours[:, :, :4] | (fours[:, :, 4:] << 4)
-    by_panel = [x.view(-1, PANEL, x.shape[1]).transpose(1, 2).contiguous().view(torch.uint8) for x in numbers]
+    by_panel = [x.view(-1, LANES, x.shape[1]).transpose(1, 2).contiguous().view(torch.uint8) for x in numbers]
     return torch.cat([fours.flatten(2), *by_panel], -1).view(len(levels), -1)
 
 
@@ -170,10 +169,10 @@ class Int8Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(…, k) bfloat16 rows of token ids."""
-        panels, places = ids // PANEL, ids % PANEL
-        packed = self.weight.view(len(self.weight) // PANEL, -1, GROUP_BYTES[8])
-        weights = packed[..., : GROUP * PANEL].view(*packed.shape[:2], GROUP // 4, PANEL, 4)
-        scales = packed[..., GROUP * PANEL :].view(torch.float16)
+        panels, places = ids // LANES, ids % LANES
+        packed = self.weight.view(len(self.weight) // LANES, -1, GROUP_BYTES[8])
+        weights = packed[..., : GROUP * LANES].view(*packed.shape[:2], GROUP // 4, LANES, 4)
+        scales = packed[..., GROUP * LANES :].view(torch.float16)
         levels = weights[panels, :, :, places].float() - 128  # (…, k / 32, 8, 4)
         rows: torch.Tensor = levels.flatten(-2) * scales[panels, :, places].unsqueeze(-1)
         return rows.flatten(-2).to(torch.bfloat16)
@@ -195,9 +194,9 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = _constant(pack(linear.weight.detach(), bits))
         bias = linear.bias
-        self.bias = None if bias is None else _constant(functional.pad(bias.detach(), (0, -len(bias) % PANEL)))
+        self.bias = None if bias is None else _constant(functional.pad(bias.detach(), (0, -len(bias) % LANES)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, n) of (…, k) bfloat16."""
         out = torch.ops.retrieve_spec.packed_product(x, self.weight, self.bias)
-        return out if self.out_features % PANEL == 0 else out[..., : self.out_features]  # type: ignore[no-any-return]
+        return out if self.out_features % LANES == 0 else out[..., : self.out_features]  # type: ignore[no-any-return]

@@ -12,9 +12,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.bfloat16_rows import exp, narrow
-from retrieve_spec.kernels.compiled_code import inner
-from retrieve_spec.kernels.packed_products import block_of, product
-from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, SCORES, mix_block
+from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.packed_products import block_of
+from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, SCORES, block_product, here, mix_block
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8, view_u16
 
 TEXT_FIELDS = 4
@@ -24,6 +24,13 @@ _QUERIES = BLOCKS[-1]
 """Queries that are served at once."""
 _UNIT = np.float32(1 << 40)
 """Shares are added up in parts of one by so many."""
+_score = block_product(*here(), SCORES)
+
+
+@inner
+def _parts_of(by_text: NDArray[np.int64], text: int, heads: int, kv_heads: int) -> int:
+    """Parts that the attention of one text has."""
+    return kv_heads * -(-(heads // kv_heads * by_text[text, 1]) // _QUERIES)
 
 
 @inner
@@ -31,7 +38,7 @@ def attention_parts(by_text: NDArray[np.int64], heads: int, kv_heads: int) -> in
     """Parts that the attention of all texts has."""
     parts = 0
     for text in range(len(by_text)):
-        parts += kv_heads * -(-(heads // kv_heads * by_text[text, 1]) // _QUERIES)
+        parts += _parts_of(by_text, text, heads, kv_heads)
     return parts
 
 
@@ -40,7 +47,7 @@ def scratch_bytes(held: int, width: int) -> int:
     return 4 * _QUERIES * (2 * width + held + LANES)
 
 
-@inner
+@part
 def keep_row(
     by_text: NDArray[np.int64], row: int, keys: int, values: int, layer: int, kv_heads: int, d: int, dv: int
 ) -> None:
@@ -69,18 +76,18 @@ def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
     return np.float32(total) / _UNIT  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@part
 def attend_part(
-    by_text: NDArray[np.int64], part: int, queries: int, out: int, layer: int, heads: int, kv_heads: int, d: int,
+    by_text: NDArray[np.int64], number: int, queries: int, out: int, layer: int, heads: int, kv_heads: int, d: int,
     dv: int, scale: np.float32, scratch: int,
 ) -> None:  # fmt: skip
     """Attend some queries of one head of keys: (rows, heads, d) to (rows, heads, dv) at addresses."""
     text, groups = 0, heads // kv_heads
-    while part >= kv_heads * -(-(groups * by_text[text, 1]) // _QUERIES):
-        part -= kv_heads * -(-(groups * by_text[text, 1]) // _QUERIES)
+    while number >= _parts_of(by_text, text, heads, kv_heads):
+        number -= _parts_of(by_text, text, heads, kv_heads)
         text += 1
     first, rows, seen, places = by_text[text, 0], by_text[text, 1], by_text[text, 2], by_text[text, 3]
-    place, h, begin = view_i64(places + 32 * layer, 4), part % kv_heads, part // kv_heads * _QUERIES
+    place, h, begin = view_i64(places + 32 * layer, 4), number % kv_heads, number // kv_heads * _QUERIES
     keys, values, held = place[0] + 2 * d * h * place[2], place[1] + 2 * dv * h * place[2], place[3]
     count = min(_QUERIES, groups * rows - begin)
     last, block = held + (begin + count - 1) // groups + 1, block_of(count)
@@ -93,7 +100,7 @@ def attend_part(
             ask = view_u16(asks + 2 * GROUP * (group * block + q), GROUP)
             ask[:] = view_u16(queries + 2 * (head * d + GROUP * group), GROUP)
     for j in range(0, last, LANES):  # what lies behind the last row is looked at and not used
-        product(SCORES, block, keys + 2 * d * j, 2 * d, asks, 0, 0, d // GROUP, 0, scores + 4 * j, 4 * stride)
+        _score(SCORES, block, keys + 2 * d * j, 2 * d, asks, 0, 0, d // GROUP, 0, scores + 4 * j, 4 * stride)
     for q in range(count):
         sights, own = view_u8(seen + rows * ((begin + q) // groups), rows), view_f32(scores + 4 * q * stride, last)
         for j in range(held, last):

@@ -12,14 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.bfloat16_rows import wide
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.vector_code import BFLOAT16, BLOCKS, GROUP, GROUP_BYTES, LANES, block_product, here
 from retrieve_spec.kernels.views import view_f32, view_i8, view_i32, view_u16
 
-PANEL = LANES
-"""Outputs that are computed side by side."""
 _GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
-product = block_product(*here())
+_product = block_product(*here(), *GROUP_BYTES, BFLOAT16)
 
 
 @inner
@@ -71,7 +69,7 @@ def _quantise_group(given: NDArray[np.uint16], rounded: NDArray[np.int8]) -> tup
     return top / np.float32(127.0), whole
 
 
-@inner
+@part
 def multiply_panel(
     weight: int, panel: int, bits: int, rows: int, groups: int, q: int, scales: int, sums: int, bias: int, out: int,
     stride: int,
@@ -79,12 +77,12 @@ def multiply_panel(
     """Sixteen outputs of all rows at addresses; rows of `out` are `stride` bytes apart, and as many as blocks have."""
     first, row_bytes, wide_ones = 0, 2 * GROUP * groups, 2 if bits == BFLOAT16 else 1
     if bits == BFLOAT16:
-        weight += panel * PANEL * row_bytes
+        weight += panel * LANES * row_bytes
     else:
         weight += panel * groups * (_GROUP_BYTES_4 if bits == 4 else _GROUP_BYTES_8)
     while first < rows:
         block, at = block_of(rows - first), first * groups
-        product(
+        _product(
             bits, block, weight, row_bytes, q + wide_ones * GROUP * at, scales + 4 * at, sums + 4 * at, groups, bias,
             out + first * stride, stride,
         )  # fmt: skip
@@ -93,7 +91,7 @@ def multiply_panel(
 
 def bits_of(row_bytes: int, groups: int) -> int:
     """Bits of a weight whose packed rows have so many bytes and groups."""
-    return 4 if row_bytes * PANEL == groups * GROUP_BYTES[4] else 8
+    return 4 if row_bytes * LANES == groups * GROUP_BYTES[4] else 8
 
 
 def unpack(weight: torch.Tensor, columns: int) -> torch.Tensor:
@@ -104,8 +102,8 @@ def unpack(weight: torch.Tensor, columns: int) -> torch.Tensor:
     levels, numbers = packed[..., : 64 * bits], packed[..., 64 * bits :]
     if bits == 4:
         levels = torch.cat([levels & 15, levels >> 4], -1)
-    levels = levels.view(-1, groups, GROUP // 4, PANEL, 4).permute(0, 3, 1, 2, 4).flatten(-2).float()
+    levels = levels.view(-1, groups, GROUP // 4, LANES, 4).permute(0, 3, 1, 2, 4).flatten(-2).float()
     halves = numbers.contiguous().view(torch.float16).float()
-    scales, *offsets = halves.view(-1, groups, 2 if bits == 4 else 1, PANEL).permute(2, 0, 3, 1).unsqueeze(-1)
+    scales, *offsets = halves.view(-1, groups, 2 if bits == 4 else 1, LANES).permute(2, 0, 3, 1).unsqueeze(-1)
     floats = levels * scales + offsets[0] if offsets else (levels - 128) * scales
     return floats.flatten(2).flatten(0, 1)

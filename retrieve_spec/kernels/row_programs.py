@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from llvmlite import binding
-from numba import cfunc, config, njit, types
+from numba import cfunc, config, types
 from numpy.typing import NDArray
 from torch.nn import functional
 
@@ -27,18 +27,17 @@ from retrieve_spec.kernels.bfloat16_attention import (
     scratch_bytes,
 )
 from retrieve_spec.kernels.bfloat16_rows import gate_row, normalise_rows, rotate_heads
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.packed_products import (
-    PANEL,
     bits_of,
     block_of,
     multiply_panel,
     quantise_row,
     unpack,
 )
-from retrieve_spec.kernels.vector_code import BFLOAT16, BLOCKS, GROUP, reads_halves
+from retrieve_spec.kernels.vector_code import BFLOAT16, BLOCKS, GROUP, LANES, reads_halves
 from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
-from retrieve_spec.openmp import run_in_parallel, threads_of_torch
+from retrieve_spec.openmp import run_in_threads, threads_of_torch
 
 CAN_RUN = not config.DISABLE_JIT and reads_halves()
 """Whether programs can be run: not where nothing is compiled, or scales cannot be read."""
@@ -59,7 +58,7 @@ class Step(IntEnum):
     MULTIPLY = 2
     """bytes, scales, sums, groups, bits, parts (the steps that follow), panels of all."""
     NORMALISE = 3
-    """x, other, weight, total, out, width, repeats in a row, eps (the bits of a float64)."""
+    """x, other, weight, total, out, width, repeats in a row, eps."""
     GATE = 4
     """gate, up, out, width."""
     ROTATE = 5
@@ -67,7 +66,7 @@ class Step(IntEnum):
     KEEP = 6
     """keys, values, layer, heads of keys, their width, that of values."""
     ATTEND = 7
-    """queries, out, layer, heads, heads of keys, their width, that of values, scale (the bits of a float64)."""
+    """queries, out, layer, heads, heads of keys, their width, that of values, scale."""
 
 
 _PLACES = {
@@ -98,18 +97,18 @@ def _wait(address: int, tickets: int) -> None:
             _leave_core()
 
 
-@inner
+@part
 def _do_panel(step: NDArray[np.int64], parts: NDArray[np.int64], at: NDArray[np.int64], rows: int, panel: int) -> None:
     """One panel of a product."""
-    groups, bits, part = step[4], step[5], 0
-    while panel >= parts[part, 4]:
-        panel -= parts[part, 4]
-        part += 1
-    weight, bias, out, panels = at[parts[part, 1]], parts[part, 2], at[parts[part, 3]], parts[part, 4]
-    skipped = 2 * PANEL * panel
+    groups, bits, which = step[4], step[5], 0
+    while panel >= parts[which, 4]:
+        panel -= parts[which, 4]
+        which += 1
+    weight, bias, out, panels = at[parts[which, 1]], parts[which, 2], at[parts[which, 3]], parts[which, 4]
+    skipped = 2 * LANES * panel
     multiply_panel(
         weight, panel, bits, rows, groups, at[step[1]], at[step[2]], at[step[3]],
-        at[bias] + (skipped if bias != ZEROS else 0), out + skipped, 2 * PANEL * panels,
+        at[bias] + (skipped if bias != ZEROS else 0), out + skipped, 2 * LANES * panels,
     )  # fmt: skip
 
 
@@ -142,7 +141,6 @@ def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int)
 _HEADER = 9
 
 
-@njit(cache=True, nogil=True)
 def _run(address: int) -> None:
     """Run a program, in as many threads as call it; `address` is that of the numbers of `RowProgram.run`."""
     numbers = view_i64(address, _HEADER)
@@ -181,13 +179,8 @@ def _run(address: int) -> None:
 
 @functools.cache
 def _in_c() -> Any:
-    """`_run` as a C function."""
-
-    @cfunc("void(int64)", cache=True)
-    def run(address: int) -> None:
-        _run(address)
-
-    return run
+    """`_run` as a C function, of which all that only it calls is part: compiled once."""
+    return cfunc("void(int64)", cache=True, error_model="numpy")(_run)
 
 
 def padded(rows: int) -> int:
@@ -228,7 +221,7 @@ class RowProgram:
         self._steps: list[tuple[int, ...]] = []
         self._row_bytes: list[int] = [0, 0]  # by place, of buffers
         self._given: list[int] = []
-        self._zeros = np.zeros(PANEL, np.uint16)
+        self._zeros = np.zeros(LANES, np.uint16)
         self._rounded: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
         self._arena_bytes = self._widest = 0
@@ -238,11 +231,12 @@ class RowProgram:
         self._row_bytes.append(-(-row_bytes // 64) * 64)
         return len(self._row_bytes) - 1
 
-    def add(self, kind: Step, *fields: int) -> None:
-        """Add a step."""
-        self._steps.append((kind, *fields, *[0] * (_FIELDS - 1 - len(fields))))
+    def add(self, kind: Step, *fields: float) -> None:
+        """Add a step; a number that is no whole one is written as the bits of a float64."""
+        whole = [int(np.float64(each).view(np.int64)) if isinstance(each, float) else each for each in fields]
+        self._steps.append((kind, *whole, *[0] * (_FIELDS - 1 - len(whole))))
         if kind is Step.ATTEND:
-            self._widest = max(self._widest, *fields[5:7])
+            self._widest = max(self._widest, *whole[5:7])
 
     def multiply(self, x: int, groups: int, bits: int, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Add products of the rows at one place; each with its fields of `Step.PART`."""
@@ -252,9 +246,9 @@ class RowProgram:
             rounded = self.place(width * groups * GROUP), self.place(4 * groups), self.place(4 * groups)
             self._rounded[x, bits] = rounded
             self.add(Step.QUANTISE, x, *rounded, groups, bits)
-        self.add(Step.MULTIPLY, *rounded, groups, bits, len(parts), sum(part[-1] for part in parts))
-        for part in parts:
-            self.add(Step.PART, *part)
+        self.add(Step.MULTIPLY, *rounded, groups, bits, len(parts), sum(fields[-1] for fields in parts))
+        for fields in parts:
+            self.add(Step.PART, *fields)
 
     def finish(self, given: Sequence[int]) -> Self:
         """Lay the program out, after the last step; the addresses of these places are given when it is run."""
@@ -301,11 +295,7 @@ class RowProgram:
         at += begin
         at[ZEROS] = self._zeros.ctypes.data
         at[self._given] = 0, *addresses
-        function = _in_c()
-        if threads > 1:
-            run_in_parallel(int(function.address), numbers)
-        else:
-            function.ctypes(numbers.ctypes.data)
+        run_in_threads(_in_c(), numbers, threads)
 
 
 @functools.lru_cache(256)
@@ -321,7 +311,7 @@ def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     x, groups = x.contiguous(), x.shape[-1] // GROUP
     rows, outputs = x.numel() // (groups * GROUP), weight.shape[0]
     out = x.new_empty((padded(rows), outputs))
-    program = _product_program(groups, bits_of(weight.shape[1], groups), outputs // PANEL, bias is not None)
+    program = _product_program(groups, bits_of(weight.shape[1], groups), outputs // LANES, bias is not None)
     tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
     program.run(rows, [tensor.data_ptr() for tensor in tensors])
     return out[:rows].view(*x.shape[:-1], outputs)

@@ -16,7 +16,7 @@ from numba import cfunc, config, njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.views import take_ticket, view_f32, view_f32_cube, view_f64, view_i64, view_i64_rows
-from retrieve_spec.openmp import run_in_parallel, threads_of_torch
+from retrieve_spec.openmp import run_in_threads, threads_of_torch
 
 _TOGETHER = 8
 """Texts that a thread takes at once, at most."""
@@ -201,9 +201,7 @@ def attend_single_rows(
     together = min(max(len(rows) * len(keys) // (2 * threads), 1), _TOGETHER)
     sizes = (len(rows), together, heads, len(keys), width, d, values.shape[2], weights.shape[1])
     numbers = np.array([0, 0, *sizes, *at, window, rule.ctypes.data, weights.ctypes.data], np.int64)
-    if threads > 1:
-        run_in_parallel(int(_in_c().address), numbers)
-    elif config.DISABLE_JIT:
+    if config.DISABLE_JIT:
         _attend(numbers.ctypes.data)
     else:  # the same code for any number of threads: nothing is compiled when that changes
-        _in_c().ctypes(numbers.ctypes.data)
+        run_in_threads(_in_c(), numbers, threads)

@@ -148,8 +148,8 @@ def here() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return add_bytes_vnni if vnni else add_bytes, add_pairs_bf16 if has_bfloat16_products() else add_pairs
 
 
-def block_product(add_bytes: Callable[..., Any], add_pairs: Callable[..., Any]) -> Any:
-    """Compiled function of 16 results of a block of rows.
+def block_product(add_bytes: Callable[..., Any], add_pairs: Callable[..., Any], *kinds: int) -> Any:
+    """Compiled function of 16 results of a block of rows, for some kinds of products.
 
     Its parameters: kind of product, rows (of `BLOCKS`); the address of 16 rows of weights, (groups, `GROUP_BYTES`) or
     bfloat16 rows that are so many bytes apart; addresses of the block's (groups, rows, 32) bytes or bfloat16, and of
@@ -179,7 +179,7 @@ def block_product(add_bytes: Callable[..., Any], add_pairs: Callable[..., Any]) 
                     address = builder.add(out, builder.mul(stride, _LONG(row)))
                     builder.store(result, builder.inttoptr(address, result.type.as_pointer()), align=2)
 
-            _switch(builder, kind, rows, (*GROUP_BYTES, BFLOAT16, SCORES), code)
+            _switch(builder, kind, rows, kinds, code)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 11), codegen

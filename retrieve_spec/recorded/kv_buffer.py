@@ -141,8 +141,8 @@ class KVBuffer:
         self.length = 0
         self.slab_of = _spread(self.windows)
         self.layer_in_slab = [self.slab_of[:i].count(slab) for i, slab in enumerate(self.slab_of)]
-        self.first_layers = [self.slab_of.index(slab) for slab in range(max(self.slab_of) + 1)]
         of_slab = [[i for i, slab in enumerate(self.slab_of) if slab == k] for k in range(max(self.slab_of) + 1)]
+        self.first_layers = [layers[0] for layers in of_slab]
         self.slabs = [Slab(len(layers), self.windows[layers[0]], capacity) for layers in of_slab]
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
         self.prefixes: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)

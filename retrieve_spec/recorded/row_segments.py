@@ -16,18 +16,21 @@ from torch import fx
 
 from retrieve_spec.attention import LayerRule
 from retrieve_spec.kernels import bfloat16_rows
-from retrieve_spec.kernels.packed_products import PANEL, bits_of
+from retrieve_spec.kernels.packed_products import bits_of
 from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, RowTexts, Step, padded
-from retrieve_spec.kernels.vector_code import BFLOAT16, GROUP, has_bfloat16_products
+from retrieve_spec.kernels.vector_code import BFLOAT16, GROUP, LANES, has_bfloat16_products
 
 aten = torch.ops.aten
 PACKED_PRODUCT = torch.ops.retrieve_spec.packed_product.default
 _VIEWS = {aten.view.default, aten.reshape.default, aten.transpose.int}
 _PRODUCTS = {PACKED_PRODUCT, aten.linear.default}
-_BOTH = {bfloat16_rows.add_rms_norm, bfloat16_rows.gate}
 _PAIRS = {bfloat16_rows.add_rms_norm, bfloat16_rows.rotate_both}
 _TURNS = {bfloat16_rows.rotate, bfloat16_rows.rotate_both}
-_STEPS = {PACKED_PRODUCT, bfloat16_rows.rms_norm, bfloat16_rows.gate, *_PAIRS, *_TURNS}
+_STEPS = {
+    PACKED_PRODUCT: 1, aten.linear.default: 1, bfloat16_rows.rms_norm: 1, bfloat16_rows.add_rms_norm: 2,
+    bfloat16_rows.gate: 2, bfloat16_rows.rotate: 1, bfloat16_rows.rotate_both: 2,
+}  # fmt: skip
+"""Operations that programs have a step for, and how many of their first arguments are rows."""
 Node = Any
 
 
@@ -110,19 +113,18 @@ class Segment:
 
     def _has_step(self, node: Node) -> bool:
         """Whether a node is an operation that programs have a step for, on bfloat16 rows that lie one after another."""
-        if node.target is operator.call and self._rules:
+        if node.target is operator.call:
             return self._attends(node)
-        if node.target is aten.linear.default and self._rules:
-            if not _is_served(node):
-                return False
-        elif node.target not in _STEPS:
+        if node.target not in _STEPS:
+            return False
+        if node.target is aten.linear.default and not (self._rules and _is_served(node)):
             return False
         tensors = [value for arg in node.args if isinstance(arg, fx.Node) and (value := arg.meta["val"]) is not None]
         if any(tensor.dtype not in (torch.bfloat16, torch.uint8) for tensor in tensors):
             return False
         if node.target in _PRODUCTS and len(_shape(node.args[0])) != 3:
             return False
-        given = node.args[: -2 if node.target in _TURNS else 2 if node.target in _BOTH else 1]
+        given = node.args[: _STEPS[node.target]]
         if node.target in _TURNS:
             if any(arg.target is not aten.transpose.int or arg.args[1:] != (1, 2) for arg in given):
                 return False
@@ -141,7 +143,7 @@ class Segment:
         rule = self._rules[layer]
         plain = not (rule.window or rule.softcap) and rule.sinks is None
         _, keys, values = (int(_shape(state)[3]) for state in states)
-        plain = plain and keys % GROUP == 0 and values % PANEL == 0
+        plain = plain and keys % GROUP == 0 and values % LANES == 0
         return plain and all(self._turned_base(state) is not None for state in states)
 
     def _turned_base(self, node: Node) -> Node | None:
@@ -217,15 +219,14 @@ class Segment:
                 *states, layer = others
                 query, keys, values = (places[self._turned_base(state)] for state in states)
                 (heads, d), (kv_heads, _), (_, dv) = (map(int, _shape(state)[1::2]) for state in states)
-                scale = int(np.float64(self._rules[layer].scale).view(np.int64))
                 program.add(Step.KEEP, keys, values, layer, kv_heads, d, dv)
                 out = result(step, heads * dv)
-                program.add(Step.ATTEND, query, out, layer, heads, kv_heads, d, dv, scale)
+                program.add(Step.ATTEND, query, out, layer, heads, kv_heads, d, dv, self._rules[layer].scale)
             elif step.target in _PRODUCTS:
                 rows, kind = given(x), _bits(step)
                 same = [each for each in self._products() if self._base(each.args[0]) is self._base(x)]
                 parts = [
-                    (given(each.args[1]), _bias(each, given), result(each, _row_width(each)), _row_width(each) // PANEL)
+                    (given(each.args[1]), _bias(each, given), result(each, _row_width(each)), _row_width(each) // LANES)
                     for each in same
                     if _bits(each) == kind
                 ]
@@ -240,10 +241,10 @@ class Segment:
                     program.add(Step.ROTATE, given(each.args[0]), given(cos), given(sin), out, heads, half)
             else:
                 *more, weight, eps = others
-                whole, width, bits = _row_width(x), int(_shape(weight)[0]), int(np.float64(eps).view(np.int64))
+                whole, width = _row_width(x), int(_shape(weight)[0])
                 other, total = (given(more[0]), result(step, whole, 0)) if more else (NOWHERE, NOWHERE)
                 out = result(step, whole, 1 if more else None)
-                program.add(Step.NORMALISE, given(x), other, given(weight), total, out, width, whole // width, bits)
+                program.add(Step.NORMALISE, given(x), other, given(weight), total, out, width, whole // width, eps)
         program.finish([places[node] for node in (*inputs, *outputs)])
         return inputs, _running(program, _row_width(inputs[0]), outputs)
 
@@ -265,7 +266,7 @@ def _is_served(linear: Node) -> bool:
     """Whether a product with bfloat16 weights as they lie is one that programs have a step for, and fast."""
     weight = linear.args[1]
     outputs, inputs = (int(size) for size in _shape(weight))
-    whole = outputs % PANEL == 0 and inputs % GROUP == 0
+    whole = outputs % LANES == 0 and inputs % GROUP == 0
     return whole and weight.op == "placeholder" and weight.meta["val"].is_contiguous() and has_bfloat16_products()
 
 

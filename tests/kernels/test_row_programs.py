@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,10 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import config, njit
 
-from retrieve_spec.kernels import packed_products, row_programs
+from retrieve_spec.kernels import row_programs
 from retrieve_spec.kernels.packed_products import unpack
 from retrieve_spec.kernels.row_programs import ZEROS, RowProgram, RowTexts, Step, packed_product, padded
-from retrieve_spec.kernels.vector_code import BFLOAT16, GROUP, SCORES, add_bytes, add_pairs, block_product
+from retrieve_spec.kernels.vector_code import (
+    BFLOAT16,
+    GROUP,
+    GROUP_BYTES,
+    SCORES,
+    add_bytes,
+    add_pairs,
+    block_product,
+    here,
+)
 from retrieve_spec.quantized import pack
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="its instructions have no form in Python")
@@ -73,15 +84,25 @@ def test_numbers_that_are_none_stay_so_in_their_own_row(bits: int) -> None:
     assert not result[[0, 2]].isfinite().any() and result[1].isfinite().all()
 
 
+@functools.cache
+def multiplying(portable: bool) -> Any:
+    """A product of every kind, compiled once: by operations that every CPU has, or by what this one has."""
+    adds = (add_bytes, add_pairs) if portable else here()
+    product = block_product(*adds, *GROUP_BYTES, BFLOAT16, SCORES)
+
+    @njit
+    def multiply(
+        kind: int, rows: int, weight: int, row_bytes: int, x: int, scales: int, sums: int, groups: int, bias: int,
+        out: int, stride: int,
+    ) -> None:  # fmt: skip
+        product(kind, rows, weight, row_bytes, x, scales, sums, groups, bias, out, stride)
+
+    return multiply
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_cpu_adds_up_the_same_numbers(bits: int) -> None:
     """What this CPU has an instruction for, and operations that all have, with the largest numbers there are."""
-    portable = block_product(add_bytes, add_pairs)
-
-    @njit
-    def multiply(bits: int, weight: int, x: int, scales: int, sums: int, groups: int, bias: int, out: int) -> None:
-        portable(bits, 4, weight, 0, x, scales, sums, groups, bias, out, 32)
-
     random = np.random.default_rng(0)
     for extreme in (False, True):
         levels = random.integers(0, 2, (16, 96)) * 2.0 - 1 if extreme else random.standard_normal((16, 96))
@@ -92,7 +113,8 @@ def test_every_cpu_adds_up_the_same_numbers(bits: int) -> None:
         sums = step * whole.sum(-1, keepdim=True) if bits == 4 else (-128 * whole.sum(-1)).int()
         out, bias = torch.empty(4, 16, dtype=torch.bfloat16), torch.randn(16).to(torch.bfloat16)
         arrays = (weight, whole.to(torch.int8), step, sums)
-        multiply(bits, *(array.data_ptr() for array in arrays), 3, bias.data_ptr(), out.data_ptr())
+        packed, *others = (array.data_ptr() for array in arrays)
+        multiplying(portable=True)(bits, 4, packed, 0, *others, 3, bias.data_ptr(), out.data_ptr(), 32)
         assert torch.equal(out, packed_product(x, weight, bias))
 
 
@@ -109,25 +131,19 @@ def test_what_numba_is_told_to_leave_out_is_left_out(told: str, runs: bool) -> N
     subprocess.run([sys.executable, "-c", program], env=os.environ | {name: said}, check=True)
 
 
-@pytest.mark.parametrize("add", [None, add_pairs])
-def test_bfloat16_rows_are_multiplied_as_they_lie(add: object) -> None:
+@pytest.mark.parametrize("portable", [False, True])
+def test_bfloat16_rows_are_multiplied_as_they_lie(portable: bool) -> None:
     """By what this CPU has an instruction for, and by operations that all have."""
-    product = packed_products.product if add is None else block_product(add_bytes, add_pairs)
-
-    @njit
-    def multiply(kind: int, rows: int, weight: int, x: int, bias: int, out: int, stride: int) -> None:
-        product(kind, rows, weight, 2 * 160, x, 0, 0, 3, bias, out, stride)
-
     torch.manual_seed(0)
     weight, bias = torch.randn(16, 160).to(torch.bfloat16), torch.randn(16).to(torch.bfloat16)
     for rows in (1, 2, 4, 8, 12, 16):
         x = torch.randn(rows, 96).to(torch.bfloat16)
         laid = x.view(rows, 3, GROUP).transpose(0, 1).contiguous()
         wanted = x.double() @ weight[:, :96].double().T
-        addresses = weight.data_ptr(), laid.data_ptr(), bias.data_ptr()
+        addresses = weight.data_ptr(), 2 * 160, laid.data_ptr(), 0, 0, 3, bias.data_ptr()
         scores, results = torch.empty(rows, 16), torch.empty(rows, 16, dtype=torch.bfloat16)
-        multiply(SCORES, rows, *addresses, scores.data_ptr(), 64)
-        multiply(BFLOAT16, rows, *addresses, results.data_ptr(), 32)
+        multiplying(portable)(SCORES, rows, *addresses, scores.data_ptr(), 64)
+        multiplying(portable)(BFLOAT16, rows, *addresses, results.data_ptr(), 32)
         torch.testing.assert_close(scores.double(), wanted, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(results.double(), wanted + bias, rtol=2**-8, atol=1e-3)
 
