@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
     The model writes about a hundred tokens of Python, with drafts and by its original `generate`.
     """
     from retrieve_spec.bench.machine import machine_facts
+    from retrieve_spec.weight_formats import product_times
 
     facts: dict[str, Any] = {"machine": machine_facts()}
     facts["missing_extras"] = [extra for extra, modules in EXTRAS.items() if not all(map(find_spec, modules))]
@@ -44,7 +44,7 @@ def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
         if model != "none":
             facts["model"] = {"name": model, **_examine(model, dtype, device)}
             if facts["model"]["device"] == "cpu":
-                facts["product_us"] = _products()
+                facts["product_us"] = product_times()
     facts["advice"] = advice(facts)
     click.echo(json.dumps(facts) if as_json else "\n".join(_lines(facts)))
 
@@ -96,37 +96,10 @@ def _examine(name: str, dtype: str, device: str) -> dict[str, Any]:
     return found | compared_with_plain(model, tokenizer, request, 0, drafted)
 
 
-def _products() -> dict[str, int]:
-    """By format of weights, the microseconds that eight rows times a weight (2048, 2048) take; none uncompiled."""
-    import torch
-
-    from retrieve_spec.kernels.row_programs import CAN_RUN, packed_product
-    from retrieve_spec.quantized import pack
-
-    if not CAN_RUN:
-        return {}
-    rows, weight = torch.randn(8, 2048), torch.randn(2048, 2048)
-    half, short = rows.to(torch.bfloat16), weight.to(torch.bfloat16)
-    float16_rows, float16 = rows.half(), weight.half()
-    byte, four = pack(weight, 8), pack(weight, 4)
-    products: dict[str, Callable[[], Any]] = {
-        "float32": lambda: torch.nn.functional.linear(rows, weight),
-        "bfloat16": lambda: torch.nn.functional.linear(half, short),
-        "float16": lambda: torch.nn.functional.linear(float16_rows, float16),
-        "int8": lambda: packed_product(half, byte),
-        "int4": lambda: packed_product(half, four),
-    }
-    took = dict.fromkeys(products, float("inf"))
-    for _ in range(6):  # in turn, so that each weight comes from memory; the first round warms up
-        for name, product in products.items():
-            began = time.perf_counter()
-            product()
-            took[name] = min(took[name], time.perf_counter() - began)
-    return {name: round(1e6 * seconds) for name, seconds in took.items()}
-
-
 def advice(facts: dict[str, Any]) -> list[str]:
     """What would be faster, or what is missing, a sentence each."""
+    from retrieve_spec.weight_formats import advice_on_format
+
     machine, model, found = facts["machine"], facts.get("model"), []
     if not facts["kernels"]["kept"]:
         found.append(
@@ -142,16 +115,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
         return found
     if model["device"] == "cpu" and "gpu" in machine:
         found.append(f"The model is on the CPU although there is a GPU ({machine['gpu']}): use --device cuda.")
-    products = facts.get("product_us", {})
-    own = products.get(model["dtype"], 0)
-    if faster := [name for name in ("bfloat16", "int8", "int4") if products and 1.3 * products[name] < own]:
-        took = ", ".join(f"{name} {products[name]}" for name in faster)
-        found.append(
-            f"Eight rows times a weight take {own} µs in {model['dtype']} here ({took}): give --dtype bfloat16, or "
-            "--quantize, which changes what the model says a little."
-        )
-    if model["dtype"] == "bfloat16" and 1.3 * products.get("float32", own) < own:
-        found.append("Products of bfloat16 are slower than those of float32 here: --dtype float32.")
+    found += advice_on_format(model["dtype"], facts.get("product_us", {}))
     if model["mode"] != "tree":
         found.append(f"Drafts are verified in {model['mode']} mode: {model['reason']}.")
     elif model["pass_kind"] != "recorded":

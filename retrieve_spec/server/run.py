@@ -39,11 +39,14 @@ from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.server.workspace_store import WorkspaceStore, prepare_store
 from retrieve_spec.sources.answers import unpacked
+from retrieve_spec.weight_formats import advice_on_format, product_times
 
 log = logging.getLogger("retrieve_spec.server")
 
 _BACKLOG = 128
 _FIRST_TOKEN_S = 0.15
+_LARGE = 50_000_000
+"""Parameters from which the format of weights decides how fast a model is."""
 _WINDOW = 2048
 """Tokens around a cursor at least, where the model has room for them."""
 _KEEP_ALIVE_S = 75
@@ -83,6 +86,9 @@ def build_service(
         model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores, session=session
     )
     model.speculation.assume_frozen()  # nobody else has it
+    if quantize is None and model.device.type == "cpu" and model.num_parameters() >= _LARGE:
+        for sentence in advice_on_format(str(model.dtype).removeprefix("torch."), product_times()):
+            log.info("%s", sentence)
     return service
 
 

@@ -14,7 +14,7 @@ ORDER = [
     {"config", "model_layers"},
     {"kernels"},
     {"quantized"},
-    {"reference_model"},
+    {"reference_model", "weight_formats"},
     {"datastore"},
     {"sources"},
     {"drafting"},
