@@ -135,8 +135,6 @@ class PassConfig:
         Rows by which a key-value cache grows at least.
     mask_bytes
         Largest mask buffer; beyond it the prefix is attended to without a mask and merged.
-    layout_bytes
-        Copies of weights on a CPU in a layout that products with few rows read faster, all together; 0 keeps none.
     max_rows
         Root tokens and draft nodes of one recorded pass at most.
     score_bytes
@@ -163,7 +161,6 @@ class PassConfig:
 
     cache_block: int = 256
     mask_bytes: int = 64 << 20
-    layout_bytes: int = 1 << 30
     max_rows: int = 512
     score_bytes: int = 8 << 20
     batch_rows: int = 64

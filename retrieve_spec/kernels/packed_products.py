@@ -7,17 +7,28 @@ which CPUs have an instruction (`retrieve_spec.kernels.vector_code`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.bfloat16_rows import wide
 from retrieve_spec.kernels.compiled_code import inner, part
-from retrieve_spec.kernels.vector_code import BFLOAT16, BLOCKS, GROUP, GROUP_BYTES, LANES, block_product, here
+from retrieve_spec.kernels.number_formats import wide
+from retrieve_spec.kernels.vector_code import (
+    BLOCKS,
+    GROUP,
+    GROUP_BYTES,
+    LANES,
+    LYING,
+    block_product,
+    here,
+    tile_product,
+)
 from retrieve_spec.kernels.views import view_f32, view_i8, view_i32, view_u16
 
 _GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
-_product = block_product(*here(), *GROUP_BYTES, BFLOAT16)
+_product, _tile = block_product(*here(), *GROUP_BYTES), tile_product(here()[1])
 
 
 @inner
@@ -31,7 +42,7 @@ def block_of(rows: int) -> int:
 
 @inner
 def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, q: int, scales: int, sums: int) -> None:
-    """Round one of `rows` rows of bfloat16 to bytes; for products with bfloat16 it is copied.
+    """Round one of `rows` rows of bfloat16 to bytes.
 
     At addresses: the row; bytes, scales and sums of all rows, block behind block, each (groups, rows). With 4 bits
     sums are scaled, float32; with 8, whose weights lie 128 too high, they are int32 and -128 times as large.
@@ -40,9 +51,6 @@ def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, q: int, sc
     block = block_of(rows - first)
     for group in range(groups):
         place = first * groups + group * block + row - first
-        if bits == BFLOAT16:
-            view_u16(q + 2 * GROUP * place, GROUP)[:] = view_u16(x + 2 * GROUP * group, GROUP)
-            continue
         scale, whole = _quantise_group(view_u16(x + 2 * GROUP * group, GROUP), view_i8(q + GROUP * place, GROUP))
         view_f32(scales + 4 * place, 1)[0] = scale
         if bits == 4:
@@ -71,19 +79,30 @@ def _quantise_group(given: NDArray[np.uint16], rounded: NDArray[np.int8]) -> tup
 
 @part
 def multiply_panel(
-    weight: int, panel: int, bits: int, rows: int, groups: int, q: int, scales: int, sums: int, bias: int, out: int,
-    stride: int,
+    weight: int, begin: int, bits: int, rows: int, groups: int, q: int, scales: int, sums: int, bias: int, out: int,
+    stride: int, like: Any,
 ) -> None:  # fmt: skip
-    """Sixteen outputs of all rows at addresses; rows of `out` are `stride` bytes apart, and as many as blocks have."""
-    first, row_bytes, wide_ones = 0, 2 * GROUP * groups, 2 if bits == BFLOAT16 else 1
-    if bits == BFLOAT16:
-        weight += panel * LANES * row_bytes
-    else:
-        weight += panel * groups * (_GROUP_BYTES_4 if bits == 4 else _GROUP_BYTES_8)
+    """Sixteen outputs of all rows at addresses, from one on; rows of `out` are `stride` bytes apart, and as many as
+    blocks have.
+
+    Of weights that lie, `q` are the rows themselves, and groups have 64 bytes.
+    """
+    first = 0
+    if bits == LYING:
+        row_bytes = 64 * groups
+        while first < rows:
+            left = rows - first
+            _tile(
+                like, left if left < 3 else 4, left - 1, weight + begin * row_bytes, q + first * row_bytes,
+                row_bytes, groups, bias, out + first * stride, stride,
+            )  # fmt: skip
+            first += 4
+        return
+    weight += begin // LANES * groups * (_GROUP_BYTES_4 if bits == 4 else _GROUP_BYTES_8)
     while first < rows:
         block, at = block_of(rows - first), first * groups
         _product(
-            bits, block, weight, row_bytes, q + wide_ones * GROUP * at, scales + 4 * at, sums + 4 * at, groups, bias,
+            like, bits, block, weight, 0, q + GROUP * at, scales + 4 * at, sums + 4 * at, groups, bias,
             out + first * stride, stride,
         )  # fmt: skip
         first += block

@@ -1,8 +1,8 @@
 """Programs over the rows of a pass on a CPU: what decoder layers do, in one call.
 
-A program is a list of steps over bfloat16 rows: products with packed weights, normalisations, gates, rotary embeddings,
-attention. Each rounds where the operation that it stands for does (`retrieve_spec.kernels.bfloat16_rows`). Torch's
-threads run it in one parallel region, and take parts of each step until there are none left.
+A program is a list of steps over rows of float32 or bfloat16: products, normalisations, gates, rotary embeddings,
+attention. Each rounds where the operation that it stands for does (`retrieve_spec.kernels.layer_rows`). Torch's threads
+run it in one parallel region, and take parts of each step until there are none left.
 """
 
 from __future__ import annotations
@@ -19,15 +19,9 @@ from numba import cfunc, config, types
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from retrieve_spec.kernels.bfloat16_attention import (
-    TEXT_FIELDS,
-    attend_part,
-    attention_parts,
-    keep_row,
-    scratch_bytes,
-)
-from retrieve_spec.kernels.bfloat16_rows import gate_row, normalise_rows, rotate_heads
 from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.layer_rows import gate_row, normalise_rows, rotate_heads
+from retrieve_spec.kernels.number_formats import LIKE, bytes_of
 from retrieve_spec.kernels.packed_products import (
     bits_of,
     block_of,
@@ -35,7 +29,14 @@ from retrieve_spec.kernels.packed_products import (
     quantise_row,
     unpack,
 )
-from retrieve_spec.kernels.vector_code import BFLOAT16, BLOCKS, GROUP, LANES, reads_halves
+from retrieve_spec.kernels.tree_attention import (
+    TEXT_FIELDS,
+    attend_part,
+    attention_parts,
+    keep_row,
+    scratch_bytes,
+)
+from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, LYING, reads_halves
 from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
 from retrieve_spec.openmp import run_in_threads, threads_of_torch
 
@@ -52,11 +53,12 @@ class Step(IntEnum):
     """Kinds of steps, and the fields of each: places of addresses, and numbers."""
 
     PART = 0
-    """Of a product: weight, bias, out, panels."""
+    """Of a product: weight, bias, out, outputs."""
     QUANTISE = 1
     """x, bytes, scales, sums, groups, bits."""
     MULTIPLY = 2
-    """bytes, scales, sums, groups, bits, parts (the steps that follow), panels of all."""
+    """bytes, scales, sums, groups, bits, parts (the steps that follow), panels of all; with weights that lie, rows in
+    place of bytes, and groups of 64 bytes."""
     NORMALISE = 3
     """x, other, weight, total, out, width, repeats in a row, eps."""
     GATE = 4
@@ -98,50 +100,56 @@ def _wait(address: int, tickets: int) -> None:
 
 
 @part
-def _do_panel(step: NDArray[np.int64], parts: NDArray[np.int64], at: NDArray[np.int64], rows: int, panel: int) -> None:
+def _do_panel(
+    step: NDArray[np.int64], parts: NDArray[np.int64], at: NDArray[np.int64], rows: int, panel: int, like: Any
+) -> None:
     """One panel of a product."""
     groups, bits, which = step[4], step[5], 0
-    while panel >= parts[which, 4]:
-        panel -= parts[which, 4]
+    while panel >= -(-parts[which, 4] // LANES):
+        panel -= -(-parts[which, 4] // LANES)
         which += 1
-    weight, bias, out, panels = at[parts[which, 1]], parts[which, 2], at[parts[which, 3]], parts[which, 4]
-    skipped = 2 * LANES * panel
+    bias, outputs, size = parts[which, 2], parts[which, 4], bytes_of(like)
+    begin = min(LANES * panel, outputs - LANES)  # of weights that lie, the last panel may begin in the one before
     multiply_panel(
-        weight, panel, bits, rows, groups, at[step[1]], at[step[2]], at[step[3]],
-        at[bias] + (skipped if bias != ZEROS else 0), out + skipped, 2 * LANES * panels,
+        at[parts[which, 1]], begin, bits, rows, groups, at[step[1]], at[step[2]], at[step[3]],
+        at[bias] + (size * begin if bias != ZEROS else 0), at[parts[which, 3]] + size * begin, size * outputs, like,
     )  # fmt: skip
 
 
 @inner
-def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int) -> None:
+def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int, like: Any) -> None:
     """One row of any other step."""
-    kind, x = step[0], at[step[1]]
+    kind, x, size = step[0], at[step[1]], bytes_of(like)
     if kind == _QUANTISE:
-        groups = step[5]
-        quantise_row(x + 2 * GROUP * groups * row, step[6], row, rows, groups, at[step[2]], at[step[3]], at[step[4]])
+        groups, bits = step[5], step[6]
+        begin = x + size * GROUP * groups * row
+        quantise_row(begin, bits, row, rows, groups, at[step[2]], at[step[3]], at[step[4]])
     elif kind == _NORMALISE:
         width, repeats, eps = step[6], step[7], step[8:].view(np.float64)[0]
-        begin = 2 * width * repeats * row
+        begin = size * width * repeats * row
         other, total = at[step[2]], at[step[4]]
         normalise_rows(
             x + begin, other + begin if other else 0, at[step[3]], total + begin if total else 0, at[step[5]] + begin,
-            repeats, width, np.float32(eps),
+            repeats, width, np.float32(eps), like,
         )  # fmt: skip
     elif kind == _GATE:
-        begin = 2 * step[4] * row
-        gate_row(x + begin, at[step[2]] + begin, at[step[3]] + begin, step[4])
+        begin = size * step[4] * row
+        gate_row(x + begin, at[step[2]] + begin, at[step[3]] + begin, step[4], like)
     else:
         heads, half = step[5], step[6]
-        begin, angles = 4 * heads * half * row, 4 * half * row
+        angles = 2 * size * half * row
+        begin = angles * heads
         rotate_heads(
-            x + begin, at[step[2]] + angles, at[step[3]] + angles, at[step[4]] + begin, heads, 1, half, 2 * half, 0
-        )
+            x + begin, at[step[2]] + angles, at[step[3]] + angles, at[step[4]] + begin, heads, 1, half, 2 * half, 0,
+            like,
+        )  # fmt: skip
 
 
 _HEADER = 9
 
 
-def _run(address: int) -> None:
+@inner
+def _run(address: int, like: Any) -> None:
     """Run a program, in as many threads as call it; `address` is that of the numbers of `RowProgram.run`."""
     numbers = view_i64(address, _HEADER)
     counters, steps, rows, threads = address + 8 * _HEADER, numbers[2], numbers[3], numbers[4]
@@ -163,24 +171,33 @@ def _run(address: int) -> None:
                 break
             if step[0] == _MULTIPLY:
                 for panel in range(unit * each, min((unit + 1) * each, step[7])):
-                    _do_panel(step, parts, at, rows, panel)
+                    _do_panel(step, parts, at, rows, panel, like)
             elif step[0] == _ATTEND:
                 scale = np.float32(step[8:].view(np.float64)[0])
                 attend_part(
-                    by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], step[7], scale, scratch
-                )
+                    by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], step[7], scale,
+                    scratch, like,
+                )  # fmt: skip
             elif step[0] == _KEEP:
-                keep_row(by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6])
+                keep_row(by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], like)
             else:
-                _do_row(step, at, rows, unit)
+                _do_row(step, at, rows, unit, like)
             take_ticket(ticket + 8)
         _wait(ticket + 8, units)
 
 
+def _run_float32(address: int) -> None:
+    _run(address, np.float32(0.0))
+
+
+def _run_bfloat16(address: int) -> None:
+    _run(address, np.uint16(0))
+
+
 @functools.cache
-def _in_c() -> Any:
-    """`_run` as a C function, of which all that only it calls is part: compiled once."""
-    return cfunc("void(int64)", cache=True, error_model="numpy")(_run)
+def _in_c(single: bool) -> Any:
+    """`_run` as a C function, over float32 or bfloat16."""
+    return cfunc("void(int64)", cache=True, error_model="numpy")(_run_float32 if single else _run_bfloat16)
 
 
 def padded(rows: int) -> int:
@@ -215,19 +232,29 @@ class RowProgram:
     """A program over rows, for any number of them.
 
     Addresses have places: some are given when it is run, the others are those of buffers between steps.
+
+    Parameters
+    ----------
+    dtype
+        Of the rows: float32 or bfloat16.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._size = dtype.itemsize
         self._steps: list[tuple[int, ...]] = []
         self._row_bytes: list[int] = [0, 0]  # by place, of buffers
         self._given: list[int] = []
-        self._zeros = np.zeros(LANES, np.uint16)
+        self._zeros = np.zeros(LANES, np.float32)
         self._rounded: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
         self._arena_bytes = self._widest = 0
 
-    def place(self, row_bytes: int = 0) -> int:
-        """A place, of a buffer with rows of so many bytes unless its address is given when the program is run."""
+    def place(self, width: int = 0, bytes_each: int = 0) -> int:
+        """A place, of a buffer with so many numbers in a row unless its address is given when the program is run.
+
+        Numbers are those of rows, unless it is said of how many bytes they are.
+        """
+        row_bytes = width * (bytes_each or self._size)
         self._row_bytes.append(-(-row_bytes // 64) * 64)
         return len(self._row_bytes) - 1
 
@@ -238,15 +265,15 @@ class RowProgram:
         if kind is Step.ATTEND:
             self._widest = max(self._widest, *whole[5:7])
 
-    def multiply(self, x: int, groups: int, bits: int, parts: Sequence[tuple[int, int, int, int]]) -> None:
-        """Add products of the rows at one place; each with its fields of `Step.PART`."""
-        rounded = self._rounded.get((x, bits))
+    def multiply(self, x: int, width: int, bits: int, parts: Sequence[tuple[int, int, int, int]]) -> None:
+        """Add products of the rows at one place, so wide; each with its fields of `Step.PART`."""
+        groups = width * self._size // 64 if bits == LYING else width // GROUP
+        rounded = (x, NOWHERE, NOWHERE) if bits == LYING else self._rounded.get((x, bits))
         if rounded is None:
-            width = 2 if bits == BFLOAT16 else 1
-            rounded = self.place(width * groups * GROUP), self.place(4 * groups), self.place(4 * groups)
+            rounded = self.place(groups * GROUP, 1), self.place(groups, 4), self.place(groups, 4)
             self._rounded[x, bits] = rounded
             self.add(Step.QUANTISE, x, *rounded, groups, bits)
-        self.add(Step.MULTIPLY, *rounded, groups, bits, len(parts), sum(fields[-1] for fields in parts))
+        self.add(Step.MULTIPLY, *rounded, groups, bits, len(parts), sum(-(-fields[-1] // LANES) for fields in parts))
         for fields in parts:
             self.add(Step.PART, *fields)
 
@@ -281,7 +308,7 @@ class RowProgram:
         return offsets
 
     def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None) -> None:
-        """Run it over so many rows; addresses are those of bfloat16 rows that lie side by side, and of weights."""
+        """Run it over so many rows; addresses are those of rows that lie side by side, and of weights."""
         room, threads, numbers = padded(rows), threads_of_torch(), self._numbers.copy()
         scratch = 0 if texts is None else -(-scratch_bytes(texts.longest, self._widest) // 64) * 64
         arena = torch.empty(room * self._arena_bytes + threads * scratch, dtype=torch.uint8)
@@ -295,26 +322,43 @@ class RowProgram:
         at += begin
         at[ZEROS] = self._zeros.ctypes.data
         at[self._given] = 0, *addresses
-        run_in_threads(_in_c(), numbers, threads)
+        run_in_threads(_in_c(self._size == 4), numbers, threads)
 
 
 @functools.lru_cache(256)
-def _product_program(groups: int, bits: int, panels: int, biased: bool) -> RowProgram:
-    program = RowProgram()
+def _product_program(dtype: torch.dtype, width: int, bits: int, outputs: int, biased: bool) -> RowProgram:
+    program = RowProgram(dtype)
     x, weight, out, bias = (program.place() for _ in range(4))
-    program.multiply(x, groups, bits, [(weight, bias if biased else ZEROS, out, panels)])
+    program.multiply(x, width, bits, [(weight, bias if biased else ZEROS, out, outputs)])
     return program.finish([x, weight, out, bias][: 4 if biased else 3])
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bits: int) -> torch.Tensor:
+    x, width, outputs = x.contiguous(), x.shape[-1], weight.shape[0]
+    rows = x.numel() // width
+    out = x.new_empty((padded(rows), outputs))
+    program = _product_program(x.dtype, width, bits, outputs, bias is not None)
+    tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
+    program.run(rows, [tensor.data_ptr() for tensor in tensors])
+    return out[:rows].view(*x.shape[:-1], outputs)
 
 
 def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Product of (…, k) bfloat16 rows with a packed weight (n, bytes of a row), and (n,) bfloat16 added."""
-    x, groups = x.contiguous(), x.shape[-1] // GROUP
-    rows, outputs = x.numel() // (groups * GROUP), weight.shape[0]
-    out = x.new_empty((padded(rows), outputs))
-    program = _product_program(groups, bits_of(weight.shape[1], groups), outputs // LANES, bias is not None)
-    tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
-    program.run(rows, [tensor.data_ptr() for tensor in tensors])
-    return out[:rows].view(*x.shape[:-1], outputs)
+    return _product(x, weight, bias, bits_of(weight.shape[1], x.shape[-1] // GROUP))
+
+
+def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Product of (…, k) rows with a weight (n, k) of their format that programs serve, and (n,) added."""
+    return _product(x, weight, bias, LYING)
+
+
+def serves(weight: torch.Tensor) -> bool:
+    """Whether programs multiply by a weight as it lies."""
+    if weight.ndim != 2 or weight.device.type != "cpu" or weight.dtype not in LIKE or not weight.is_contiguous():
+        return False
+    row_bytes = weight.shape[1] * weight.element_size()
+    return weight.shape[0] >= LANES and row_bytes > 0 and row_bytes % 64 == 0
 
 
 torch.library.define("retrieve_spec::packed_product", "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")

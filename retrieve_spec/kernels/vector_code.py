@@ -23,10 +23,12 @@ GROUP_BYTES = {4: 64 * 4 + 2 * 2 * LANES, 8: 64 * 8 + 2 * LANES}
 Weights lie by fours along a row, 16 rows side by side: [four, row, weight] in 8 bits, 128 too high. In 4 bits the first
 four fours are the lower halves of bytes, the others the upper halves.
 """
-BFLOAT16, SCORES = 16, 32
-"""Kinds of products beside 4 and 8 bits: with rows of bfloat16 as they lie; the same with results in float32."""
+LYING, SCORES = 16, 32
+"""Kinds of products beside 4 and 8 bits, with rows of numbers as they lie: by weights, and by keys."""
 BLOCKS = (1, 2, 4, 8, 12, 16)
 """Rows that are computed at once."""
+TILES = (1, 2, 4)
+"""The same of products by weights that lie."""
 _AHEAD = 4096
 """Bytes that are asked for before they are needed: memory answers in the time of some groups."""
 
@@ -74,6 +76,11 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 def _wide(builder: Any, shorts: Any) -> Any:
     """16 bfloat16 as floats."""
     return builder.bitcast(builder.shl(builder.zext(shorts, _WORDS), _all(_WORDS, 16)), _FLOATS)
+
+
+def _load_numbers(builder: Any, address: Any, single: bool) -> Any:
+    """16 numbers as floats, float32 or bfloat16 ones."""
+    return _load(builder, address, 0, _FLOATS) if single else _wide(builder, _load(builder, address, 0, _BFLOATS))
 
 
 def _loop(builder: Any, times: Any, values: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
@@ -151,48 +158,136 @@ def here() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def block_product(add_bytes: Callable[..., Any], add_pairs: Callable[..., Any], *kinds: int) -> Any:
     """Compiled function of 16 results of a block of rows, for some kinds of products.
 
-    Its parameters: kind of product, rows (of `BLOCKS`); the address of 16 rows of weights, (groups, `GROUP_BYTES`) or
-    bfloat16 rows that are so many bytes apart; addresses of the block's (groups, rows, 32) bytes or bfloat16, and of
-    scales and sums of bytes (groups, rows); groups; addresses of 16 bfloat16 to add and of the first row's results,
-    and how many bytes the next row's lie behind.
+    Its parameters: a number of the rows' format (`retrieve_spec.kernels.number_formats`), of which packed weights take
+    bfloat16 alone; kind of product, rows (of `BLOCKS`); the address of 16 rows of weights, (groups, `GROUP_BYTES`) or
+    rows of numbers that are so many bytes apart; addresses of the block's (groups, rows, 32) bytes or numbers, and of
+    scales and sums of bytes (groups, rows); groups; addresses of 16 numbers to add and of the first row's results, and
+    how many bytes the next row's lie behind.
     """
 
     @intrinsic
     def product(
-        _context: Any, kind: Any, rows: Any, weights: Any, row_bytes: Any, x: Any, scales: Any, sums: Any, groups: Any,
-        bias: Any, out: Any, stride: Any,
+        _context: Any, like: Any, kind: Any, rows: Any, weights: Any, row_bytes: Any, x: Any, scales: Any, sums: Any,
+        groups: Any, bias: Any, out: Any, stride: Any,
     ) -> Any:  # fmt: skip
+        single = like == types.float32
+        add_words = _add_float32 if single else add_pairs
+
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            kind, rows, weights, row_bytes, x, scales, sums, groups, bias, out, stride = args
+            _, kind, rows, weights, row_bytes, x, scales, sums, groups, bias, out, stride = args
 
             def code(of_kind: int, count: int) -> None:
                 """The product of one kind of one number of rows."""
-                first = _ZEROS if of_kind == SCORES else _wide(builder, _load(builder, bias, 0, _BFLOATS))
+                first = _ZEROS if of_kind == SCORES else _load_numbers(builder, bias, single)
 
                 def add(group: Any, totals: list[Any]) -> list[Any]:
                     if of_kind in GROUP_BYTES:
                         return _add_group(builder, add_bytes, of_kind, group, totals, weights, x, scales, sums)
-                    return _add_bfloat16_group(builder, add_pairs, group, totals, weights, row_bytes, x)
+                    return _add_lying_group(builder, add_words, 1 + single, group, totals, weights, row_bytes, x)
 
                 for row, total in enumerate(_loop(builder, groups, [first] * count, add)):
-                    result = total if of_kind == SCORES else _narrow(builder, total)
+                    result = total if single or of_kind == SCORES else _narrow(builder, total)
                     address = builder.add(out, builder.mul(stride, _LONG(row)))
                     builder.store(result, builder.inttoptr(address, result.type.as_pointer()), align=2)
 
-            _switch(builder, kind, rows, kinds, code)
+            _switch(builder, kind, rows, [each for each in kinds if not (single and each in GROUP_BYTES)], code)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 11), codegen
+        return types.void(like, *[types.int64] * 11), codegen
 
     return product
 
 
-def _switch(builder: Any, kind: Any, rows: Any, kinds: Sequence[int], code: Callable[[int, int], None]) -> None:
+def tile_product(add_pairs: Callable[..., Any]) -> Any:
+    """Compiled function of 16 results of a few rows, by weights that lie: sums along rows, of which lanes have parts.
+
+    Its parameters: a number of the format; rows (of `TILES`), and the last one that there is, which stands for those
+    behind it; the addresses of 16 rows of weights and of the first row, and how many bytes the next ones lie behind,
+    in chunks of 64; addresses of 16 numbers to add and of the first row's results, and how many bytes the next row's
+    lie behind.
+    """
+
+    @intrinsic
+    def product(
+        _context: Any, like: Any, rows: Any, last: Any, weights: Any, x: Any, row_bytes: Any, chunks: Any, bias: Any,
+        out: Any, stride: Any,
+    ) -> Any:  # fmt: skip
+        single = like == types.float32
+        add_words, size = (_add_float32, 4) if single else (add_pairs, 2)
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            _, rows, last, weights, x, row_bytes, chunks, bias, out, stride = args
+
+            def place(start: Any, of: int, each: Any) -> Any:
+                return builder.add(start, builder.mul(each, _LONG(of)))
+
+            def code(_kind: int, count: int) -> None:
+                """The product of so many rows, with as many times fewer rows of weights at once."""
+                width = LANES // count
+                rows_at = [
+                    builder.add(x, builder.mul(row_bytes, _least(builder, _LONG(row), last))) for row in range(count)
+                ]
+                added = _load_numbers(builder, bias, single)
+                for begin in range(0, LANES, width):
+                    ours = [place(weights, begin + i, row_bytes) for i in range(width)]
+
+                    def add(chunk: Any, totals: list[Any], ours: list[Any] = ours) -> list[Any]:
+                        at = builder.mul(chunk, _LONG(64))
+                        lines = [builder.add(address, at) for address in ours]
+                        for line in lines:
+                            _prefetch(builder, place(line, width, row_bytes), 0)
+                        loaded = [_load(builder, line, 0, _WORDS) for line in lines]
+                        given = [_load(builder, builder.add(address, at), 0, _WORDS) for address in rows_at]
+                        pairs = [(weight, row) for row in given for weight in loaded]
+                        return [add_words(builder, t, *pair) for t, pair in zip(totals, pairs, strict=True)]
+
+                    sums = _sums(builder, _loop(builder, chunks, [_ZEROS] * LANES, add))
+                    lanes = ir.Constant(_WORDS, [begin + lane % width for lane in range(LANES)])
+                    result = builder.fadd(sums, builder.shuffle_vector(added, added, lanes))
+                    result = result if single else _narrow(builder, result)
+                    for row in range(count):
+                        kind = ir.VectorType(_WORD, width)
+                        part = ir.Constant(kind, [row * width + lane for lane in range(width)])
+                        values = builder.shuffle_vector(result, result, part)
+                        address = builder.add(place(out, row, stride), _LONG(begin * size))
+                        builder.store(values, builder.inttoptr(address, values.type.as_pointer()), align=size)
+
+            _switch(builder, _LONG(0), rows, (0,), code, TILES)
+            return context.get_dummy_value()
+
+        return types.void(like, *[types.int64] * 9), codegen
+
+    return product
+
+
+def _least(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+
+def _sums(builder: Any, vectors: list[Any]) -> Any:
+    """By lane, the sum of the lanes of one of 16 vectors."""
+    for apart in (8, 4, 2, 1):
+        halves = (_exchanged(builder, *pair, apart) for pair in zip(vectors, vectors[apart:], strict=False))
+        vectors = [builder.fadd(*both) for both in halves]
+    return vectors[0]
+
+
+def _exchanged(builder: Any, a: Any, b: Any, apart: int) -> tuple[Any, Any]:
+    """Two vectors whose lanes that are so far apart change places between them."""
+    first = [lane if not lane & apart else LANES + lane - apart for lane in range(LANES)]
+    second = [lane + apart if not lane & apart else LANES + lane for lane in range(LANES)]
+    return tuple(builder.shuffle_vector(a, b, ir.Constant(_WORDS, lanes)) for lanes in (first, second))
+
+
+def _switch(
+    builder: Any, kind: Any, rows: Any, kinds: Sequence[int], code: Callable[[int, int], None],
+    counts: Sequence[int] = BLOCKS,
+) -> None:  # fmt: skip
     """Code for each kind and number of rows."""
     after = builder.append_basic_block("after")
     chosen = builder.switch(builder.add(rows, builder.shl(kind, _LONG(8))), after)
     for each in kinds:
-        for count in BLOCKS:
+        for count in counts:
             block = builder.append_basic_block(f"rows_{count}_of_kind_{each}")
             chosen.add_case(_LONG(count + (each << 8)), block)
             builder.position_at_end(block)
@@ -239,36 +334,37 @@ def _unpack(builder: Any, loaded: list[Any]) -> list[Any]:
     return [builder.and_(part, low) for part in loaded + upper]
 
 
-def _add_bfloat16_group(
-    builder: Any, add_pairs: Callable[..., Any], group: Any, totals: list[Any], weights: Any, row_bytes: Any, x: Any
-) -> list[Any]:
-    """Totals of each row with a group of bfloat16 weights added, whose 16 rows lie apart."""
-    rows = len(totals)
-    here, x_here = (builder.add(a, builder.mul(group, _LONG(n))) for a, n in ((weights, 64), (x, 64 * rows)))
-    lying = []
-    for lane in range(LANES):
-        address = builder.add(here, builder.mul(row_bytes, _LONG(lane)))
-        _prefetch(builder, address, _AHEAD // LANES)
-        lying.append(_load(builder, address, 0, _WORDS))
-    results = []
-    pairs = _transposed(builder, lying)
-    for row, total in enumerate(totals):
-        for i, pair in enumerate(pairs):
-            activations = _every(builder, _load(builder, x_here, 64 * row + 4 * i, _WORD, 4))
-            total = add_pairs(builder, total, pair, activations)
-        results.append(total)
-    return results
+def _add_float32(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """16 sums, each with a product of float32 added."""
+    return _multiply_add(builder, builder.bitcast(weights, _FLOATS), builder.bitcast(activations, _FLOATS), sums)
+
+
+def _add_lying_group(
+    builder: Any, add_words: Callable[..., Any], squares: int, group: Any, totals: list[Any], weights: Any,
+    row_bytes: Any, x: Any,
+) -> list[Any]:  # fmt: skip
+    """Totals of each row with a group of weights added, whose 16 rows lie apart: so many times 16 words of each."""
+    totals, rows, size = list(totals), len(totals), 64 * squares
+    here, x_here = (builder.add(a, builder.mul(group, _LONG(n))) for a, n in ((weights, size), (x, size * rows)))
+    for square in range(0, size, 64):
+        lying = []
+        for lane in range(LANES):
+            address = builder.add(here, builder.mul(row_bytes, _LONG(lane)))
+            _prefetch(builder, address, _AHEAD // LANES + square)
+            lying.append(_load(builder, address, square, _WORDS))
+        words = _transposed(builder, lying)
+        for row in range(rows):
+            for i, word in enumerate(words):
+                activation = _every(builder, _load(builder, x_here, size * row + square + 4 * i, _WORD, 4))
+                totals[row] = add_words(builder, totals[row], word, activation)
+    return totals
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """The columns of a square of 16 vectors, whose halves, quarters … change places in turn."""
     for apart in (1, 2, 4, 8):
         for i in (i for i in range(LANES) if not i & apart):
-            pair = rows[i], rows[i + apart]
-            lower = [lane if not lane & apart else LANES + lane - apart for lane in range(LANES)]
-            upper = [lane + apart if not lane & apart else LANES + lane for lane in range(LANES)]
-            rows[i] = builder.shuffle_vector(*pair, ir.Constant(_WORDS, lower))
-            rows[i + apart] = builder.shuffle_vector(*pair, ir.Constant(_WORDS, upper))
+            rows[i], rows[i + apart] = _exchanged(builder, rows[i], rows[i + apart], apart)
     return rows
 
 
@@ -282,24 +378,24 @@ def _narrow(builder: Any, floats: Any) -> Any:
 
 @intrinsic
 def mix_block(
-    _context: Any, rows: Any, shares: Any, stride: Any, values: Any, row_bytes: Any, count: Any, out: Any,
+    _context: Any, like: Any, rows: Any, shares: Any, stride: Any, values: Any, row_bytes: Any, count: Any, out: Any,
     out_stride: Any,
 ) -> Any:  # fmt: skip
-    """Add up 16 numbers of bfloat16 values by shares.
+    """Add up 16 numbers of values by shares.
 
-    Its parameters: rows (of `BLOCKS`); the address of the first row's float32 shares, and how many bytes the next
-    row's lie behind; the same of values; how many; and of float32 results.
+    Its parameters: a number of the values' format; rows (of `BLOCKS`); the address of the first row's float32 shares,
+    and how many bytes the next row's lie behind; the same of values; how many; and of float32 results.
     """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        rows, shares, stride, values, row_bytes, times, out, out_stride = args
+        _, rows, shares, stride, values, row_bytes, times, out, out_stride = args
 
         def code(_kind: int, count: int) -> None:
             starts = [builder.add(shares, builder.mul(stride, _LONG(row))) for row in range(count)]
 
             def add(index: Any, totals: list[Any]) -> list[Any]:
                 address = builder.add(values, builder.mul(row_bytes, index))
-                value, at = _wide(builder, _load(builder, address, 0, _BFLOATS)), builder.mul(index, _LONG(4))
+                value, at = _load_numbers(builder, address, like == types.float32), builder.mul(index, _LONG(4))
                 mine = [_every(builder, _load(builder, builder.add(start, at), 0, _FLOAT, 4)) for start in starts]
                 return [_multiply_add(builder, share, value, total) for share, total in zip(mine, totals, strict=True)]
 
@@ -310,4 +406,4 @@ def mix_block(
         _switch(builder, _LONG(0), rows, (0,), code)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), codegen
+    return types.void(like, *[types.int64] * 8), codegen

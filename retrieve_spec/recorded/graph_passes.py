@@ -1,7 +1,6 @@
 """Graph passes: an exported program becomes a short Python function over live weights, by rewriting its graph.
 
-Knows tensor operations, not models. Rewrites for float32 graphs change how floats are rounded; those for 16-bit graphs
-(`fuse_half`) keep where the model rounds to 16 bits.
+Knows tensor operations, not models. Rewrites for 16-bit graphs keep where the model rounds to 16 bits.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from torch import fx
 from torch.nn import functional
 
 from retrieve_spec.attention import LayerRule
-from retrieve_spec.kernels import bfloat16_rows
+from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.row_programs import CAN_RUN
 from retrieve_spec.recorded.row_segments import PACKED_PRODUCT, fuse_rows
-from retrieve_spec.recorded.weight_layout import Layout, Layouts, packed_linear
 
 aten = torch.ops.aten
 Node = Any
@@ -31,7 +29,10 @@ ASSERTIONS = {
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
-COPIES = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.contiguous.default}
+COPIES = {
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.contiguous.default,
+    aten.type_as.default, aten.alias.default,
+}  # fmt: skip
 BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
     aten.mul.Tensor: torch.mul,
@@ -66,8 +67,6 @@ class CompiledPass:
         The same with a `RowTexts` in place of the attention, on a CPU; None where there is none.
     weights
         The live parameters, buffers and constants they read, in order.
-    copies
-        By place among them, packed copies of weights.
     packed_share
         Share of the weights of linear layers that is read packed, but for the last one.
     """
@@ -75,14 +74,12 @@ class CompiledPass:
     run: Callable[..., Any]
     run_rows: Callable[..., Any] | None
     weights: list[torch.Tensor]
-    copies: list[tuple[int, Layout]]
     packed_share: float
 
 
 def compile_program(
     program: torch.export.ExportedProgram,
     owner: torch.nn.Module,
-    layouts: Layouts,
     row_kernels: Any = None,
     rules: Sequence[LayerRule] = (),
     exact: bool = False,
@@ -93,8 +90,6 @@ def compile_program(
     ----------
     program
         What was exported of `owner`.
-    layouts
-        Where copies of weights come from.
     row_kernels
         Module of the kernels that stand for what a 16-bit model does to rows.
     rules
@@ -104,26 +99,25 @@ def compile_program(
     """
     graph = program.graph_module.graph
     weights = _weights(program, owner)
-    inputs = Inputs(graph, weights)
     drop_noops(graph)
     merge_equal(graph)
-    if all(weight.dtype == torch.float32 for weight in weights if weight.is_floating_point()):
-        fuse_rms_norm(graph, inputs)
-        fuse_rotary(graph, inputs)
-        lay_out_weights(graph, inputs, layouts)
-    elif row_kernels is not None:
-        fuse_half(graph, row_kernels)
-    packed = packed_share(graph)
+    single = all(weight.dtype == torch.float32 for weight in weights if weight.is_floating_point())
+    if row_kernels is not None:
+        fuse_kernels(graph, row_kernels, half=not single)
+    sizes = layer_sizes(graph)
     _open_attention(graph)
     _open_rows(graph)
     run_rows = None
-    if row_kernels is bfloat16_rows and CAN_RUN:
+    if row_kernels is layer_rows and CAN_RUN:
+        dtype = torch.float32 if single else torch.bfloat16
         whole = fx.Graph()
         whole.output(whole.graph_copy(graph, {}))
-        if fuse_rows(whole, rules, exact):
+        if fuse_rows(whole, dtype, rules, exact):
             run_rows = _function(program, whole)
-        fuse_rows(graph)
-    return CompiledPass(_function(program, graph), run_rows, weights, inputs.copies, packed)
+        fuse_rows(graph, dtype)
+    left = sum(sizes.get(node, 0) for node in graph.nodes if node.target is aten.linear.default)
+    packed = 1 - left / max(sum(sizes.values()), 1)
+    return CompiledPass(_function(program, graph), run_rows, weights, packed)
 
 
 def _function(program: torch.export.ExportedProgram, graph: fx.Graph) -> Callable[..., Any]:
@@ -138,15 +132,10 @@ def _function(program: torch.export.ExportedProgram, graph: fx.Graph) -> Callabl
     return fx.GraphModule(program.graph_module, graph).forward
 
 
-def packed_share(graph: fx.Graph) -> float:
-    """Share of the weights of a graph's linear layers, but for the last one, that it reads packed.
-
-    The last one, which makes logits, is given few rows of a prompt.
-    """
-    layers = [node for node in graph.nodes if node.target in (packed_linear, PACKED_PRODUCT, aten.linear.default)][:-1]
-    sizes = [int(value(node.args[1]).numel()) for node in layers]
-    packed = sum(size for node, size in zip(layers, sizes, strict=True) if node.target is not aten.linear.default)
-    return packed / max(sum(sizes), 1)
+def layer_sizes(graph: fx.Graph) -> dict[Node, int]:
+    """Sizes of the weights of a graph's linear layers but for the last one, which is given few rows of a prompt."""
+    layers = [node for node in graph.nodes if node.target in (PACKED_PRODUCT, aten.linear.default)][:-1]
+    return {node: int(value(node.args[1]).numel()) for node in layers}
 
 
 def _weights(program: torch.export.ExportedProgram, owner: torch.nn.Module) -> list[torch.Tensor]:
@@ -238,7 +227,7 @@ def _open_rows(graph: fx.Graph) -> None:
     head = logits
     while isinstance(head, fx.Node) and head.target in ROW_BY_ROW:
         head = head.args[0]
-    if head.op == "call_function" and head.target in (aten.linear.default, packed_linear, PACKED_PRODUCT):
+    if head.op == "call_function" and head.target in (aten.linear.default, PACKED_PRODUCT):
         with graph.inserting_before(head):
             rows = graph.call_function(rows_of, (head.args[0], wanted))
             rows.meta["val"] = value(head.args[0])  # but for their number
@@ -268,60 +257,6 @@ def nodes_of(graph: fx.Graph) -> list[Node]:
 def is_call(node: Any, target: Any) -> bool:
     """Whether a node calls a function."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target is target
-
-
-def normalise_rows(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, share: float) -> torch.Tensor:
-    """RMS normalisation of (…, d) with weight (d,): five small operations where the reference takes eight."""
-    norm = torch.linalg.vector_norm(x, 2, -1, True)
-    return torch.rsqrt(torch.addcmul(eps, norm, norm, value=share)).mul(x).mul_(weight)
-
-
-def rotate_rows(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, half: int) -> torch.Tensor:
-    """Rotary embedding of (…, 2 · half): the halves change places, the sine carries the sign."""
-    return torch.addcmul(torch.mul(x, cos), torch.roll(x, half, -1), signed_sin)
-
-
-class Inputs:
-    """The weights of a program, to which rewrites add constants and copies of their own."""
-
-    def __init__(self, graph: fx.Graph, weights: list[torch.Tensor]) -> None:
-        self.graph, self.weights = graph, weights
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        self._last = placeholders[len(weights) - 1]
-        self.of_node = dict(zip(placeholders, weights, strict=False))
-        self._added: dict[Any, Node] = {}
-        self.copies: list[tuple[int, Layout]] = []
-        """Places of copies of weights among the inputs."""
-
-    def add_copy(self, layout: Layout) -> Node:
-        """Node of a weight's copy."""
-        if id(layout) not in self._added:
-            self.copies.append((len(self.weights), layout))
-        return self.add(id(layout), layout.tensor)
-
-    def add(self, key: Any, tensor: torch.Tensor) -> Node:
-        """Node of a further input; equal keys share one."""
-        if key not in self._added:
-            with self.graph.inserting_after(self._last):
-                self._last = self.graph.placeholder(f"added_{len(self.weights)}")
-            self._last.meta["val"] = tensor
-            self._added[key] = self._last
-            self.weights.append(tensor)
-        return self._added[key]
-
-
-def fuse_rms_norm(graph: fx.Graph, inputs: Inputs) -> None:
-    """Rewrite weight · (x · rsqrt(mean(x²) + eps))."""
-    for node in nodes_of(graph):
-        match = _match_norm(node)
-        if match is None:
-            continue
-        x, weight, eps = match
-        eps_node = inputs.add(("eps", eps), torch.tensor(eps, device=value(x).device))
-        with graph.inserting_before(node):
-            fused = graph.call_function(normalise_rows, (x, weight, eps_node, 1.0 / value(x).shape[-1]))
-        _replace(node, fused)
-    graph.eliminate_dead_code()
 
 
 def _replace(node: Node, by: Node) -> None:
@@ -354,26 +289,6 @@ def _match_norm(node: Node, half: bool = False) -> tuple[Node, Node, float] | No
     return None
 
 
-def fuse_rotary(graph: fx.Graph, inputs: Inputs) -> None:
-    """Rewrite x · cos + [−x₂, x₁] · sin, where x₁ and x₂ are the halves of x."""
-    signed: dict[Node, Node] = {}
-    for node in nodes_of(graph):
-        match = _match_rotary(node)
-        if match is None:
-            continue
-        x, cos, sin, half = match
-        if sin not in signed:
-            signs = torch.ones(2 * half, device=value(x).device)
-            signs[:half] = -1.0
-            signs_node = inputs.add(("signs", half), signs)
-            with graph.inserting_after(sin):
-                signed[sin] = graph.call_function(torch.mul, (sin, signs_node))
-            signed[sin].meta["val"] = value(sin)
-        with graph.inserting_before(node):
-            _replace(node, graph.call_function(rotate_rows, (x, cos, signed[sin], half)))
-    graph.eliminate_dead_code()
-
-
 def _match_rotary(node: Node) -> tuple[Node, Node, Node, int] | None:
     """(x, cos, sin, half) when a node is the sum of a rotary embedding by halves."""
     if not (is_call(node, aten.add.Tensor) and all(is_call(side, aten.mul.Tensor) for side in node.args)):
@@ -401,13 +316,13 @@ def _is_part(node: Any, x: Node, start: int, stop: int) -> bool:
     return bool(node.args[2] == start and min(node.args[3], value(x).shape[-1]) == stop and len(node.args) == 4)
 
 
-def fuse_half(graph: fx.Graph, kernels: Any) -> None:
-    """Let a 16-bit graph run normalisation, rotary embeddings and gates in one call each."""
+def fuse_kernels(graph: fx.Graph, kernels: Any, half: bool) -> None:
+    """Let a graph run normalisation, rotary embeddings and gates in one call each; `half`: of 16-bit numbers."""
     for node in nodes_of(graph):
         call: tuple[Any, tuple[Any, ...]] | None = None
-        if (norm := _match_norm(node, half=True)) is not None:
+        if (norm := _match_norm(node, half)) is not None:
             call = (kernels.rms_norm, norm)
-        elif (rotary := _match_rotary(node)) is not None and _is_half_by_heads(*rotary[:3]):
+        elif (rotary := _match_rotary(node)) is not None and _is_by_heads(*rotary[:3]):
             call = (kernels.rotate, rotary[:3])
         elif (gate := _match_gate(node)) is not None:
             call = (kernels.gate, gate)
@@ -429,6 +344,11 @@ def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
             continue
         if {value(side).dtype for side in total.args} != {value(total).dtype}:
             continue
+        weight = norm.args[1]
+        if any(needed.op != "placeholder" for needed in weight.all_input_nodes):
+            continue
+        if weight.op != "placeholder":  # such as one more than a parameter
+            total.prepend(weight)
         with graph.inserting_before(total):
             both = graph.call_function(kernels.add_rms_norm, (*total.args, *norm.args[1:]))
             _take(graph, both, (total, norm))
@@ -457,11 +377,11 @@ def _take(graph: fx.Graph, both: Node, nodes: tuple[Node, Node]) -> None:
             _replace(node, graph.call_function(operator.getitem, (both, i)))
 
 
-def _is_half_by_heads(x: Node, cos: Node, sin: Node) -> bool:
-    """Whether 16-bit x is (1, heads, rows, d), and cosine and sine are the same for all heads."""
+def _is_by_heads(x: Node, cos: Node, sin: Node) -> bool:
+    """Whether x is (1, heads, rows, d), and cosine and sine are the same for all heads."""
     if value(x).ndim != 4 or any(value(a).ndim != 4 or value(a).shape[1] != 1 for a in (cos, sin)):
         return False
-    return bool(value(x).dtype == value(cos).dtype == value(sin).dtype and value(x).dtype.itemsize == 2)
+    return bool(value(x).dtype == value(cos).dtype == value(sin).dtype)
 
 
 def _mean_square(factor: Node, x: Node) -> float | None:
@@ -481,7 +401,7 @@ def _is_cast(node: Any) -> bool:
 
 def _match_gate(node: Node) -> tuple[Node, Node] | None:
     """(gate, up) when a node is silu(gate) · up of one shape and type."""
-    if not is_call(node, aten.mul.Tensor) or value(node).dtype.itemsize != 2:
+    if not is_call(node, aten.mul.Tensor):
         return None
     for opened, up in (node.args, node.args[::-1]):
         if is_call(opened, aten.silu.default) and isinstance(up, fx.Node) and len(opened.users) == 1:
@@ -489,22 +409,3 @@ def _match_gate(node: Node) -> tuple[Node, Node] | None:
             if value(gate).shape == value(up).shape and value(gate).dtype == value(up).dtype == value(node).dtype:
                 return gate, up
     return None
-
-
-def lay_out_weights(graph: fx.Graph, inputs: Inputs, layouts: Layouts) -> None:
-    """Let linear layers read copies of their weights in a faster layout, where there is one."""
-    for node in nodes_of(graph):
-        if not is_call(node, aten.linear.default) or node.args[1] not in inputs.of_node:
-            continue
-        layout = layouts.of(inputs.of_node[node.args[1]])
-        if layout is None or value(node.args[0]).ndim < 2:
-            continue
-        copy = inputs.add_copy(layout)
-        if not layout.from_rows:
-            node.replace_input_with(node.args[1], copy)
-            continue
-        bias = node.args[2] if len(node.args) > 2 else None
-        with graph.inserting_before(node):
-            product = graph.call_function(packed_linear, (node.args[0], node.args[1], copy, bias, layout.from_rows))
-        _replace(node, product)
-    graph.eliminate_dead_code()

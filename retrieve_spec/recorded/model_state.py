@@ -27,7 +27,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 """… among others."""
 _SMALL = 4096
 """Entries of a tensor that may be replaced by an equal one."""
-_OURS = ("retrieve_spec.verify.", "retrieve_spec.recorded.weight_layout")
+_OURS = ("retrieve_spec.verify.", "retrieve_spec.recorded.row_layers")
 
 
 class ModelState:

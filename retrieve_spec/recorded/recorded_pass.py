@@ -30,7 +30,6 @@ from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.row_programs import RowTexts
 from retrieve_spec.recorded import graph_passes
-from retrieve_spec.recorded.weight_layout import Layouts, follow
 from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
 from retrieve_spec.verify.probe import VerificationError
 
@@ -204,10 +203,8 @@ class RecordedPass:
     layer
         The layer whose hidden states are handed out.
     row_kernels
-        Module of the kernels that stand for what a 16-bit model does to rows (`retrieve_spec.kernels.triton_rows`,
-        `bfloat16_rows`).
-    layouts
-        Copies of the model's weights that other recordings share.
+        Module of the kernels that stand for what a model does to rows (`retrieve_spec.kernels.triton_rows`,
+        `layer_rows`).
     exact
         Give a row the same logits bit for bit whatever stands beside it: attend row by row, and fill passes up to so
         many rows (`retrieve_spec.verify.comparison.rows_for_one_order`). 0: not so.
@@ -219,7 +216,7 @@ class RecordedPass:
     groups
         Query heads per key head.
     attends_rows
-        Whether it attends by itself, over the texts that it is given.
+        Whether it attends by itself, over the texts that it is given, if their keys and values are of `row_dtype`.
     reads_prompts
         Whether many rows go through it faster than through the model, because its weights are packed.
 
@@ -235,7 +232,6 @@ class RecordedPass:
         num_layers: int,
         layer: Layer = "last",
         row_kernels: Any = None,
-        layouts: Layouts | None = None,
         exact: int = 0,
     ) -> None:
         check_recordable(model)
@@ -244,14 +240,12 @@ class RecordedPass:
         self.device = input_device(model)
         with attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet():
             program = self._export(recording)
-        layouts = Layouts(PASS.layout_bytes) if layouts is None else layouts
         self.rules = recording.log.live_rules()
-        self._compiled = compiled = graph_passes.compile_program(
-            program, recording, layouts, row_kernels, self.rules, exact > 0
-        )
+        self._compiled = compiled = graph_passes.compile_program(program, recording, row_kernels, self.rules, exact > 0)
         self._weights, self.reads_prompts = compiled.weights, compiled.packed_share > _MOSTLY
         self.attends_rows = compiled.run_rows is not None
         self._states = [kinds for _, kinds in sorted(recording.log.states.items())]
+        self.row_dtype = self._states[0][0][2] if self._states else None
         recording.log.clear()
         self.groups = recording.log.groups
         if len(self.rules) != num_layers:
@@ -285,13 +279,6 @@ class RecordedPass:
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Make its GPU the current one, to which kernels and graphs go; nothing on a CPU."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
-    def follow(self, closely: bool = False) -> int:
-        """Copy weights again that differ from their copies; how many did (`retrieve_spec.recorded.weight_layout`)."""
-        count = follow((layout for _, layout in self._compiled.copies), closely)
-        for at, layout in self._compiled.copies:
-            self._weights[at] = layout.tensor  # another recording may have copied it again
-        return count
 
     def run(
         self,

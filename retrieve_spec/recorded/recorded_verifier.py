@@ -406,8 +406,13 @@ def run_pass(
     together: Attend | RowTexts = attend[0]
     if (
         recorded.attends_rows
-        and (rows <= _FEW_ROWS * len(laid) or recorded.exact or any(text.drafts for text in laid))
-        and {text.cache.host_dtype for text in laid} == {torch.bfloat16}
+        and (
+            recorded.row_dtype == torch.float32
+            or rows <= _FEW_ROWS * len(laid)
+            or recorded.exact
+            or any(text.drafts for text in laid)
+        )
+        and {text.cache.host_dtype for text in laid} == {recorded.row_dtype}
     ):
         together = _row_texts(laid)
     elif len(laid) > 1:
@@ -421,8 +426,8 @@ def run_pass(
 
 
 _FEW_ROWS = 64
-"""Rows of a text without drafts, on average, up to which a recorded pass attends by itself: of more, products of
-matrices do. So that drafts change no bit, passes with any attend by themselves, and so do exact ones."""
+"""Bfloat16 rows of a text without drafts, on average, up to which a recorded pass attends by itself: of more, torch's
+products of matrices do. So that drafts change no bit, passes with any attend by themselves, and so do exact ones."""
 
 
 def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:

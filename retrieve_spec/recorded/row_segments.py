@@ -15,32 +15,34 @@ import torch
 from torch import fx
 
 from retrieve_spec.attention import LayerRule
-from retrieve_spec.kernels import bfloat16_rows
+from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.packed_products import bits_of
-from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, RowTexts, Step, padded
-from retrieve_spec.kernels.vector_code import BFLOAT16, GROUP, LANES, has_bfloat16_products
+from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, RowTexts, Step, padded, serves
+from retrieve_spec.kernels.vector_code import GROUP, LANES, LYING, has_bfloat16_products
 
 aten = torch.ops.aten
 PACKED_PRODUCT = torch.ops.retrieve_spec.packed_product.default
 _VIEWS = {aten.view.default, aten.reshape.default, aten.transpose.int}
 _PRODUCTS = {PACKED_PRODUCT, aten.linear.default}
-_PAIRS = {bfloat16_rows.add_rms_norm, bfloat16_rows.rotate_both}
-_TURNS = {bfloat16_rows.rotate, bfloat16_rows.rotate_both}
+_PAIRS = {layer_rows.add_rms_norm, layer_rows.rotate_both}
+_TURNS = {layer_rows.rotate, layer_rows.rotate_both}
 _STEPS = {
-    PACKED_PRODUCT: 1, aten.linear.default: 1, bfloat16_rows.rms_norm: 1, bfloat16_rows.add_rms_norm: 2,
-    bfloat16_rows.gate: 2, bfloat16_rows.rotate: 1, bfloat16_rows.rotate_both: 2,
+    PACKED_PRODUCT: 1, aten.linear.default: 1, layer_rows.rms_norm: 1, layer_rows.add_rms_norm: 2,
+    layer_rows.gate: 2, layer_rows.rotate: 1, layer_rows.rotate_both: 2,
 }  # fmt: skip
 """Operations that programs have a step for, and how many of their first arguments are rows."""
 Node = Any
 
 
-def fuse_rows(graph: fx.Graph, rules: Sequence[LayerRule] = (), exact: bool = False) -> bool:
-    """Let a graph with packed products run its operations on rows of bfloat16 in segments.
+def fuse_rows(graph: fx.Graph, dtype: torch.dtype, rules: Sequence[LayerRule] = (), exact: bool = False) -> bool:
+    """Let a graph run its operations on rows in segments.
 
     Parameters
     ----------
     graph
         A graph with its attention open.
+    dtype
+        Of the rows: float32 or bfloat16.
     rules
         What every layer's attention does, to run it in segments too. What the graph is given as the attention is a
         `RowTexts` then.
@@ -53,11 +55,11 @@ def fuse_rows(graph: fx.Graph, rules: Sequence[LayerRule] = (), exact: bool = Fa
         Whether all attention is part of segments.
     """
     rows = next(node for node in graph.nodes if node.name == "position_ids").meta["val"].shape[1]
-    segment = Segment(rows, rules)
+    segment = Segment(rows, dtype, rules)
     for node in list(graph.nodes):
         if node.op == "output" or (segment.feeds(node) and not segment.take(node)):
             segment.close(node)
-            segment = Segment(rows, rules)
+            segment = Segment(rows, dtype, rules)
         if not segment.feeds(node):
             segment.take(node)
     left = (operator.call, aten.linear.default) if exact else (operator.call,)
@@ -86,12 +88,14 @@ class Segment:
     ----------
     rows
         Rows of the pass, as tracing knows them.
+    dtype
+        Of these.
     rules
         What the attention that it may take up does, by layer.
     """
 
-    def __init__(self, rows: Any, rules: Sequence[LayerRule]) -> None:
-        self._rows, self._rules = str(rows), rules
+    def __init__(self, rows: Any, dtype: torch.dtype, rules: Sequence[LayerRule]) -> None:
+        self._rows, self._dtype, self._rules = str(rows), dtype, rules
         self._nodes: dict[Node, None] = {}  # in order
         self._steps: list[Node] = []
 
@@ -112,15 +116,15 @@ class Segment:
         return False
 
     def _has_step(self, node: Node) -> bool:
-        """Whether a node is an operation that programs have a step for, on bfloat16 rows that lie one after another."""
+        """Whether a node is an operation that programs have a step for, on rows that lie one after another."""
         if node.target is operator.call:
             return self._attends(node)
         if node.target not in _STEPS:
             return False
-        if node.target is aten.linear.default and not (self._rules and _is_served(node)):
+        if node.target is aten.linear.default and not self._serves(node):
             return False
         tensors = [value for arg in node.args if isinstance(arg, fx.Node) and (value := arg.meta["val"]) is not None]
-        if any(tensor.dtype not in (torch.bfloat16, torch.uint8) for tensor in tensors):
+        if any(tensor.dtype not in (self._dtype, torch.uint8) for tensor in tensors):
             return False
         if node.target in _PRODUCTS and len(_shape(node.args[0])) != 3:
             return False
@@ -131,6 +135,15 @@ class Segment:
             given = [arg.args[0] for arg in given]
         in_rows = all(_shape(arg)[0] == 1 and str(_shape(arg)[1]) == self._rows for arg in given)
         return in_rows and all(self._base(arg) is not None for arg in given)
+
+    def _serves(self, linear: Node) -> bool:
+        """Whether a product with weights as they lie is one that programs have a step for, and fast.
+
+        Of bfloat16 those of many rows, as of prompts that attend otherwise, are not.
+        """
+        weight = linear.args[1]
+        fast = self._dtype == torch.float32 or (len(self._rules) > 0 and has_bfloat16_products())
+        return fast and weight.op == "placeholder" and serves(weight.meta["val"])
 
     def _products(self) -> list[Node]:
         return [step for step in self._steps if step.target in _PRODUCTS]
@@ -148,7 +161,7 @@ class Segment:
 
     def _turned_base(self, node: Node) -> Node | None:
         """What lies row for row under (1, heads, rows, d); None where nothing of the segment does."""
-        if node not in self._nodes or node.meta["val"].dtype != torch.bfloat16:
+        if node not in self._nodes or node.meta["val"].dtype != self._dtype:
             return None
         if _is_turned(node):
             return node
@@ -193,7 +206,7 @@ class Segment:
 
     def _compile(self, outputs: Sequence[Node]) -> tuple[list[Node], Callable[..., list[torch.Tensor]]]:
         """The nodes whose tensors the program takes, rows first, and what runs it."""
-        program, places, inputs = RowProgram(), dict[Node, int](), list[Node]()
+        program, places, inputs = RowProgram(self._dtype), dict[Node, int](), list[Node]()
 
         def given(node: Node) -> int:
             """Place of a tensor."""
@@ -205,7 +218,7 @@ class Segment:
 
         def result(step: Node, width: int, item: int | None = None) -> int:
             """Place of what a step writes, or of one of two such results."""
-            place = program.place(2 * width)
+            place = program.place(width)
             for node in [step] if item is None else step.users:
                 if item is None or node.args[1] == item:
                     places[node] = place
@@ -226,12 +239,12 @@ class Segment:
                 rows, kind = given(x), _bits(step)
                 same = [each for each in self._products() if self._base(each.args[0]) is self._base(x)]
                 parts = [
-                    (given(each.args[1]), _bias(each, given), result(each, _row_width(each)), _row_width(each) // LANES)
+                    (given(each.args[1]), _bias(each, given), result(each, _row_width(each)), _row_width(each))
                     for each in same
                     if _bits(each) == kind
                 ]
-                program.multiply(rows, int(_shape(x)[-1]) // GROUP, kind, parts)
-            elif step.target is bfloat16_rows.gate:
+                program.multiply(rows, int(_shape(x)[-1]), kind, parts)
+            elif step.target is layer_rows.gate:
                 program.add(Step.GATE, given(x), given(others[0]), result(step, _row_width(x)), _row_width(x))
             elif step.target in _TURNS:
                 *more, cos, sin = others
@@ -258,16 +271,8 @@ def _bits(product: Node) -> int:
     """Bits of a product's weights."""
     x, weight = product.args[:2]
     if product.target is aten.linear.default:
-        return BFLOAT16
+        return LYING
     return bits_of(int(_shape(weight)[1]), int(_shape(x)[-1]) // GROUP)
-
-
-def _is_served(linear: Node) -> bool:
-    """Whether a product with bfloat16 weights as they lie is one that programs have a step for, and fast."""
-    weight = linear.args[1]
-    outputs, inputs = (int(size) for size in _shape(weight))
-    whole = outputs % LANES == 0 and inputs % GROUP == 0
-    return whole and weight.op == "placeholder" and weight.meta["val"].is_contiguous() and has_bfloat16_products()
 
 
 def _running(program: RowProgram, width: int, outputs: Sequence[Node]) -> Callable[..., list[torch.Tensor]]:

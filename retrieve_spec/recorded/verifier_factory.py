@@ -17,12 +17,14 @@ import torch
 from retrieve_spec.attention import why_not_triton
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
+from retrieve_spec.kernels import layer_rows
+from retrieve_spec.kernels.number_formats import LIKE
 from retrieve_spec.recorded.kv_buffer import cache_windows
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_pass import PassGraphs
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, check_recordable, has_adapters_of_a_call
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.recorded.weight_layout import Layouts, PackedLayers
+from retrieve_spec.recorded.row_layers import RowLayers
 from retrieve_spec.verify.cache import GROW_BY_ROWS
 from retrieve_spec.verify.comparison import is_exact, rows_for_one_order, why_not_one_order
 from retrieve_spec.verify.hf import HFVerifier
@@ -46,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def try_recording(
-    model: Any, finding: Finding, config: SpeculationConfig, layer: Layer = "last", layouts: Layouts | None = None
+    model: Any, finding: Finding, config: SpeculationConfig, layer: Layer = "last"
 ) -> tuple[RecordedVerifier | None, str]:
     """Record a model's pass if that is wanted, can be done and agrees with the model.
 
@@ -60,8 +62,6 @@ def try_recording(
         `recorded_pass` says whether to record.
     layer
         The layer whose hidden states are recorded.
-    layouts
-        Copies of the model's weights that other recordings share.
 
     Returns
     -------
@@ -78,32 +78,30 @@ def try_recording(
         _check_structure(model, finding.interface, layer, exact)
         row_kernels = _row_kernels(model)
         try:
-            return _record(model, finding, layer, row_kernels, layouts, exact), ""
+            return _record(model, finding, layer, row_kernels, exact), ""
         except VerificationError as error:
             if row_kernels is None:
                 raise
             logger.info("the pass is recorded again without kernels for rows: %s", error)
-            return _record(model, finding, layer, None, layouts, exact), ""
+            return _record(model, finding, layer, None, exact), ""
     except VerificationError as error:
         return None, str(error)
 
 
 def _row_kernels(model: Any) -> Any:
-    """Module of the kernels that stand for what a 16-bit model does to rows; None where there is none."""
+    """Module of the kernels that stand for what a model does to rows; None where there is none."""
     device = input_device(model).type
-    if not PASS.fused_rows or model.dtype.itemsize != 2:
+    if not PASS.fused_rows or (device == "cpu" and model.dtype not in LIKE):
         return None
-    if device == "cpu" and model.dtype == torch.bfloat16:
-        return importlib.import_module("retrieve_spec.kernels.bfloat16_rows")
+    if device == "cpu":
+        return layer_rows
     return None if why_not_triton(device) else importlib.import_module("retrieve_spec.kernels.triton_rows")
 
 
-def _record(
-    model: Any, finding: Finding, layer: Layer, row_kernels: Any, layouts: Layouts | None, exact: int
-) -> RecordedVerifier:
+def _record(model: Any, finding: Finding, layer: Layer, row_kernels: Any, exact: int) -> RecordedVerifier:
     """A recording that agrees with the model, with CUDA graphs where these do."""
     windows = cache_windows(new_cache(model))
-    recorded = RecordedPass(model, len(windows), layer, row_kernels, layouts, exact)
+    recorded = RecordedPass(model, len(windows), layer, row_kernels, exact)
     for at, (rule, window) in enumerate(zip(recorded.rules, windows, strict=True)):
         if window and rule.window != window:
             raise RecordingError(f"the attention of layer {at} does not name the window of its cache")
@@ -187,21 +185,14 @@ STATES = 16
 class _Known:
     """What was found out about a model in one state.
 
-    `packed` are the layers that passes of its own forward multiply faster with.
+    `layers` are those that passes of its own forward multiply faster with.
     """
 
     state: ModelState
     finding: Finding
     recording: RecordedVerifier | None = None
     why: str = ""
-    packed: PackedLayers | None = None
-
-    def follow(self, closely: bool = False) -> None:
-        """Copy weights again that differ from their copies (`WeightCopies.follow`)."""
-        if self.recording is not None:
-            self.recording.recorded.follow(closely)
-        if self.packed is not None:
-            self.packed.follow(closely)
+    layers: RowLayers | None = None
 
     def release(self) -> None:
         """Give back what is kept for the next generation in this state."""
@@ -227,8 +218,6 @@ class VerifierFactory:
     ----------
     finding
         How the model is verified through its own forward, as last seen.
-    layouts
-        Copies of its weights.
     """
 
     finding: Finding
@@ -237,7 +226,6 @@ class VerifierFactory:
         self, model: Any, config: SpeculationConfig, layer: Layer, find_mode: Callable[[Any], Finding]
     ) -> None:
         self._model, self._config, self._layer, self._find_mode = model, config, layer, find_mode
-        self.layouts = Layouts(PASS.layout_bytes, sum(weight.nbytes for weight in model.parameters()))
         self._is_frozen = False
         self._known: list[_Known] = []
         self._examine()
@@ -269,10 +257,9 @@ class VerifierFactory:
             return StepVerifier(self._model, found.reason)
         if autocast and self._config.exact:
             return StepVerifier(self._model, "autocast is on")
-        known.follow()
         if known.recording is None or autocast:
-            packed = None if autocast else known.packed
-            own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.signatures, packed)
+            layers = None if autocast else known.layers
+            own = HFVerifier(self._model, found.interface, found.mode, found.reason, found.signatures, layers)
             own.pass_reason = "autocast is on" if autocast else known.why
             return own
         if known.recording.graphs is not None and known.state.has_moved():
@@ -294,7 +281,6 @@ class VerifierFactory:
         if known is None:
             return self._examine()
         if known is not self._known[0]:
-            known.follow(closely=True)  # adapters are merged into weights without being counted
             self._known[0].release()
             self._known.remove(known)
             self._known.insert(0, known)
@@ -325,12 +311,12 @@ class VerifierFactory:
         why = next((f"a forward changes {name}" for name, value in changing.items() if not _is_text(value)), "")
         if not why:
             self._disturb_texts(names)
-            recording, why = try_recording(self._model, finding, self._config, self._layer, self.layouts)
+            recording, why = try_recording(self._model, finding, self._config, self._layer)
         if self._config.exact and recording is None and finding.mode != "plain":
             finding = replace(finding, mode="plain", reason=f"no pass is exact here: {why}")
         known = _Known(ModelState(self._model, names), finding, recording, why)
         if recording is None and finding.mode != "plain":
-            known.packed = self._pack(finding)
+            known.layers = self._row_layers(finding)
         finding.texts.clear()
         return known
 
@@ -350,20 +336,20 @@ class VerifierFactory:
             if name in names:
                 setattr(module, name, value + 1)
 
-    def _pack(self, finding: Finding) -> PackedLayers | None:
-        """Layers that multiply by copies of their weights in passes of the model's own forward, if these agree."""
+    def _row_layers(self, finding: Finding) -> RowLayers | None:
+        """Layers that multiply by programs in passes of the model's own forward, if these agree."""
         if self._model.training:
             return None
         try:
             check_asked(self._model, self._config)
-            packed = PackedLayers(self._model, self.layouts)
-            if len(packed):
-                own = HFVerifier(self._model, finding.interface, finding.mode, around=packed)
+            layers = RowLayers(self._model)
+            if len(layers):
+                own = HFVerifier(self._model, finding.interface, finding.mode, around=layers)
                 check_verifier(self._model, own, finding.mode, finding.texts)
         except VerificationError as error:
-            logger.debug("layers are not packed: %s", error)
+            logger.debug("layers multiply as ever: %s", error)
             return None
-        return packed if len(packed) else None
+        return layers if len(layers) else None
 
 
 def _is_text(value: Any) -> bool:

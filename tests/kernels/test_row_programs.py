@@ -1,4 +1,4 @@
-"""Row programs: products with packed and bfloat16 weights and attention, the same bit for bit in any company."""
+"""Row programs: products and attention, the same bit for bit in any company."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from hypothesis import strategies as st
 from numba import config, njit
 
 from retrieve_spec.kernels import row_programs
+from retrieve_spec.kernels.number_formats import LIKE
 from retrieve_spec.kernels.packed_products import unpack
 from retrieve_spec.kernels.row_programs import ZEROS, RowProgram, RowTexts, Step, packed_product, padded
 from retrieve_spec.kernels.vector_code import (
-    BFLOAT16,
     GROUP,
     GROUP_BYTES,
+    LYING,
     SCORES,
     add_bytes,
     add_pairs,
     block_product,
     here,
+    tile_product,
 )
 from retrieve_spec.quantized import pack
 
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-3}}
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="its instructions have no form in Python")
 
 
@@ -76,6 +80,25 @@ def test_a_row_is_the_same_beside_any_others(bits: int) -> None:
         assert torch.equal(packed_product(x[:rows], weight), alone[:rows])
 
 
+@BOTH
+@pytest.mark.parametrize("outputs", [16, 41, 48])
+def test_a_row_is_the_same_beside_any_others_with_weights_that_lie(dtype: torch.dtype, outputs: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(21, 96).to(dtype), torch.randn(outputs, 96).to(dtype)
+    out = torch.empty(24, outputs, dtype=dtype)
+    program = RowProgram(dtype)
+    given = [program.place() for _ in range(3)]
+    program.multiply(given[0], 96, LYING, [(given[1], ZEROS, given[2], outputs)])
+    program.finish(given)
+    addresses = [tensor.data_ptr() for tensor in (x, weight, out)]
+    program.run(21, addresses)
+    whole = out.clone()
+    torch.testing.assert_close(whole[:21], x @ weight.T, **CLOSE[dtype])
+    for rows in range(1, 21):
+        program.run(rows, addresses)
+        assert torch.equal(out[:rows], whole[:rows])
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_numbers_that_are_none_stay_so_in_their_own_row(bits: int) -> None:
     weight, x = pack(torch.randn(16, 64), bits), torch.ones(3, 64, dtype=torch.bfloat16)
@@ -85,19 +108,26 @@ def test_numbers_that_are_none_stay_so_in_their_own_row(bits: int) -> None:
 
 
 @functools.cache
-def multiplying(portable: bool) -> Any:
-    """A product of every kind, compiled once: by operations that every CPU has, or by what this one has."""
+def multiplying(portable: bool) -> tuple[Any, Any]:
+    """Products, compiled once: by operations that every CPU has, or by what this one has."""
     adds = (add_bytes, add_pairs) if portable else here()
-    product = block_product(*adds, *GROUP_BYTES, BFLOAT16, SCORES)
+    product, tile = block_product(*adds, *GROUP_BYTES, SCORES), tile_product(adds[1])
 
     @njit
     def multiply(
-        kind: int, rows: int, weight: int, row_bytes: int, x: int, scales: int, sums: int, groups: int, bias: int,
-        out: int, stride: int,
+        like: Any, kind: int, rows: int, weight: int, row_bytes: int, x: int, scales: int, sums: int, groups: int,
+        bias: int, out: int, stride: int,
     ) -> None:  # fmt: skip
-        product(kind, rows, weight, row_bytes, x, scales, sums, groups, bias, out, stride)
+        product(like, kind, rows, weight, row_bytes, x, scales, sums, groups, bias, out, stride)
 
-    return multiply
+    @njit
+    def multiply_lying(
+        like: Any, rows: int, last: int, weight: int, x: int, row_bytes: int, chunks: int, bias: int, out: int,
+        stride: int,
+    ) -> None:  # fmt: skip
+        tile(like, rows, last, weight, x, row_bytes, chunks, bias, out, stride)
+
+    return multiply, multiply_lying
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -114,7 +144,9 @@ def test_every_cpu_adds_up_the_same_numbers(bits: int) -> None:
         out, bias = torch.empty(4, 16, dtype=torch.bfloat16), torch.randn(16).to(torch.bfloat16)
         arrays = (weight, whole.to(torch.int8), step, sums)
         packed, *others = (array.data_ptr() for array in arrays)
-        multiplying(portable=True)(bits, 4, packed, 0, *others, 3, bias.data_ptr(), out.data_ptr(), 32)
+        multiplying(portable=True)[0](
+            LIKE[x.dtype], bits, 4, packed, 0, *others, 3, bias.data_ptr(), out.data_ptr(), 32
+        )
         assert torch.equal(out, packed_product(x, weight, bias))
 
 
@@ -131,52 +163,66 @@ def test_what_numba_is_told_to_leave_out_is_left_out(told: str, runs: bool) -> N
     subprocess.run([sys.executable, "-c", program], env=os.environ | {name: said}, check=True)
 
 
+@BOTH
 @pytest.mark.parametrize("portable", [False, True])
-def test_bfloat16_rows_are_multiplied_as_they_lie(portable: bool) -> None:
-    """By what this CPU has an instruction for, and by operations that all have."""
+def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, portable: bool) -> None:
+    """By what this CPU has an instruction for, and by operations that all have; with weights, and with keys."""
     torch.manual_seed(0)
-    weight, bias = torch.randn(16, 160).to(torch.bfloat16), torch.randn(16).to(torch.bfloat16)
+    weight, bias = torch.randn(16, 96).to(dtype), torch.randn(16).to(dtype)
+    (multiply, multiply_lying), size = multiplying(portable), dtype.itemsize
     for rows in (1, 2, 4, 8, 12, 16):
-        x = torch.randn(rows, 96).to(torch.bfloat16)
-        laid = x.view(rows, 3, GROUP).transpose(0, 1).contiguous()
-        wanted = x.double() @ weight[:, :96].double().T
-        addresses = weight.data_ptr(), 2 * 160, laid.data_ptr(), 0, 0, 3, bias.data_ptr()
-        scores, results = torch.empty(rows, 16), torch.empty(rows, 16, dtype=torch.bfloat16)
-        multiplying(portable)(SCORES, rows, *addresses, scores.data_ptr(), 64)
-        multiplying(portable)(BFLOAT16, rows, *addresses, results.data_ptr(), 32)
-        torch.testing.assert_close(scores.double(), wanted, rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(results.double(), wanted + bias, rtol=2**-8, atol=1e-3)
+        x = torch.randn(rows, 96).to(dtype)
+        wanted = x.double() @ weight.double().T
+        laid, scores = x.view(rows, 3, GROUP).transpose(0, 1).contiguous(), torch.empty(rows, 16)
+        keys = weight.data_ptr(), 96 * size, laid.data_ptr()
+        multiply(LIKE[dtype], SCORES, rows, *keys, 0, 0, 3, bias.data_ptr(), scores.data_ptr(), 64)
+        torch.testing.assert_close(scores.double(), wanted, **CLOSE[torch.float32])
+        for count in {min(rows, 2), min(rows, 4), 4}:  # those behind the last row are that one again
+            results, last = torch.empty(count, 16, dtype=dtype), min(rows, count) - 1
+            lying = (
+                weight.data_ptr(),
+                x.data_ptr(),
+                96 * size,
+                96 * size // 64,
+                bias.data_ptr(),
+                results.data_ptr(),
+                16 * size,
+            )
+            multiply_lying(LIKE[dtype], count, last, *lying)
+            there = torch.arange(count).clamp(max=last)
+            torch.testing.assert_close(results.double(), wanted[there] + bias, **CLOSE[dtype])
 
 
-def test_steps_of_a_program_do_what_torch_does() -> None:
+@BOTH
+def test_steps_of_a_program_do_what_torch_does(dtype: torch.dtype) -> None:
     """A layer's products, sums, norms and gates; buffers are used again."""
     torch.manual_seed(0)
     width, inner, eps = 64, 96, 1e-5
     for rows in (1, 7, 40):
-        x, other = torch.randn(2, rows, width).to(torch.bfloat16)
-        weight = torch.randn(width).to(torch.bfloat16)
-        gate, up = (torch.randn(inner, width).to(torch.bfloat16) for _ in range(2))
-        down = torch.randn(width, inner).to(torch.bfloat16)
-        program = RowProgram()
+        x, other = torch.randn(2, rows, width).to(dtype)
+        weight = torch.randn(width).to(dtype)
+        gate, up = (torch.randn(inner, width).to(dtype) for _ in range(2))
+        down = torch.randn(width, inner).to(dtype)
+        program = RowProgram(dtype)
         given = [program.place() for _ in range(8)]
-        normed, gated, raised, opened = (program.place(2 * size) for size in (width, inner, inner, inner))
+        normed, gated, raised, opened = (program.place(size) for size in (width, inner, inner, inner))
         eps_bits = int(np.float64(eps).view(np.int64))
         program.add(Step.NORMALISE, given[0], given[1], given[2], given[6], normed, width, 1, eps_bits)
-        parts = [(given[3], ZEROS, gated, inner // 16), (given[4], ZEROS, raised, inner // 16)]
-        program.multiply(normed, width // GROUP, BFLOAT16, parts)
+        parts = [(given[3], ZEROS, gated, inner), (given[4], ZEROS, raised, inner)]
+        program.multiply(normed, width, LYING, parts)
         program.add(Step.GATE, gated, raised, opened, inner)
-        program.multiply(opened, inner // GROUP, BFLOAT16, [(given[5], ZEROS, given[7], width // 16)])
+        program.multiply(opened, inner, LYING, [(given[5], ZEROS, given[7], width)])
         program.finish(given)
-        total, out = torch.zeros(2, padded(rows), width, dtype=torch.bfloat16)
+        total, out = torch.zeros(2, padded(rows), width, dtype=dtype)
         tensors = (x, other, weight, gate, up, down, total, out)
         addresses = [tensor.data_ptr() for tensor in tensors]
         program.run(rows, addresses)
         summed = x + other
-        expected = torch.nn.functional.rms_norm(summed.float(), (width,), eps=eps).to(torch.bfloat16) * weight
+        expected = torch.nn.functional.rms_norm(summed.float(), (width,), eps=eps).to(dtype) * weight
         expected = torch.nn.functional.silu(expected @ gate.T) * (expected @ up.T) @ down.T
         assert torch.equal(total[:rows], summed)
         deviation = (out[:rows].float() - expected.float()).norm() / expected.float().norm()
-        assert deviation < 0.01
+        assert deviation < (1e-6 if dtype == torch.float32 else 0.01)
 
 
 def test_threads_wait_for_each_other_between_steps() -> None:
@@ -184,8 +230,8 @@ def test_threads_wait_for_each_other_between_steps() -> None:
     program, width, rows = RowProgram(), 256, 16
     x, weight, out = given = [program.place() for _ in range(3)]
     for _ in range(40):
-        following = program.place(2 * width)
-        program.multiply(x, width // GROUP, BFLOAT16, [(weight, ZEROS, following, width // 16)])
+        following = program.place(width)
+        program.multiply(x, width, LYING, [(weight, ZEROS, following, width)])
         x = following
     program.add(Step.GATE, x, x, out, width)
     program.finish(given)
@@ -208,16 +254,18 @@ def test_threads_wait_for_each_other_between_steps() -> None:
     groups=st.integers(1, 3),
     widths=st.sampled_from([(32, 16), (64, 64), (96, 32)]),
     threads=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_rows_attend_to_what_they_see(
-    seed: int, rows: list[int], held: int, kv_heads: int, groups: int, widths: tuple[int, int], threads: bool
-) -> None:
+    seed: int, rows: list[int], held: int, kv_heads: int, groups: int, widths: tuple[int, int], threads: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
     """The naive twin; rows are written behind those held, and a row's result is bit for bit that of the row alone."""
     random, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     (d, dv), heads, count = widths, kv_heads * groups, sum(rows)
 
     def states(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+        return torch.randn(shape, generator=generator).to(dtype)
 
     query, keys, values = states(count, heads, d), states(count, kv_heads, d), states(count, kv_heads, dv)
     slabs = [(states(2, kv_heads, 96, d), states(2, kv_heads, 96, dv)) for _ in rows]
@@ -227,12 +275,12 @@ def test_rows_attend_to_what_they_see(
     def attend(
         queries: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, texts: RowTexts
     ) -> torch.Tensor:
-        program = RowProgram()
+        program = RowProgram(dtype)
         places = [program.place() for _ in range(4)]
         program.add(Step.KEEP, places[1], places[2], 1, kv_heads, d, dv)
         scale = int(np.float64(0.2).view(np.int64))
         program.add(Step.ATTEND, places[0], places[3], 1, heads, kv_heads, d, dv, scale)
-        out = torch.empty(len(queries), heads, dv, dtype=torch.bfloat16)
+        out = torch.empty(len(queries), heads, dv, dtype=dtype)
         program.finish(places)
         tensors = (queries, new_keys, new_values, out)
         program.run(len(queries), [tensor.data_ptr() for tensor in tensors], texts)
@@ -258,9 +306,7 @@ def test_rows_attend_to_what_they_see(
         for head in range(heads):
             scores = query[own, head].double() @ all_keys[head // groups].T * 0.2
             shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-            torch.testing.assert_close(
-                out[own, head].double(), shares @ all_values[head // groups], rtol=2**-7, atol=1e-3
-            )
+            torch.testing.assert_close(out[own, head].double(), shares @ all_values[head // groups], **CLOSE[dtype])
         last = np.flatnonzero(mine[-1])  # those that the last row sees, one behind the other, as in a text
         alone = tuple(part.clone() for part in old)
         at = begin + last

@@ -10,7 +10,7 @@ from pretend_cuda import PretendCuda, triton_stand_in
 
 import retrieve_spec.kernels
 from retrieve_spec import attention
-from retrieve_spec.recorded import packed_pass, weight_layout
+from retrieve_spec.recorded import packed_pass
 
 
 @pytest.fixture
@@ -31,9 +31,3 @@ def with_triton(gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(retrieve_spec.kernels, "triton_tree_attention", module, raising=False)
     monkeypatch.setattr(attention, "has_triton", lambda: True)
-
-
-@pytest.fixture
-def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are packed whether or not that is faster here."""
-    monkeypatch.setattr(weight_layout, "rows_that_pay", lambda *_: 1)

@@ -18,7 +18,6 @@ from torch import nn
 import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
 
-pytestmark = pytest.mark.usefixtures("packed_weights")
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 

@@ -14,17 +14,11 @@ from small_decoders import build, ids
 import retrieve_spec as rs
 import retrieve_spec.kernels
 from retrieve_spec.config import PassConfig
-from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_pass, recorded_verifier
+from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_verifier
 from retrieve_spec.recorded.packed_pass import CudaGraphCapture, DeviceFields
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def plain_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings as a GPU has them: no weights packed for a CPU."""
-    monkeypatch.setattr(recorded_pass, "PASS", PassConfig(layout_bytes=0))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -16,18 +16,12 @@ from small_decoders import ids
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
-from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_pass, recorded_verifier
+from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_verifier
 from retrieve_spec.recorded.kv_buffer import Slab
 from retrieve_spec.recorded.packed_pass import PassGraphs
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import read_interface
-
-
-@pytest.fixture(autouse=True)
-def plain_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings as a GPU has them: no weights packed for a CPU."""
-    monkeypatch.setattr(recorded_pass, "PASS", PassConfig(layout_bytes=0))
 
 
 class Together:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.recorded import recorded_verifier, verifier_factory, weight_layout
+from retrieve_spec.kernels.row_programs import CAN_RUN
+from retrieve_spec.recorded import recorded_verifier, verifier_factory
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
@@ -158,15 +159,10 @@ def test_windows_are_left_to_the_model(rows):
     assert max(rows) == 3
 
 
-@pytest.mark.skipif(weight_layout.pack(torch.ones(8, 8)) is None, reason="this torch cannot pack weights")
-@pytest.mark.parametrize("packs_large", [True, False])
-def test_prompts_are_read_by_packed_weights_where_most_weights_are_packed(model, monkeypatch, packs_large):
-    """Small layers are many and cost little, and the last one is given few rows of a prompt."""
-    large = {(48, 32), (32, 48), (32, 32)}
-    monkeypatch.setattr(
-        weight_layout,
-        "rows_that_pay",
-        lambda weight, *_: 2 * ((tuple(weight.shape) in large) == packs_large),
-    )
+@pytest.mark.skipif(not CAN_RUN, reason="nothing is compiled")
+@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 90}])
+def test_prompts_are_read_where_most_weights_are_multiplied_by_programs(sizes):
+    """The last layer is given few rows of a prompt."""
+    model = build(LlamaConfig(**SIZES | sizes))
     rs.accelerate(model, recorded_pass="always")
-    assert model.speculation.verifiers()[0].recorded.reads_prompts == packs_large
+    assert model.speculation.verifiers()[0].recorded.reads_prompts == (not sizes)

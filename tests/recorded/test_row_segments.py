@@ -9,18 +9,27 @@ import pytest
 import torch
 from small_decoders import VOCAB, build, ids
 
-from retrieve_spec.kernels import bfloat16_rows
+from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.row_programs import CAN_RUN, RowTexts
 from retrieve_spec.kernels.vector_code import has_bfloat16_products
 from retrieve_spec.recorded.kv_buffer import KVBuffer
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 
-pytestmark = pytest.mark.skipif(not (CAN_RUN and has_bfloat16_products()), reason="no programs over bfloat16 weights")
+pytestmark = pytest.mark.skipif(not CAN_RUN, reason="nothing is compiled")
+FORMATS = [
+    pytest.param(torch.float32, id="float32"),
+    pytest.param(
+        torch.bfloat16,
+        id="bfloat16",
+        marks=pytest.mark.skipif(not has_bfloat16_products(), reason="no programs over bfloat16 weights"),
+    ),
+]
+BOTH = pytest.mark.parametrize("dtype", FORMATS)
 
 
-def recorded(**extra: Any) -> tuple[Any, RecordedPass]:
-    model = build("llama", torch.bfloat16, **{"hidden_size": 64, "intermediate_size": 96} | extra)
-    return model, RecordedPass(model, 2, "last", bfloat16_rows)
+def recorded(dtype: torch.dtype, **extra: Any) -> tuple[Any, RecordedPass]:
+    model = build("llama", dtype, **{"hidden_size": 64, "intermediate_size": 96} | extra)
+    return model, RecordedPass(model, 2, "last", layer_rows)
 
 
 def logits_of(run: RecordedPass, tokens: torch.Tensor) -> torch.Tensor:
@@ -31,17 +40,22 @@ def logits_of(run: RecordedPass, tokens: torch.Tensor) -> torch.Tensor:
     return run.run(tokens, torch.arange(rows)[None], texts)[0][0]
 
 
+@BOTH
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 48, 64, 80])
-def test_heads_of_other_widths_than_vectors_have_are_left_alone(head_dim: int) -> None:
-    model, run = recorded(head_dim=head_dim)
+def test_heads_of_other_widths_than_vectors_have_are_left_alone(head_dim: int, dtype: torch.dtype) -> None:
+    model, run = recorded(dtype, head_dim=head_dim)
     assert run.attends_rows == (head_dim % 32 == 0)
     if run.attends_rows:
         wanted, got = model(ids(20)).logits[0].float(), logits_of(run, ids(20)).float()
-        assert got.shape == (20, VOCAB) and (got - wanted).norm() < 0.03 * wanted.norm()
+        assert (
+            got.shape == (20, VOCAB)
+            and (got - wanted).norm() < (1e-5 if dtype == torch.float32 else 0.03) * wanted.norm()
+        )
 
 
-def test_exact_passes_are_programs_where_all_products_are() -> None:
+@BOTH
+def test_exact_passes_are_programs_where_all_products_are(dtype: torch.dtype) -> None:
     for vocab in (VOCAB, 208):
-        model = build("llama", torch.bfloat16, hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=vocab)
-        assert RecordedPass(model, 2, "last", bfloat16_rows).attends_rows
-        assert RecordedPass(model, 2, "last", bfloat16_rows, exact=8).attends_rows == (vocab % 16 == 0)
+        model = build("llama", dtype, hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=vocab)
+        assert RecordedPass(model, 2, "last", layer_rows).attends_rows
+        assert RecordedPass(model, 2, "last", layer_rows, exact=8).attends_rows

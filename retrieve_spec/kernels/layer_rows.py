@@ -1,4 +1,4 @@
-"""Row work of bfloat16 models on a CPU: what a decoder layer does besides products and attention, one call each.
+"""Row work on a CPU, in float32 and bfloat16: what a decoder layer does besides products and attention, one call each.
 
 The twin of `retrieve_spec.kernels.triton_rows`: each kernel rounds to bfloat16 where the operations it stands for do,
 so results differ at most where a sum is added up in another order.
@@ -6,34 +6,21 @@ so results differ at most where a sum is added up in another order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner
-from retrieve_spec.kernels.views import view_u16
+from retrieve_spec.kernels.number_formats import LIKE, bytes_of, narrow, view_numbers, wide
 
-_NAN = np.uint16(0x7FC0)
 _REASSOCIATE = {"reassoc", "nsz"}
 
 
-@inner
-def wide(bits: np.uint16) -> np.float32:
-    """The bfloat16 of these bits."""
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)  # type: ignore[no-any-return]
-
-
-@inner
-def narrow(wide: np.float32) -> np.uint16:
-    """Bits of the bfloat16 that is nearest, of two as near the even one."""
-    bits = np.float32(wide).view(np.uint32)
-    rounded = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-    return rounded if wide == wide else _NAN
-
-
 @njit(cache=True, nogil=True, fastmath=_REASSOCIATE)
-def _sum_of_squares(row: NDArray[np.uint16]) -> np.float32:
+def _sum_of_squares(row: NDArray[Any]) -> np.float32:
     total = np.float32(0.0)
     for i in range(len(row)):
         total += wide(row[i]) * wide(row[i])
@@ -42,40 +29,42 @@ def _sum_of_squares(row: NDArray[np.uint16]) -> np.float32:
 
 @njit(cache=True, nogil=True)
 def normalise_rows(
-    x: int, other: int, weight: int, total: int, out: int, rows: int, width: int, eps: np.float32
+    x: int, other: int, weight: int, total: int, out: int, rows: int, width: int, eps: np.float32, like: Any
 ) -> None:
-    """RMS normalisation of (rows, width) bfloat16 at addresses; `other`, unless 0, is added first, giving `total`."""
-    factors = view_u16(weight, width)
+    """RMS normalisation of (rows, width) numbers at addresses; `other`, unless 0, is added first, giving `total`."""
+    factors = view_numbers(weight, width, like)
     for r in range(rows):
-        at = 2 * r * width
-        given, normed = view_u16(x + at, width), view_u16(out + at, width)
+        at = bytes_of(like) * r * width
+        given, normed = view_numbers(x + at, width, like), view_numbers(out + at, width, like)
         if other:
-            added, summed = view_u16(other + at, width), view_u16(total + at, width)
+            added, summed = view_numbers(other + at, width, like), view_numbers(total + at, width, like)
             for i in range(width):
-                summed[i] = narrow(wide(given[i]) + wide(added[i]))
+                summed[i] = narrow(wide(given[i]) + wide(added[i]), like)
             given = summed
         mean = _sum_of_squares(given) / np.float32(width)
         factor = np.float32(1.0) / np.sqrt(mean + eps)
         for i in range(width):
-            normed[i] = narrow(wide(narrow(wide(given[i]) * factor)) * wide(factors[i]))
+            normed[i] = narrow(wide(narrow(wide(given[i]) * factor, like)) * wide(factors[i]), like)
 
 
 @njit(cache=True, nogil=True)
 def rotate_heads(
-    x: int, cos: int, sin: int, out: int, heads: int, rows: int, half: int, head_stride: int, row_stride: int
-) -> None:
-    """Rotary embedding of bfloat16 heads at addresses, strides in elements, into the layout (rows, heads, 2 · half)."""
+    x: int, cos: int, sin: int, out: int, heads: int, rows: int, half: int, head_stride: int, row_stride: int,
+    like: Any,
+) -> None:  # fmt: skip
+    """Rotary embedding of heads at addresses, strides in elements, into the layout (rows, heads, 2 · half)."""
+    size = bytes_of(like)
     for r in range(rows):
-        angle = 4 * r * half
-        c, s = view_u16(cos + angle, 2 * half), view_u16(sin + angle, 2 * half)
+        angle = 2 * size * r * half
+        c, s = view_numbers(cos + angle, 2 * half, like), view_numbers(sin + angle, 2 * half, like)
         for h in range(heads):
-            given = view_u16(x + 2 * (h * head_stride + r * row_stride), 2 * half)
-            turned = view_u16(out + 4 * (r * heads + h) * half, 2 * half)
+            given = view_numbers(x + size * (h * head_stride + r * row_stride), 2 * half, like)
+            turned = view_numbers(out + 2 * size * (r * heads + h) * half, 2 * half, like)
             for i in range(half):
                 low, high = wide(given[i]), wide(given[half + i])
-                across, along = narrow(-high * wide(s[i])), narrow(low * wide(s[half + i]))
-                turned[i] = narrow(wide(narrow(low * wide(c[i]))) + wide(across))
-                turned[half + i] = narrow(wide(narrow(high * wide(c[half + i]))) + wide(along))
+                across, along = narrow(-high * wide(s[i]), like), narrow(low * wide(s[half + i]), like)
+                turned[i] = narrow(wide(narrow(low * wide(c[i]), like)) + wide(across), like)
+                turned[half + i] = narrow(wide(narrow(high * wide(c[half + i]), like)) + wide(along), like)
 
 
 @inner
@@ -94,20 +83,22 @@ def exp(x: np.float32) -> np.float32:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # of divisions that are looked at there are no vectors
-def gate_row(gate: int, up: int, out: int, width: int) -> None:
-    """`silu(gate) · up` of bfloat16 at addresses."""
-    gates, ups, outs = view_u16(gate, width), view_u16(up, width), view_u16(out, width)
+def gate_row(gate: int, up: int, out: int, width: int, like: Any) -> None:
+    """`silu(gate) · up` of numbers at addresses."""
+    gates, ups, outs = view_numbers(gate, width, like), view_numbers(up, width, like), view_numbers(out, width, like)
     for i in range(width):
         opened = wide(gates[i])
         opened /= np.float32(1.0) + exp(-opened)
-        outs[i] = narrow(wide(narrow(opened)) * wide(ups[i]))
+        outs[i] = narrow(wide(narrow(opened, like)) * wide(ups[i]), like)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS normalisation of (…, d) rows with weight (d,) (Zhang & Sennrich, 2019)."""
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
-    normalise_rows(x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), x.numel() // width, width, np.float32(eps))
+    normalise_rows(
+        x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), x.numel() // width, width, np.float32(eps), LIKE[x.dtype]
+    )
     return out
 
 
@@ -119,7 +110,7 @@ def add_rms_norm(
     total, out = torch.empty_like(x), torch.empty_like(x)
     normalise_rows(
         x.data_ptr(), other.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
-        x.numel() // width, width, np.float32(eps),
+        x.numel() // width, width, np.float32(eps), LIKE[x.dtype],
     )  # fmt: skip
     return total, out
 
@@ -134,7 +125,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     cos, sin = cos.contiguous(), sin.contiguous()
     out = x.new_empty((1, rows, heads, width))
     rotate_heads(
-        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), heads, rows, width // 2, x.stride(1), x.stride(2)
+        x.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        out.data_ptr(),
+        heads,
+        rows,
+        width // 2,
+        x.stride(1),
+        x.stride(2),
+        LIKE[x.dtype],
     )
     return out.transpose(1, 2)
 
@@ -150,5 +150,5 @@ def gate(gated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`silu(gated) · up` of one shape (SwiGLU; Shazeer, 2020)."""
     gated, up = gated.contiguous(), up.contiguous()
     out = torch.empty_like(gated)
-    gate_row(gated.data_ptr(), up.data_ptr(), out.data_ptr(), gated.numel())
+    gate_row(gated.data_ptr(), up.data_ptr(), out.data_ptr(), gated.numel(), LIKE[gated.dtype])
     return out

@@ -1,4 +1,4 @@
-"""Attention of the rows of a pass over bfloat16 keys and values on a CPU, drafts' trees included.
+"""Attention of the rows of a pass over float32 or bfloat16 keys and values on a CPU, drafts' trees included.
 
 Queries of one head of keys are served some at a time. A query's result is the same bit for bit whatever stands beside
 it, and wherever the rows it sees lie: products of a key have one order, shares are added up as whole numbers, and
@@ -7,15 +7,18 @@ values in the order of the text.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.bfloat16_rows import exp, narrow
 from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.layer_rows import exp
+from retrieve_spec.kernels.number_formats import bytes_of, narrow, view_numbers
 from retrieve_spec.kernels.packed_products import block_of
 from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, SCORES, block_product, here, mix_block
-from retrieve_spec.kernels.views import view_f32, view_i64, view_u8, view_u16
+from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
 TEXT_FIELDS = 4
 """Of a text: its first row in the pass, how many it has, the address of (rows, rows) bool who of them sees whom, and
@@ -49,17 +52,19 @@ def scratch_bytes(held: int, width: int) -> int:
 
 @part
 def keep_row(
-    by_text: NDArray[np.int64], row: int, keys: int, values: int, layer: int, kv_heads: int, d: int, dv: int
-) -> None:
+    by_text: NDArray[np.int64], row: int, keys: int, values: int, layer: int, kv_heads: int, d: int, dv: int,
+    like: Any,
+) -> None:  # fmt: skip
     """Write a row's keys and values behind those that its text holds."""
     text = 0
     while row >= by_text[text, 0] + by_text[text, 1]:
         text += 1
     place = view_i64(by_text[text, 3] + 32 * layer, 4)
-    at = place[3] + row - by_text[text, 0]
+    at, size = place[3] + row - by_text[text, 0], bytes_of(like)
     for h in range(kv_heads):
-        view_u16(place[0] + 2 * d * (h * place[2] + at), d)[:] = view_u16(keys + 2 * d * (row * kv_heads + h), d)
-        view_u16(place[1] + 2 * dv * (h * place[2] + at), dv)[:] = view_u16(values + 2 * dv * (row * kv_heads + h), dv)
+        to, of = h * place[2] + at, row * kv_heads + h
+        view_numbers(place[0] + size * d * to, d, like)[:] = view_numbers(keys + size * d * of, d, like)
+        view_numbers(place[1] + size * dv * to, dv, like)[:] = view_numbers(values + size * dv * of, dv, like)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -79,28 +84,30 @@ def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
 @part
 def attend_part(
     by_text: NDArray[np.int64], number: int, queries: int, out: int, layer: int, heads: int, kv_heads: int, d: int,
-    dv: int, scale: np.float32, scratch: int,
+    dv: int, scale: np.float32, scratch: int, like: Any,
 ) -> None:  # fmt: skip
     """Attend some queries of one head of keys: (rows, heads, d) to (rows, heads, dv) at addresses."""
-    text, groups = 0, heads // kv_heads
+    text, groups, size = 0, heads // kv_heads, bytes_of(like)
     while number >= _parts_of(by_text, text, heads, kv_heads):
         number -= _parts_of(by_text, text, heads, kv_heads)
         text += 1
     first, rows, seen, places = by_text[text, 0], by_text[text, 1], by_text[text, 2], by_text[text, 3]
     place, h, begin = view_i64(places + 32 * layer, 4), number % kv_heads, number // kv_heads * _QUERIES
-    keys, values, held = place[0] + 2 * d * h * place[2], place[1] + 2 * dv * h * place[2], place[3]
+    keys, values, held = place[0] + size * d * h * place[2], place[1] + size * dv * h * place[2], place[3]
     count = min(_QUERIES, groups * rows - begin)
     last, block = held + (begin + count - 1) // groups + 1, block_of(count)
     stride = -(-last // LANES) * LANES
-    asks, mixed = scratch, scratch + 2 * _QUERIES * d
+    asks, mixed = scratch, scratch + size * _QUERIES * d
     scores = mixed + 4 * _QUERIES * dv
     for q in range(count):
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
         for group in range(d // GROUP):
-            ask = view_u16(asks + 2 * GROUP * (group * block + q), GROUP)
-            ask[:] = view_u16(queries + 2 * (head * d + GROUP * group), GROUP)
+            ask = view_numbers(asks + size * GROUP * (group * block + q), GROUP, like)
+            ask[:] = view_numbers(queries + size * (head * d + GROUP * group), GROUP, like)
     for j in range(0, last, LANES):  # what lies behind the last row is looked at and not used
-        _score(SCORES, block, keys + 2 * d * j, 2 * d, asks, 0, 0, d // GROUP, 0, scores + 4 * j, 4 * stride)
+        _score(
+            like, SCORES, block, keys + size * d * j, size * d, asks, 0, 0, d // GROUP, 0, scores + 4 * j, 4 * stride
+        )
     for q in range(count):
         sights, own = view_u8(seen + rows * ((begin + q) // groups), rows), view_f32(scores + 4 * q * stride, last)
         for j in range(held, last):
@@ -108,10 +115,10 @@ def attend_part(
                 own[j] = -np.inf
         view_f32(asks + 4 * q, 1)[0] = np.float32(1.0) / _share(own, scale)
     for i in range(0, dv, LANES):
-        mix_block(block, scores, 4 * stride, values + 2 * i, 2 * dv, last, mixed + 4 * i, 4 * dv)
+        mix_block(like, block, scores, 4 * stride, values + size * i, size * dv, last, mixed + 4 * i, 4 * dv)
     for q in range(count):
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
         factor, sums = view_f32(asks + 4 * q, 1)[0], view_f32(mixed + 4 * q * dv, dv)
-        result = view_u16(out + 2 * head * dv, dv)
+        result = view_numbers(out + size * head * dv, dv, like)
         for i in range(dv):
-            result[i] = narrow(sums[i] * factor)
+            result[i] = narrow(sums[i] * factor, like)

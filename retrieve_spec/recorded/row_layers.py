@@ -1,0 +1,77 @@
+"""Row layers: linear layers that multiply by programs over rows while passes of a model's own forward run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrieve_spec.kernels.row_programs import CAN_RUN, row_product, serves
+from retrieve_spec.recorded.model_state import without_ours
+
+_LONE_BYTES = 1 << 19
+"""Smallest weight by which a lone row is multiplied so: the call takes some microseconds more."""
+_Taken = tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
+"""A layer's attributes, and what stands among them as its `forward` while a pass runs."""
+
+
+class RowLayers:
+    """The linear layers of one model whose products programs do faster.
+
+    Parameters
+    ----------
+    model
+        A float32 model on a CPU; others have no such layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._all: list[_Taken] = []
+        self._lone: list[_Taken] = []  # those by which lone rows are multiplied
+        self._threads: set[int] = set()  # that run passes
+        for module in model.modules() if CAN_RUN else ():
+            others = without_ours(vars(module))  # as another pass may be running
+            if type(module) is not nn.Linear or "forward" in others or not _is_fast(module.weight):
+                continue
+            self._all.append((vars(module), _handing(module, self._threads)))
+            if module.weight.nbytes >= _LONE_BYTES:
+                self._lone.append(self._all[-1])
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @contextlib.contextmanager
+    def __call__(self, rows: int) -> Iterator[None]:
+        """Let a pass over so many rows that this thread runs inside of the block multiply by programs."""
+        layers = self._all if rows > 1 else self._lone
+        self._threads.add(get_ident())
+        try:
+            for attributes, ours in layers:
+                attributes.setdefault("forward", ours)
+            yield
+        finally:
+            self._threads.discard(get_ident())
+            for attributes, ours in layers:
+                if attributes.get("forward") is ours:
+                    del attributes["forward"]
+
+
+def _is_fast(weight: torch.Tensor) -> bool:
+    return weight.dtype == torch.float32 and serves(weight)
+
+
+def _handing(module: nn.Linear, threads: set[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is a layer's forward while passes run."""
+    parameters = module._parameters
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        weight = parameters["weight"]
+        assert weight is not None
+        if input.dtype != weight.dtype or not _is_fast(weight) or get_ident() not in threads:
+            return nn.Linear.forward(module, input)
+        return row_product(input, weight, parameters["bias"])
+
+    return forward
