@@ -7,9 +7,9 @@ No weights of a larger model are needed: a Llama-shaped or a hybrid model of ran
 passes, then the recorded token is made the most probable one. So passes cost what they cost, and drafts are right and
 wrong as they would have been, but for one thing: the runner-up tokens are noise, which takes from `auto` what it learns
 of them. Plain is transformers' own `generate`, and so is prompt lookup; every answer is given by all methods in turn,
-each begins with another one, and nothing is kept between answers. `--context` is the longest prompt; hybrids carry the
-`share` they have of the speed-up of the first size. With `--processor` seconds are those of one processor, which other
-work on the machine moves less.
+each begins with another one, and nothing is kept between answers. `--weights` names their format (float32, bfloat16,
+int8, int4); `--context` is the longest prompt; hybrids carry the `share` they have of the speed-up of the first size.
+With `--processor` seconds are those of one processor, which other work on the machine moves less.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def chosen(options: argparse.Namespace) -> list[Answer]:
     return in_turn[: options.answers]
 
 
-def give(size: str, answers: list[Answer], context: int, clock: Clock = time.perf_counter) -> dict[str, Any]:
+def give(size: str, answers: list[Answer], options: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     """Figures of all methods with a model of one size or shape."""
-    model = build(size, context)
+    model = build(size, options.context, weights=options.weights)
     if (last := max(int(answer.trace.max()) for answer in answers)) >= model.config.vocab_size:
         raise SystemExit(f"{size} has {model.config.vocab_size:,} tokens, and answers have token {last:,}: "
                          "name another tokenizer, as the text of others is as good for timing")  # fmt: skip
@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(1)
     clock = time.process_time if options.processor else time.perf_counter
     with torch.no_grad():
-        sizes = {size: give(size, answers, options.context, clock) for size in options.size}
+        sizes = {size: give(size, answers, options, clock) for size in options.size}
     first = sizes[options.size[0]]["methods"]
     for size in (size for size in options.size[1:] if size in HYBRIDS):
         sizes[size]["share"] = {f"{method} {name}": sizes[size]["methods"][method][name] / first["auto"][name]
@@ -129,7 +129,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure and print."""
     limits = {"answers": 12, "new_tokens": 80, "context": 1024}
-    harness.run(measure, __doc__, "trace", tokenizer=str, size=["0.1b", "0.4b"], **limits, processor=False)
+    harness.run(
+        measure, __doc__, "trace", tokenizer=str, size=["0.1b", "0.4b"], **limits, processor=False, weights="float32"
+    )
 
 
 if __name__ == "__main__":

@@ -280,8 +280,7 @@ def chat(check: Check) -> None:
 
 def shape(check: Check, size: str) -> None:
     """All that is measured of a model of random weights."""
-    dtype = torch.float32 if check.dry else torch.bfloat16
-    model = build(size, 4096, check.device, dtype)
+    model = build(size, 4096, check.device, "float32" if check.dry else "bfloat16")
     vocab = model.config.vocab_size
     weights = sum(parameter.nbytes for parameter in model.parameters())
     recorded = "always" if check.dry else "auto"

@@ -15,6 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.quantized import WeightOnlyConfig, pack_model
+from retrieve_spec.reference_model import QUANTISED
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs, VerifierOutput
 
 RECORDED_LOGIT = 1e4
@@ -157,8 +159,8 @@ def by_us(
     return Timing(seconds, driven[-1].read_at - began, same, model.speculation.last)
 
 
-def build(size: str, context: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    """A model of a size or shape, made on the device, with room for `context` tokens and an answer."""
+def build(size: str, context: int, device: str = "cpu", weights: str = "float32") -> Any:
+    """A model of a size or shape, made on the device in one format, with room for `context` tokens and an answer."""
     if size in HYBRIDS:
         shape: dict[str, Any] = {"hidden_size": 768, "vocab_size": 32_000, **HYBRIDS[size]}
         shape |= {} if size == "mamba2" else {"max_position_embeddings": context + 2048}
@@ -169,6 +171,9 @@ def build(size: str, context: int, device: str = "cpu", dtype: torch.dtype = tor
     torch.manual_seed(0)
     config = AutoConfig.for_model(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=0)
     with torch.device(device):
+        dtype = torch.bfloat16 if weights in QUANTISED else getattr(torch, weights)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if weights in QUANTISED:
+        pack_model(model, WeightOnlyConfig(QUANTISED[weights]))
     model.generation_config.pad_token_id = 0
     return model

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 
 import bench_recorded as script
+import pytest
 
 from retrieve_spec.reference_model import reference_path
 
@@ -14,7 +16,9 @@ def options(tmp_path, rows, answers):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     tokenizer = str(reference_path() / "tokenizer.json")
-    return argparse.Namespace(trace=trace, tokenizer=tokenizer, answers=answers, new_tokens=40, context=200)
+    return argparse.Namespace(
+        trace=trace, tokenizer=tokenizer, answers=answers, new_tokens=40, context=200, weights="float32"
+    )
 
 
 def row(task, i):
@@ -29,10 +33,13 @@ def test_tasks_take_turns_and_short_answers_and_long_prompts_are_left_out(tmp_pa
     assert all(answer.new == 40 and answer.prompt.shape[1] + 40 == len(answer.trace) for answer in found)
 
 
-def test_every_method_gives_the_recorded_answers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_every_method_gives_the_recorded_answers(tmp_path, monkeypatch, weights):
     monkeypatch.setitem(script.SHAPES, "tiny", (64, 128, 2, 4, 2, 8192))
-    answers = script.chosen(options(tmp_path, [row("math", 1), row("qa", 2)], 2))
-    made = script.give("tiny", answers, 200)
+    given = options(tmp_path, [row("math", 1), row("qa", 2)], 2)
+    given.weights = weights
+    answers = script.chosen(given)
+    made = script.give("tiny", answers, given, time.perf_counter)
     assert set(made["methods"]) == set(script.METHODS)
     for name, figures in made["methods"].items():
         assert figures["same"] == 2, name
