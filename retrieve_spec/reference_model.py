@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 REFERENCE = "reference"
 """The name of the bundled model."""
 HUB_TIMEOUT_S = 10.0
-HUB_REMEDY = "Give 'smollm2', 'reference', a folder, or a hub id; the last needs the network once, and maybe `hf auth login`."
+HUB_REMEDY = (
+    "Give 'smollm2', 'reference', a folder, or a hub id; the last needs the network once, and maybe `hf auth login`."
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTISED = {"int8": 8, "int4": 4}
 """Bits of a weight, by the name of the format."""
