@@ -252,7 +252,7 @@ def chosen(model: str | None, console: Console) -> str:
 
 @click.command()
 @click.option("--model", metavar=MODEL_NAMES, help="The model that answers.  [default: smollm2 if it is installed]")
-@click.option("--max-new-tokens", type=WholeRange(min=1), default=72, show_default=True)
+@click.option("--max-new-tokens", type=WholeRange(min=1), default=64, show_default=True)
 @click.option(
     "--store/--no-store",
     default=True,
