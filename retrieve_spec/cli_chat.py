@@ -14,7 +14,7 @@ import click
 
 from retrieve_spec.cli_common import DEVICE, DTYPE, MODEL_NAMES, QUANTIZE, compiling_shown, counted
 from retrieve_spec.cli_generate import SYSTEM, config_of, encode, generation_options, load, messages_of, request_of
-from retrieve_spec.errors import PromptError, RetrieveSpecError
+from retrieve_spec.errors import PromptError, RetrieveSpecError, in_a_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,6 +69,7 @@ class Conversation:
         from retrieve_spec.generation.streams import generate_stream
 
         question = {"role": "user", "content": self.loaded + text}
+        self.loaded = ""
         request = request_of(self._model, self._tokenizer, [*self.messages, question], self._options)
         self._begin_with(request["input_ids"][0].tolist())
         seed, began, first, pieces = self._options["seed"], time.perf_counter(), 0.0, []
@@ -85,7 +86,6 @@ class Conversation:
                 seconds, report = time.perf_counter() - began, stream.report
                 if report is not None and pieces:
                     self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
-                    self.loaded = ""
                     self.figures = (
                         f"{counted(report.new_tokens, 'token')}, {report.new_tokens / seconds:.0f} tokens/s, "
                         f"{report.tokens_per_pass:.2f} tokens per pass, the first after {first:.2f} s"
@@ -115,7 +115,7 @@ class Conversation:
             self.clear()
             return "The conversation is forgotten."
         if word == "/load" and rest.strip():
-            text = place.read_text(encoding="utf-8")
+            text = read_text(place)
             self.loaded += text + "\n\n"
             return f"{counted(len(text), 'character')} of {place} stand in front of your next message."
         if word == "/save" and rest.strip():
@@ -123,6 +123,20 @@ class Conversation:
             place.write_text(said + "\n", encoding="utf-8")
             return f"The conversation is in {place}."
         raise PromptError("a command", repr(word), f"These are there:\n{HELP}")
+
+
+def read_text(place: Path) -> str:
+    """The text of a file.
+
+    Raises
+    ------
+    PromptError
+        It is not in UTF-8.
+    """
+    try:
+        return place.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError("a file in UTF-8", f"other bytes at {error.start}", "Convert the file.") from error
 
 
 @click.command(short_help="Talk with a chat model in the terminal.")
@@ -147,7 +161,7 @@ def chat(model: str, stats: bool, **options: Any) -> None:
         encode(tokenizer, messages_of("?", options["system"]))  # a model without a template is an error now
         rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
     conversation = Conversation(lm, tokenizer, options)
-    watched = sys.stdin.isatty()
+    watched = sys.stdin.isatty() and sys.stdout.isatty()
     if watched:
         import readline  # noqa: F401  # lines can be edited, and called back
 
@@ -161,6 +175,9 @@ def _lines(watched: bool) -> Iterator[str]:
     while True:
         try:
             line = input("\n> " if watched else "")
+            line.encode()  # bytes that are no text come as half surrogate pairs where the locale is C
+        except UnicodeError as error:
+            raise PromptError("messages in UTF-8", in_a_line(error), "Convert the text.") from error
         except EOFError:
             if watched:
                 click.echo()
@@ -190,7 +207,7 @@ def _turn(conversation: Conversation, line: str, stats: bool, watched: bool) -> 
         if not watched:
             raise
         click.echo(" …")
-    except (RetrieveSpecError, OSError, UnicodeDecodeError) as error:
+    except (RetrieveSpecError, OSError) as error:
         if not watched:
             raise
         click.echo(f"Error: {error}", err=True)

@@ -140,6 +140,7 @@ def unpack(path: Path, folder: Path) -> Path:
     if missing := [name for name in GGUF_READERS if find_spec(name) is None]:
         got = f"{', '.join(missing)} not installed"
         raise ModelNotFoundError(f"to read {path.name}", got, f"Run: pip install {' '.join(GGUF_READERS)}")
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import quantization_config as formats
 
@@ -157,7 +158,7 @@ def unpack(path: Path, folder: Path) -> Path:
 
     try:
         make_folder(folder, save)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         remedy = f"Set RETRIEVE_SPEC_CACHE to a folder with {4 * model.num_parameters() / 1e9:.1f} GB of space."
         raise ConfigError("a cache that can be written", in_a_line(error), remedy) from error
     return folder

@@ -63,7 +63,14 @@ def test_commands(chatty: str, tmp_path: Path, monkeypatch: Any, capsys: Any) ->
     assert code == 0 and "5 characters" in err and "Ctrl-D" in err
     (answer,) = answers(chatty, ["x = 1\n\ndef b():"], [])
     assert (tmp_path / "said").read_text() == f"user: x = 1\n\ndef b():\n\nassistant: {answer}\n"
-    for line, words in (("/nope", "expected a command, got '/nope'"), ("/load", "a command"), ("/load /none", "/none")):
+    (tmp_path / "picture").write_bytes(b"\xff\xfe\xfd")
+    for line, words in (
+        ("/nope", "expected a command, got '/nope'"),
+        ("/load", "a command"),
+        ("/load /none", "/none"),
+        (f"/load {tmp_path}/picture", "a file in UTF-8, got other bytes at 0"),
+        ("half a pair \udcff", "messages in UTF-8"),
+    ):
         code, _, err = run(["--model", chatty], [line], monkeypatch, capsys)
         assert code == 1 and words in err
 
