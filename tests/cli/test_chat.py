@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,6 @@ def test_commands(chatty: str, tmp_path: Path, monkeypatch: Any, capsys: Any) ->
     (tmp_path / "picture").write_bytes(b"\xff\xfe\xfd")
     for line, words in (
         ("/nope", "expected a command, got '/nope'"),
-        ("/load", "a command"),
-        ("/load /none", "/none"),
         (f"/load {tmp_path}/picture", "a file in UTF-8, got other bytes at 0"),
         ("half a pair \udcff", "messages in UTF-8"),
     ):
@@ -106,6 +105,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(chatty: str, tmp_pat
     terminal.expect(r"\w")  # it answers
     terminal.sendintr()
     terminal.expect("\n> ")
+    time.sleep(0.5)  # Python hears Ctrl-C where it waits for a line, not while it begins to
     terminal.sendintr()
     terminal.expect("Ctrl-D ends the conversation")
     terminal.sendline("/nope")
