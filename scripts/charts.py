@@ -91,8 +91,9 @@ def speedup() -> Figure:
 def everyday() -> Figure:
     """A real chat model, by kind of text."""
     greedy = measured("everyday-t0")
-    kinds = list(greedy["methods"]["auto"]["by_task"])
-    runs = {"all": greedy} | {kind: {"methods": {m: f["by_task"][kind] for m, f in greedy["methods"].items()}} for kind in kinds}
+    runs = {"all": greedy}
+    for kind in greedy["methods"]["auto"]["by_task"]:
+        runs[kind] = {"methods": {method: found["by_task"][kind] for method, found in greedy["methods"].items()}}
     title, about = "SmolLM2-135M-Instruct, float32", f"{greedy['prompts']} prompts, greedy"
     return speeds(title, about, greedy["header"], runs)
 
