@@ -64,7 +64,7 @@ class Conversation:
         Raises
         ------
         PromptError
-            The conversation has become too long for the model; it is as it was before.
+            The conversation has become too long for the model; the question is no part of it.
         """
         from retrieve_spec.generation.streams import generate_stream
 
@@ -84,7 +84,7 @@ class Conversation:
                     yield piece.text
             finally:
                 seconds, report = time.perf_counter() - began, stream.report
-                if report is not None and pieces:
+                if report is not None and first:
                     self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
                     self.figures = (
                         f"{counted(report.new_tokens, 'token')}, {report.new_tokens / seconds:.0f} tokens/s, "
