@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -98,7 +99,8 @@ def test_single_prompts_in_a_template(chatty: str, capsys: Any) -> None:
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(chatty: str, tmp_path: Path) -> None:
     pexpect = pytest.importorskip("pexpect")
     words = ["-m", "retrieve_spec.cli", "chat", "--model", chatty, "--device", "cpu", "--max-new-tokens", "1800"]
-    terminal = pexpect.spawn(sys.executable, [*words, "--draft", "off"], encoding="utf-8", timeout=120)
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a suite in the background ignores it
+    terminal = pexpect.spawn(sys.executable, [*words, "--draft", "off"], encoding="utf-8", timeout=120, **heard)
     terminal.expect("\n> ")
     terminal.sendline("class A:")
     terminal.expect("class A:\r\n")
