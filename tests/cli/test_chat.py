@@ -100,22 +100,21 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(chatty: str, tmp_pat
     pexpect = pytest.importorskip("pexpect")
     words = ["-m", "retrieve_spec.cli", "chat", "--model", chatty, "--device", "cpu", "--max-new-tokens", "1800"]
     heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a suite in the background ignores it
-    terminal = pexpect.spawn(sys.executable, [*words, "--draft", "off"], encoding="utf-8", timeout=120, **heard)
-    terminal.expect("\n> ")
-    terminal.sendline("class A:")
-    terminal.expect("class A:\r\n")
-    terminal.expect(r"\w")  # it answers
-    terminal.sendintr()
-    terminal.expect("\n> ")
-    time.sleep(0.5)  # Python hears Ctrl-C where it waits for a line, not while it begins to
-    terminal.sendintr()
-    terminal.expect("Ctrl-D ends the conversation")
-    terminal.sendline("/nope")
-    terminal.expect("got '/nope'")
-    terminal.sendline(f"/save {tmp_path}/said")
-    terminal.expect("The conversation is in")
-    terminal.sendeof()
-    terminal.expect(pexpect.EOF)
-    terminal.close()
+    with pexpect.spawn(sys.executable, [*words, "--draft", "off"], encoding="utf-8", timeout=120, **heard) as terminal:
+        terminal.expect("\n> ")
+        terminal.sendline("class A:")
+        terminal.expect("class A:\r\n")
+        terminal.expect(r"\w")  # it answers
+        terminal.sendintr()
+        terminal.expect("\n> ")
+        time.sleep(0.5)  # Python hears Ctrl-C where it waits for a line, not while it begins to
+        terminal.sendintr()
+        terminal.expect("Ctrl-D ends the conversation")
+        terminal.sendline("/nope")
+        terminal.expect("got '/nope'")
+        terminal.sendline(f"/save {tmp_path}/said")
+        terminal.expect("The conversation is in")
+        terminal.sendeof()
+        terminal.expect(pexpect.EOF)
     assert terminal.exitstatus == 0
     assert "user: class A:\n\nassistant: " in (tmp_path / "said").read_text()
