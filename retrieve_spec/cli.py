@@ -22,6 +22,8 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "generate": ("retrieve_spec.cli_generate", "Continue a prompt, drafting from text that can be looked up."),
+    "chat": ("retrieve_spec.cli_chat", "Talk with a chat model in the terminal."),
+    "models": ("retrieve_spec.cli_models", "List the models that have names here, and install them."),
     "build": ("retrieve_spec.cli_store", "Build a datastore from files, folders or a recipe."),
     "add": ("retrieve_spec.cli_store", "Add documents to a datastore."),
     "remove": ("retrieve_spec.cli_store", "Remove documents from a datastore."),

@@ -64,9 +64,8 @@ class FiniteRange(click.FloatRange):
 TEXT = Text()
 PLACE = Place(path_type=Path)
 COUNT = WholeRange(1, 1_000_000)
-MODEL = click.option(
-    "--model", default="reference", show_default=True, metavar="reference|PATH|HUB_ID", help="The model to run."
-)
+MODEL_NAMES = "smollm2|reference|PATH|HUB_ID"
+MODEL = click.option("--model", default="reference", show_default=True, metavar=MODEL_NAMES, help="The model to run.")
 DTYPE = click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),

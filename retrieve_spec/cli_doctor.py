@@ -7,15 +7,15 @@ import os
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
 
-from retrieve_spec.cli_common import DEVICE, DTYPE, EXTRAS, compiling_shown, counted, loading_bars
-from retrieve_spec.cli_generate import compared_with_plain, generate_once, request_of
+from retrieve_spec.cli_common import DEVICE, DTYPE, EXTRAS, MODEL_NAMES, compiling_shown, counted, loading_bars
+from retrieve_spec.cli_generate import WARM_UP_TOKENS, generate_once, messages_of, request_of
 
-PROMPT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
-TOKENS = 96
+TOKENS = 64
 
 
 @click.command(short_help="Say what this machine and a model allow, and what would be faster.")
@@ -23,7 +23,7 @@ TOKENS = 96
     "--model",
     default="reference",
     show_default=True,
-    metavar="reference|PATH|HUB_ID|none",
+    metavar=f"{MODEL_NAMES}|none",
     help="The model to examine.",
 )
 @DTYPE
@@ -32,7 +32,7 @@ TOKENS = 96
 def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
     """Say which packages, kernels, device and pass are used, how fast a model is with and without drafts, and why.
 
-    The model writes about a hundred tokens of Python, with drafts and by its original `generate`.
+    The model writes a few short answers, of the kinds that are named, with drafts and by its original `generate`.
     """
     from retrieve_spec.bench.machine import machine_facts
     from retrieve_spec.weight_formats import product_times
@@ -67,6 +67,7 @@ def _kernels() -> dict[str, Any]:
 def _examine(name: str, dtype: str, device: str) -> dict[str, Any]:
     """Which pass verifies a model's drafts, and how fast it writes with drafts and without."""
     import retrieve_spec as rs
+    from retrieve_spec.bench.workloads import samples
     from retrieve_spec.reference_model import load_model
 
     with loading_bars():
@@ -80,20 +81,36 @@ def _examine(name: str, dtype: str, device: str) -> dict[str, Any]:
         "attention": model.config._attn_implementation,
         "accelerate_seconds": round(time.perf_counter() - began, 1),
     }
-    request = request_of(model, tokenizer, PROMPT, {"temperature": 0, "max_new_tokens": TOKENS})
-    for _ in range(2):  # the first one warms up
-        drafted = generate_once(model, tokenizer, request, 0)
-    speculation, last = model.speculation, model.speculation.last
+    prompts = samples(tokenizer)
+    requests = [
+        request_of(
+            model, tokenizer, said if prompt.raw else messages_of(said), {"temperature": 0, "max_new_tokens": TOKENS}
+        )
+        for prompt in prompts
+        for said in prompt.turns
+    ]
+    generate_once(model, tokenizer, requests[0], 0)  # warms up
+    drafted = [generate_once(model, tokenizer, request, 0) for request in requests]
+    speculation = model.speculation
     found |= {
         "mode": speculation.mode,
         "reason": speculation.reason,
         "pass_kind": speculation.pass_kind,
         "pass_reason": speculation.pass_reason,
-        "threads": last.threads,
-        "tokens_per_pass": last.tokens_per_pass,
-        "tokens_per_second": drafted.tokens_per_second,
+        "threads": speculation.last.threads,
     }
-    return found | compared_with_plain(model, tokenizer, request, 0, drafted)
+    rs.restore(model)
+    generate_once(model, tokenizer, requests[0], 0, max_new_tokens=WARM_UP_TOKENS)
+    plain = [generate_once(model, tokenizer, request, 0) for request in requests]
+    pairs = list(zip(drafted, plain, strict=True))
+    speedups = [ours.tokens_per_second / theirs.tokens_per_second for ours, theirs in pairs]
+    return found | {
+        "texts": dict(zip([prompt.task for prompt in prompts], speedups, strict=True)),
+        "speedup": median(speedups),
+        "tokens_per_second": median(run.tokens_per_second for run in drafted),
+        "plain_tokens_per_second": median(run.tokens_per_second for run in plain),
+        "identical": all(ours.token_ids == theirs.token_ids for ours, theirs in pairs),
+    }
 
 
 def advice(facts: dict[str, Any]) -> list[str]:
@@ -145,6 +162,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"pass      {model['pass_kind']}, drafts verified in {model['mode']} mode"
             + (f", {counted(model['threads'], 'thread')}" if model["threads"] else ""),
             f"speed     {model['tokens_per_second']:.0f} tokens/s with drafts, {model['plain_tokens_per_second']:.0f} "
-            f"without: {model['speedup']:.2f} ×",
+            f"without: {model['speedup']:.2f} ×, medians of "
+            + ", ".join(f"{kind} {speedup:.2f} ×" for kind, speedup in model["texts"].items()),
         ]
     return [*lines, *(f"advice    {sentence}" for sentence in facts["advice"])]

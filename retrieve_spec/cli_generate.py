@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -25,11 +25,12 @@ from retrieve_spec.cli_common import (
     loading_bars,
 )
 from retrieve_spec.config import AUTO, SpeculationConfig
-from retrieve_spec.errors import PromptError
+from retrieve_spec.errors import PromptError, in_a_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
+    from retrieve_spec.datastore.store import Datastore
     from retrieve_spec.engine.report import GenerationReport
 
 OFF = "off"
@@ -59,6 +60,56 @@ class Run:
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
 
+def generation_options(max_new_tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options of commands that write text: how long, how tokens are chosen, and where drafts come from."""
+    options = (
+        click.option("--max-new-tokens", type=COUNT, default=max_new_tokens, show_default=True, metavar="N"),
+        click.option(
+            "--temperature",
+            type=FiniteRange(min=0),
+            default=0.0,
+            show_default=True,
+            metavar="T",
+            help="0 always takes the most probable token.",
+        ),
+        click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P"),
+        click.option(
+            "--top-k", type=WholeRange(0, 1_000_000), default=0, show_default=True, metavar="K", help="0 for no limit."
+        ),
+        click.option("--seed", type=SEED, default=0, show_default=True, metavar="S", help="Same seed, same text."),
+        click.option(
+            "--draft", default=AUTO, show_default=True, metavar="auto|off|PRESET", help="Where drafts come from."
+        ),
+        click.option(
+            "--nodes",
+            callback=parse_nodes,
+            default=AUTO,
+            show_default=True,
+            metavar="auto|N",
+            help="Draft nodes per pass.",
+        ),
+        click.option(
+            "--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated."
+        ),
+        click.option(
+            "--session",
+            type=click.Path(dir_okay=False),
+            metavar="FILE",
+            help="Keep the answers in this file, and draft from those that are there.",
+        ),
+    )
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+SYSTEM = click.option("--system", type=TEXT, metavar="TEXT", help="What the model is told before the conversation.")
+
+
 @click.command(short_help="Continue a prompt, drafting from text that can be looked up.")
 @MODEL
 @click.option("--prompt", type=TEXT, metavar="TEXT", help="The text to continue.")
@@ -68,31 +119,9 @@ class Run:
     metavar="F",
     help="A UTF-8 file with the text to continue, '-' for standard input (the default without --prompt).",
 )
-@click.option("--max-new-tokens", type=COUNT, default=256, show_default=True, metavar="N")
-@click.option(
-    "--temperature",
-    type=FiniteRange(min=0),
-    default=0.0,
-    show_default=True,
-    metavar="T",
-    help="0 always takes the most probable token.",
-)
-@click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
-@click.option(
-    "--top-k", type=WholeRange(0, 1_000_000), default=0, show_default=True, metavar="K", help="0 for no limit."
-)
-@click.option("--seed", type=SEED, default=0, show_default=True, metavar="S", help="Same seed, same text.")
-@click.option("--draft", default=AUTO, show_default=True, metavar="auto|off|PRESET", help="Where drafts come from.")
-@click.option(
-    "--nodes", callback=parse_nodes, default=AUTO, show_default=True, metavar="auto|N", help="Draft nodes per pass."
-)
-@click.option("--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated.")
-@click.option(
-    "--session",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Keep the answers in this file, and draft from those that are there.",
-)
+@click.option("--chat", is_flag=True, help="Ask the prompt in the model's chat template; --system implies it.")
+@SYSTEM
+@generation_options(max_new_tokens=256)
 @click.option("--provenance", is_flag=True, help="Say where accepted drafts stand in the datastores.")
 @click.option("--compare", is_flag=True, help="Run plain generation too; report speed-up and identity.")
 @DTYPE
@@ -102,19 +131,14 @@ class Run:
 def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, compare: bool, **options: Any) -> None:
     """Continue a prompt; the text streams to standard output, figures go to standard error."""
     text = read_prompt(prompt, prompt_file)
-    config = SpeculationConfig().with_options(**{name: options[name] for name in ("draft", "nodes", "provenance")})
-    config = config.with_options(session=options["session"] or False)
-    _check(config, options["stores"])  # what can fail fails before the model loads
+    config = config_of(options, provenance=options["provenance"])
 
     import retrieve_spec as rs
-    from retrieve_spec.datastore.store import open_datastore
-    from retrieve_spec.reference_model import load_model
 
     with compiling_shown():
-        with loading_bars():
-            lm, tokenizer = load_model(model, **{name: options[name] for name in ("dtype", "quantize", "device")})
-        request = request_of(lm, tokenizer, text, options)
-        datastores = [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]
+        lm, tokenizer, datastores = load(model, options)
+        messages = messages_of(text, options["system"]) if options["chat"] or options["system"] else None
+        request = request_of(lm, tokenizer, text if messages is None else messages, options)
         rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
     if compare:
         generate_once(lm, tokenizer, request, options["seed"], max_new_tokens=WARM_UP_TOKENS)
@@ -176,20 +200,69 @@ def summary(run: Run, report: GenerationReport, tokenizer: PreTrainedTokenizerBa
     }
 
 
-def _check(config: SpeculationConfig, stores: Sequence[str]) -> None:
+def config_of(options: dict[str, Any], **changes: Any) -> SpeculationConfig:
+    """How to draft; what can fail of it, and of its stores, fails here, before a model loads."""
     from retrieve_spec.datastore.store import open_datastore
     from retrieve_spec.drafting.presets import build_drafter
 
-    datastores = [open_datastore(path) for path in stores]
+    given = {"draft": options["draft"], "nodes": options["nodes"], "session": options["session"] or False}
+    config = SpeculationConfig().with_options(**{**given, **changes})
+    datastores = [open_datastore(path) for path in options["stores"]]
     if config.draft != OFF:
         build_drafter(config.with_options(session=False), datastores=datastores)
+    return config
+
+
+def load(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Datastore]]:
+    """The model, its tokenizer, and the datastores that are named."""
+    from retrieve_spec.datastore.store import open_datastore
+    from retrieve_spec.reference_model import load_model
+
+    with loading_bars():
+        model, tokenizer = load_model(name, **{name: options[name] for name in ("dtype", "quantize", "device")})
+    return model, tokenizer, [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]
+
+
+def messages_of(text: str, system: str | None = None) -> list[dict[str, str]]:
+    """A conversation that begins: what the model is told, if anything, and what it is asked."""
+    told = [{"role": "system", "content": system}] if system else []
+    return [*told, {"role": "user", "content": text}]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> BatchEncoding:
+    """(1, L) token ids of a text, or of a conversation up to the next answer.
+
+    Raises
+    ------
+    PromptError
+        There is no chat template, or it refuses the conversation.
+    """
+    if isinstance(prompt, str):
+        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if not tokenizer.chat_template:
+        raise PromptError("a model with a chat template", "none", "Take one that follows instructions: --model smollm2")
+    try:
+        return tokenizer.apply_chat_template(
+            prompt,
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+            tokenizer_kwargs={"return_token_type_ids": False},
+        )
+    except Exception as error:  # templates raise what they like
+        raise PromptError(
+            "to fill in the chat template", in_a_line(error), "Without --system it may take it."
+        ) from error
 
 
 def request_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, str]],
+    options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Arguments of `generate`."""
-    encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    """Arguments of `generate` for a text, or for a conversation."""
+    encoded = encode(tokenizer, prompt)
     if encoded["input_ids"].shape[1] == 0:
         raise PromptError("a prompt of at least one token", "none", "Give some text to continue.")
     sampled = options["temperature"] > 0

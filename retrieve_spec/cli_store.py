@@ -49,7 +49,10 @@ ADMIT = click.option(
 )
 LEFT_OUT = click.option("--left-out", is_flag=True, help="List everything that was left out, not the first of a kind.")
 TOKENIZER = click.option(
-    "--tokenizer", required=True, metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'."
+    "--tokenizer",
+    required=True,
+    metavar="MODEL|FILE",
+    help="Model folder, tokenizer.json, hub id, 'smollm2' or 'reference'.",
 )
 _F = TypeVar("_F", bound=Callable[..., Any])
 _TEXT_INDEXES = ("both", "exact", "ngram")
@@ -131,7 +134,9 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
     help="What to keep of the text (both, exact, or ngram, small enough to ship), and the kind of the dense index "
     "(auto: by size); once for each.",
 )
-@click.option("--dense", metavar="MODEL", help="Also index the model's hidden states; folder, hub id or 'reference'.")
+@click.option(
+    "--dense", metavar="MODEL", help="Also index the model's hidden states; folder, hub id, 'smollm2' or 'reference'."
+)
 @click.option("--layer", default="last", show_default=True, metavar="last|N", help="Layer of the dense keys.")
 @click.option(
     "--dims", type=WholeRange(min=1), default=64, show_default=True, metavar="N", help="Numbers of a dense key."
@@ -274,7 +279,9 @@ def retokenize(store: Path | str, tokenizer: str, workers: int | None, quiet: bo
 @click.command(short_help="Make a datastore say what folders say.")
 @STORE
 @click.argument("folders", nargs=-1, required=True, metavar="FOLDER...")
-@click.option("--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id or 'reference'; once.")
+@click.option(
+    "--tokenizer", metavar="MODEL|FILE", help="Model folder, tokenizer.json, hub id, 'smollm2' or 'reference'; once."
+)
 @LICENCES
 @STATED
 @ADMIT

@@ -33,7 +33,7 @@ def dial(nodes: int | str) -> int | None:
 
 
 def cache_dir() -> Path:
-    """Folder for what can be made again (stores the demo built, workspaces' stores); not created here.
+    """Folder for what can be made again (unpacked models, workspaces' stores); not created here.
 
     `RETRIEVE_SPEC_CACHE` names it; otherwise it follows the XDG rule: `$XDG_CACHE_HOME/retrieve-spec`, by default
     `~/.cache/retrieve-spec`.

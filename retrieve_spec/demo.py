@@ -1,13 +1,13 @@
-"""Demo: a race on the terminal between the bundled model plain, accelerated, and with a datastore."""
+"""Demo: a real model answers everyday questions, plain and accelerated side by side; then a second turn and a store."""
 
 from __future__ import annotations
 
 import platform
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,10 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from retrieve_spec._version import __version__
-from retrieve_spec.bench.workloads import Prompt, builtin, loops
-from retrieve_spec.cli_common import WholeRange, compiling_shown
+from retrieve_spec.bench.workloads import Prompt, builtin, encode, loops, samples
+from retrieve_spec.cli_common import MODEL_NAMES, WholeRange, compiling_shown, loading_bars
 from retrieve_spec.config import cache_dir
 from retrieve_spec.errors import StoreError
+from retrieve_spec.model_files import SMOLLM2
+from retrieve_spec.reference_model import REFERENCE, load_config_and_tokenizer, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,13 +33,14 @@ if TYPE_CHECKING:
 WARM_UP_TOKENS = 16
 ROWS = 12
 """Lines of text shown of each runner."""
-SEEN_FILES = 8
-"""Files of the standard library that may be completed; these are not in the store."""
+SECOND_TURN = "Now add a docstring of one line to each function."
+FOLLOWED = "type hints"
+"""Kind of text that the second turn goes on with."""
 
 
 @dataclass
 class Pane:
-    """What one runner has generated for one file: a transformers streamer, whose text is decoded when it is drawn.
+    """What one runner has generated: a transformers streamer, whose text is decoded when it is drawn.
 
     Attributes
     ----------
@@ -47,8 +50,8 @@ class Pane:
         New tokens so far.
     seconds
         Time since the generation began.
-    passes, accepted
-        Forward passes and accepted draft tokens by source, when it is done.
+    passes
+        Forward passes, when it is done.
     began
         When the generation began.
     """
@@ -57,7 +60,6 @@ class Pane:
     token_ids: list[int] = field(default_factory=list)
     seconds: float = 0.0
     passes: int = 0
-    accepted: dict[str, int] = field(default_factory=dict)
     began: float = 0.0
 
     @property
@@ -80,94 +82,118 @@ class Pane:
         text = tokenizer.decode(self.token_ids, skip_special_tokens=True)
         lines = text.expandtabs(4).split("\n")[-ROWS:]
         title = f"{self.title}: {len(self.token_ids)} tokens, {self.tokens_per_second:.0f}/s"
-        return Panel(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), title=title, height=ROWS + 2)
+        return Panel(Text("\n".join(lines), overflow="fold"), title=title, height=ROWS + 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """One way to complete a prompt: its title, a model, and whether its own `generate` is used or the accelerated."""
+    """One way to answer a prompt: its title, a model, and whether its own `generate` is used or the accelerated."""
 
     title: str
     model: PreTrainedModel
     accelerated: bool
 
-    def generate(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, new_tokens: int, streamer: Any) -> None:
+    def generate(self, ids: Any, new_tokens: int, streamer: Any) -> None:
         """Run one greedy generation; the class's own `generate` is the plain one, whatever the instance carries."""
-        inputs = tokenizer(prompt.turns[0], return_tensors="pt").to(self.model.device)
         call = self.model.generate if self.accelerated else type(self.model).generate.__get__(self.model)
-        call(**inputs, streamer=streamer, max_new_tokens=new_tokens, do_sample=False)
+        mask = ids.new_ones(ids.shape)
+        call(ids, attention_mask=mask, streamer=streamer, max_new_tokens=new_tokens, do_sample=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one file gave: a pane per runner, the plain one first; `looping` texts flatter every drafter."""
+    """What one prompt gave: a pane per runner, the plain one first, and the text."""
 
     name: str
     panes: list[Pane]
-    looping: bool
+    text: str
 
     @property
     def identical(self) -> bool:
         """Whether all panes hold the same token ids."""
         return all(pane.token_ids == self.panes[0].token_ids for pane in self.panes)
 
+    @property
+    def speedup(self) -> float:
+        """Tokens per second of the accelerated runner, by those of the plain one."""
+        return self.panes[1].tokens_per_second / self.panes[0].tokens_per_second
 
-def race(
-    runners: list[Runner], tokenizer: PreTrainedTokenizerBase, prompt: Prompt, new_tokens: int, console: Console
-) -> Result:
-    """Complete one prompt once with every runner."""
-    panes = [Pane(runner.title) for runner in runners]
 
-    def frame() -> Table:
-        grid = Table.grid(expand=True)
-        for _ in panes:
-            grid.add_column(ratio=1)
-        grid.add_row(*(pane.panel(tokenizer) for pane in panes))
-        return grid
+class Race:
+    """A model that answers prompts in several ways, on a console.
 
-    with Live(get_renderable=frame, console=console, refresh_per_second=12) as live:
-        for runner, pane in zip(runners, panes, strict=True):
-            pane.began = time.perf_counter()
-            runner.generate(tokenizer, prompt, new_tokens, pane)
-            pane.passes = len(pane.token_ids)
-            if runner.accelerated:
-                report = runner.model.speculation.last
-                pane.passes, pane.accepted = report.passes, dict(report.accepted_by_source)
-        live.refresh()
-    return Result(prompt.name, panes, loops(tokenizer.decode(panes[0].token_ids)))
+    Parameters
+    ----------
+    runners
+        The plain one first, then the accelerated ones.
+    new_tokens
+        Tokens of an answer at most.
+    """
+
+    def __init__(
+        self, runners: list[Runner], tokenizer: PreTrainedTokenizerBase, new_tokens: int, console: Console
+    ) -> None:
+        self.runners, self.tokenizer, self._new_tokens, self._console = runners, tokenizer, new_tokens, console
+
+    def warm_up(self, prompt: Prompt) -> None:
+        """Let every runner say a little."""
+        for runner in self.runners:
+            runner.generate(encode(self.tokenizer, prompt, []), WARM_UP_TOKENS, None)
+
+    def answer(self, prompt: Prompt, name: str, answers: Sequence[str] = ()) -> Result:
+        """Answer the next turn of a prompt once with every runner."""
+        asked = prompt.name if prompt.raw else prompt.turns[len(answers)].partition("\n")[0]
+        self._console.print(f"\n{name}: {asked}", markup=False)
+        ids, panes = encode(self.tokenizer, prompt, answers), [Pane(runner.title) for runner in self.runners]
+
+        def frame() -> Table:
+            grid = Table.grid(expand=True)
+            for _ in panes:
+                grid.add_column(ratio=1)
+            grid.add_row(*(pane.panel(self.tokenizer) for pane in panes))
+            return grid
+
+        with Live(get_renderable=frame, console=self._console, refresh_per_second=12) as live:
+            for runner, pane in zip(self.runners, panes, strict=True):
+                pane.began = time.perf_counter()
+                runner.generate(ids, self._new_tokens, pane)
+                pane.passes = runner.model.speculation.last.passes if runner.accelerated else len(pane.token_ids)
+            live.refresh()
+        return Result(name, panes, self.tokenizer.decode(panes[0].token_ids, skip_special_tokens=True))
 
 
 def table(results: list[Result]) -> Table:
-    """The figures of all files: tokens per second, how many times plain, and tokens per pass."""
-    shown = Table(caption="tokens/s, how many times plain, and tokens per forward pass")
-    shown.add_column("file")
-    for pane in results[0].panes:
-        shown.add_column(pane.title, justify="right")
+    """The figures of all answers."""
+    shown = Table(caption="tokens/s, how many times plain, tokens per forward pass; a text that loops flatters drafts")
+    shown.add_column("answer")
+    for title in ("plain", "accelerated", "with a store"):
+        shown.add_column(title, justify="right")
     shown.add_column("identical")
     for result in results:
-        shown.add_row(*_row(result.name + (" (loops)" if result.looping else ""), [result]))
-    shown.add_section()
-    shown.add_row(*_row("all files", results))
+        name = result.name + (" (loops)" if loops(result.text) else "")
+        cells = [_cell(pane, result.panes[0]) for pane in result.panes]
+        shown.add_row(name, *cells, *[""] * (3 - len(cells)), "yes" if result.identical else "NO")
     return shown
 
 
-def _row(name: str, results: list[Result]) -> list[str]:
-    cells = [name]
-    plain = 0.0
-    for panes in zip(*(result.panes for result in results), strict=True):
-        tokens, passes = sum(len(pane.token_ids) for pane in panes), sum(pane.passes for pane in panes)
-        rate = tokens / max(sum(pane.seconds for pane in panes), 1e-9)
-        plain = plain or rate
-        cells.append(f"{rate:.0f} ({rate / plain:.2f} ×), {tokens / max(passes, 1):.2f}")
-    return [*cells, "yes" if all(result.identical for result in results) else "NO"]
+def _cell(pane: Pane, plain: Pane) -> str:
+    rate = f"{pane.tokens_per_second:.0f}"
+    if pane is plain:
+        return rate
+    return f"{rate} ({pane.tokens_per_second / plain.tokens_per_second:.2f} ×), {len(pane.token_ids) / pane.passes:.2f}"
 
 
-def credits(panes: Sequence[Pane]) -> str:
-    """Which sources the accepted tokens of a runner came from."""
-    accepted = sum((Counter(pane.accepted) for pane in panes), Counter[str]())
-    by_source = ", ".join(f"{name} {count}" for name, count in accepted.most_common())
-    tokens = sum(len(pane.token_ids) for pane in panes)
-    return f"{panes[0].title}: accepted by source: {by_source or 'none'} (of {tokens} generated)"
+def said(results: list[Result], number: int) -> str:
+    """What the figures mean; the median is of the first answers, a kind of text each."""
+    kinds = results[:number]
+    slowest = min(kinds, key=lambda result: result.speedup)
+    same = sum(result.identical for result in results)
+    return (
+        f"Median over {number} kinds of text: {median(result.speedup for result in kinds):.2f} × plain generate, from "
+        f"{slowest.speedup:.2f} × ({slowest.name}) to {max(result.speedup for result in kinds):.2f} ×.\n"
+        f"Identical: {same} of {len(results)}. The accelerated texts have the tokens that transformers' own generate "
+        "wrote, one by one: a draft only says where to look, and what the model would not have written is dropped."
+    )
 
 
 def stdlib_store(tokenizer: PreTrainedTokenizerBase, console: Console) -> Datastore | None:
@@ -178,82 +204,80 @@ def stdlib_store(tokenizer: PreTrainedTokenizerBase, console: Console) -> Datast
     from retrieve_spec.datastore.recipes import load_recipe, open_or_build
 
     path = cache_dir() / "stores" / f"python-stdlib-{platform.python_version()}-{__version__}"
-    completed = [prompt.name.partition(" ")[0] for prompt in builtin(SEEN_FILES, ("seen",))]
     try:
-        store = open_or_build(
+        return open_or_build(
             path,
-            load_recipe("python-stdlib", exclude=completed),
+            load_recipe("python-stdlib"),
             tokenizer,
-            before=lambda: console.print("Building a datastore of the standard library (once) …"),
+            before=lambda: console.print("\nBuilding a datastore of the standard library (once) …"),
             after=lambda report: console.print(f"Built {path} in {sum(report.seconds.values()):.0f} s."),
             progress=True,
         )
     except StoreError as error:
         console.print(f"No datastore: {error}")
         return None
-    tokens = f"{store.manifest.tokens:,} tokens"
-    console.print(f"Datastore: {tokens} of the standard library, without the files completed below.")
-    return store
 
 
-def choose(files: int) -> list[Prompt]:
-    """Two unseen files for every one that the model was trained on."""
-    seen = builtin(min(files // 3, SEEN_FILES), ("seen",)) if files >= 3 else []
-    return builtin(files - len(seen), ("unseen",)) + seen
-
-
-def runners_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, datastores: Sequence[Datastore]
-) -> list[Runner]:
-    """Plain and accelerated, and, where there are datastores, accelerated with them."""
+def race_of(name: str, new_tokens: int, console: Console, datastores: Sequence[Datastore] = ()) -> Race:
+    """A model, plain and accelerated, and with datastores where there are any, warm."""
     import retrieve_spec as rs
-    from retrieve_spec.reference_model import load_model
 
-    rs.accelerate(model, tokenizer=tokenizer)
-    runners = [Runner("plain", model, False), Runner("accelerated", model, True)]
-    if datastores:
-        another, _ = load_model()
-        rs.accelerate(another, tokenizer=tokenizer, datastores=datastores)
-        runners.append(Runner("with stdlib store", another, True))
-    return runners
+    began = time.perf_counter()
+    with loading_bars(False), compiling_shown():
+        runners: list[Runner] = []
+        for title, stores in (("accelerated", ()), ("with a store", datastores)):
+            if stores or not runners:
+                model, tokenizer = load_model(name)
+                rs.accelerate(model, tokenizer=tokenizer, datastores=stores)
+                runners.append(Runner(title, model, True))
+        race = Race([Runner("plain", runners[0].model, False), *runners], tokenizer, new_tokens, console)
+        race.warm_up(samples(tokenizer)[0])
+    parameters = f"{runners[0].model.num_parameters() / 1e6:.0f} M parameters"
+    console.print(f"{name}, {parameters}: ready in {time.perf_counter() - began:.1f} s.")
+    return race
+
+
+def chosen(model: str | None, console: Console) -> str:
+    """The model that is asked for, or the real one, or the bundled one where that is not installed."""
+    if model is not None:
+        return model
+    if SMOLLM2.installed:
+        return SMOLLM2.name
+    console.print(
+        f"{SMOLLM2.name}, a chat model, is not installed: this is the bundled model of 12.6 M parameters, which "
+        f"completes Python, badly. To see the real one:  {SMOLLM2.command}"
+    )
+    return REFERENCE
 
 
 @click.command()
-@click.option("--files", type=WholeRange(min=1), default=6, show_default=True, help="How many files.")
-@click.option("--max-new-tokens", type=WholeRange(min=1), default=160, show_default=True)
+@click.option("--model", metavar=MODEL_NAMES, help="The model that answers.  [default: smollm2 if it is installed]")
+@click.option("--max-new-tokens", type=WholeRange(min=1), default=64, show_default=True)
 @click.option(
     "--store/--no-store",
     default=True,
     show_default=True,
-    help="Also draft from a datastore of the standard library, built on first use.",
+    help="Also complete a file with a datastore of the standard library, built on first use.",
 )
-def main(files: int, max_new_tokens: int, store: bool) -> None:
-    """Complete Python files with the bundled model: plain, accelerated, and with a datastore beside it."""
-    import torch
-    from transformers.utils import logging
+def main(model: str | None, max_new_tokens: int, store: bool) -> None:
+    """Let a model answer prompts of several kinds, plain and accelerated, and one of them in a second turn.
 
-    from retrieve_spec.reference_model import load_model
-
-    logging.disable_progress_bar()
+    Then the small code model completes a Python file, also with a datastore beside it.
+    """
     console = Console(highlight=False)
-    console.print("Loading the bundled model (12.6 M parameters, trained on Python) …")
-    model, tokenizer = load_model()
-    found = stdlib_store(tokenizer, console) if store else None
-    console.print("Getting ready: measuring passes; the first run compiles the kernels too …")
-    start = time.perf_counter()
-    prompts = choose(files)
-    with compiling_shown():
-        runners = runners_of(model, tokenizer, [found] if found else [])
-        for runner in runners:
-            runner.generate(tokenizer, prompts[0], WARM_UP_TOKENS, None)
-    console.print(f"Ready in {time.perf_counter() - start:.1f} s, {torch.get_num_threads()} threads.")
-    results = []
-    for index, prompt in enumerate(prompts, 1):
-        console.print(f"\n\\[{index}/{len(prompts)}] {prompt.name}")
-        results.append(race(runners, tokenizer, prompt, max_new_tokens, console))
-    console.print(table(results))
-    _, *accelerated = zip(*(result.panes for result in results), strict=True)
-    console.print(*map(credits, accelerated), sep="\n")
+    name = chosen(model, console)
+    console.print("Getting ready; the first run on a machine compiles the kernels …")
+    race = race_of(name, max_new_tokens, console)
+    prompts = samples(race.tokenizer)
+    results = [race.answer(prompt, prompt.task) for prompt in prompts]
+    for prompt, result in zip(prompts, results[:], strict=True):
+        if prompt.task == FOLLOWED:
+            both = replace(prompt, turns=(*prompt.turns, SECOND_TURN))
+            results.append(race.answer(both, f"{prompt.task}, second turn", [result.text]))
+    found = stdlib_store(load_config_and_tokenizer(REFERENCE)[1], console) if store else None
+    small = race_of(REFERENCE, max_new_tokens, console, [found] if found else [])
+    results.append(small.answer(builtin(1, ("unseen",))[0], "a Python file, small model"))
+    console.print("", table(results), said(results, len(prompts)), sep="\n")
     sys.exit(0 if all(result.identical for result in results) else 1)
 
 

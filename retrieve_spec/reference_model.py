@@ -1,13 +1,11 @@
-"""Models by name: `reference` (the bundled one), a folder or a hub id, with the tokenizer."""
+"""Models by name: `reference` (the bundled one), `smollm2`, a folder, a GGUF file or a hub id, with the tokenizer."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -22,8 +20,10 @@ from retrieve_spec.errors import (
     RetrieveSpecError,
     UnsupportedModelError,
     in_a_line,
+    nearest,
     require,
 )
+from retrieve_spec.model_files import PACKAGED, gguf_folder, make_folder
 from retrieve_spec.openmp import survive_forks
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 REFERENCE = "reference"
 """The name of the bundled model."""
 HUB_TIMEOUT_S = 10.0
-HUB_REMEDY = "Give 'reference', a folder, or a hub id; a hub id needs the network once, and some need `hf auth login`."
+HUB_REMEDY = (
+    "Give 'smollm2', 'reference', a folder, or a hub id; the last needs the network once, and maybe `hf auth login`."
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTISED = {"int8": 8, "int4": 4}
 """Bits of a weight, by the name of the format."""
@@ -54,24 +56,26 @@ def load_model(
     Parameters
     ----------
     name
-        `"reference"` for the bundled model, a folder that `save_pretrained` wrote, a GGUF file, or a Hugging Face hub
-        id.
+        `"reference"` for the bundled model, `"smollm2"` for the one that `retrieve-spec models install smollm2`
+        installs, a folder that `save_pretrained` wrote, a GGUF file (unpacked once: the folder is kept in the cache),
+        or a Hugging Face hub id.
     dtype
         `"auto"` (as stored; the bundled model in float32 on a CPU), `"float32"`, `"bfloat16"` or `"float16"`.
     device
         `"auto"` (the first GPU, else the CPU) or a torch device string.
     quantize
         `"int8"` or `"int4"` packs the weights for a CPU (`retrieve_spec.quantized`), once: the folder is kept in the
-        cache. Activations are bfloat16 then. None leaves weights as they are, those of GGUF files unpacked.
+        cache. Activations are bfloat16 then. None leaves weights as they are.
 
     Raises
     ------
     ModelNotFoundError
-        Nothing by that name, on disk or on the hub.
+        Nothing by that name, on disk or on the hub; or its package, or one that reads its file, is missing.
     UnsupportedModelError
         The checkpoint is not a causal language model, or one that cannot be quantised.
     ConfigError
-        An unknown dtype or format of weights, or a device that is not there, or that cannot use them.
+        An unknown dtype or format of weights, a device that is not there, or that cannot use them, or a cache that
+        cannot be written.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -103,7 +107,7 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     import torch
     from transformers import AutoModelForCausalLM
 
-    from retrieve_spec.quantized import WeightOnlyConfig, pack_model
+    from retrieve_spec.quantized import WeightOnlyConfig
 
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError("weights that are not quantised", source, "Load it without quantize.")
@@ -113,7 +117,6 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
         str(place.resolve()) if place.is_dir() else source,
         getattr(config, "_commit_hash", None),
         sorted(files),
-        options.get("gguf_file"),
         quantize,
         __version__,
     ]
@@ -121,11 +124,7 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     if folder.exists():
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     wanted = WeightOnlyConfig(QUANTISED[quantize])
-    if "gguf_file" in options:  # which Transformers loads with a quantiser of its own
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32, **options)
-        pack_model(model, wanted)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
+    model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
     try:
         with torch.no_grad():
             model(torch.arange(4)[None])
@@ -142,11 +141,7 @@ def _keep(model: PreTrainedModel, folder: Path) -> None:
     from safetensors import SafetensorError
 
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as made:
-            model.save_pretrained(Path(made) / "model")
-            if not folder.exists():  # another process may have been faster
-                (Path(made) / "model").rename(folder)
+        make_folder(folder, model.save_pretrained)
         log.info("packed weights are kept in %s", folder)
     except (OSError, SafetensorError) as error:
         log.warning("packed weights are not kept: %s", in_a_line(error))
@@ -188,11 +183,7 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
     named = isinstance(name, str | os.PathLike)
     require(named, "the name of a model", name, "Give 'reference', a folder or a hub id.")
     name = os.fspath(name)
-    if name == REFERENCE:
-        return str(reference_path()), {"local_files_only": True}
-    path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return str(path.parent), {"local_files_only": True, "gguf_file": path.name}
+    path = known_folder(name) or Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(
@@ -202,6 +193,20 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
     check_hub_id(name, "a model folder")
     copy = copy_if_silent(name, "config.json")
     return (name, {}) if copy is None else (str(copy.parent), {"local_files_only": True})
+
+
+def known_folder(name: str) -> Path | None:
+    """The folder of the bundled model, of one that comes inside a package, or of a GGUF file; None of other names.
+
+    The last two are unpacked if need be, with the errors of `PackagedModel.unpacked`.
+    """
+    if name == REFERENCE:
+        return reference_path()
+    path = Path(name).expanduser()
+    with _explained(name):
+        if name in PACKAGED:
+            return PACKAGED[name].unpacked()
+        return gguf_folder(path) if path.suffix == ".gguf" and path.is_file() else None
 
 
 def copy_if_silent(name: str, file: str) -> Path | None:
@@ -231,7 +236,7 @@ def copy_if_silent(name: str, file: str) -> Path | None:
 
 
 def check_hub_id(name: str, wanted: str) -> None:
-    """Refuse what can only be a path, and a mistyped `reference`, before the hub is asked.
+    """Refuse what can only be a path, and a mistyped name of a model, before the hub is asked.
 
     Raises
     ------
@@ -243,10 +248,10 @@ def check_hub_id(name: str, wanted: str) -> None:
     if no_id or path.is_absolute() or path.exists():
         got = "a file" if path.is_file() else "a folder without one" if path.exists() else "nothing there"
         raise ModelNotFoundError(
-            f"{wanted} at {name!r}", got, "Give a folder, a hub id such as 'owner/name', or 'reference'."
+            f"{wanted} at {name!r}", got, "Give a folder, a hub id such as 'owner/name', 'smollm2' or 'reference'."
         )
-    if "/" not in name and difflib.get_close_matches(name.lower(), [REFERENCE], cutoff=0.8):
-        raise ModelNotFoundError("the name of a model", repr(name), f"Did you mean {REFERENCE!r}?")
+    if "/" not in name and (meant := nearest(name.lower(), [REFERENCE, *PACKAGED], cutoff=0.8)):
+        raise ModelNotFoundError("the name of a model", repr(name), meant)
 
 
 def _device(device: str) -> torch.device:

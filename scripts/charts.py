@@ -88,6 +88,16 @@ def speedup() -> Figure:
     return speeds("Bundled model, 12.6 M parameters", f"{first['prompts']} unseen files", first["header"], runs)
 
 
+def everyday() -> Figure:
+    """A real chat model, by kind of text."""
+    greedy = measured("everyday-t0")
+    runs = {"all": greedy}
+    for kind in greedy["methods"]["auto"]["by_task"]:
+        runs[kind] = {"methods": {method: found["by_task"][kind] for method, found in greedy["methods"].items()}}
+    title, about = "SmolLM2-135M-Instruct, float32", f"{greedy['prompts']} prompts, greedy"
+    return speeds(title, about, greedy["header"], runs)
+
+
 def larger() -> Figure:
     """Larger models that are made to give recorded answers."""
     made = measured("larger")
@@ -107,7 +117,7 @@ def batches() -> Figure:
     return chart("Batches: drafts fade out as rows fill a pass", note, series, groups)
 
 
-CHARTS: dict[str, Callable[[], Figure]] = {draw.__name__: draw for draw in (peers, speedup, larger, batches)}
+CHARTS: dict[str, Callable[[], Figure]] = {draw.__name__: draw for draw in (peers, everyday, speedup, larger, batches)}
 
 
 def draw(folder: Path = DATA.parent) -> None:

@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace, name: str, how: dict[str, Any]) -> Iterato
             words += [] if "--prompts" in words else ["--prompts", "builtin"]
             words += ["--limit", str(min(args.limit or how["limit"], how["limit"])), "--runs", str(how.get("runs", 1))]
             words += ["--max-new-tokens", "24"] if args.limit else []
-            command = ["bench", "run", "--model", "reference", *words, "--out", str(folder), "--json"]
+            command = ["bench", "run", "--model", how.get("model", "reference"), *words, "--out", str(folder), "--json"]
             yield file, tool("retrieve-spec", *command)
     elif "script" in how:
         program, *words = places.words(f"{how['script']} {trial}")

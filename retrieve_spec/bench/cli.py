@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from retrieve_spec.cli_common import COUNT, DEVICE, DTYPE, QUANTIZE, SEED, FiniteRange, WholeRange
+from retrieve_spec.cli_common import COUNT, DEVICE, DTYPE, MODEL_NAMES, QUANTIZE, SEED, FiniteRange, WholeRange
 from retrieve_spec.config import MAX_NODES
 
 
@@ -24,13 +24,14 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
 
 
 @click.command(short_help="Compare methods on prompts, interleaved, and write a report.")
-@click.option("--model", default="reference", show_default=True, metavar="reference|PATH|HUB_ID")
+@click.option("--model", default="reference", show_default=True, metavar=MODEL_NAMES)
 @click.option(
     "--prompts",
     default="builtin",
     show_default=True,
-    metavar="builtin|FILE.jsonl|spec-bench:PATH",
-    help="What to answer: files found on this machine, lines with 'prompt' or 'turns', or Spec-Bench's question.jsonl.",
+    metavar="builtin|everyday|FILE.jsonl|spec-bench:PATH",
+    help="What to answer: files found on this machine, a few everyday questions for chat models, lines with 'prompt' or"
+    " 'turns', or Spec-Bench's question.jsonl.",
 )
 @click.option(
     "--methods",

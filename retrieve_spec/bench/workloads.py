@@ -13,6 +13,9 @@ each labelled in `task`:
     Tables of numbers, generated with a fixed seed: much repetition, little language.
 `prose`
     Long docstrings of modules, begun: little to copy, where drafting should lose (greedy, so small a model loops).
+
+The `everyday` ones are for chat models: to summarise, to correct, to add type hints, to extract as JSON, and questions
+whose answers repeat nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from retrieve_spec.errors import TraceError, in_a_line, nearest
 from retrieve_spec.reference_model import reference_path
 
 BUILTIN, BUILTIN_PER_TASK = "builtin", 6
+EVERYDAY = "everyday"
 SPEC_BENCH = "spec-bench:"
 OTHER = "other"
 """Task of prompts whose line names none."""
@@ -169,6 +173,14 @@ def builtin(per_task: int = 6, tasks: tuple[str, ...] = TASKS) -> list[Prompt]:
     return [prompt for task in tasks for prompt in islice(made[task], per_task)]
 
 
+def samples(tokenizer: Any) -> list[Prompt]:
+    """A prompt of each kind: everyday ones where there is a chat template, else the built-in ones."""
+    if not tokenizer.chat_template:
+        return builtin(1)
+    by_task = {prompt.task: prompt for prompt in reversed(read_prompts(EVERYDAY))}
+    return list(reversed(by_task.values()))
+
+
 def loops(text: str) -> bool:
     """Whether a text ends in a loop: its last 600 characters compress below 15 %."""
     tail = text[-LOOP_TAIL:].encode()
@@ -197,8 +209,9 @@ def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | Non
     Parameters
     ----------
     what
-        `"builtin"`, a JSON Lines file with `prompt` or `turns` and optionally `id`, `task` and `prediction`, or
-        `spec-bench:` and the path of its `question.jsonl`, whose names for these are `question_id` and `category`.
+        `"builtin"`, `"everyday"`, a JSON Lines file with `prompt` or `turns` and optionally `id`, `task` and
+        `prediction`, or `spec-bench:` and the path of its `question.jsonl`, whose names for these are `question_id`
+        and `category`.
     limit
         Take at most so many, in order; of the built-in ones so many of each kind.
     tasks
@@ -212,10 +225,12 @@ def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | Non
     if what == BUILTIN:
         return _of_tasks(builtin(limit or BUILTIN_PER_TASK), tasks, what)
     path = Path(what.removeprefix(SPEC_BENCH)).expanduser()
+    if what == EVERYDAY:
+        path = Path(__file__).parent / "everyday.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "Give FILE.jsonl in UTF-8, spec-bench:PATH or builtin."
+        remedy = "Give FILE.jsonl in UTF-8, spec-bench:PATH, builtin or everyday."
         raise TraceError(f"to read {path}", in_a_line(error), remedy) from error
     prompts = [_prompt(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:

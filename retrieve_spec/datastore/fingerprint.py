@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.errors import BuildError
-from retrieve_spec.reference_model import REFERENCE, check_hub_id, copy_if_silent, reference_path
+from retrieve_spec.reference_model import check_hub_id, copy_if_silent, known_folder
 
 PREFIX = "sha256:"
 PIECE_CHARS = 1 << 20
@@ -28,7 +28,7 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
     ----------
     tokenizer
         A `tokenizers.Tokenizer`, a fast Transformers tokenizer, a ``tokenizer.json``, a folder that holds one,
-        ``"reference"`` for the bundled model's, or a Hugging Face hub id.
+        a name such as ``"reference"`` (as for `load_model`), or a Hugging Face hub id.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
             type(tokenizer).__name__,
             "Save the tokenizer with save_pretrained() and give the folder.",
         )
-    path = reference_path() if tokenizer == REFERENCE else Path(tokenizer).expanduser()
+    path = known_folder(str(tokenizer)) or Path(tokenizer).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
     on_hub = isinstance(tokenizer, str) and not path.exists()

@@ -20,7 +20,8 @@ def test_a_model_is_measured_with_and_without_drafts(capsys):
     facts = json.loads(capsys.readouterr().out)
     model = facts["model"]
     assert model["mode"] == "tree" and model["pass_kind"] == "recorded" and model["pass_reason"] == ""
-    assert model["speedup"] > 0 and model["tokens_per_pass"] > 1
+    assert model["speedup"] > 0 and model["identical"] is True
+    assert set(model["texts"]) == {"unseen", "seen", "edit", "structured", "prose"}, "it says of which texts"
     assert facts["kernels"]["kept"] and facts["machine"]["packages"]["torch"]
 
 

@@ -1,8 +1,9 @@
-"""The demo: its screen at two widths, its table, and one short race from end to end."""
+"""The demo: what it answers with the bundled model and with a chat model, what it says of both, and its store."""
 
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -10,37 +11,36 @@ from rich.console import Console
 
 from retrieve_spec import demo
 from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.store import open_datastore
 
 pytestmark = pytest.mark.threads
 
 
-def test_what_is_completed_is_not_in_the_store(monkeypatch):
-    kept = {}
-
-    def build(path, recipe, tokenizer, **_):
-        kept["exclude"] = set(recipe.sources[0].exclude)
-        raise demo.StoreError("space", "none", "Make some.")
-
-    monkeypatch.setattr("retrieve_spec.datastore.recipes.open_or_build", build)
+def test_where_no_store_can_be_kept_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "file"))
     console = Console(record=True, file=io.StringIO())
-    assert demo.stdlib_store(None, console) is None
-    assert "Make some." in console.export_text()
-    completed = [prompt.name for prompt in demo.choose(1000) if prompt.task == "seen"]
-    assert completed
-    assert {name.removesuffix(" (seen in training)") for name in completed} <= kept["exclude"]
+    assert demo.stdlib_store(load_tokenizer("reference"), console) is None
+    assert "No datastore: " in console.export_text()
 
 
 @pytest.mark.slow
-def test_race_with_a_store(monkeypatch, texts_store):
-    monkeypatch.setattr(demo, "stdlib_store", lambda tokenizer, console: open_datastore(texts_store))
-    result = CliRunner().invoke(demo.main, ["--files", "1", "--max-new-tokens", "8"])
-    assert result.exit_code == 0, result.output
-    assert "with stdlib store: accepted by source:" in result.output
-
-
-@pytest.fixture
-def texts_store(tmp_path):
+def test_without_the_real_model_the_bundled_one_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     (tmp_path / "a.py").write_text("def function(argument):\n    return argument\n" * 20)
     build_datastore(tmp_path / "s", str(tmp_path / "a.py"), "reference")
-    return tmp_path / "s"
+    monkeypatch.setattr(demo, "stdlib_store", lambda tokenizer, console: open_datastore(tmp_path / "s"))
+    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("retrieve_spec.model_files.find_spec", lambda name: None)
+    result = CliRunner().invoke(demo.main, ["--max-new-tokens", "8"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    for words in ("retrieve-spec models install smollm2", "with a store", "Median over 5 kinds", "Identical: 6 of 6"):
+        assert words in result.output
+
+
+@pytest.mark.slow
+def test_a_chat_model_answers_each_kind_and_a_second_turn(smollm2: str) -> None:
+    result = CliRunner().invoke(demo.main, ["--max-new-tokens", "8", "--no-store"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    for words in ("summarise", "correct", "type hints, second turn", "JSON", "question", "Identical: 7 of 7"):
+        assert words in result.output

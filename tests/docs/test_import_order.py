@@ -12,6 +12,7 @@ PACKAGE = Path(retrieve_spec.__file__).parent
 ORDER = [
     {"_version", "errors", "openmp"},
     {"config", "model_layers"},
+    {"model_files"},
     {"kernels"},
     {"quantized"},
     {"reference_model", "weight_formats"},
@@ -28,8 +29,8 @@ ORDER = [
     {"cli_common"},
     {"server", "bench", "integrations"},
     {"demo"},
-    {"cli_generate", "cli_serve", "cli_store"},
-    {"cli_doctor"},
+    {"cli_generate", "cli_models", "cli_serve", "cli_store"},
+    {"cli_chat", "cli_doctor"},
     {"cli"},
 ]
 """Rooms from the bottom up; those of one floor do not know each other."""

@@ -1,0 +1,213 @@
+"""Command `retrieve-spec chat`: a conversation with a chat model in the terminal, or with the lines of a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Generator, Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrieve_spec.cli_common import DEVICE, DTYPE, MODEL_NAMES, QUANTIZE, compiling_shown, counted
+from retrieve_spec.cli_generate import SYSTEM, config_of, encode, generation_options, load, messages_of, request_of
+from retrieve_spec.errors import PromptError, RetrieveSpecError, in_a_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HELP = """\
+/load FILE  put the text of a file in front of your next message
+/save FILE  write the conversation to a file
+/clear      forget the conversation
+/help       show this list
+Ctrl-C ends an answer, Ctrl-D the conversation. A line that begins with a space is no command."""
+
+
+class Conversation:
+    """Turns with a model, which reads of each only what is new.
+
+    Parameters
+    ----------
+    model, tokenizer
+        An accelerated model with a chat template.
+    options
+        Those of `generation_options`, and `system`.
+
+    Attributes
+    ----------
+    messages
+        What was said, as chat templates take it.
+    loaded
+        Text that stands in front of the next question.
+    figures
+        Of the last answer, in a line.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
+        self._model, self._tokenizer, self._options = model, tokenizer, options
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was said."""
+        self.messages = messages_of("", self._options["system"])[:-1]
+        self.loaded = self.figures = ""
+        self._read: list[int] = []
+        self._cache: Any = None
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Say something; the pieces of the answer, of which those that were taken stay in the conversation.
+
+        Raises
+        ------
+        PromptError
+            The conversation has become too long for the model; the question is no part of it.
+        """
+        from retrieve_spec.generation.streams import generate_stream
+
+        question = {"role": "user", "content": self.loaded + text}
+        self.loaded = ""
+        request = request_of(self._model, self._tokenizer, [*self.messages, question], self._options)
+        self._begin_with(request["input_ids"][0].tolist())
+        seed, began, first, pieces = self._options["seed"], time.perf_counter(), 0.0, []
+        inputs = {name: request.pop(name) for name in ("input_ids", "attention_mask")}
+        with generate_stream(self._model, inputs, past_key_values=self._cache, seed=seed, **request) as stream:
+            try:
+                for piece in stream:
+                    if len(piece.token_ids) and not first:  # not a piece of a long prompt
+                        first = time.perf_counter() - began
+                    self._read += piece.token_ids.tolist()
+                    pieces.append(piece.text)
+                    yield piece.text
+            finally:
+                seconds, report = time.perf_counter() - began, stream.report
+                if report is not None and first:
+                    self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+                    self.figures = (
+                        f"{counted(report.new_tokens, 'token')}, {report.new_tokens / seconds:.0f} tokens/s, "
+                        f"{report.tokens_per_pass:.2f} tokens per pass, the first after {first:.2f} s"
+                    )
+
+    def _begin_with(self, ids: list[int]) -> None:
+        """Keep of the cache what a prompt begins with; where it cannot be cut, the prompt is read anew."""
+        from transformers.cache_utils import DynamicLayer
+
+        from retrieve_spec.verify.interface import new_cache
+
+        known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._read, ids[:-1], strict=False)))
+        surplus = 0 if self._cache is None else self._cache.get_seq_length() - known
+        if surplus > 0 and all(type(layer) is DynamicLayer for layer in self._cache.layers):
+            self._cache.crop(-surplus)  # windowed and recurrent layers forget what a cut would need
+        elif surplus > 0 or self._cache is None:
+            self._cache = new_cache(self._model)
+        self._read = ids
+
+    def command(self, line: str) -> str:
+        """Do what a line that begins with a slash says; what to tell of it."""
+        word, _, rest = line.partition(" ")
+        place = Path(rest.strip()).expanduser()
+        if word == "/help":
+            return HELP
+        if word == "/clear":
+            self.clear()
+            return "The conversation is forgotten."
+        if word == "/load" and rest.strip():
+            text = read_text(place)
+            self.loaded += text + "\n\n"
+            return f"{counted(len(text), 'character')} of {place} stand in front of your next message."
+        if word == "/save" and rest.strip():
+            said = "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+            place.write_text(said + "\n", encoding="utf-8")
+            return f"The conversation is in {place}."
+        raise PromptError("a command", repr(word), f"These are there:\n{HELP}")
+
+
+def read_text(place: Path) -> str:
+    """The text of a file.
+
+    Raises
+    ------
+    PromptError
+        It is not in UTF-8.
+    """
+    try:
+        return place.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError("a file in UTF-8", f"other bytes at {error.start}", "Convert the file.") from error
+
+
+@click.command(short_help="Talk with a chat model in the terminal.")
+@click.option("--model", default="smollm2", show_default=True, metavar=MODEL_NAMES, help="The model to talk with.")
+@SYSTEM
+@generation_options(max_new_tokens=1024)
+@click.option("--stats", is_flag=True, help="Print a line of figures after each answer.")
+@DTYPE
+@QUANTIZE
+@DEVICE
+def chat(model: str, stats: bool, **options: Any) -> None:
+    """Talk with a chat model; answers stream to standard output, everything else goes to standard error.
+
+    Drafts come from the whole conversation and what was said before it. Of a pipe each line is a message.
+    """
+    config = config_of(options, session=options["session"] or True)
+
+    import retrieve_spec as rs
+
+    with compiling_shown():
+        lm, tokenizer, datastores = load(model, options)
+        encode(tokenizer, messages_of("?", options["system"]))  # a model without a template is an error now
+        rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
+    conversation = Conversation(lm, tokenizer, options)
+    watched = sys.stdin.isatty() and sys.stdout.isatty()
+    if watched:
+        import readline  # noqa: F401  # lines can be edited, and called back
+
+        click.echo(f"{model}, {lm.num_parameters() / 1e6:,.0f} M parameters. /help lists commands.", err=True)
+    for line in _lines(watched):
+        _turn(conversation, line, stats, watched)
+
+
+def _lines(watched: bool) -> Iterator[str]:
+    """What the user types, line by line; lines without text are left out."""
+    while True:
+        try:
+            line = input("\n> " if watched else "")
+            line.encode()  # bytes that are no text come as half surrogate pairs where the locale is C
+        except UnicodeError as error:
+            raise PromptError("messages in UTF-8", in_a_line(error), "Convert the text.") from error
+        except EOFError:
+            if watched:
+                click.echo()
+            return
+        except KeyboardInterrupt:
+            if not watched:
+                raise
+            click.echo("\nCtrl-D ends the conversation.", err=True)
+            continue
+        if line.strip():
+            yield line
+
+
+def _turn(conversation: Conversation, line: str, stats: bool, watched: bool) -> None:
+    """Do what a line says. Somebody who watches is told of errors, and goes on; a pipe ends with them."""
+    try:
+        if line.startswith("/"):
+            click.echo(conversation.command(line), err=True)
+            return
+        with contextlib.closing(conversation.ask(line)) as pieces:
+            for text in pieces:
+                click.echo(text, nl=False)
+        click.echo()
+        if stats:
+            click.echo(conversation.figures, err=True)
+    except KeyboardInterrupt:
+        if not watched:
+            raise
+        click.echo(" …")
+    except (RetrieveSpecError, OSError) as error:
+        if not watched:
+            raise
+        click.echo(f"Error: {error}", err=True)
