@@ -41,7 +41,7 @@ class CompletionHandlers:
 
     async def completion(self, body: schemas.CompletionRequest, request: Request) -> Response:
         """Text after a prompt (llama.cpp's dialect)."""
-        wanted = body.n_predict if body.n_predict is not None else -1
+        wanted = _first(body.n_predict, body.max_tokens, -1)
         who = caller(request, body)
         return await self._llama(request, body, lambda: self._one(body.prompt, body, who, wanted))
 

@@ -104,6 +104,7 @@ class Common(_Refusing):
     stop: Stops = None
     samplers: Items[Text] | Text | None = None
     n_predict: Count | None = None
+    max_tokens: Count | None = None
     n_indent: Annotated[int, Field(ge=0, le=10_000)] | None = None
     t_max_predict_ms: Number | None = None
     cache_prompt: StrictBool | None = None
@@ -205,7 +206,6 @@ class OpenAIOptions(Common):
 
     response_format: ResponseFormat | None = None
 
-    max_tokens: Count | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=4)] | None = None
 
@@ -334,6 +334,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n_probs": (0,),
     "lora": (),
     "ignore_eos": (False,),
+    "min_keep": (0, 1),
     "image_data": (),
     "multimodal_data": (),
 }

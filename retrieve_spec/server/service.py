@@ -241,7 +241,7 @@ class Service:
         """
         chunks = tuple(Chunk(chunk.text, chunk.filename) for chunk in request.input_extra or ())
         parts = FimParts(request.input_prefix + (request.prompt or ""), request.input_suffix, chunks)
-        wanted = request.n_predict if request.n_predict is not None else _FIM_TOKENS
+        wanted = next(n for n in (request.n_predict, request.max_tokens, _FIM_TOKENS) if n is not None)
         return self.fill(parts, request, caller, wanted)
 
     def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int) -> Prepared:

@@ -218,6 +218,14 @@ def test_as_many_tokens_as_fit(live, codec):
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": -1}).json()["usage"]["total_tokens"] == 600
 
 
+@pytest.mark.parametrize("path", ["/infill", "/completion"])
+def test_llama_cpp_takes_openais_limit_of_tokens_too(live, codec, path):
+    server = live(ScriptedBackend(lambda prompt: codec.encode("x") * 500))
+    body = {**INFILL, "prompt": "a"}
+    assert server.post(path, {**body, "max_tokens": 3}).json()["tokens_predicted"] == 3
+    assert server.post(path, {**body, "max_tokens": 3, "n_predict": 5}).json()["tokens_predicted"] == 5
+
+
 def test_samplers_by_letter_are_those_by_name(server):
     """llama.vscode's edit with AI sends the letters."""
     body = {"messages": HELLO, "temperature": 0.05, "top_k": 40, "samplers": "edkypmxt", "seed": 1}
@@ -227,6 +235,9 @@ def test_samplers_by_letter_are_those_by_name(server):
     assert (kwargs["temperature"], kwargs["top_k"]) == (0.05, 40)
     server.post("/v1/chat/completions", {"messages": HELLO, "temperature": 1, "top_p": 0})
     assert server.done[-1][0].sampling.greedy
+    server.post("/v1/chat/completions", {"messages": HELLO, "temperature": 1, "top_k": 1, "samplers": "t"})
+    assert not server.done[-1][0].sampling.greedy
+    assert "min_keep" in server.post("/v1/chat/completions", {"messages": HELLO, "min_keep": 3}).text
 
 
 def test_deadlines_are_asked_for_or_the_operators(live, say):
