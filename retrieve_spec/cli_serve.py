@@ -156,6 +156,14 @@ def need_extra() -> None:
     f" {_DEFAULTS.infill_deadline_s:g} for /infill.",
 )
 @click.option(
+    "--sse-ping",
+    default=_DEFAULTS.sse_ping_s,
+    show_default=True,
+    type=FiniteRange(min=0),
+    metavar="S",
+    help="Seconds without a word after which a stream has a comment, so that clients wait on; 0 is never.",
+)
+@click.option(
     "--max-queue",
     default=_DEFAULTS.max_queue,
     show_default=True,
@@ -182,6 +190,7 @@ def serve(
     cache_mib: int,
     slots: int,
     deadline: float,
+    sse_ping: float,
     max_queue: int,
     dtype: str,
     quantize: str | None,
@@ -209,6 +218,7 @@ def serve(
         cache_bytes=cache_mib << 20,
         slots=slots,
         deadline_s=deadline,
+        sse_ping_s=sse_ping,
         max_queue=max_queue,
         workspace_licences=licences,
     )

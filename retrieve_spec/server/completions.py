@@ -146,7 +146,7 @@ class CompletionHandlers:
     async def _events(
         self, stream: Stream, body: schemas.Common, answer: schemas.LlamaAnswer | schemas.OpenAIAnswer
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, one for each pass; nothing in between, since some clients take pings for an end."""
+        """Server-sent events, one for each pass, and comments while there is nothing to say."""
         finished: dict[int, Completion] = {}
         try:
             for index in range(len(stream.prepared)):
@@ -162,8 +162,8 @@ class CompletionHandlers:
                     else:
                         finished[index] = event
                         shown += answer.end(event, await self._places(body, event, stream.prepared[index]), index)
-                if shown:
-                    yield b"".join(map(schemas.event, shown))
+                if shown or not said:
+                    yield b"".join(map(schemas.event, shown)) or _PING
             for last in answer.close([finished[index] for index in sorted(finished)]):
                 yield schemas.event(last)
             if answer.closing:
@@ -219,6 +219,8 @@ class EventStream(StreamingResponse):
             await self.events.aclose()
 
 
+_PING = b": ping\n\n"
+"""A comment, which clients of server-sent events skip."""
 Said = tuple[int, Delta | Completion]
 """What the queue says, and the number of the task that it is about."""
 
@@ -226,14 +228,16 @@ Said = tuple[int, Delta | Completion]
 class Stream:
     """What the queue says about the tasks of a request: all that has come since the last look.
 
+    Of ``ping_s`` seconds in which nothing was said it tells, too, with an empty list; never where they are 0.
+
     Attributes
     ----------
     prepared
         The tasks that have begun.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, ping_s: float = 0.0) -> None:
+        self._loop, self._ping_s = loop, ping_s or None
         self._said: deque[Said] = deque()
         self._told = asyncio.Event()
         self._leave: list[Callable[[], None]] = []
@@ -263,7 +267,12 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[list[Said]]:
         left = len(self.prepared)
         while left:
-            await self._told.wait()
+            try:
+                async with asyncio.timeout(self._ping_s):
+                    await self._told.wait()
+            except TimeoutError:
+                yield []
+                continue
             self._told.clear()
             said = [self._said.popleft() for _ in range(len(self._said))]
             left -= sum(isinstance(event, Completion) for _, event in said)
@@ -289,7 +298,7 @@ async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) ->
     Refusal
         503: the queue takes no more of them; and whatever `prepare` raises.
     """
-    stream = Stream(asyncio.get_running_loop())
+    stream = Stream(asyncio.get_running_loop(), service.config.sse_ping_s)
 
     def work() -> None:
         try:

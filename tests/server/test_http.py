@@ -323,6 +323,25 @@ def test_metrics_count_what_happened(server):
 # ── who may call, and how much ──
 
 
+@pytest.mark.parametrize("ping_s", [0.05, 0])
+def test_a_stream_has_comments_while_a_long_prompt_is_read(live, say, ping_s):
+    backend = say("one two")
+    backend.gate = threading.Semaphore(0)
+    server = live(backend, config=ServeConfig(sse_ping_s=ping_s, prefill_chunk=16))
+    body = {"messages": [{"role": "user", "content": "word " * 40}], "stream": True}
+    seen = []
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            seen += [line] if line else []
+            if not ping_s or seen.count(": ping") == 3:
+                backend.gate.release(100)
+    words = "".join(json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in seen if "{" in line)
+    assert words == "one two" and seen[-1] == "data: [DONE]"
+    assert seen.count(": ping") >= 3 if ping_s else ": ping" not in seen
+    first = next(number for number, line in enumerate(seen) if '"content":"one' in line)
+    assert ": ping" not in seen[first:]
+
+
 def test_keys(live, say):
     server = live(say("x"), keys=(b"one", b"two"))
     assert server.post("/infill", INFILL).status_code == 401
