@@ -111,7 +111,22 @@ def need_extra() -> None:
 
 
 @click.command(short_help="Serve completions to editors over HTTP.")
-@MODEL
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=("reference",),
+    show_default=True,
+    metavar="[NAME=]reference|PATH|HUB_ID",
+    help="A model to run; with several, requests name the one they want, which is loaded when it is first asked for.",
+)
+@click.option(
+    "--models-mib",
+    default=0,
+    type=WholeRange(min=0),
+    metavar="N",
+    help="Memory of the weights of several models: the one used longest ago is given up for another (all stay).",
+)
 @_workspace
 @_licences
 @_store
@@ -175,7 +190,8 @@ def need_extra() -> None:
 @DEVICE
 @click.option("--quiet", is_flag=True, help="Only errors.")
 def serve(
-    model: str,
+    models: tuple[str, ...],
+    models_mib: int,
     workspaces: tuple[Path, ...],
     licences: tuple[str, ...],
     stores: tuple[Path | str, ...],
@@ -225,14 +241,16 @@ def serve(
 
     def say(url: str) -> None:
         if not quiet:
-            click.echo(f"{url} answers 503 while {model} is being loaded (Ctrl-C ends it).", err=True)
-            if model == "reference":
+            click.echo(f"{url} answers 503 while {models[0]} is being loaded (Ctrl-C ends it).", err=True)
+            if models[0] == "reference":
                 click.echo(_BUNDLED, err=True)
 
     with loading_bars(not quiet):
         run(
-            model,
+            models[0],
             config,
+            others=models[1:],
+            models_bytes=models_mib << 20,
             workspaces=workspaces,
             stores=stores,
             session=session,

@@ -109,6 +109,8 @@ class Service:
         Datastores that copied lines are looked up in.
     drafters
         The model's, where the answers of their sessions are kept in a file.
+    metrics
+        Counters that several models share; None for counters of its own.
     clock
         The queue's seconds.
 
@@ -130,6 +132,7 @@ class Service:
         shared: bool = False,
         stores: Sequence[Datastore] = (),
         drafters: Drafters | None = None,
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
@@ -153,7 +156,8 @@ class Service:
         self.grammars = Grammars(tokenizer, self.end_ids)
         self.beginnings = Beginnings(self.codec)
         self._shared, self._drafters, self._on_done = shared, drafters, on_done
-        self.metrics = Metrics(lambda: self.queue.queue_length, lambda: self.queue.begun)
+        self.metrics = Metrics() if metrics is None else metrics
+        self.metrics.queues.add(self.queue)
         self.provenance = Provenance(stores, workspace)
         self._memories: OrderedDict[str, Memory] = OrderedDict()
         self._lock = Lock()
