@@ -24,7 +24,10 @@ from retrieve_spec._version import __version__
 from retrieve_spec.config import EDITORS, ServeConfig
 from retrieve_spec.server import schemas
 from retrieve_spec.server.completions import CompletionHandlers, scope_of
+from retrieve_spec.server.embeddings import EmbeddingHandlers
 from retrieve_spec.server.guard import Counted, Guard, Metrics, Refusal
+from retrieve_spec.server.messages import MessageHandlers
+from retrieve_spec.server.responses import ResponseHandlers
 from retrieve_spec.server.service import Service
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
@@ -66,7 +69,7 @@ def _errors(*codes: int) -> dict[int | str, Any]:
 
 def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
     """The ASGI application of a service."""
-    handlers = CompletionHandlers(service), InformationHandlers(service)
+    handlers = CompletionHandlers(service), InformationHandlers(service), EmbeddingHandlers(service)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -85,6 +88,7 @@ def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
     app.state.reader = BodyReader(service.config)
     _add_completions(app, handlers[0])
     _add_information(app, handlers[1])
+    app.post("/v1/embeddings", responses=_errors(400, 408, 413, 503))(handlers[2].embeddings)
     return app
 
 
@@ -115,6 +119,9 @@ def _add_completions(app: FastAPI, h: CompletionHandlers) -> None:
     post(h.fim, "/v1/fim/completions")
     post(h.chat, "/v1/chat/completions", "/chat/completions")
     post(h.edits, "/v1/edits", "/v1/edit")
+    post(MessageHandlers(h).messages, "/v1/messages")
+    post(MessageHandlers(h).count, "/v1/messages/count_tokens")
+    post(ResponseHandlers(h).responses, "/v1/responses")
 
 
 def _add_information(app: FastAPI, h: InformationHandlers) -> None:
@@ -158,11 +165,11 @@ def _middleware(config: ServeConfig, metrics: Metrics, keys: Sequence[bytes]) ->
 
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
-        return error.response()
+        return error.response(request.url.path)
     known = error if isinstance(error, HTTPException) else HTTPException(500, "internal error")
     refusal = Refusal(known.status_code, f"{request.method} {request.url.path}: {known.detail}")
     refusal.headers = known.headers or refusal.headers
-    return refusal.response()
+    return refusal.response(request.url.path)
 
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
@@ -427,6 +434,6 @@ class BoundedRoute(APIRoute):
             try:
                 return await answer(_BoundedRequest(request, request.app.state.reader, schema))
             except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
-                return Refusal(503, "the server is stopping", "overloaded").response()
+                return Refusal(503, "the server is stopping", "overloaded").response(request.url.path)
 
         return read_and_answer

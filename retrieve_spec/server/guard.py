@@ -7,7 +7,7 @@ import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import httpx
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from retrieve_spec.server.jobs import Completion, Task
     from retrieve_spec.server.queueing import RequestQueue
 
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+"""Kinds of errors as Anthropic calls them."""
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 """What answers without a key."""
 
@@ -37,9 +45,12 @@ class Refusal(HTTPException):
         super().__init__(status, message, headers)
         self.kind = kind
 
-    def response(self) -> JSONResponse:
-        """The answer."""
-        body = {"error": {"code": self.status_code, "message": self.detail, "type": self.kind}}
+    def response(self, path: str = "") -> JSONResponse:
+        """The answer, in the dialect of the path that was asked."""
+        body: dict[str, Any] = {"error": {"code": self.status_code, "message": self.detail, "type": self.kind}}
+        if path.startswith("/v1/messages"):
+            kind = _ANTHROPIC.get(self.status_code, "api_error" if self.status_code >= 500 else "invalid_request_error")
+            body = {"type": "error", "error": {"type": kind, "message": self.detail}}
         return JSONResponse(body, self.status_code, self.headers)
 
 
@@ -124,7 +135,7 @@ class Guard:
         refusal = self._refuse(scope["path"], Headers(scope=scope))
         if scope["method"] == "HEAD":  # the connection leaves out what a GET answers with
             scope = {**scope, "method": "GET"}
-        await (self._app if refusal is None else refusal.response())(scope, receive, send)
+        await (self._app if refusal is None else refusal.response(scope["path"]))(scope, receive, send)
 
     def _refuse(self, path: str, headers: Headers) -> Refusal | None:
         origin = headers.get("origin")
