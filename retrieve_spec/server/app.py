@@ -92,11 +92,18 @@ def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
     return app
 
 
-def guarded_app(config: ServeConfig, metrics: Metrics, keys: Sequence[bytes], lifespan: Any) -> FastAPI:
+def guarded_app(
+    config: ServeConfig,
+    metrics: Metrics,
+    keys: Sequence[bytes],
+    lifespan: Any,
+    openapi_url: str | None = "/openapi.json",
+) -> FastAPI:
     """An application without routes, whose requests are guarded and counted, and whose errors are those of a server."""
     return FastAPI(
         title="retrieve-spec",
         version=__version__,
+        openapi_url=openapi_url,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,

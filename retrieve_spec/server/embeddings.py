@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from retrieve_spec.server.guard import Refusal
@@ -45,12 +46,12 @@ class EmbeddingHandlers:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    async def embeddings(self, body: EmbeddingsRequest) -> Response:
+    async def embeddings(self, body: EmbeddingsRequest, request: Request) -> Response:
         """Vectors of texts: of the model's last hidden states the mean over a text's tokens, of length 1."""
         prompts = [await asyncio.to_thread(self._tokens, text) for text in body.texts()]
         data = []
         for index, ids in enumerate(prompts):
-            vector = await self._vector(ids)
+            vector = await self._vector(ids, request)
             if body.dimensions not in (None, len(vector)):
                 raise Refusal(400, f'"dimensions": the model\'s embeddings have {len(vector)}; leave it out')
             said = base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
@@ -72,11 +73,13 @@ class EmbeddingHandlers:
             )
         return ids
 
-    async def _vector(self, ids: list[int]) -> torch.Tensor:
+    async def _vector(self, ids: list[int], request: Request) -> torch.Tensor:
         """The (hidden,) vector of a text, which is read by pieces between the passes of others."""
         service, piece = self.service, self.service.config.prefill_chunk
         cache, total = service.backend.new_cache(), torch.zeros(())
         for at in range(0, len(ids), piece):
+            if await request.is_disconnected():
+                raise Refusal(499, "the client closed the connection", "cancelled")
             read = service.queue.run_when_idle(partial(service.backend.hidden, cache, ids[at : at + piece]))
             total = total + (await asyncio.wrap_future(read)).sum(0)
         return torch.nn.functional.normalize(total, dim=0)

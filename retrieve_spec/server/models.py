@@ -41,6 +41,8 @@ log = logging.getLogger("retrieve_spec.server")
 T = TypeVar("T")
 DEFAULT = "default"
 """Another name of the first model."""
+_ABOUT_ONE = ("/props", "/openapi.json")
+"""What is asked with GET of one model."""
 _LOOK_S = 0.05
 """Seconds between two looks whether the requests of a model that is given up are over."""
 
@@ -95,6 +97,8 @@ class Model:
         Makes its service; takes as long as it takes.
     size
         Bytes of its weights, as far as is known before it is loaded.
+    stays
+        Whether it is never given up.
 
     Attributes
     ----------
@@ -106,8 +110,8 @@ class Model:
         Requests under way, and when the last one came.
     """
 
-    def __init__(self, load: Callable[[], Service], size: int = 0) -> None:
-        self.load, self.size = load, size
+    def __init__(self, load: Callable[[], Service], size: int = 0, *, stays: bool = False) -> None:
+        self.load, self.size, self.stays = load, size, stays
         self.state = "unloaded"
         self.service: Service | None = None
         self.app: FastAPI | None = None
@@ -161,11 +165,11 @@ class Models:
         Refusal
             404: there is none of that name.
         """
-        if name in (None, "", DEFAULT):
-            return next(iter(self.models))
         for known in self.models:
             if name in (known, f"{known}-Fast-Apply"):
                 return known
+        if name in (None, "", DEFAULT):
+            return next(iter(self.models))
         raise Refusal(404, f"no model {name!r} is served here; there are {', '.join(self.models)}")
 
     @contextlib.asynccontextmanager
@@ -219,9 +223,10 @@ class Models:
         """Give up what was used longest ago until there is room; a model that is too large is loaded alone."""
         while self._most_bytes:
             others = [model for model in self.models.values() if model.app is not None and model is not wanted]
-            if not others or wanted.size + sum(model.size for model in others) <= self._most_bytes:
+            free = [model for model in others if not model.stays]
+            if not free or wanted.size + sum(model.size for model in others) <= self._most_bytes:
                 return
-            await min(others, key=lambda model: model.used).end()
+            await min(free, key=lambda model: model.used).end()
             await asyncio.to_thread(_collect)
 
     async def close(self) -> None:
@@ -251,7 +256,7 @@ def create_front(models: Models, first: Service, config: ServeConfig, *, keys: S
         yield
         await models.close()
 
-    app = guarded_app(config, metrics, keys, lifespan)
+    app = guarded_app(config, metrics, keys, lifespan, openapi_url=None)
     front = Front(models, metrics, BodyReader(config))
     for path in ("/v1/models", "/models"):
         app.get(path)(front.list)
@@ -323,6 +328,8 @@ class Front:
     async def dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the model that a request names answer it."""
         request = Request(scope, receive)
+        if request.method == "GET" and request.url.path not in _ABOUT_ONE:  # a browser's for an icon loads no model
+            raise Refusal(404, f"GET {request.url.path}: Not Found")
         body = await self._reader.read(request)
         named = request.query_params.get("model") if not body else await _named(body)
         read = False

@@ -274,6 +274,7 @@ def serve(
         loads = {name: partial(build, name) for name in paths}
         loads[first] = partial(build, first, stores=stores, session=session)
         known = {name: Model(load, bytes_on_disk(paths[name])) for name, load in loads.items()}
+        known[first].stays = session is not None  # who has their answers forgotten means those in the file, too
         registry = Models(known, most_bytes=models_bytes, most_waiting=config.max_queue, keys=keys)
         return create_front(registry, service, config, keys=keys)
 

@@ -76,7 +76,7 @@ def test_a_request_names_its_model(several):
     assert s.server.client.get("/props", params={"model": "b"}).json()["model_alias"] == "b"
     assert s.server.client.get("/props").json()["model_alias"] == "a"
     assert s.server.post("/infill", {"input_prefix": "x", "input_suffix": ""}).json()["model"] == "a"
-    assert s.server.client.get("/openapi.json").status_code == 200
+    assert "/v1/messages" in s.server.client.get("/openapi.json").json()["paths"]
 
 
 @pytest.mark.parametrize("name", ["d", 5, ["a"], "A"])
@@ -87,6 +87,14 @@ def test_another_name_is_404(several, name):
         assert raw.status_code == 404 and "there are a, b, c" in raw.json()["error"]["message"]
     assert s.server.client.get(f"/v1/models/{name}").status_code == 404
     assert s.loads == ["a"]
+
+
+def test_a_message_to_another_model_is_404_in_its_dialect(several):
+    s = several()
+    raw = s.server.post("/v1/messages", {"model": "d", "max_tokens": 5, "messages": HELLO})
+    assert raw.status_code == 404 and raw.json()["error"]["type"] == "not_found_error"
+    said = s.server.post("/v1/messages", {"model": "b", "max_tokens": 9, "messages": HELLO}).json()
+    assert (said["model"], said["content"][0]["text"]) == ("b", "I am b")
 
 
 @pytest.mark.parametrize("body", [b"", b"{nope", b"[]", b"null"])
@@ -111,6 +119,22 @@ def test_a_model_that_is_too_large_is_loaded_alone(several):
     s = several(most_bytes=5)
     assert s.said("b") == "I am b"
     assert s.states == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+
+
+def test_a_model_that_stays_is_not_given_up(several):
+    s = several(most_bytes=20)
+    s.models.models["a"].stays = True
+    for name in "bc":
+        s.said(name)
+    assert s.states == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+
+
+def test_what_nobody_answers_loads_nothing(several):
+    s = several(most_bytes=10)
+    s.said("b")
+    assert s.server.client.get("/favicon.ico").status_code == 404
+    assert s.states == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+    assert s.server.client.get("/health").json()["model"] == "a"
 
 
 def test_a_request_under_way_keeps_its_model(several):
