@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from html import escape
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import pydantic_core
 from fastapi import FastAPI
@@ -48,6 +48,20 @@ class ErrorBody(BaseModel):
     error: Problem
 
 
+class MessagesProblem(BaseModel):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    """The body of every error of Anthropic's dialect."""
+
+    type: Literal["error"]
+    error: MessagesProblem
+
+
 _ERRORS = {
     401: "A key is required.",
     403: "Browser pages of other origins are refused.",
@@ -63,8 +77,8 @@ _ERRORS = {
 _ANSWER: dict[int | str, Any] = {200: {"content": {"text/event-stream": {}}}}
 
 
-def _errors(*codes: int) -> dict[int | str, Any]:
-    return {code: {"model": ErrorBody, "description": _ERRORS[code]} for code in codes}
+def _errors(*codes: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, Any]:
+    return {code: {"model": body, "description": _ERRORS[code]} for code in codes}
 
 
 def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
@@ -114,9 +128,9 @@ def guarded_app(
 
 
 def _add_completions(app: FastAPI, h: CompletionHandlers) -> None:
-    def post(handler: Callable[..., Any], *paths: str) -> None:
+    def post(handler: Callable[..., Any], *paths: str, body: type[BaseModel] = ErrorBody) -> None:
         """Answer at these paths, the first of which is the one that is described."""
-        responses = _ANSWER | _errors(400, 408, 413, 499, 500, 501, 503)
+        responses = _ANSWER | _errors(400, 401, 403, 408, 413, 499, 500, 501, 503, body=body)
         for path in paths:
             app.post(path, responses=responses, include_in_schema=path == paths[0])(handler)
 
@@ -126,8 +140,8 @@ def _add_completions(app: FastAPI, h: CompletionHandlers) -> None:
     post(h.fim, "/v1/fim/completions")
     post(h.chat, "/v1/chat/completions", "/chat/completions")
     post(h.edits, "/v1/edits", "/v1/edit")
-    post(MessageHandlers(h).messages, "/v1/messages")
-    post(MessageHandlers(h).count, "/v1/messages/count_tokens")
+    post(MessageHandlers(h).messages, "/v1/messages", body=MessagesErrorBody)
+    post(MessageHandlers(h).count, "/v1/messages/count_tokens", body=MessagesErrorBody)
     post(ResponseHandlers(h).responses, "/v1/responses")
 
 

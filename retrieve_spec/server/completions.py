@@ -157,6 +157,7 @@ class CompletionHandlers:
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events, one for each pass, and comments while there is nothing to say."""
         finished: dict[int, Completion] = {}
+        stream.ping_s = self.service.config.sse_ping_s or None
         try:
             for index in range(len(stream.prepared)):
                 for first in answer.begin(index):
@@ -241,16 +242,18 @@ Said = tuple[int, Delta | Completion]
 class Stream:
     """What the queue says about the tasks of a request: all that has come since the last look.
 
-    Of ``ping_s`` seconds in which nothing was said it tells, too, with an empty list; never where they are 0.
-
     Attributes
     ----------
+    ping_s
+        Seconds in which nothing was said of which it tells with an empty list; None for never.
     prepared
         The tasks that have begun.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, ping_s: float = 0.0) -> None:
-        self._loop, self._ping_s = loop, ping_s or None
+    ping_s: float | None = None
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._said: deque[Said] = deque()
         self._told = asyncio.Event()
         self._leave: list[Callable[[], None]] = []
@@ -281,7 +284,7 @@ class Stream:
         left = len(self.prepared)
         while left:
             try:
-                async with asyncio.timeout(self._ping_s):
+                async with asyncio.timeout(self.ping_s):
                     await self._told.wait()
             except TimeoutError:
                 yield []
@@ -311,7 +314,7 @@ async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) ->
     Refusal
         503: the queue takes no more of them; and whatever `prepare` raises.
     """
-    stream = Stream(asyncio.get_running_loop(), service.config.sse_ping_s)
+    stream = Stream(asyncio.get_running_loop())
 
     def work() -> None:
         try:
