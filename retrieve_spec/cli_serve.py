@@ -111,7 +111,22 @@ def need_extra() -> None:
 
 
 @click.command(short_help="Serve completions to editors over HTTP.")
-@MODEL
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=("reference",),
+    show_default=True,
+    metavar="[NAME=]reference|PATH|HUB_ID",
+    help="A model to run; with several, requests name the one they want, which is loaded when it is first asked for.",
+)
+@click.option(
+    "--models-mib",
+    default=0,
+    type=WholeRange(min=0),
+    metavar="N",
+    help="Memory of the weights of several models: the one used longest ago is given up for another (all stay).",
+)
 @_workspace
 @_licences
 @_store
@@ -156,6 +171,14 @@ def need_extra() -> None:
     f" {_DEFAULTS.infill_deadline_s:g} for /infill.",
 )
 @click.option(
+    "--sse-ping",
+    default=_DEFAULTS.sse_ping_s,
+    show_default=True,
+    type=FiniteRange(min=0),
+    metavar="S",
+    help="Seconds without a word after which a stream has a comment, so that clients wait on; 0 is never.",
+)
+@click.option(
     "--max-queue",
     default=_DEFAULTS.max_queue,
     show_default=True,
@@ -167,7 +190,8 @@ def need_extra() -> None:
 @DEVICE
 @click.option("--quiet", is_flag=True, help="Only errors.")
 def serve(
-    model: str,
+    models: tuple[str, ...],
+    models_mib: int,
     workspaces: tuple[Path, ...],
     licences: tuple[str, ...],
     stores: tuple[Path | str, ...],
@@ -182,6 +206,7 @@ def serve(
     cache_mib: int,
     slots: int,
     deadline: float,
+    sse_ping: float,
     max_queue: int,
     dtype: str,
     quantize: str | None,
@@ -190,8 +215,8 @@ def serve(
 ) -> None:
     """Serve completions to editors over HTTP.
 
-    Speaks llama.cpp's /infill and /completion, OpenAI's /v1/completions and /v1/chat/completions, so that llama.vim,
-    llama.vscode, Continue, Zed and minuet work unchanged.
+    Speaks llama.cpp's /infill and /completion, OpenAI's /v1/completions, /v1/chat/completions, /v1/responses and
+    /v1/embeddings, Anthropic's /v1/messages, so that llama.vim, llama.vscode, Continue, Zed and minuet work unchanged.
     """
     need_extra()
     begin_loading()
@@ -209,20 +234,23 @@ def serve(
         cache_bytes=cache_mib << 20,
         slots=slots,
         deadline_s=deadline,
+        sse_ping_s=sse_ping,
         max_queue=max_queue,
         workspace_licences=licences,
     )
 
     def say(url: str) -> None:
         if not quiet:
-            click.echo(f"{url} answers 503 while {model} is being loaded (Ctrl-C ends it).", err=True)
-            if model == "reference":
+            click.echo(f"{url} answers 503 while {models[0]} is being loaded (Ctrl-C ends it).", err=True)
+            if models[0] == "reference":
                 click.echo(_BUNDLED, err=True)
 
     with loading_bars(not quiet):
         run(
-            model,
+            models[0],
             config,
+            others=models[1:],
+            models_bytes=models_mib << 20,
             workspaces=workspaces,
             stores=stores,
             session=session,

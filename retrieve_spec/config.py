@@ -219,6 +219,8 @@ class ServeConfig:
         Seconds of work after which an answer ends whose request says nothing of it; 0 for no end.
     infill_deadline_s
         The same for `/infill` and language servers, where `deadline_s` is 0.
+    sse_ping_s
+        Seconds without a word after which a stream has a comment, so that clients do not give up; 0 for none.
     workspace_files, workspace_chars, workspace_file_bytes
         Bounds of the workspace index: files, characters over all, bytes of one file.
     definition_chars
@@ -246,6 +248,7 @@ class ServeConfig:
     stale_s: float = 3.0
     deadline_s: float = 0.0
     infill_deadline_s: float = 10.0
+    sse_ping_s: float = 30.0
     workspace_files: int = 100_000
     workspace_chars: int = 16_000_000
     workspace_file_bytes: int = 256 << 10

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from html import escape
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import pydantic_core
 from fastapi import FastAPI
@@ -24,7 +24,10 @@ from retrieve_spec._version import __version__
 from retrieve_spec.config import EDITORS, ServeConfig
 from retrieve_spec.server import schemas
 from retrieve_spec.server.completions import CompletionHandlers, scope_of
-from retrieve_spec.server.guard import Counted, Guard, Refusal
+from retrieve_spec.server.embeddings import EmbeddingHandlers
+from retrieve_spec.server.guard import Counted, Guard, Metrics, Refusal
+from retrieve_spec.server.messages import MessageHandlers
+from retrieve_spec.server.responses import ResponseHandlers
 from retrieve_spec.server.service import Service
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
@@ -45,6 +48,20 @@ class ErrorBody(BaseModel):
     error: Problem
 
 
+class MessagesProblem(BaseModel):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    """The body of every error of Anthropic's dialect."""
+
+    type: Literal["error"]
+    error: MessagesProblem
+
+
 _ERRORS = {
     401: "A key is required.",
     403: "Browser pages of other origins are refused.",
@@ -60,12 +77,13 @@ _ERRORS = {
 _ANSWER: dict[int | str, Any] = {200: {"content": {"text/event-stream": {}}}}
 
 
-def _errors(*codes: int) -> dict[int | str, Any]:
-    return {code: {"model": ErrorBody, "description": _ERRORS[code]} for code in codes}
+def _errors(*codes: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, Any]:
+    return {code: {"model": body, "description": _ERRORS[code]} for code in codes}
 
 
 def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
     """The ASGI application of a service."""
+    handlers = CompletionHandlers(service), InformationHandlers(service), EmbeddingHandlers(service)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -76,28 +94,43 @@ def create_app(service: Service, *, keys: Sequence[bytes] = ()) -> FastAPI:
         if service.workspace is not None:
             service.workspace.close()
         service.close()
+        for each in handlers:
+            del each.service  # FastAPI remembers the methods of routes for as long as the process lives
 
-    app = FastAPI(
-        title="retrieve-spec",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        lifespan=lifespan,
-        middleware=_middleware(service, keys),
-        exception_handlers={HTTPException: _refused, 500: _refused},
-        responses=_errors(401, 403),
-    )
+    app = guarded_app(service.config, service.metrics, keys, lifespan)
     app.router.route_class = BoundedRoute
     app.state.reader = BodyReader(service.config)
-    _add_completions(app, CompletionHandlers(service))
-    _add_information(app, InformationHandlers(service))
+    _add_completions(app, handlers[0])
+    _add_information(app, handlers[1])
+    app.post("/v1/embeddings", responses=_errors(400, 408, 413, 503))(handlers[2].embeddings)
     return app
 
 
+def guarded_app(
+    config: ServeConfig,
+    metrics: Metrics,
+    keys: Sequence[bytes],
+    lifespan: Any,
+    openapi_url: str | None = "/openapi.json",
+) -> FastAPI:
+    """An application without routes, whose requests are guarded and counted, and whose errors are those of a server."""
+    return FastAPI(
+        title="retrieve-spec",
+        version=__version__,
+        openapi_url=openapi_url,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        middleware=_middleware(config, metrics, keys),
+        exception_handlers={HTTPException: _refused, 500: _refused},
+        responses=_errors(401, 403),
+    )
+
+
 def _add_completions(app: FastAPI, h: CompletionHandlers) -> None:
-    def post(handler: Callable[..., Any], *paths: str) -> None:
+    def post(handler: Callable[..., Any], *paths: str, body: type[BaseModel] = ErrorBody) -> None:
         """Answer at these paths, the first of which is the one that is described."""
-        responses = _ANSWER | _errors(400, 408, 413, 499, 500, 501, 503)
+        responses = _ANSWER | _errors(400, 401, 403, 408, 413, 499, 500, 501, 503, body=body)
         for path in paths:
             app.post(path, responses=responses, include_in_schema=path == paths[0])(handler)
 
@@ -107,6 +140,9 @@ def _add_completions(app: FastAPI, h: CompletionHandlers) -> None:
     post(h.fim, "/v1/fim/completions")
     post(h.chat, "/v1/chat/completions", "/chat/completions")
     post(h.edits, "/v1/edits", "/v1/edit")
+    post(MessageHandlers(h).messages, "/v1/messages", body=MessagesErrorBody)
+    post(MessageHandlers(h).count, "/v1/messages/count_tokens", body=MessagesErrorBody)
+    post(ResponseHandlers(h).responses, "/v1/responses")
 
 
 def _add_information(app: FastAPI, h: InformationHandlers) -> None:
@@ -131,11 +167,10 @@ def _add_information(app: FastAPI, h: InformationHandlers) -> None:
     app.delete("/v1/workspace", responses=_errors(500))(h.forget)
 
 
-def _middleware(service: Service, keys: Sequence[bytes]) -> list[Middleware]:
-    config = service.config
+def _middleware(config: ServeConfig, metrics: Metrics, keys: Sequence[bytes]) -> list[Middleware]:
     middleware = [
         Middleware(Guard, keys=keys, origins=config.origins, host=config.host),
-        Middleware(Counted, metrics=service.metrics),
+        Middleware(Counted, metrics=metrics),
     ]
     if config.origins:
         pages = Middleware(
@@ -151,23 +186,57 @@ def _middleware(service: Service, keys: Sequence[bytes]) -> list[Middleware]:
 
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
-        return error.response()
+        return error.response(request.url.path)
     known = error if isinstance(error, HTTPException) else HTTPException(500, "internal error")
     refusal = Refusal(known.status_code, f"{request.method} {request.url.path}: {known.detail}")
     refusal.headers = known.headers or refusal.headers
-    return refusal.response()
+    return refusal.response(request.url.path)
 
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
 <title>retrieve-spec</title>
-<style>body{{font:16px sans-serif;margin:2em}}th{{text-align:left;padding-right:2em}}</style>
-<h1>retrieve-spec</h1><table>{table}</table>
+<style>body{{font:16px sans-serif;margin:2em}}th,td{{text-align:left;padding-right:2em}}</style>
+<h1>retrieve-spec</h1>
+<table><tr><th>Model<th>State<th>Fill-in-the-middle<th>Context{models}</table>
+<h2>So far</h2><table>{figures}</table>
 <h2>Connect an editor</h2><pre>{connect}</pre>
 <p>OpenAI clients: the base URL is this address with <code>/v1</code>. What is taken:
 <a href="/openapi.json">openapi.json</a>.</html>
 """
+
+
+def page(request: Request, models: Iterable[dict[str, Any]], figures: Mapping[str, float]) -> HTMLResponse:
+    """What runs here, how to connect an editor, and figures so far, for a browser; of models their `model_entries`."""
+    url = str(request.base_url).rstrip("/")
+    rows = []
+    for model in models:
+        meta = model.get("meta", {})
+        cells = (model["id"], model["status"]["value"], meta.get("fim") or "–", meta.get("n_ctx", "–"))
+        rows.append("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in cells))
+    table = "".join(f"<tr><th>{escape(name)}<td>{value:.4g}" for name, value in figures.items())
+    connect = "\n".join(f"retrieve-spec editor {name} --url {escape(url)}" for name in EDITORS)
+    return HTMLResponse(_PAGE.format(models="".join(rows), figures=table, connect=connect))
+
+
+def model_entries(name: str, service: Service | None, state: str = "loaded") -> dict[str, dict[str, Any]]:
+    """What is said of a model, by its name and the alias under which Continue sends predictions."""
+    said: dict[str, Any] = {"object": "model", "created": 0, "owned_by": "retrieve-spec", "status": {"value": state}}
+    if service is not None:
+        said["meta"] = {
+            "n_ctx": service.backend.n_ctx,
+            "n_vocab": service.backend_vocabulary,
+            "fim": service.fim.fmt.family if service.fim else None,
+        }
+    return {known: {"id": known, **said} for known in (name, f"{name}-Fast-Apply")}
+
+
 _MOST_CHARS = 2 << 20
 """Characters of a text to encode, a few seconds of a core."""
+
+
+def exposed(metrics: Metrics) -> Response:
+    """Metrics as Prometheus reads them."""
+    return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class InformationHandlers:
@@ -206,25 +275,22 @@ class InformationHandlers:
 
     async def models(self) -> Response:
         """The model, and the alias under which Continue sends predictions."""
-        return JSONResponse({"object": "list", "data": list(self._models().values())})
+        entries = model_entries(self.service.name, self.service)
+        return JSONResponse({"object": "list", "data": list(entries.values())})
 
     async def model(self, name: str) -> Response:
         """One of these, by its name, which may have slashes."""
-        models = self._models()
+        models = model_entries(self.service.name, self.service)
         if name not in models:
             raise Refusal(404, f"no model {name!r} is served here; there are {', '.join(models)}")
         return JSONResponse(models[name])
 
-    def _models(self) -> dict[str, dict[str, Any]]:
-        """What is said of each model, by name."""
-        service = self.service
-        meta = {"n_ctx": service.backend.n_ctx, "n_vocab": service.backend_vocabulary, "fim": self._family()}
-        names = [service.name, f"{service.name}-Fast-Apply"]
-        said = {"object": "model", "created": 0, "owned_by": "retrieve-spec", "meta": meta}
-        return {name: {"id": name, **said} for name in names}
-
     async def health(self) -> Response:
         """What is served, and what it drafts from."""
+        return JSONResponse(self.state())
+
+    def state(self) -> dict[str, Any]:
+        """What `health` answers with."""
         service, workspace = self.service, self.service.workspace
         body: dict[str, Any] = {
             "status": "ok",
@@ -246,7 +312,7 @@ class InformationHandlers:
             if workspace.trouble:  # nobody needs a key to ask, and what failed may name files
                 kind = workspace.trouble.partition(":")[0]
                 body["workspace"]["trouble"] = f"{kind}: it is not followed for now; the server's log says more"
-        return JSONResponse(body)
+        return body
 
     async def props(self) -> Response:
         """Context length and defaults."""
@@ -274,19 +340,15 @@ class InformationHandlers:
 
     async def expose(self) -> Response:
         """Prometheus metrics."""
-        return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return exposed(self.service.metrics)
 
     async def page(self, request: Request) -> Response:
         """What runs here, how to connect an editor, and figures so far, for a browser."""
-        service = self.service
-        url = str(request.base_url).rstrip("/")
-        rows = {"Model": service.name, "Fill-in-the-middle": self._family() or "no", "Context": service.backend.n_ctx}
+        service, figures = self.service, {}
         if service.workspace is not None:
-            rows["Files of the workspace"] = len(service.workspace.texts)
-        rows |= {name: f"{value:.4g}" for name, value in service.metrics.figures().items()}
-        table = "".join(f"<tr><th>{escape(name)}<td>{escape(str(value))}" for name, value in rows.items())
-        connect = "\n".join(f"retrieve-spec editor {name} --url {escape(url)}" for name in EDITORS)
-        return HTMLResponse(_PAGE.format(table=table, connect=connect))
+            figures["Files of the workspace"] = float(len(service.workspace.texts))
+        entries = model_entries(service.name, service)
+        return page(request, [entries[service.name]], figures | service.metrics.figures())
 
     def _family(self) -> str | None:
         return self.service.fim.fmt.family if self.service.fim else None
@@ -294,7 +356,7 @@ class InformationHandlers:
 
 _DRAINED = 16 << 20
 _SMALL = 64 << 10
-_INLINE = 64 << 10
+SMALL_BODY = 64 << 10
 """Bytes of a body that is parsed where other requests wait; larger ones are parsed in a thread."""
 
 
@@ -367,7 +429,7 @@ class _BoundedRequest(Request):
 
     async def json(self) -> BaseModel:
         """The body as its schema; a large one is read in a thread."""
-        return self._checked() if len(self._read) < _INLINE else await asyncio.to_thread(self._checked)
+        return self._checked() if len(self._read) < SMALL_BODY else await asyncio.to_thread(self._checked)
 
     def _checked(self) -> BaseModel:
         try:
@@ -393,6 +455,6 @@ class BoundedRoute(APIRoute):
             try:
                 return await answer(_BoundedRequest(request, request.app.state.reader, schema))
             except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
-                return Refusal(503, "the server is stopping", "overloaded").response()
+                return Refusal(503, "the server is stopping", "overloaded").response(request.url.path)
 
         return read_and_answer

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -161,6 +162,7 @@ class Backend:
         self.model = model
         self.tokenizer = tokenizer
         self.token_bytes = int(model.speculation.bytes_per_token)
+        self.weight_bytes = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
         self._infill: Any = None
         self._grammars: Grammars | None = None
         self._beginnings: Beginnings | None = None
@@ -247,6 +249,14 @@ class Backend:
         ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
         with torch.no_grad():  # a state that was written in inference mode could not go on outside of it
             self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
+
+    def hidden(self, cache: Any, token_ids: Sequence[int]) -> torch.Tensor:
+        """Read further tokens into a cache; their (n, hidden) float32 states behind the last layer, on the CPU."""
+        ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
+        with using(self._engine.threads), torch.no_grad():
+            read = self.model.base_model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
+        states: torch.Tensor = read.last_hidden_state[0].float().cpu()
+        return states
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,

@@ -41,7 +41,7 @@ class CompletionHandlers:
 
     async def completion(self, body: schemas.CompletionRequest, request: Request) -> Response:
         """Text after a prompt (llama.cpp's dialect)."""
-        wanted = body.n_predict if body.n_predict is not None else -1
+        wanted = _first(body.n_predict, body.max_tokens, -1)
         who = caller(request, body)
         return await self._llama(request, body, lambda: self._one(body.prompt, body, who, wanted))
 
@@ -75,6 +75,12 @@ class CompletionHandlers:
 
     async def chat(self, body: schemas.ChatRequest, request: Request) -> Response:
         """Chat completions (OpenAI's dialect), with predicted outputs."""
+        return await self.conversation(body, request)
+
+    async def conversation(
+        self, body: schemas.ChatRequest, request: Request, translate: Translate | None = None
+    ) -> Response:
+        """What a model says in a conversation; `translate` makes another dialect of the answer."""
         wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, _CHAT_TOKENS)
         who = caller(request, body)
         who = who if who.explicit else replace(who, client=None)
@@ -82,7 +88,7 @@ class CompletionHandlers:
         def prepare() -> list[Prepared]:
             return [self.service.raw(self.service.prompts.chat(body.messages), body, who, wanted)]
 
-        return await self._openai(request, body, prepare, kind="chat.completion")
+        return await self._openai(request, body, prepare, kind="chat.completion", translate=translate)
 
     async def edits(self, body: schemas.EditRequest, request: Request) -> Response:
         """The whole new text of a file, given what to change (OpenAI's edits)."""
@@ -118,10 +124,11 @@ class CompletionHandlers:
         prepare: Callable[[], Sequence[Prepared]],
         *,
         kind: schemas.Kind = "text_completion",
+        translate: Translate | None = None,
     ) -> Response:
         samples = body.n or 1
         stream = await opened(self.service, lambda: [one for item in prepare() for one in item.samples(samples)])
-        answer = schemas.OpenAIAnswer(
+        answer: schemas.Answer = schemas.OpenAIAnswer(
             self.service.name,
             kind=kind,
             written=body.written,
@@ -129,6 +136,8 @@ class CompletionHandlers:
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             samples=samples,
         )
+        if translate is not None:
+            answer = translate(answer, len(stream.prepared[0].task.prompt_ids))
         if body.stream:
             return EventStream(self._events(stream, body, answer))
         finished = await self._collect(request, stream)
@@ -144,10 +153,11 @@ class CompletionHandlers:
         return await asyncio.to_thread(self.service.provenance.of, done, prepared.left)
 
     async def _events(
-        self, stream: Stream, body: schemas.Common, answer: schemas.LlamaAnswer | schemas.OpenAIAnswer
+        self, stream: Stream, body: schemas.Common, answer: schemas.LlamaAnswer | schemas.Answer
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, one for each pass; nothing in between, since some clients take pings for an end."""
+        """Server-sent events, one for each pass, and comments while there is nothing to say."""
         finished: dict[int, Completion] = {}
+        stream.ping_s = self.service.config.sse_ping_s or None
         try:
             for index in range(len(stream.prepared)):
                 for first in answer.begin(index):
@@ -158,12 +168,12 @@ class CompletionHandlers:
                     if isinstance(event, Delta):
                         shown += answer.delta(event, index)
                     elif event.outcome == "failed":
-                        shown.append({"error": {"code": 500, "message": event.error, "type": "server_error"}})
+                        shown.append(answer.failure(event.error))
                     else:
                         finished[index] = event
                         shown += answer.end(event, await self._places(body, event, stream.prepared[index]), index)
-                if shown:
-                    yield b"".join(map(schemas.event, shown))
+                if shown or not said:
+                    yield b"".join(map(schemas.event, shown)) or _PING
             for last in answer.close([finished[index] for index in sorted(finished)]):
                 yield schemas.event(last)
             if answer.closing:
@@ -190,6 +200,10 @@ class CompletionHandlers:
         if failed is not None:
             raise Refusal(500, failed.error, "server_error")
         return finished
+
+
+Translate = Callable[[schemas.Answer, int], schemas.Answer]
+"""Makes another dialect of a chat's answer, given the tokens of its prompt."""
 
 
 def _first(*values: int | None) -> int:
@@ -219,6 +233,8 @@ class EventStream(StreamingResponse):
             await self.events.aclose()
 
 
+_PING = b": ping\n\n"
+"""A comment, which clients of server-sent events skip."""
 Said = tuple[int, Delta | Completion]
 """What the queue says, and the number of the task that it is about."""
 
@@ -228,9 +244,13 @@ class Stream:
 
     Attributes
     ----------
+    ping_s
+        Seconds in which nothing was said of which it tells with an empty list; None for never.
     prepared
         The tasks that have begun.
     """
+
+    ping_s: float | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -263,7 +283,12 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[list[Said]]:
         left = len(self.prepared)
         while left:
-            await self._told.wait()
+            try:
+                async with asyncio.timeout(self.ping_s):
+                    await self._told.wait()
+            except TimeoutError:
+                yield []
+                continue
             self._told.clear()
             said = [self._said.popleft() for _ in range(len(self._said))]
             left -= sum(isinstance(event, Completion) for _, event in said)

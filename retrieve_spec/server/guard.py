@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -20,7 +21,16 @@ from retrieve_spec.errors import ServeError
 
 if TYPE_CHECKING:
     from retrieve_spec.server.jobs import Completion, Task
+    from retrieve_spec.server.queueing import RequestQueue
 
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+"""Kinds of errors as Anthropic calls them."""
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 """What answers without a key."""
 
@@ -35,9 +45,12 @@ class Refusal(HTTPException):
         super().__init__(status, message, headers)
         self.kind = kind
 
-    def response(self) -> JSONResponse:
-        """The answer."""
-        body = {"error": {"code": self.status_code, "message": self.detail, "type": self.kind}}
+    def response(self, path: str = "") -> JSONResponse:
+        """The answer, in the dialect of the path that was asked."""
+        body: dict[str, Any] = {"error": {"code": self.status_code, "message": self.detail, "type": self.kind}}
+        if path.startswith("/v1/messages"):
+            kind = _ANTHROPIC.get(self.status_code, "api_error" if self.status_code >= 500 else "invalid_request_error")
+            body = {"type": "error", "error": {"type": kind, "message": self.detail}}
         return JSONResponse(body, self.status_code, self.headers)
 
 
@@ -122,7 +135,7 @@ class Guard:
         refusal = self._refuse(scope["path"], Headers(scope=scope))
         if scope["method"] == "HEAD":  # the connection leaves out what a GET answers with
             scope = {**scope, "method": "GET"}
-        await (self._app if refusal is None else refusal.response())(scope, receive, send)
+        await (self._app if refusal is None else refusal.response(scope["path"]))(scope, receive, send)
 
     def _refuse(self, path: str, headers: Headers) -> Refusal | None:
         origin = headers.get("origin")
@@ -186,9 +199,10 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.375, 0.5, 1.0, 2.
 
 
 class Metrics:
-    """The counters of one server, in a registry of its own."""
+    """The counters of one server, in a registry of its own; of the requests in its ``queues``, too."""
 
-    def __init__(self, queue_length: Callable[[], int], begun: Callable[[], int]) -> None:
+    def __init__(self) -> None:
+        self.queues: WeakSet[RequestQueue] = WeakSet()
         self.registry = r = CollectorRegistry()
         p = "retrieve_spec_"
         self._requests = Counter(p + "requests", "Requests by path and status.", ["path", "status"], registry=r)
@@ -204,8 +218,10 @@ class Metrics:
         self._drafted = Counter(p + "draft_nodes", "Draft nodes verified.", registry=r)
         self._accepted = Counter(p + "accepted_tokens", "Accepted draft tokens by source.", ["source"], registry=r)
         self._prompt = Counter(p + "prompt_tokens", "Prompt tokens by how they were read.", ["read"], registry=r)
-        Gauge(p + "queue_length", "Requests waiting.", registry=r).set_function(queue_length)
-        Gauge(p + "running", "Requests under way.", registry=r).set_function(begun)
+        waiting = Gauge(p + "queue_length", "Requests waiting.", registry=r)
+        waiting.set_function(lambda: sum(queue.queue_length for queue in self.queues))
+        running = Gauge(p + "running", "Requests under way.", registry=r)
+        running.set_function(lambda: sum(queue.begun for queue in self.queues))
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count an answered request."""

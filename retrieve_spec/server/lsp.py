@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
 from pygls.protocol import LanguageServerProtocol, default_converter
 from pygls.uris import to_fs_path
+from pygls.workspace import TextDocument
 
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
@@ -191,16 +193,30 @@ MakeCompleter = Callable[[Sequence[Path]], Completer]
 
 
 def strict_converter() -> Any:
-    """pygls' converter, which would read the number in a string and the whole part of another."""
+    """pygls' converter, which would read the number in a string, the whole part of another, and kinds there are not."""
     converter = default_converter()  # type: ignore[no-untyped-call]
-    converter.register_structure_hook(int, _integer)
+    for kind in (int, str):
+        converter.register_structure_hook(kind, _plain)
+    converter.register_structure_hook(lsp.InlineCompletionTriggerKind, lambda value, kind: kind(value))
     return converter
 
 
-def _integer(value: Any, _: type) -> int:
-    if not isinstance(value, int):
-        raise TypeError(f"{value!r} is no integer")
+def _plain(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
+
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+
+
+class Document(TextDocument):
+    """An open document with the lines of the protocol; pygls also ends one at form feeds and Unicode's separators."""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Its lines with their ends, which are CR, LF or both."""
+        return tuple(_LINE.findall(self.source))
 
 
 class AnsweringProtocol(LanguageServerProtocol):
@@ -313,13 +329,18 @@ class CompletionServer(LanguageServer):
         self._places.pop(uri, None)
         self._places[uri] = line
 
+    def opened(self, uri: str) -> TextDocument | None:
+        """A document that the client has opened, None for one on disk."""
+        document = self.workspace.get_text_document(uri)
+        return None if document.version is None else document
+
     def pieces(self, uri: str) -> tuple[Chunk, ...]:
         """What stands around the places looked at last in other open documents, the last one at the end."""
-        documents = self.workspace.text_documents
-        others = [other for other in self._places if other != uri and other in documents][-_SHOWN:]
+        documents = {other: document for other in self._places if (document := self.opened(other)) is not None}
+        others = [other for other in documents if other != uri][-_SHOWN:]
         found = []
         for other in others:
-            lines = documents[other].source.splitlines(keepends=True)
+            lines = documents[other].lines
             first = max(0, min(self._places[other] // _STEP * _STEP - _STEP // 2, len(lines) - _LINES))
             text = "".join(lines[first : first + _LINES])[:_CHARS]
             if text.strip():
@@ -355,13 +376,16 @@ def _add_documents(server: CompletionServer) -> None:
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)
     def did_open(params: lsp.DidOpenTextDocumentParams) -> None:
+        document = server.opened(params.text_document.uri)
+        if document is not None:
+            document.__class__ = Document  # pygls makes them itself, and has no door for others
         server.look(params.text_document.uri, 0)
         server.remember(params.text_document.uri, params.text_document.text)
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
     def did_change(params: lsp.DidChangeTextDocumentParams) -> None:
         uri = params.text_document.uri
-        if uri in server.workspace.text_documents:
+        if server.opened(uri) is not None:
             changed = [getattr(change, "range", None) for change in params.content_changes]
             server.look(uri, next((where.start.line for where in changed if where is not None), 0))
 
@@ -376,7 +400,7 @@ def _add_completion(server: CompletionServer) -> None:
         completer = await server.ready()
         if completer is None:
             return None
-        document = server.workspace.text_documents.get(params.text_document.uri)
+        document = server.opened(params.text_document.uri)
         if document is None:  # nothing is read from disk that the client has not opened
             return None
         offset = document.offset_at_position(params.position)

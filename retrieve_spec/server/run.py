@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +31,8 @@ from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.editors import display_name
-from retrieve_spec.server.guard import check_binding, normal_origins, read_keys
+from retrieve_spec.server.guard import Metrics, check_binding, normal_origins, read_keys
+from retrieve_spec.server.models import Model, Models, begun, bytes_on_disk, create_front, named
 from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
@@ -61,6 +60,8 @@ def build_service(
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
     session: Path | None = None,
+    name: str | None = None,
+    metrics: Metrics | None = None,
     dtype: str = "auto",
     quantize: str | None = None,
     device: str = "auto",
@@ -76,14 +77,23 @@ def build_service(
         File in which the model's answers are kept, each for whoever asked; None keeps none.
     shared
         Whether users with keys of their own share the server.
+    name
+        How the model is called in answers; None for what `display_name` makes of ``model_name``.
     """
     tell = progress or (lambda stage: None)
     tell("loading the weights")
     model, tokenizer = load_model(model_name, dtype=dtype, quantize=quantize, device=device)
-    name = display_name(model_name)
     tell("making the model's passes ready; the first start on a machine compiles the kernels")
     service = assemble(
-        model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores, session=session
+        model,
+        tokenizer,
+        name or display_name(model_name),
+        config,
+        shared=shared,
+        workspaces=workspaces,
+        stores=stores,
+        session=session,
+        metrics=metrics,
     )
     model.speculation.assume_frozen()  # nobody else has it
     if quantize is None and model.device.type == "cpu" and model.num_parameters() >= _LARGE:
@@ -102,6 +112,7 @@ def assemble(
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
     session: Path | None = None,
+    metrics: Metrics | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
@@ -113,7 +124,16 @@ def assemble(
     workspace = Workspace(workspaces, config) if workspaces else None
     kept = drafters if session else None
     service = Service(
-        backend, tokenizer, name, config, workspace, shared=shared, stores=given, drafters=kept, clock=clock
+        backend,
+        tokenizer,
+        name,
+        config,
+        workspace,
+        shared=shared,
+        stores=given,
+        drafters=kept,
+        metrics=metrics,
+        clock=clock,
     )
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     infill = partial(InfillProcessor, service.codec, service.end_ids, end_of_text)
@@ -196,6 +216,8 @@ def serve(
     model_name: str,
     config: ServeConfig,
     *,
+    others: Sequence[str] = (),
+    models_bytes: int = 0,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
     session: Path | None = None,
@@ -208,6 +230,10 @@ def serve(
 ) -> None:
     """Serve until interrupted.
 
+    `model_name` and `others` are models as `named` reads them. The first is loaded now, the others when they are first
+    asked for; datastores and the session's file are the first's, since they hold its tokens. `models_bytes` is the
+    ``most_bytes`` of `Models`.
+
     `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded,
     `on_loaded` when it has been, in the thread that did it.
 
@@ -218,6 +244,7 @@ def serve(
     StoreError
         A datastore is not there or damaged, or the session's file is something else.
     """
+    paths = named([model_name, *others])
     for store in stores:
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
     if session is not None:
@@ -226,24 +253,36 @@ def serve(
     check_binding(config.host, keys)
     config = replace(config, origins=normal_origins(config.origins))
     listener = listen(config.host, config.port)  # a taken address is said now
+    metrics = Metrics()
 
-    def make(progress: Progress) -> FastAPI:
-        service = build_service(
-            model_name,
+    def build(name: str, **options: Any) -> Service:
+        return build_service(
+            paths[name],
             config,
             shared=bool(keys),
             workspaces=workspaces,
-            stores=stores,
-            session=session,
+            name=name,
+            metrics=metrics,
             dtype=dtype,
             quantize=quantize,
             device=device,
-            progress=progress,
+            **options,
         )
+
+    def make(progress: Progress) -> FastAPI:
+        first = next(iter(paths))
+        service = build(first, stores=stores, session=session, progress=progress)
         fim = service.fim
         log.info("%s, fill-in-the-middle: %s", service.name, fim.fmt.family if fim else service.no_fim())
         on_loaded()
-        return create_app(service, keys=keys)
+        if not others:
+            return create_app(service, keys=keys)
+        loads = {name: partial(build, name) for name in paths}
+        loads[first] = partial(build, first, stores=stores, session=session)
+        known = {name: Model(load, bytes_on_disk(paths[name])) for name, load in loads.items()}
+        known[first].stays = session is not None  # who has their answers forgotten means those in the file, too
+        registry = Models(known, most_bytes=models_bytes, most_waiting=config.max_queue, keys=keys)
+        return create_front(registry, service, config, keys=keys)
 
     starting = Starting(make, lambda: setattr(server, "should_exit", True))
     server = uvicorn.Server(server_settings(starting))
@@ -302,16 +341,7 @@ class Starting:
 
     @contextlib.asynccontextmanager
     async def _live(self, _: Starlette) -> AsyncIterator[None]:
-        made: Future[FastAPI] = Future()
-        made.set_running_or_notify_cancel()  # a server that ends meanwhile waits for nothing
-
-        def work() -> None:
-            try:
-                made.set_result(self._make(self._tell))
-            except BaseException as error:
-                made.set_exception(error)
-
-        threading.Thread(target=work, name="retrieve-spec-loading", daemon=True).start()
+        made = begun(lambda: self._make(self._tell))
         async with contextlib.AsyncExitStack() as lifespan:
             opening = asyncio.ensure_future(self._open(asyncio.wrap_future(made), lifespan))
             yield

@@ -45,7 +45,7 @@ class Sampling:
     Attributes
     ----------
     temperature, top_k, top_p, min_p
-        The usual filters; ``temperature <= 0``, ``top_k == 1`` or ``top_p <= 0`` is greedy.
+        The usual filters; ``temperature <= 0``, and a ``top_k`` of 1 or a ``top_p`` of 0 that acts, is greedy.
     chain
         Names of the filters in order; a filter that is not named does not act. Without ``"temperature"`` the text is
         drawn at temperature 1 from what the other filters leave.
@@ -69,7 +69,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
-        only_best = self.top_k == 1 or ("top_p" in self.chain and self.top_p <= 0.0)
+        only_best = ("top_k" in self.chain and self.top_k == 1) or ("top_p" in self.chain and self.top_p <= 0.0)
         return only_best or (self.temperature <= 0.0 and "infill" not in self.chain)
 
     def generate_kwargs(self, infill: Any = None, guides: Sequence[Any] = ()) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -74,19 +75,22 @@ class Prediction(Spoken):
     type: str | None = "content"
 
 
-class _Refusing(_Lenient):
+class Refusing(_Lenient):
     """A request in which what is not served, but would change the answer, is refused by name."""
+
+    _also: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Further fields that are not served in a dialect, with values that ask for nothing."""
 
     @model_validator(mode="before")
     @classmethod
     def _is_served(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and (names := unserved(fields, cls.model_fields)):
+        if isinstance(fields, dict) and (names := unserved(fields, cls.model_fields, cls._also)):
             given = {"names": ", ".join(names)}
             raise PydanticCustomError(UNSUPPORTED, "not served here: {names}; leave it out", given)
         return fields
 
 
-class Common(_Refusing):
+class Common(Refusing):
     """Fields of every dialect that asks for text.
 
     All texts of a request that has been read have line feeds, whatever ends the lines of the document it is about.
@@ -104,6 +108,7 @@ class Common(_Refusing):
     stop: Stops = None
     samplers: Items[Text] | Text | None = None
     n_predict: Count | None = None
+    max_tokens: Count | None = None
     n_indent: Annotated[int, Field(ge=0, le=10_000)] | None = None
     t_max_predict_ms: Number | None = None
     cache_prompt: StrictBool | None = None
@@ -205,7 +210,6 @@ class OpenAIOptions(Common):
 
     response_format: ResponseFormat | None = None
 
-    max_tokens: Count | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=4)] | None = None
 
@@ -270,7 +274,7 @@ class DetokenizeRequest(_Lenient):
     tokens: Items[TokenId]
 
 
-class TemplateRequest(_Refusing):
+class TemplateRequest(Refusing):
     """`POST /apply-template`."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
@@ -334,6 +338,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n_probs": (0,),
     "lora": (),
     "ignore_eos": (False,),
+    "min_keep": (0, 1),
     "image_data": (),
     "multimodal_data": (),
 }
@@ -348,12 +353,12 @@ _JSON = ("response_format", "json_schema")
 """Fields that ask for JSON; each is served by some dialects."""
 
 
-def unserved(fields: Mapping[str, Any], served: Collection[str] = ()) -> list[str]:
+def unserved(fields: Mapping[str, Any], served: Collection[str], also: Mapping[str, tuple[Any, ...]]) -> list[str]:
     """Names of the fields of a request that ask for what is not served; parts of messages that are no text too.
 
-    ``served`` are the fields of the dialect.
+    ``served`` are the fields of the dialect, ``also`` further ones that it has and that are not served.
     """
-    asked = {**_NEUTRAL, **{name: (1,) for name in _SEVERAL if name not in served}}
+    asked = {**_NEUTRAL, **also, **{name: (1,) for name in _SEVERAL if name not in served}}
     asked = {name: neutral for name, neutral in asked.items() if not (name in _JSON and name in served)}
     names = [name for name, neutral in asked.items() if name in fields and not _asks_nothing(fields[name], neutral)]
     messages = fields.get("messages")
@@ -412,8 +417,9 @@ def _is_field(part: str) -> bool:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event on one line, without blanks after the colons (clients match on that)."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """One server-sent event on one line, without blanks after the colons (clients match on that), named by its type."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return name.encode() + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
@@ -462,7 +468,15 @@ def generation_settings(request: Common, n_ctx: int, seed: int) -> dict[str, Any
     }
 
 
-class LlamaAnswer:
+class _Writer:
+    """What answers of all dialects share."""
+
+    def failure(self, error: str) -> dict[str, Any]:
+        """The event of a text that failed."""
+        return {"error": {"code": 500, "message": error, "type": "server_error"}}
+
+
+class LlamaAnswer(_Writer):
     """Bodies of one answer of `/infill` or `/completion`; ``prompt`` gives its text, where the client wants it."""
 
     closing = b""
@@ -559,7 +573,33 @@ Kind = Literal["chat.completion", "text_completion", "edit"]
 _ID_OF: dict[Kind, str] = {"chat.completion": "chatcmpl", "text_completion": "cmpl", "edit": "edit"}
 
 
-class OpenAIAnswer:
+class Answer(_Writer, ABC):
+    """How an answer of one or several texts is written."""
+
+    closing = b""
+
+    @abstractmethod
+    def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
+        """The answer without streaming."""
+
+    @abstractmethod
+    def begin(self, index: int = 0) -> list[dict[str, Any]]:
+        """Events before any text."""
+
+    @abstractmethod
+    def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
+        """Events for what one pass made certain."""
+
+    @abstractmethod
+    def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
+        """Events at the end of a text."""
+
+    def close(self, finished: Sequence[Completion]) -> list[dict[str, Any]]:
+        """Events at the end of a stream."""
+        return []
+
+
+class OpenAIAnswer(Answer):
     """The bodies of one OpenAI answer, streamed or whole; they share an id.
 
     Parameters

@@ -109,6 +109,8 @@ class Service:
         Datastores that copied lines are looked up in.
     drafters
         The model's, where the answers of their sessions are kept in a file.
+    metrics
+        Counters that several models share; None for counters of its own.
     clock
         The queue's seconds.
 
@@ -130,6 +132,7 @@ class Service:
         shared: bool = False,
         stores: Sequence[Datastore] = (),
         drafters: Drafters | None = None,
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
@@ -153,7 +156,8 @@ class Service:
         self.grammars = Grammars(tokenizer, self.end_ids)
         self.beginnings = Beginnings(self.codec)
         self._shared, self._drafters, self._on_done = shared, drafters, on_done
-        self.metrics = Metrics(lambda: self.queue.queue_length, lambda: self.queue.begun)
+        self.metrics = Metrics() if metrics is None else metrics
+        self.metrics.queues.add(self.queue)
         self.provenance = Provenance(stores, workspace)
         self._memories: OrderedDict[str, Memory] = OrderedDict()
         self._lock = Lock()
@@ -241,7 +245,7 @@ class Service:
         """
         chunks = tuple(Chunk(chunk.text, chunk.filename) for chunk in request.input_extra or ())
         parts = FimParts(request.input_prefix + (request.prompt or ""), request.input_suffix, chunks)
-        wanted = request.n_predict if request.n_predict is not None else _FIM_TOKENS
+        wanted = next(n for n in (request.n_predict, request.max_tokens, _FIM_TOKENS) if n is not None)
         return self.fill(parts, request, caller, wanted)
 
     def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int) -> Prepared:

@@ -15,13 +15,13 @@ from retrieve_spec.server.service import Service
 
 
 class Live:
-    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, port=0):
+    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, port=0, app=None):
         self.done = []
         self.backend = backend
         self.service = service or Service(
             backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done, shared=bool(keys)
         )
-        self.app = app = create_app(self.service, keys=keys)
+        self.app = app = app or create_app(self.service, keys=keys)
         listener = listen("127.0.0.1", port)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

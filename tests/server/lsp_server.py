@@ -1,4 +1,5 @@
-"""A language server with a scripted model, for tests over standard input and output; argument: what it says."""
+"""A language server with a scripted model, for tests over standard input and output; argument: what it says,
+"echo" for the line before the cursor."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def make(roots):
                 time.sleep(float(sys.argv[2]))
             super()._pass()
 
-    backend = Slow(lambda prompt: [*said, 0])
+    def echo(prompt):
+        before, _, _ = codec.decode(prompt).partition("<|fim_suffix|>")
+        return codec.encode(before.rpartition("\n")[2])
+
+    backend = Slow(lambda prompt: [*(echo(prompt) if sys.argv[1] == "echo" else said), 0])
     workspace = Workspace(roots, ServeConfig()) if roots else None
     return LocalCompleter(Service(backend, tokenizer, "tiny", ServeConfig(), workspace))
 

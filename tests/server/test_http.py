@@ -218,6 +218,14 @@ def test_as_many_tokens_as_fit(live, codec):
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": -1}).json()["usage"]["total_tokens"] == 600
 
 
+@pytest.mark.parametrize("path", ["/infill", "/completion"])
+def test_llama_cpp_takes_openais_limit_of_tokens_too(live, codec, path):
+    server = live(ScriptedBackend(lambda prompt: codec.encode("x") * 500))
+    body = {**INFILL, "prompt": "a"}
+    assert server.post(path, {**body, "max_tokens": 3}).json()["tokens_predicted"] == 3
+    assert server.post(path, {**body, "max_tokens": 3, "n_predict": 5}).json()["tokens_predicted"] == 5
+
+
 def test_samplers_by_letter_are_those_by_name(server):
     """llama.vscode's edit with AI sends the letters."""
     body = {"messages": HELLO, "temperature": 0.05, "top_k": 40, "samplers": "edkypmxt", "seed": 1}
@@ -227,6 +235,9 @@ def test_samplers_by_letter_are_those_by_name(server):
     assert (kwargs["temperature"], kwargs["top_k"]) == (0.05, 40)
     server.post("/v1/chat/completions", {"messages": HELLO, "temperature": 1, "top_p": 0})
     assert server.done[-1][0].sampling.greedy
+    server.post("/v1/chat/completions", {"messages": HELLO, "temperature": 1, "top_k": 1, "samplers": "t"})
+    assert not server.done[-1][0].sampling.greedy
+    assert "min_keep" in server.post("/v1/chat/completions", {"messages": HELLO, "min_keep": 3}).text
 
 
 def test_deadlines_are_asked_for_or_the_operators(live, say):
@@ -310,6 +321,25 @@ def test_metrics_count_what_happened(server):
 
 
 # ── who may call, and how much ──
+
+
+@pytest.mark.parametrize("ping_s", [0.05, 0])
+def test_a_stream_has_comments_while_a_long_prompt_is_read(live, say, ping_s):
+    backend = say("one two")
+    backend.gate = threading.Semaphore(0)
+    server = live(backend, config=ServeConfig(sse_ping_s=ping_s, prefill_chunk=16))
+    body = {"messages": [{"role": "user", "content": "word " * 40}], "stream": True}
+    seen = []
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            seen += [line] if line else []
+            if not ping_s or seen.count(": ping") == 3:
+                backend.gate.release(100)
+    words = "".join(json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in seen if "{" in line)
+    assert words == "one two" and seen[-1] == "data: [DONE]"
+    assert seen.count(": ping") >= 3 if ping_s else ": ping" not in seen
+    first = next(number for number, line in enumerate(seen) if '"content":"one' in line)
+    assert ": ping" not in seen[first:]
 
 
 def test_keys(live, say):

@@ -22,8 +22,8 @@ TEXT = "def add(a, b):\n    é = '🎉'; ret\n"
 class Session:
     """A client with an initialised server and one open document."""
 
-    def __init__(self, *arguments, folder=None, text=TEXT):
-        self.arguments, self.folder, self.text = arguments, folder, text
+    def __init__(self, *arguments, folder=None, text=TEXT, uri=URI):
+        self.arguments, self.folder, self.text, self.uri = arguments, folder, text, uri
         self.progress = []
         self.messages = []
 
@@ -52,7 +52,7 @@ class Session:
             )
         )
         client.initialized(lsp.InitializedParams())
-        item = lsp.TextDocumentItem(URI, "python", 1, self.text)
+        item = lsp.TextDocumentItem(self.uri, "python", 1, self.text)
         client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
         # Sent while the model is still being loaded: it waits, it is not answered with nothing.
         first = await asyncio.wait_for(self.request(1, 19), 300)
@@ -70,7 +70,7 @@ class Session:
             lsp.TEXT_DOCUMENT_INLINE_COMPLETION,
             lsp.InlineCompletionParams(
                 lsp.InlineCompletionContext(kind, selected),
-                lsp.TextDocumentIdentifier(URI),
+                lsp.TextDocumentIdentifier(self.uri),
                 lsp.Position(line, character),
             ),
         )
@@ -78,12 +78,13 @@ class Session:
     async def complete(self, line, character, **options):
         return await asyncio.wait_for(self.request(line, character, **options), 60)
 
-    def change(self, version, text):
-        self.client.text_document_did_change(
-            lsp.DidChangeTextDocumentParams(
-                lsp.VersionedTextDocumentIdentifier(version, URI), [lsp.TextDocumentContentChangeWholeDocument(text)]
-            )
-        )
+    def change(self, version, text, place=None):
+        """Replace the whole document, or put the text at a place."""
+        event = lsp.TextDocumentContentChangeWholeDocument(text)
+        if place is not None:
+            event = lsp.TextDocumentContentChangePartial(lsp.Range(place, place), text)
+        document = lsp.VersionedTextDocumentIdentifier(version, self.uri)
+        self.client.text_document_did_change(lsp.DidChangeTextDocumentParams(document, [event]))
 
 
 def run(coroutine):
@@ -143,9 +144,12 @@ def test_malformed_parameters_are_an_error():
     try:
         assert ask(1, "initialize", params={"capabilities": {}, "processId": None, "rootUri": None})["result"]
         malformed = [{"textDocument": {"uri": URI}}, {"position": 3}, [], "x", {"context": {"triggerKind": "x"}}]
-        for line in ("0", 0.5, None):
+        for line in ("0", 0.5, None, True):
             place = {"line": line, "character": 0}
             malformed.append({"textDocument": {"uri": URI}, "position": place, "context": {"triggerKind": 1}})
+        place = {"line": 0, "character": 0}
+        malformed.append({"textDocument": {"uri": URI}, "position": place, "context": {"triggerKind": 7}})
+        malformed.append({"textDocument": {"uri": 5}, "position": place, "context": {"triggerKind": 1}})
         for number, params in enumerate(malformed, 2):
             assert ask(number, "textDocument/inlineCompletion", params=params)["error"]["code"] == -32602
         assert ask(19, "textDocument/inlineCompletion")["error"]["code"] == -32602
@@ -159,6 +163,28 @@ def test_a_document_keeps_its_line_ends():
     async def scenario():
         async with Session("urn a\n    x = 1\n", text=TEXT.replace("\n", "\r\n")) as s:
             assert (await s.complete(1, 19)).items[0].insert_text == "urn a\r\n    x = 1\r\n"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("uri", ["file:///a%20b/%C3%BC.py", "file:///c%3A/a.py", "untitled:Untitled-1"])
+def test_a_document_may_have_any_address(uri):
+    async def scenario():
+        async with Session("urn a + b", uri=uri) as s:
+            assert (await s.complete(1, 19)).items
+
+    run(scenario())
+
+
+def test_only_line_feeds_and_carriage_returns_end_lines():
+    """Files of Python's library have form feeds between their parts."""
+
+    async def scenario():
+        async with Session("echo", text="a = '\x0c\u2028\x85'\r\n    b = 1\nc = 2\n") as s:
+            for line, text in enumerate(("    b = 1", "c = 2"), 1):
+                assert (await s.complete(line, len(text))).items[0].insert_text == text
+            s.change(2, " + d", lsp.Position(2, 5))
+            assert (await s.complete(2, 9)).items[0].insert_text == "c = 2 + d"
 
     run(scenario())
 

@@ -72,7 +72,7 @@ def test_errors_are_the_clients_own_types(client):
     with pytest.raises(openai.BadRequestError, match="prompt"):
         client.completions.create(model="any", prompt=None)
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="any", input="x")
+        client.moderations.create(input="x")
 
 
 def test_models(client):

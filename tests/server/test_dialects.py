@@ -1,0 +1,196 @@
+"""Anthropic's messages, and OpenAI's responses and embeddings: raw, and by the official packages where they are."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedBackend
+
+openai = pytest.importorskip("openai", reason="pip install openai")
+
+SAID = "One, two, three."
+ASKED = [{"role": "user", "content": "Count to three."}]
+MESSAGE = {"model": "tiny", "max_tokens": 40, "messages": ASKED}
+
+
+@pytest.fixture
+def server(live, codec):
+    return live(ScriptedBackend(lambda prompt: [*codec.encode(SAID), 0]))
+
+
+def named(server, path, body):
+    """The events of a stream, each named by its type."""
+    with server.client.stream("POST", path, json={**body, "stream": True}) as response:
+        blocks = "".join(response.iter_text()).strip().split("\n\n")
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def prompts(server, path, body):
+    """What the model is shown."""
+    server.post(path, body)
+    return server.backend.prompts.pop()
+
+
+def test_a_message_is_the_chats_answer(server):
+    body = server.post("/v1/messages", MESSAGE).json()
+    assert body["content"] == [{"type": "text", "text": SAID}] and body["role"] == "assistant"
+    assert (body["type"], body["model"], body["stop_reason"]) == ("message", "tiny", "end_turn")
+    assert body["usage"]["output_tokens"] > 3
+    shown = prompts(server, "/v1/messages", {**MESSAGE, "system": [{"type": "text", "text": "Be brief."}]})
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, *ASKED]}
+    assert shown == prompts(server, "/v1/chat/completions", chat)
+    counted = server.post("/v1/messages/count_tokens", {"system": "Be brief.", "messages": ASKED}).json()
+    assert counted == {"input_tokens": len(shown)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "reason", "word"),
+    [
+        ({}, SAID, "end_turn", None),
+        ({"max_tokens": 2}, None, "max_tokens", None),
+        ({"stop_sequences": [" two"]}, "One,", "stop_sequence", " two"),
+    ],
+)
+def test_a_streamed_message_is_the_whole_one(server, fields, text, reason, word):
+    whole = server.post("/v1/messages", {**MESSAGE, **fields}).json()
+    events = named(server, "/v1/messages", {**MESSAGE, **fields})
+    kinds = [event["type"] for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert events[0]["message"]["usage"]["input_tokens"] == sum(
+        whole["usage"][name] for name in ("input_tokens", "cache_read_input_tokens")
+    )
+    streamed = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+    assert streamed == whole["content"][0]["text"] and text in (None, streamed)
+    assert events[-2]["delta"] == {"stop_reason": reason, "stop_sequence": word}
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, word)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}, "tool_result"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "One"}]}, "begun"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"top_p": 2}, "top_p"),
+    ],
+)
+def test_what_messages_ask_for_in_vain_is_named_in_anthropics_shape(server, fields, name):
+    raw = server.post("/v1/messages", {**MESSAGE, **fields})
+    assert raw.status_code == 400
+    assert raw.json()["type"] == "error" and raw.json()["error"]["type"] == "invalid_request_error"
+    assert name in raw.json()["error"]["message"]
+    harmless = {"thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}, "service_tier": "auto"}
+    assert server.post("/v1/messages", {**MESSAGE, **harmless}).status_code == 200
+
+
+def test_errors_of_messages_have_anthropics_shape(live, codec):
+    backend = ScriptedBackend(lambda prompt: codec.encode("x"))
+    server = live(backend, keys=(b"one",))
+    refused = server.post("/v1/messages", MESSAGE)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    server.client.headers["x-api-key"] = "one"
+    assert server.client.get("/v1/messages").json()["type"] == "error"
+    backend.fail = True
+    failed = server.post("/v1/messages", MESSAGE)
+    assert (failed.status_code, failed.json()["error"]["type"]) == (500, "api_error")
+    assert named(server, "/v1/messages", MESSAGE)[-1]["error"]["type"] == "api_error"
+    assert named(server, "/v1/responses", {"input": "a"})[-1]["type"] == "error"
+
+
+def test_two_requests_of_one_anthropic_user_do_not_replace_each_other(live, codec):
+    server = live(ScriptedBackend(lambda prompt: [*codec.encode(SAID), 0]))
+    server.post("/v1/messages", {**MESSAGE, "metadata": {"user_id": "u"}})
+    assert server.done[-1][0].client is None
+
+
+@pytest.mark.skipif(find_spec("anthropic") is None, reason="pip install anthropic")
+def test_the_official_anthropic_package(server):
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0)
+    whole = client.messages.create(system="Be brief.", **MESSAGE)
+    assert whole.content[0].text == SAID and whole.stop_reason == "end_turn"
+    with client.messages.stream(**MESSAGE) as stream:
+        assert "".join(stream.text_stream) == SAID
+        assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
+    assert client.messages.count_tokens(model="tiny", messages=ASKED).input_tokens > 0
+    with pytest.raises(anthropic.BadRequestError, match="tools"):
+        client.messages.create(tools=[{"name": "f", "input_schema": {"type": "object"}}], **MESSAGE)
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0)
+
+
+def test_a_response_is_the_chats_answer(server, client):
+    said = client.responses.create(model="tiny", instructions="Be brief.", input="Count to three.")
+    assert (said.output_text, said.status) == (SAID, "completed")
+    shown = server.backend.prompts.pop()
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, *ASKED]}
+    assert shown == prompts(server, "/v1/chat/completions", chat)
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "Count to three."}]}]
+    with client.responses.stream(model="tiny", input=items) as stream:
+        assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == SAID
+        assert stream.get_final_response().output_text == SAID
+    *between, last = client.responses.create(model="tiny", input=items, max_output_tokens=2, stream=True)
+    texts, final = [event.delta for event in between if event.type == "response.output_text.delta"], last.response
+    assert last.type == "response.incomplete" and final.status == "incomplete"
+    assert final.incomplete_details.reason == "max_output_tokens"
+    assert "".join(texts) == final.output_text and SAID.startswith(final.output_text)
+    events = named(server, "/v1/responses", {"input": "a"})
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["response"]["usage"]["output_tokens"] > 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "function_call_output"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content"),
+    ],
+)
+def test_what_responses_ask_for_in_vain_is_named(client, fields, name):
+    with pytest.raises(openai.BadRequestError, match=name):
+        client.responses.create(**{"model": "tiny", "input": "a", **fields})
+
+
+@pytest.mark.parametrize("piece", [256, 7])
+def test_embeddings_are_the_mean_of_transformers_last_hidden_states(reference_live, reference, piece, monkeypatch):
+    service, plain, tokenizer = reference
+    monkeypatch.setattr(service, "config", service.config.__class__(prefill_chunk=piece))
+    texts = ["def add(a, b):", "日本語", "x = 1\n" * 50]
+    client = openai.OpenAI(base_url=reference_live.url + "/v1", api_key="k", max_retries=0)
+    given = client.embeddings.create(model="x", input=texts)  # the package asks for base64
+    as_numbers = client.embeddings.create(model="x", input=texts, encoding_format="float")
+    for text, one, other in zip(texts, given.data, as_numbers.data, strict=True):
+        with torch.no_grad():
+            states = plain(**tokenizer(text, return_tensors="pt"), output_hidden_states=True).hidden_states[-1][0]
+        expected = torch.nn.functional.normalize(states.mean(0), dim=0).numpy()
+        np.testing.assert_allclose(one.embedding, expected, atol=1e-5)
+        np.testing.assert_allclose(other.embedding, expected, atol=1e-5)
+    ids = tokenizer(texts[0])["input_ids"]
+    alone = client.embeddings.create(model="x", input=ids)
+    np.testing.assert_allclose(alone.data[0].embedding, given.data[0].embedding, atol=1e-6)
+    assert alone.usage.total_tokens == len(ids)
+
+
+@pytest.mark.parametrize("wrong", ["", [""], [10**6], "word " * 9000, [1, "a"], {"a": 1}])
+def test_texts_that_cannot_be_embedded_are_400(reference_live, wrong):
+    assert reference_live.post("/v1/embeddings", {"input": wrong}).status_code == 400
+    assert reference_live.post("/v1/embeddings", {"input": "a", "dimensions": 3}).status_code == 400

@@ -1,0 +1,219 @@
+"""Several models behind one address: by name, loaded when first asked for, given up when there is no room."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from scripted import ScriptedBackend
+from waiting import wait_for
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.errors import ServeError
+from retrieve_spec.server.guard import Metrics
+from retrieve_spec.server.models import Model, Models, create_front, named
+from retrieve_spec.server.service import Service
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Several:
+    """A server of scripted models, each of which says its name; `a` is the first."""
+
+    def __init__(self, live, codec, tokenizer, names="abc", *, keys=(), config=ServeConfig(), **options):  # noqa: B008
+        self.loads, self.broken, self.gate = [], set(), None
+        metrics = Metrics()
+
+        def load(name):
+            self.loads.append(name)
+            if self.gate is not None:
+                self.gate.acquire()
+            if name in self.broken:
+                raise RuntimeError("/home/somebody/weights are damaged")
+            backend = ScriptedBackend(lambda prompt: [*codec.encode(f"I am {name}"), 0], run=1)
+            return Service(backend, tokenizer, name, config, shared=bool(keys), metrics=metrics)
+
+        self.models = Models({name: Model(lambda name=name: load(name), 10) for name in names}, keys=keys, **options)
+        first = load("a")
+        front = create_front(self.models, first, config, keys=keys)
+        self.server = live(first.backend, service=first, app=front)
+
+    def ask(self, name, **fields):
+        return self.server.post("/v1/chat/completions", {"model": name, "messages": HELLO, **fields})
+
+    def said(self, name):
+        return self.ask(name).json()["choices"][0]["message"]["content"]
+
+    @property
+    def states(self):
+        return self.server.client.get("/health").json()["models"]
+
+    def backend(self, name):
+        return self.models.models[name].service.backend
+
+
+@pytest.fixture
+def several(live, codec, tokenizer):
+    return lambda *names, **options: Several(live, codec, tokenizer, *names, **options)
+
+
+def test_a_request_names_its_model(several):
+    s = several()
+    assert s.states == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+    for name in ("a", "", None, "default", "a-Fast-Apply"):
+        assert s.said(name) == "I am a"
+    assert s.said("b") == "I am b" and s.loads == ["a", "b"]
+    listed = s.server.client.get("/v1/models").json()["data"]
+    assert [(m["id"], m["status"]["value"]) for m in listed if "-Fast-Apply" not in m["id"]] == [
+        ("a", "loaded"),
+        ("b", "loaded"),
+        ("c", "unloaded"),
+    ]
+    assert s.server.client.head("/v1/models/c").status_code == 200
+    assert s.server.client.get("/props", params={"model": "b"}).json()["model_alias"] == "b"
+    assert s.server.client.get("/props").json()["model_alias"] == "a"
+    assert s.server.post("/infill", {"input_prefix": "x", "input_suffix": ""}).json()["model"] == "a"
+    assert "/v1/messages" in s.server.client.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize("name", ["d", 5, ["a"], "A"])
+def test_another_name_is_404(several, name):
+    s = several()
+    for stream in (False, True):
+        raw = s.ask(name, stream=stream)
+        assert raw.status_code == 404 and "there are a, b, c" in raw.json()["error"]["message"]
+    assert s.server.client.get(f"/v1/models/{name}").status_code == 404
+    assert s.loads == ["a"]
+
+
+def test_a_message_to_another_model_is_404_in_its_dialect(several):
+    s = several()
+    raw = s.server.post("/v1/messages", {"model": "d", "max_tokens": 5, "messages": HELLO})
+    assert raw.status_code == 404 and raw.json()["error"]["type"] == "not_found_error"
+    said = s.server.post("/v1/messages", {"model": "b", "max_tokens": 9, "messages": HELLO}).json()
+    assert (said["model"], said["content"][0]["text"]) == ("b", "I am b")
+
+
+@pytest.mark.parametrize("body", [b"", b"{nope", b"[]", b"null"])
+def test_what_is_no_request_is_400(several, body):
+    assert several().server.client.post("/v1/chat/completions", content=body).status_code == 400
+
+
+def test_what_was_used_longest_ago_is_given_up(several):
+    s = several(most_bytes=20)
+    gone = weakref.ref(s.backend("a"))
+    s.server.backend = s.server.service = None
+    for name in "bac":
+        s.said(name)
+    assert s.states == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+    s.said("b")
+    assert s.states == {"a": "unloaded", "b": "loaded", "c": "loaded"}
+    wait_for(lambda: gc.collect() and gone() is None)
+    assert s.said("a") == "I am a" and s.loads == [*"abcba"]
+
+
+def test_a_model_that_is_too_large_is_loaded_alone(several):
+    s = several(most_bytes=5)
+    assert s.said("b") == "I am b"
+    assert s.states == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+
+
+def test_a_model_that_stays_is_not_given_up(several):
+    s = several(most_bytes=20)
+    s.models.models["a"].stays = True
+    for name in "bc":
+        s.said(name)
+    assert s.states == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+
+
+def test_what_nobody_answers_loads_nothing(several):
+    s = several(most_bytes=10)
+    s.said("b")
+    assert s.server.client.get("/favicon.ico").status_code == 404
+    assert s.states == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+    assert s.server.client.get("/health").json()["model"] == "a"
+
+
+def test_a_request_under_way_keeps_its_model(several):
+    s = several(most_bytes=10)
+    backend = s.backend("a")
+    backend.gate = threading.Semaphore(1)
+    with (
+        ThreadPoolExecutor(3) as pool,
+        s.server.client.stream(
+            "POST", "/v1/chat/completions", json={"model": "a", "messages": HELLO, "stream": True}
+        ) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        other = pool.submit(s.said, "b")
+        wait_for(lambda: s.states["a"] == "unloaded")
+        again = pool.submit(s.said, "a")
+        assert s.loads == ["a"] and not other.done()
+        backend.gate.release(100)
+        assert "data: [DONE]" in list(lines)
+        assert (other.result(30), again.result(30)) == ("I am b", "I am a")
+    assert s.loads == ["a", "b", "a"]
+
+
+def test_who_waits_for_a_model_is_answered_and_only_so_many_may_wait(several):
+    s = several(most_waiting=3)
+    s.gate = threading.Semaphore(0)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(s.said, "b") for _ in range(3)]
+        wait_for(lambda: s.models._waiting == 3)
+        raw = s.ask("b")
+        assert raw.status_code == 503 and raw.headers["retry-after"] == "1"
+        assert s.states["b"] == "loading" and s.said("a") == "I am a"
+        s.gate.release(1)
+        assert {one.result(30) for one in asked} == {"I am b"}
+    assert s.loads == ["a", "b"]
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_own_requests(several):
+    s = several(most_bytes=100)
+    s.broken.add("b")
+    raw = s.ask("b")
+    assert raw.status_code == 500 and "could not be loaded" in raw.json()["error"]["message"]
+    assert "somebody" not in raw.text
+    assert s.states == {"a": "loaded", "b": "failed", "c": "unloaded"} and s.said("a") == "I am a"
+    s.broken.clear()
+    assert s.said("b") == "I am b"
+
+
+def test_keys_guard_all_models_and_forgetting_is_of_all(several):
+    s = several(keys=(b"one",))
+    assert s.ask("b").status_code == 401 and s.server.client.get("/v1/models").status_code == 401
+    assert s.loads == ["a"] and s.server.client.get("/").status_code == 200
+    s.server.client.headers["Authorization"] = "Bearer one"
+    assert s.said("b") == "I am b"
+    kept = s.server.client.get("/v1/workspace").json()
+    assert kept["b"]["caches"] == 1 and set(kept) == {"a", "b"}
+    assert s.server.client.delete("/v1/workspace").json()["forgotten"] is True
+    assert s.server.client.get("/v1/workspace").json()["b"]["caches"] == 0
+
+
+def test_a_page_and_metrics_are_about_all(several):
+    s = several()
+    s.said("b")
+    page = s.server.client.get("/").text
+    assert "<td>b<td>loaded" in page and "<td>c<td>unloaded" in page and "Tokens per pass" in page
+    assert 'retrieve_spec_completions_total{outcome="done"} 1.0' in s.server.client.get("/metrics").text
+
+
+def test_models_have_names_of_their_own(tmp_path):
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    given = ["reference", "x/Some-Model", "chat=/m/chat", "odd=/m/x=1", str(odd)]
+    assert list(named(given).items())[1:] == [
+        ("Some-Model", "x/Some-Model"),
+        ("chat", "/m/chat"),
+        ("odd", "/m/x=1"),
+        ("a=b", str(odd)),
+    ]
+    for wrong in (["x/m", "y/m"], ["a="], ["=x"], ["a=x", "a=y"]):
+        with pytest.raises(ServeError, match="names of their own"):
+            named(wrong)
