@@ -24,7 +24,7 @@ from retrieve_spec.cli_common import (
     WholeRange,
     loading_bars,
 )
-from retrieve_spec.config import EDITORS, ServeConfig
+from retrieve_spec.config import EDITORS, TOOL_FORMATS, ServeConfig
 from retrieve_spec.errors import ServeError
 
 _DEFAULTS = ServeConfig()
@@ -185,6 +185,11 @@ def need_extra() -> None:
     type=WholeRange(min=1),
     help="Requests that may wait; further ones get 503.",
 )
+@click.option(
+    "--tool-format",
+    type=click.Choice(TOOL_FORMATS),
+    help="How the model writes calls of tools (as its chat template tells).",
+)
 @DTYPE
 @QUANTIZE
 @DEVICE
@@ -208,6 +213,7 @@ def serve(
     deadline: float,
     sse_ping: float,
     max_queue: int,
+    tool_format: str | None,
     dtype: str,
     quantize: str | None,
     device: str,
@@ -236,6 +242,7 @@ def serve(
         deadline_s=deadline,
         sse_ping_s=sse_ping,
         max_queue=max_queue,
+        tool_format=tool_format,
         workspace_licences=licences,
     )
 

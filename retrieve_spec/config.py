@@ -180,6 +180,8 @@ PASS = PassConfig()
 
 EDITORS = ("vscode", "vim", "neovim", "minuet", "zed", "continue")
 """Whose settings `retrieve-spec editor` knows."""
+TOOL_FORMATS = ("hermes", "llama", "mistral", "mistral-args", "functionary")
+"""Ways in which models write calls of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,8 @@ class ServeConfig:
         Answers that are decoded beside one another, behind completions at a cursor, of which many are.
     max_queue
         Requests that may wait for the model.
+    tool_format
+        How the model writes calls of tools, one of `TOOL_FORMATS`; None is told from its chat template.
     prefill_chunk
         Prompt tokens read between two passes, so that reading can be cancelled and holds nobody up.
     max_body_bytes
@@ -241,6 +245,7 @@ class ServeConfig:
     slots: int = 32
     chats: int = 4
     max_queue: int = 32
+    tool_format: str | None = None
     prefill_chunk: int = 256
     max_body_bytes: int = 4 << 20
     bodies_bytes: int = 64 << 20

@@ -270,7 +270,7 @@ class InformationHandlers:
 
     async def template(self, body: schemas.TemplateRequest) -> Response:
         """The prompt of a conversation."""
-        ids = await asyncio.to_thread(self.service.prompts.chat, body.messages)
+        ids = await asyncio.to_thread(self.service.prompts.chat, body.messages, **body.rendering())
         return JSONResponse({"prompt": self.service.codec.decode(ids)})
 
     async def models(self) -> Response:

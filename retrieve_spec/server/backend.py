@@ -26,8 +26,10 @@ from retrieve_spec.engine.rows import CopiesRows
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import using
+from retrieve_spec.errors import ServeError
 from retrieve_spec.generation.streams import generate_stream, open_sequence
-from retrieve_spec.server.sampling import Beginnings, Grammars, Sampling
+from retrieve_spec.server.logprobs import TokenLogProb, TopLogProbSampler
+from retrieve_spec.server.sampling import Beginnings, Grammars, PenaltyProcessor, Sampling
 
 _MEASURED = 256
 _PIECE = 20
@@ -91,6 +93,12 @@ class SharedText:
         if self.sequence.error is not None:
             raise self.sequence.error
         return taken
+
+    @property
+    def noted(self) -> list[TokenLogProb]:
+        """Log-probabilities of all tokens, where they were asked for."""
+        sampler = self.sequence.sampler
+        return sampler.noted if isinstance(sampler, TopLogProbSampler) else []
 
     def copy_cache(self) -> Any:
         """A copy of its cache as it is between two passes, or None."""
@@ -264,7 +272,9 @@ class Backend:
     ) -> Text:  # fmt: skip
         """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet."""
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
-        guides = []
+        guides: list[Any] = []
+        if sampling.presence or sampling.frequency:
+            guides.append(PenaltyProcessor(sampling.presence, sampling.frequency, len(prompt_ids)))
         if sampling.begun and self._beginnings is not None:
             guides.append(self._beginnings.processor(sampling.begun, len(prompt_ids)))
         if sampling.grammar and self._grammars is not None:
@@ -285,8 +295,12 @@ class Backend:
         if not sampling.greedy:
             options["seed"] = sampling.seed
         sequence = open_sequence(self.model, ids, on_loan=partial(self._draft_for, hints), **options)
+        if sequence is None and sampling.logprobs is not None:
+            raise ServeError("to tell log-probabilities", "this model decodes by itself", "Leave logprobs out.")
         if sequence is None:
             return LoneText(generate_stream(self.model, ids, **options))
+        if sampling.logprobs is not None:
+            sequence.sampler = TopLogProbSampler(sequence.sampler, sampling.logprobs)
         self._engine.join(sequence)
         return SharedText(sequence, self.model.speculation)
 

@@ -55,12 +55,19 @@ class CompletionHandlers:
         prompts: Any = body.prompt if several and body.prompt else [body.prompt]
         if len(prompts) > 1:
             who = replace(who, client=None)  # one request may not replace its own other half
-        return await self._openai(request, body, lambda: [self._one(prompt, body, who, wanted) for prompt in prompts])
+        echoed = [self._text_of(prompt) for prompt in prompts] if body.echo else []
+        return await self._openai(
+            request, body, lambda: [self._one(prompt, body, who, wanted) for prompt in prompts], echoed=echoed
+        )
+
+    def _text_of(self, prompt: str | list[int]) -> str:
+        """A prompt as its client may read it."""
+        return prompt if isinstance(prompt, str) else self.service.codec.decode(prompt)
 
     async def fim(self, body: schemas.OpenAICompletionRequest, request: Request) -> Response:
         """Text between a prompt and a suffix, answered like a chat (Mistral's dialect)."""
-        if not isinstance(body.prompt, str):
-            raise Refusal(400, '"prompt" must be a string')
+        if not isinstance(body.prompt, str) or body.echo:
+            raise Refusal(400, '"prompt" must be a string, and "echo" left out')
         wanted = _first(body.max_tokens, body.n_predict, _FIM_TOKENS)
         parts, who = FimParts(body.prompt, body.suffix or ""), caller(request, body)
         return await self._openai(
@@ -86,7 +93,9 @@ class CompletionHandlers:
         who = who if who.explicit else replace(who, client=None)
 
         def prepare() -> list[Prepared]:
-            return [self.service.raw(self.service.prompts.chat(body.messages), body, who, wanted)]
+            prompt = self.service.prompts.chat(body.messages, **body.rendering())
+            prepared = self.service.raw(prompt, body, who, wanted)
+            return [replace(prepared, parser=self.service.call_parser(body))]
 
         return await self._openai(request, body, prepare, kind="chat.completion", translate=translate)
 
@@ -125,6 +134,7 @@ class CompletionHandlers:
         *,
         kind: schemas.Kind = "text_completion",
         translate: Translate | None = None,
+        echoed: Sequence[str] = (),
     ) -> Response:
         samples = body.n or 1
         stream = await opened(self.service, lambda: [one for item in prepare() for one in item.samples(samples)])
@@ -135,6 +145,9 @@ class CompletionHandlers:
             predicted=stream.prepared[0].predicted_tokens,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             samples=samples,
+            parser=stream.prepared[0].parser,
+            logprobs=None if body.wanted_logprobs() is None else self.service.logprobs,
+            echoed=echoed,
         )
         if translate is not None:
             answer = translate(answer, len(stream.prepared[0].task.prompt_ids))

@@ -14,6 +14,7 @@ import numpy as np
 
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.server.backend import Backend, DraftHints, Slot, SlotPool
+from retrieve_spec.server.logprobs import TokenLogProb
 from retrieve_spec.server.sampling import Sampling
 from retrieve_spec.server.text import StopRules, StopScanner, StopType, TextCodec
 
@@ -89,10 +90,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text that became certain with one pass, and the tokens of the pass."""
+    """Text that became certain with one pass, and the tokens of the pass, with their log-probabilities if asked for."""
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogProb, ...] = ()
 
 
 @dataclass(slots=True)
@@ -103,8 +105,8 @@ class Completion:
     ----------
     outcome
         ``"superseded"`` when a newer task of the client, or its own age, made the answer useless.
-    text, token_ids
-        What was decoded.
+    text, token_ids, logprobs
+        What was decoded; the log-probabilities of the tokens only where they are asked for.
     surplus
         How many more tokens that is than the model said: where one said the end of what was begun and more, the more
         may be several.
@@ -126,6 +128,7 @@ class Completion:
     outcome: Outcome = "done"
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: tuple[TokenLogProb, ...] = ()
     surplus: int = 0
     stop_type: StopType = "none"
     stopping_word: str = ""
@@ -220,7 +223,8 @@ class Job:
         """Let somebody wait for it, too, and tell them what has been published."""
         scanner = self._scanner
         if scanner.shown or self._told:
-            waiter.sink(Delta(scanner.text[: scanner.shown], tuple(scanner.shown_ids[: self._told])))
+            told = tuple(scanner.shown_ids[: self._told])
+            waiter.sink(Delta(scanner.text[: scanner.shown], told, self._logprobs(0, self._told)))
         self.waiters.append(waiter)
 
     def start(self) -> None:
@@ -309,9 +313,14 @@ class Job:
         """Publish further text, and the tokens that were taken since the last."""
         with self._changed:
             text, tokens = self._scanner.visible(), tuple(self._scanner.shown_ids[self._told :])
+            logprobs = self._logprobs(self._told, self._told + len(tokens))
             self._told += len(tokens)
             for waiter in self.waiters if text or tokens else ():
-                waiter.sink(Delta(text, tokens))
+                waiter.sink(Delta(text, tokens, logprobs))
+
+    def _logprobs(self, first: int, end: int) -> tuple[TokenLogProb, ...]:
+        """What was noted of tokens that are shown; nothing is begun then, so that they are all that were said."""
+        return tuple(self.text.noted[first:end]) if self.task.sampling.logprobs is not None else ()
 
     def _conclude(self) -> None:
         scanner, done = self._scanner, self.done
@@ -321,6 +330,7 @@ class Job:
         else:
             self._tell()
         done.text, done.token_ids = scanner.text, scanner.shown_ids
+        done.logprobs = self._logprobs(0, len(done.token_ids))
         done.surplus = len(scanner.shown_ids) - scanner.counted
         done.stop_type = scanner.stop_type if scanner.stopped else "limit"
         done.stopping_word = scanner.stopping_word

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.sampling import Beginnings
@@ -42,13 +43,53 @@ class Prompts:
                 "exceed_context",
             )
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, by the model's own template where it has one."""
-        turns = [{"role": m.role, "content": m.as_text()} for m in messages]
+    def chat(self, messages: Sequence[Message], /, **rendering: Any) -> list[int]:
+        """Token ids of a conversation, by the model's own template where it has one.
+
+        Parameters
+        ----------
+        messages
+            The turns.
+        **rendering
+            Arguments of `apply_chat_template`: tools, whether to begin a turn of the model's or to go on with the last
+            one, and variables of the template's own.
+
+        Raises
+        ------
+        Refusal
+            400: too long, or the template refuses the turns, or leaves something of them out.
+        """
+        turns = [m.as_turn() for m in messages]
+        prompt = self._rendered(turns, **rendering)
+        self._check_shown(turns, prompt, rendering)
+        return self.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+
+    def _rendered(self, turns: Sequence[dict[str, Any]], /, **rendering: Any) -> str | list[int]:
+        """A conversation as a text by the model's template, else as token ids."""
         if self._has_template:
-            return self.encode(self._templated(turns), add_special_tokens=False)
+            return self._templated(turns, **rendering)
         self._fits(sum(len(turn["content"]) for turn in turns))
-        return self._plain_chat(turns)
+        return self._plain_chat(turns, **rendering)
+
+    def _check_shown(self, turns: Sequence[dict[str, Any]], prompt: Any, rendering: dict[str, Any]) -> None:
+        """Refuse tools, calls and what came of them where a prompt is the same without."""
+        first = next((number for number, turn in enumerate(turns) if "tool_calls" in turn), 0)
+        for name, fewer, how in (
+            ("tools", turns, _without(rendering, "tools")),
+            (f"messages.{first}.tool_calls", [_without(turn, "tool_calls") for turn in turns], rendering),
+            ("messages of the role tool", [turn for turn in turns if turn["role"] != "tool"], rendering),
+        ):
+            try:
+                unseen = (fewer, how) != (turns, rendering) and self._rendered(fewer, **how) == prompt
+            except Refusal:  # a template that refuses the rest has looked
+                continue
+            if unseen:
+                raise Refusal(
+                    400,
+                    f"not served with this model: {name}; it has no chat template that shows them. Leave them out, or"
+                    " serve a model that was trained to call tools",
+                    "unsupported_field",
+                )
 
     def asked(self, question: str, begun: str) -> list[int]:
         """Token ids of a question, in which nothing is a control token, and of how its answer begins.
@@ -77,22 +118,35 @@ class Prompts:
     def _has_chatml(self) -> bool:
         return None not in (self.codec.token_id("<|im_start|>"), self.codec.token_id("<|im_end|>"))
 
-    def _templated(self, turns: Sequence[dict[str, str]]) -> str:
+    def _templated(self, turns: Sequence[dict[str, Any]], /, **rendering: Any) -> str:
+        how = {"add_generation_prompt": True, **rendering, "tokenize": False}
         try:
-            return str(self.codec.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            return str(self.codec.tokenizer.apply_chat_template(turns, **how))
         except Exception as error:  # templates raise what they like
             raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
 
-    def _plain_chat(self, turns: Sequence[dict[str, str]]) -> list[int]:
+    def _plain_chat(
+        self,
+        turns: Sequence[dict[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **_: Any,
+    ) -> list[int]:
         """ChatML where the vocabulary has it, else turns as paragraphs."""
         start, end = self.codec.token_id("<|im_start|>"), self.codec.token_id("<|im_end|>")
         encode = self.codec.encode
         if start is None or end is None:
-            return encode("".join(f"{turn['role']}: {turn['content']}\n\n" for turn in turns) + "assistant:")
+            text = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+            text += "" if continue_final_message else "\n\n"
+            return encode(text + ("assistant:" if add_generation_prompt else ""))
         ids: list[int] = []
         for turn in turns:
             ids += [start, *encode(f"{turn['role']}\n{turn['content']}"), end, *encode("\n")]
-        return [*ids, start, *encode("assistant\n")]
+        if continue_final_message:
+            return ids[: -1 - len(encode("\n"))]
+        return [*ids, start, *encode("assistant\n")] if add_generation_prompt else ids
 
     def cursor(self, ids: list[int]) -> tuple[list[int], list[int]] | None:
         """What stands before and after the cursor in a prompt that spells fill-in-the-middle tokens.
@@ -113,6 +167,10 @@ class Prompts:
         if not request.prediction:
             return []
         return self.codec.encode(begun + request.prediction.as_text()[: self.most_chars])
+
+
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
 
 
 SNIPPET = "\n\n--- snippet ---\n\n"

@@ -123,6 +123,7 @@ def assemble(
     config = _fit(backend, config)
     workspace = Workspace(workspaces, config) if workspaces else None
     kept = drafters if session else None
+    ends = model.generation_config.eos_token_id
     service = Service(
         backend,
         tokenizer,
@@ -133,6 +134,7 @@ def assemble(
         stores=given,
         drafters=kept,
         metrics=metrics,
+        end_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
         clock=clock,
     )
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
@@ -16,6 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.tools import ToolFormat, calls_grammar
 
 if TYPE_CHECKING:
     from retrieve_spec.server.schemas import Common
@@ -55,6 +56,14 @@ class Sampling:
         What the text must be (`Grammars`); empty for any.
     begun
         What the text must begin with (`Beginnings`).
+    presence, frequency
+        Taken from the score of every token that was said, once, and as often as it was (OpenAI's penalties).
+    repetition
+        `generate`'s penalty of the tokens of the prompt and the text; 1 is none.
+    bias
+        By token, what is added to its score.
+    logprobs
+        How many of the most probable tokens each token is noted with; None notes nothing.
     """
 
     temperature: float = 0.0
@@ -65,6 +74,11 @@ class Sampling:
     seed: int = 0
     grammar: str = ""
     begun: str = ""
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -75,10 +89,14 @@ class Sampling:
     def generate_kwargs(self, infill: Any = None, guides: Sequence[Any] = ()) -> dict[str, Any]:
         """Arguments of ``generate`` for this choice; ``infill`` makes that processor, ``guides`` come before it."""
         guides = list(guides)
+        edits: dict[str, Any] = {"repetition_penalty": self.repetition} if self.repetition != 1.0 else {}
+        if self.bias:
+            edits["sequence_bias"] = [[[token], value] for token, value in self.bias]
         if self.greedy:
-            return {"do_sample": False, **({"logits_processor": guides} if guides else {})}
+            return {"do_sample": False, **edits, **({"logits_processor": guides} if guides else {})}
         kwargs: dict[str, Any] = {
             "do_sample": True,
+            **edits,
             "temperature": self.temperature if "temperature" in self.chain and self.temperature > 0 else 1.0,
             "top_k": self.top_k if "top_k" in self.chain and self.top_k > 0 else 0,
             "top_p": self.top_p if "top_p" in self.chain else 1.0,
@@ -202,6 +220,18 @@ class InfillProcessor:
         return out
 
 
+class PenaltyProcessor:
+    """Takes OpenAI's penalties from the scores of tokens behind a prompt; a `LogitsProcessor` in all but its base."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """(1, vocab) scores behind a text (1, n)."""
+        said = torch.bincount(input_ids[0, self._prompt_length :], minlength=scores.shape[-1])[: scores.shape[-1]]
+        return scores - self._frequency * said - self._presence * (said > 0)
+
+
 _MOST = 64
 """Characters of the longest beginning that is said again."""
 
@@ -213,14 +243,15 @@ class Beginnings:
     ----------
     possible
         Whether the vocabulary spells bytes, so that every text can be said in tokens.
+    spelled
+        By token, its bytes; empty where the vocabulary spells something else.
     """
 
     def __init__(self, codec: TextCodec) -> None:
-        spelled = _spelled_bytes(codec)
+        self.spelled = spelled = _spelled_bytes(codec)
         self.possible = bool(spelled) and len({spelling for spelling in spelled.values() if len(spelling) == 1}) == 256
         self._ids = sorted(spelled, key=lambda token_id: spelled[token_id])
         self._spellings = [spelled[token_id] for token_id in self._ids]
-        self._spelled = spelled
         self._split = codec.split
 
     def of(self, line: str) -> str:
@@ -258,7 +289,7 @@ class Beginnings:
         for token_id in said:
             if not begun:
                 break
-            begun = begun[len(self._spelled.get(token_id, begun)) :]
+            begun = begun[len(self.spelled.get(token_id, begun)) :]
         return begun
 
 
@@ -327,22 +358,43 @@ class Grammars:
         schema, name = request.wanted_json()
         if schema is None:
             return ""
-        try:
-            from llguidance import LLMatcher
-        except ImportError:
-            raise Refusal(400, f'"{name}" needs the package llguidance: {_EXTRA}', "unsupported_field") from None
         vocabulary = self._read_vocabulary(name)
+        from llguidance import LLMatcher
+
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
-        if problem := LLMatcher.validate_grammar(grammar, vocabulary):
-            if problem.startswith("WARNING"):
-                return str(grammar)
+        return self._valid(str(grammar), name, vocabulary)
+
+    def of_calls(self, fmt: ToolFormat, schemas: Mapping[str, Any], *, several: bool) -> str:
+        """The grammar of calls of functions, given the JSON schemas of their arguments.
+
+        Raises
+        ------
+        Refusal
+            400: as above.
+        """
+        vocabulary, added = self._read_vocabulary("tool_choice"), self._tokenizer.get_added_vocab()
+
+        def mark(text: str) -> str:
+            return f"<[{added[text]}]>" if text in added else json.dumps(text)
+
+        grammar = calls_grammar(fmt, schemas, mark, several=several)
+        return self._valid(grammar, "tools", vocabulary)
+
+    def _valid(self, grammar: str, name: str, vocabulary: Any) -> str:
+        from llguidance import LLMatcher
+
+        problem = LLMatcher.validate_grammar(grammar, vocabulary)
+        if problem and not problem.startswith("WARNING"):
             raise Refusal(400, f'"{name}": {problem.splitlines()[0]}')
-        return str(grammar)
+        return grammar
 
     def _read_vocabulary(self, name: str) -> Any:
         """The tokenizer as llguidance wants it, read once."""
-        from llguidance.hf import from_tokenizer
-
+        try:
+            import llguidance  # noqa: F401 - it may be there in part
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise Refusal(400, f'"{name}" needs the package llguidance: {_EXTRA}', "unsupported_field") from None
         with self._lock:
             if self._vocabulary is None:
                 try:

@@ -6,13 +6,16 @@ not served: they are refused by name.
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
+import pydantic_core
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -20,16 +23,20 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     StrictBool,
+    StrictInt,
     StrictStr,
     ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from transformers import PreTrainedTokenizerBase
 
 from retrieve_spec.server.jobs import Completion, Delta
+from retrieve_spec.server.logprobs import LogProbWriter, TokenLogProb
 from retrieve_spec.server.sampling import sampler_chain
-from retrieve_spec.server.text import line_end, with_line_feeds
+from retrieve_spec.server.text import line_end, with_line_feeds, with_texts
+from retrieve_spec.server.tools import CallParser, Said, ToolCall
 
 UNSUPPORTED = "unsupported_field"
 
@@ -41,6 +48,9 @@ Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
 Count = Annotated[int, Field(ge=-1, le=1 << 31)]
 """Tokens; -1 is as many as fit."""
 Share = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1)]
+Penalty = Annotated[float, Field(allow_inf_nan=False, ge=-2, le=2)]
+Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
+TopTokens = Annotated[StrictInt, Field(ge=0, le=20)]
 Text = StrictStr
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
 Stops = Annotated[Items[Text], Field(max_length=256)] | Text | None
@@ -149,6 +159,10 @@ class Common(Refusing):
         """The schema of the JSON that is asked for, None for any text, and the field that asks for it."""
         return None, ""
 
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most probable tokens each token is to come with; None without log-probabilities."""
+        return None
+
 
 class ExtraChunk(_Lenient):
     """A piece of another file (`input_extra`); `time` comes in several shapes and is not read."""
@@ -211,7 +225,11 @@ class OpenAIOptions(Common):
     response_format: ResponseFormat | None = None
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=4)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
         """The schema of the JSON that is asked for, None for any text, and the field that asks for it."""
@@ -227,23 +245,154 @@ class OpenAICompletionRequest(OpenAIOptions):
 
     prompt: Text | Items[TokenId] | Annotated[Items[Text], Field(min_length=1, max_length=16)] | None = None
     suffix: Text | None = None
+    logprobs: StrictBool | TopTokens | None = None
+    echo: StrictBool | None = None
+
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most probable tokens each token is to come with; None without log-probabilities."""
+        return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
+
+    @model_validator(mode="after")
+    def _echoes_what_it_knows(self) -> Self:
+        if self.echo and self.wanted_logprobs() is not None:
+            raise ValueError("echo with logprobs: those of the prompt are not served")
+        return self
+
+
+class _Whole(BaseModel):
+    """What is handed to chat templates with all that a client says of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Function(_Whole):
+    """What a model may call: its name, what it does, and the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Whole):
+    """A function with its type, the only one there is."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(_Whole):
+    """A function and what it was given: an object, as it is or spelled in JSON."""
+
+    name: Text
+    arguments: dict[str, Any] | Text = "{}"
+
+    @field_validator("arguments")
+    @classmethod
+    def _are_an_object(cls, given: dict[str, Any] | str) -> dict[str, Any]:
+        read = pydantic_core.from_json(given or "{}") if isinstance(given, str) else given
+        if not isinstance(read, dict):
+            raise ValueError("not the JSON of an object")
+        return read
+
+
+class MadeCall(_Whole):
+    """A call in a conversation."""
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class Message(Spoken):
-    """One turn of a conversation."""
+    """One turn of a conversation; what else is said of it goes to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    tool_calls: Annotated[Items[MadeCall], Field(max_length=256)] | None = None
+
+    def as_turn(self) -> dict[str, Any]:
+        """The turn as chat templates read it."""
+        said = {name: value for name, value in self.model_dump().items() if value not in (None, [])}
+        return {**said, "content": self.as_text()}
 
 
-class ChatRequest(OpenAIOptions):
+class Conversation(_Lenient):
+    """Messages, and how they become a prompt."""
+
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
+    tools: Annotated[Items[Tool], Field(max_length=256)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = Field(
+        None, description="Go on with the last message; if it is an assistant's, unless this is false."
+    )
+
+    @property
+    def offered(self) -> dict[str, Tool]:
+        """The tools that may be called, by name."""
+        return {} if self.tool_choice == "none" else {tool.function.name: tool for tool in self.tools or ()}
+
+    @property
+    def named(self) -> str | None:
+        """The one function that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
+
+    def rendering(self) -> dict[str, Any]:
+        """Arguments of `Prompts.chat`: besides the template's own, tools and what stands at the end."""
+        last, begins = self.messages[-1], self.add_generation_prompt
+        begun = last.role == "assistant" and not (last.tool_calls or begins)
+        goes_on = begun if self.continue_final_message is None else self.continue_final_message
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.offered.values()]
+        return {
+            **(self.chat_template_kwargs or {}),
+            **({"tools": tools} if tools else {}),
+            "add_generation_prompt": begins is not False and not goes_on,
+            "continue_final_message": goes_on,
+        }
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        names, last = [tool.function.name for tool in self.tools or ()], self.messages[-1]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two have the same name")
+        if (self.tool_choice == "required" and not names) or self.named not in (None, *names):
+            raise ValueError("tool_choice: there is no such tool among tools")
+        if self.continue_final_message and (last.role != "assistant" or last.tool_calls or self.add_generation_prompt):
+            raise ValueError(
+                "continue_final_message: the last message is to be an assistant's, without tool_calls, and"
+                " add_generation_prompt left out"
+            )
+        if taken := _ARGUMENTS & (self.chat_template_kwargs or {}).keys():
+            raise ValueError(f"chat_template_kwargs: {min(taken)} is no variable of a template's own")
+        return self
+
+
+class ChatRequest(Conversation, OpenAIOptions):
     """`POST /v1/chat/completions`."""
 
     @classmethod
     def _line_end(cls, fields: dict[str, Any]) -> str:
         return line_end(*_texts(fields.get("prediction") or fields.get("messages")))
 
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
     max_completion_tokens: Count | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: TopTokens | None = None
+    parallel_tool_calls: StrictBool | None = Field(
+        None, description="False allows one call only, where a call is required."
+    )
+
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most probable tokens each token is to come with; None without log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _asks_for_one_thing(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs: true")
+        if self.offered and self.wanted_json()[0] is not None:
+            raise ValueError("response_format: not beside tools")
+        return self
 
 
 class EditRequest(OpenAIOptions):
@@ -274,14 +423,14 @@ class DetokenizeRequest(_Lenient):
     tokens: Items[TokenId]
 
 
-class TemplateRequest(Refusing):
+class TemplateRequest(Conversation, Refusing):
     """`POST /apply-template`."""
-
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI
+    "n": (1,),
+    "n_cmpl": (1,),
     "tools": (),
     "segments": (),
     "tool_choice": ("none", "auto"),
@@ -345,12 +494,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values with which a field asks for nothing; None, "", [] and {} always do."""
 
 
-_OF_MESSAGES = ("tool_calls", "function_call", "audio")
-"""Fields of a message that are more than its text."""
-_SEVERAL = ("n", "n_cmpl")
-"""Fields that ask for several answers, which some dialects serve under one of these names."""
-_JSON = ("response_format", "json_schema")
-"""Fields that ask for JSON; each is served by some dialects."""
+_OF_MESSAGES = ("function_call", "audio")
+"""Fields of a message that are no text, and are not served."""
+_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 def unserved(fields: Mapping[str, Any], served: Collection[str], also: Mapping[str, tuple[Any, ...]]) -> list[str]:
@@ -358,9 +504,9 @@ def unserved(fields: Mapping[str, Any], served: Collection[str], also: Mapping[s
 
     ``served`` are the fields of the dialect, ``also`` further ones that it has and that are not served.
     """
-    asked = {**_NEUTRAL, **also, **{name: (1,) for name in _SEVERAL if name not in served}}
-    asked = {name: neutral for name, neutral in asked.items() if not (name in _JSON and name in served)}
-    names = [name for name, neutral in asked.items() if name in fields and not _asks_nothing(fields[name], neutral)]
+    kept = {**_NEUTRAL, **also}
+    asked = {name: kept[name] for name in kept if name in fields and (name in also or name not in served)}
+    names = [name for name, neutral in asked.items() if not _asks_nothing(fields[name], neutral)]
     messages = fields.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else []):
         if not isinstance(message, dict):
@@ -413,7 +559,7 @@ def reason(error: ValidationError) -> str:
 
 def _is_field(part: str) -> bool:
     """Whether a part of an error's place is a field's name, not that of a type that was tried."""
-    return part.islower() and part != "str" and not part.startswith("list[")
+    return part.islower() and part != "str" and "[" not in part
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -564,9 +710,10 @@ def project(body: dict[str, Any], fields: Sequence[str] | None) -> dict[str, Any
     return out
 
 
-def finish_reason(done: Completion) -> str:
-    """OpenAI's word for why a completion ended."""
-    return "stop" if done.stop_type in ("eos", "word") else "length"
+def finish_reason(done: Completion, *, called: bool = False) -> str:
+    """OpenAI's word for why a completion ended, given whether it calls tools."""
+    ended = "tool_calls" if called else "stop"
+    return ended if done.stop_type in ("eos", "word") else "length"
 
 
 Kind = Literal["chat.completion", "text_completion", "edit"]
@@ -616,6 +763,12 @@ class OpenAIAnswer(Answer):
         End a stream with an event that carries usage; it has no choices, so clients must have asked for it.
     samples
         Choices for each prompt.
+    parser
+        Makes what finds calls of tools in a choice, None where there are no tools.
+    logprobs
+        Writes log-probabilities, where they are asked for.
+    echoed
+        What stands in front of the texts, by prompt.
     """
 
     closing = DONE
@@ -629,10 +782,17 @@ class OpenAIAnswer(Answer):
         include_usage: bool = False,
         samples: int = 1,
         written: Callable[[str], str] = str,
+        parser: Callable[[], CallParser] | None = None,
+        logprobs: LogProbWriter | None = None,
+        echoed: Sequence[str] = (),
     ) -> None:
         self.chat = kind == "chat.completion"
         self._predicted, self._include_usage, self._samples = predicted, include_usage, samples
-        self._written = written
+        self._written, self._logprobs = written, logprobs
+        self._echoed = [text for text in echoed for _ in range(samples)]
+        self._parser: Callable[[], CallParser | None] = parser or (lambda: None)
+        self._parsers: dict[int, CallParser | None] = {}
+        self._calls, self._lengths = Counter[int](), Counter[int]()  # by choice: calls, characters that were told
         self._head = {
             "id": f"{_ID_OF[kind]}-{uuid.uuid4().hex}",
             "object": kind,
@@ -644,11 +804,14 @@ class OpenAIAnswer(Answer):
         """The answer without streaming."""
         choices = []
         for index, done in enumerate(finished):
-            body: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish_reason(done)}
+            body: dict[str, Any] = {"index": index}
+            body["logprobs"] = self._log_probabilities(done.logprobs, index)
             if self.chat:
-                body["message"] = {"role": "assistant", "content": self._written(done.text), "refusal": None}
+                body["message"], called = self._message(done.text)
+                body["finish_reason"] = finish_reason(done, called=called)
             else:
-                body["text"] = self._written(done.text)
+                body["finish_reason"] = finish_reason(done)
+                body["text"] = self._echo(index) + self._written(done.text)
             choices.append(body)
         marks = {"superseded": True} if any(done.outcome == "superseded" for done in finished) else {}
         if any(done.deadline_hit for done in finished):
@@ -662,29 +825,80 @@ class OpenAIAnswer(Answer):
             **extra,
         }
 
-    def chunk(self, text: str, index: int = 0, finish: str | None = None, *, first: bool = False) -> dict[str, Any]:
-        """One event of a stream."""
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish}
+    def _message(self, text: str) -> tuple[dict[str, Any], bool]:
+        """What the model says, and whether it calls tools."""
+        parser, said = self._parser(), list[Said]([text])
+        if parser is not None:
+            said = [*parser.feed(text), *parser.finish()]
+        content = self._written("".join(part for part in said if isinstance(part, str)))
+        calls = [self._call(part) for part in said if isinstance(part, ToolCall)]
+        message = {"role": "assistant", "content": content, "refusal": None}
+        return ({**message, "content": content or None, "tool_calls": calls}, True) if calls else (message, False)
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        """A call, with an id of nine letters and digits: templates of Mistral's models take no other."""
+        arguments = json.dumps(with_texts(call.arguments, self._written), ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+
+    def _echo(self, index: int) -> str:
+        return self._echoed[index] if self._echoed else ""
+
+    def _log_probabilities(self, noted: Sequence[TokenLogProb], index: int) -> dict[str, Any] | None:
+        """What was noted of further tokens of a choice."""
+        if self._logprobs is None:
+            return None
         if self.chat:
-            delta: dict[str, Any] = {"role": "assistant"} if first else {}
-            choice["delta"] = {**delta, "content": text} if text or first else delta
-        else:
-            choice["text"] = text
+            return self._logprobs.of_chat(noted)
+        body = self._logprobs.of_text(noted, self._lengths[index])
+        self._lengths[index] += sum(map(len, body["tokens"]))
+        return body
+
+    def _chunk(self, part: dict[str, Any], index: int, **fields: Any) -> dict[str, Any]:
+        """One event of a stream."""
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None, **fields}
+        choice |= {"delta": part} if self.chat else part
         head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
         return {**head, "choices": [choice]}
 
     def begin(self, index: int = 0) -> list[dict[str, Any]]:
         """Events before any text."""
-        return [self.chunk("", index, first=True)] if self.chat else []
+        self._parsers[index] = self._parser()
+        if self.chat:
+            return [self._chunk({"role": "assistant", "content": None if self._parsers[index] else ""}, index)]
+        return [self._chunk({"text": self._echo(index)}, index)] if self._echo(index) else []
 
     def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
         """Events for what one pass made certain."""
-        return [self.chunk(self._written(delta.text), index)] if delta.text else []
+        parser = self._parsers[index]
+        chunks = self._said([delta.text] if parser is None else parser.feed(delta.text), index)
+        if self._logprobs is not None and delta.logprobs:
+            chunks = chunks or [self._chunk({"content": ""} if self.chat else {"text": ""}, index)]
+            chunks[0]["choices"][0]["logprobs"] = self._log_probabilities(delta.logprobs, index)
+        return chunks
+
+    def _said(self, said: Sequence[Said], index: int) -> list[dict[str, Any]]:
+        """Events for texts and calls: of a call its name first, then its arguments."""
+        chunks = []
+        for part in said:
+            if isinstance(part, ToolCall):
+                call = {"index": self._calls[index], **self._call(part)}
+                given = {"index": call["index"], "function": {"arguments": call["function"]["arguments"]}}
+                call["function"] = {"name": part.name, "arguments": ""}
+                chunks += [self._chunk({"tool_calls": [one]}, index) for one in (call, given)]
+                self._calls[index] += 1
+            elif part:
+                chunks.append(self._chunk({"content" if self.chat else "text": self._written(part)}, index))
+        return chunks
 
     def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
         """Events at the end of a text: the reason stands on a chunk before ``[DONE]``, where some clients stop."""
         marks = {"deadline": True} if done.deadline_hit else {}
-        return [{**self.chunk("", index, finish=finish_reason(done)), **marks, **extra}]
+        parser = self._parsers[index]
+        rest = [] if parser is None else self._said(parser.finish(), index)
+        reason = finish_reason(done, called=self._calls[index] > 0)
+        last = self._chunk({} if self.chat else {"text": ""}, index, finish_reason=reason)
+        return [*rest, {**last, **marks, **extra}]
 
     def close(self, finished: Sequence[Completion]) -> list[dict[str, Any]]:
         """Events at the end of a stream."""

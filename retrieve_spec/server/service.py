@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from time import monotonic
 from typing import Any
 
-from retrieve_spec.config import ServeConfig
+from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.guard import Metrics, Refusal
 from retrieve_spec.server.jobs import Completion, Task
+from retrieve_spec.server.logprobs import LogProbWriter
 from retrieve_spec.server.lookups import Definitions, Provenance
 from retrieve_spec.server.memory import Memory
 from retrieve_spec.server.prompts import (
@@ -32,8 +33,9 @@ from retrieve_spec.server.prompts import (
 )
 from retrieve_spec.server.queueing import RequestQueue
 from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, Sampling
-from retrieve_spec.server.schemas import Common, InfillRequest
+from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest, OpenAIOptions
 from retrieve_spec.server.text import StopRules, TextCodec
+from retrieve_spec.server.tools import CallParser, ToolFormat, find_tool_format
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
@@ -76,6 +78,7 @@ class Prepared:
     truncated: bool = False
     left: str = ""
     predicted_tokens: int = 0
+    parser: Callable[[], CallParser] | None = None
 
     def samples(self, count: int) -> list[Prepared]:
         """The task as often as it is asked for, each time with a seed of its own; none replaces another."""
@@ -111,6 +114,8 @@ class Service:
         The model's, where the answers of their sessions are kept in a file.
     metrics
         Counters that several models share; None for counters of its own.
+    end_ids
+        Tokens that end an answer, besides the tokenizer's.
     clock
         The queue's seconds.
 
@@ -133,6 +138,7 @@ class Service:
         stores: Sequence[Datastore] = (),
         drafters: Drafters | None = None,
         metrics: Metrics | None = None,
+        end_ids: Collection[int] = (),
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
@@ -140,7 +146,9 @@ class Service:
         self.codec, self.backend_vocabulary = TextCodec(tokenizer), len(tokenizer)
         self.fim = find_format(self.codec)
         eos = tokenizer.eos_token_id
-        self.end_ids = (self.fim.end if self.fim else frozenset()) | (frozenset() if eos is None else {eos})
+        self.end_ids = (
+            (self.fim.end if self.fim else frozenset()) | (frozenset() if eos is None else {eos}) | {*end_ids}
+        )
         self.queue = RequestQueue(
             backend,
             self.codec,
@@ -155,6 +163,7 @@ class Service:
         )
         self.grammars = Grammars(tokenizer, self.end_ids)
         self.beginnings = Beginnings(self.codec)
+        self.logprobs = LogProbWriter(self.codec, self.beginnings.spelled)
         self._shared, self._drafters, self._on_done = shared, drafters, on_done
         self.metrics = Metrics() if metrics is None else metrics
         self.metrics.queues.add(self.queue)
@@ -255,7 +264,8 @@ class Service:
             raise Refusal(501, self.no_fim(), "not_supported_error")
         shown = parts if self.definitions is None else self.definitions.shown_with(parts)
         most = 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8)
-        free = request.wanted_json()[0] is None  # a grammar says itself what comes first
+        # A grammar says itself what comes first, and log-probabilities are of all that is said.
+        free = request.wanted_json()[0] is None and request.wanted_logprobs() is None
         prompt = memory.assembler.assemble(shown, most, heal=free)
         expected = self.prompts.expected(request, prompt.begun)
         memory.note_chunks(chunk.text for chunk in parts.extra)
@@ -379,9 +389,54 @@ class Service:
             request.min_p or 0.0,
             DEFAULT_CHAIN if request.samplers is None else tuple(request.samplers),
             seed,
-            self.grammars.of(request),
+            self._grammar(request),
+            logprobs=request.wanted_logprobs(),
         )
+        if isinstance(request, OpenAIOptions):
+            bias = tuple(sorted((request.logit_bias or {}).items()))
+            if bias and bias[-1][0] >= self.backend_vocabulary:
+                raise Refusal(400, f'"logit_bias": token ids must be below {self.backend_vocabulary}')
+            sampling = replace(
+                sampling,
+                presence=request.presence_penalty or 0.0,
+                frequency=request.frequency_penalty or 0.0,
+                repetition=request.repetition_penalty or 1.0,
+                bias=bias,
+            )
         return replace(sampling, seed=0) if sampling.greedy else sampling
+
+    def _grammar(self, request: Common) -> str:
+        """What the answer must be: JSON, or calls of tools; empty for any text."""
+        if not isinstance(request, ChatRequest) or not (request.named or request.tool_choice == "required"):
+            return self.grammars.of(request)
+        schemas = {name: tool.function.parameters for name, tool in request.offered.items()}
+        if request.named:
+            schemas = {request.named: schemas[request.named]}
+        several = not request.named and request.parallel_tool_calls is not False
+        return self.grammars.of_calls(self._known_tool_format(), schemas, several=several)
+
+    def call_parser(self, request: ChatRequest) -> Callable[[], CallParser] | None:
+        """What makes a parser for each answer of a request, None where no tools are offered.
+
+        Raises
+        ------
+        Refusal
+            400: nobody knows how the model writes calls.
+        """
+        return partial(CallParser, self._known_tool_format(), tuple(request.offered)) if request.offered else None
+
+    def _known_tool_format(self) -> ToolFormat:
+        """How the model writes calls."""
+        templates = str(getattr(self.tokenizer, "chat_template", None) or "")
+        fmt = find_tool_format(templates, self.config.tool_format)
+        if fmt is None:
+            raise Refusal(
+                400,
+                "not served with this model: tools; its chat template does not tell how it writes calls. Leave them"
+                f" out, or start the server with --tool-format {'|'.join(TOOL_FORMATS)}",
+                "unsupported_field",
+            )
+        return fmt
 
     def _stops(self, request: Common) -> tuple[tuple[str, ...], frozenset[int]]:
         """Stop strings; one that spells a control token can only be seen as a token."""

@@ -30,13 +30,18 @@ def line_end(*texts: str) -> str:
     return "\r\n" if 0 < sum(text.count("\n") for text in texts) <= 2 * ends else "\n"
 
 
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A text, or a JSON value, with every text in it changed, but for the keys of objects."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [with_texts(part, change) for part in value]
+    return {key: with_texts(part, change) for key, part in value.items()} if isinstance(value, dict) else value
+
+
 def with_line_feeds(value: Any) -> Any:
     """A text, or a JSON value with texts in it, whose lines end in line feeds: what models and drafters are shown."""
-    if isinstance(value, str):
-        return value.replace("\r\n", "\n")
-    if isinstance(value, list):
-        return [with_line_feeds(part) for part in value]
-    return {key: with_line_feeds(part) for key, part in value.items()} if isinstance(value, dict) else value
+    return with_texts(value, lambda text: text.replace("\r\n", "\n"))
 
 
 class TextCodec:

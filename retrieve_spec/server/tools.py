@@ -1,0 +1,227 @@
+"""Calls of tools: how models write them, found in an answer as it comes, and grammars that let nothing else through.
+
+transformers reads answers by a tokenizer's `response_template`. That does not do here: there a call that is none is an
+error and its text is lost, an argument that spells the closing tag ends the call, and few tokenizers have a template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic_core
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How one family of models writes a call.
+
+    Attributes
+    ----------
+    name
+        What `serve --tool-format` takes.
+    tell
+        What stands in the chat templates of these models, and of none of those below it in `FORMATS`.
+    opens
+        What a call begins with.
+    named
+        What stands between a function's name and its arguments; "" where one JSON object has both.
+    close
+        What a call ends with.
+    arguments
+        What the arguments are called in that object.
+    bare
+        The first call may begin without anything in front, and others behind a semicolon.
+    listed
+        All calls stand in one JSON list.
+    """
+
+    name: str
+    tell: str
+    opens: str
+    named: str = ""
+    close: str = ""
+    arguments: str = "arguments"
+    bare: bool = False
+    listed: bool = False
+
+
+FORMATS = (
+    ToolFormat("mistral-args", "[ARGS]", "[TOOL_CALLS]", named="[ARGS]"),
+    ToolFormat("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", listed=True),
+    ToolFormat("hermes", "<tool_call>", "<tool_call>", close="</tool_call>"),
+    ToolFormat("functionary", "<function=", "<function=", named=">", close="</function>"),
+    ToolFormat("llama", "<|python_tag|>", "<|python_tag|>", arguments="parameters", bare=True),
+    ToolFormat("llama", '"parameters": ', "<|python_tag|>", arguments="parameters", bare=True),
+)
+_XML = "<parameter="
+"""Stands in templates whose calls have their arguments in tags (Qwen3-Coder), which are not read."""
+
+
+def find_tool_format(template: str, name: str | None = None) -> ToolFormat | None:
+    """The format of that name, else the one that a chat template tells of, None for one that is not known."""
+    if name is None and _XML in template:
+        return None
+    return next((fmt for fmt in FORMATS if (fmt.name == name if name else fmt.tell in template)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that a model calls, and what it gives it."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+Said = str | ToolCall
+_UNSURE, _NONE = -1, 0
+_DECODER = json.JSONDecoder()
+
+
+class CallParser:
+    """Divides an answer into text and calls, the same wherever it is cut into pieces.
+
+    What may become a call is held back until it is one, or cannot become one any more and is text. Blanks in front of a
+    call, and behind one at the end, are left out.
+
+    Parameters
+    ----------
+    fmt
+        How the model writes calls.
+    names
+        Functions that may be called; what names another one is text.
+    """
+
+    def __init__(self, fmt: ToolFormat, names: Collection[str]) -> None:
+        self._fmt, self._names = fmt, tuple(names)
+        self._held = ""
+        self._at = -1  # where in what is held a call begins, if one does
+        self._bare = fmt.bare  # a call may begin here with nothing in front
+        self._called = False  # nothing but blanks has been said since a call
+
+    def feed(self, text: str) -> list[Said]:
+        """What became certain with more of the answer."""
+        self._held += text
+        return list(self._certain(ended=False))
+
+    def finish(self) -> list[Said]:
+        """What was held back, when nothing more comes."""
+        return list(self._certain(ended=True))
+
+    def _certain(self, *, ended: bool) -> Iterator[Said]:
+        while True:
+            if self._at < 0:
+                yield from self._text(self._text_length(ended))
+            if self._at < 0:
+                return
+            size, calls = self._read(ended)
+            if size == _UNSURE and not ended:
+                return
+            if calls:
+                yield from calls
+                self._held, self._at = self._held[size:], -1
+                self._bare, self._called = self._fmt.bare, True
+            else:
+                count, self._at, self._bare = self._at + 1, -1, False
+                yield from self._text(count)  # what is left of the mark is no mark
+
+    def _text_length(self, ended: bool) -> int:
+        """How much of what is held is text, but for blanks in front of what is or may be a call; where that begins."""
+        held, opens = self._held, self._fmt.opens
+        blank = " \t\r\n;" if self._called else " \t\r\n"
+        lead = len(held) - len(held.lstrip(blank)) if self._bare else -1
+        if held[lead : lead + 1] == "{" and lead >= 0:
+            self._at = lead
+            return 0
+        if lead == len(held) and not ended:
+            return 0
+        end = held.find(opens)
+        if end < 0 and ended:
+            return len(held)
+        if end < 0:
+            begun = next((size for size in range(len(opens) - 1, 0, -1) if held.endswith(opens[:size])), 0)
+            return len(held[: len(held) - begun].rstrip())
+        count = len(held[:end].rstrip())
+        self._at = end - count
+        return count
+
+    def _text(self, count: int) -> Iterator[str]:
+        text, self._held = self._held[:count], self._held[count:]
+        if text and not (self._called and text.isspace()):
+            self._bare = self._called = False
+            yield text
+
+    def _read(self, ended: bool) -> tuple[int, list[ToolCall]]:
+        """How much of what is held the call takes that has begun, and what it calls; `_UNSURE` or `_NONE`, and none."""
+        fmt, name = self._fmt, ""
+        begun = self._held[self._at :].removeprefix(fmt.opens)
+        if fmt.named:
+            heads = [known + fmt.named for known in self._names]
+            head = next((head for head in heads if begun.startswith(head)), "")
+            if not head:
+                return _UNSURE if any(head.startswith(begun) for head in heads) else _NONE, []
+            name, begun = head.removesuffix(fmt.named), begun[len(head) :]
+        body = begun.lstrip()
+        try:
+            pydantic_core.from_json(body or "{", allow_partial=True, allow_inf_nan=False)
+            value, end = _DECODER.raw_decode(body)
+        except json.JSONDecodeError:
+            return _UNSURE, []
+        except ValueError:
+            return _NONE, []
+        if name:
+            value = {"name": name, "arguments": value}
+        calls = list(map(self._call, value if fmt.listed and isinstance(value, list) else [value]))
+        rest = body[end:]
+        if fmt.close:
+            rest = rest.lstrip()
+            if rest.startswith(fmt.close):
+                rest = rest[len(fmt.close) :]
+            elif not fmt.close.startswith(rest):
+                return _NONE, []
+            elif not ended:
+                return _UNSURE, []
+            else:
+                rest = ""
+        known = [call for call in calls if call is not None]
+        return (len(self._held) - len(rest), known) if known and len(known) == len(calls) else (_NONE, [])
+
+    def _call(self, value: Any) -> ToolCall | None:
+        """A call as JSON has it, None where it is none."""
+        if not isinstance(value, dict) or value.get("name") not in self._names:
+            return None
+        arguments = value.get("arguments", value.get("parameters"))
+        return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def calls_grammar(fmt: ToolFormat, schemas: Mapping[str, Any], mark: Callable[[str], str], *, several: bool) -> str:
+    """A grammar of llguidance (Lark's notation) for one call or more, and nothing besides.
+
+    Parameters
+    ----------
+    fmt
+        How the model writes calls.
+    schemas
+        By function, the JSON schema of its arguments.
+    mark
+        Spells a text in the grammar: as a token where it is one that steers the model.
+    several
+        Whether there may be more than one call, where the format has a way to say that.
+    """
+    rules, opens = [], "" if fmt.bare else mark(fmt.opens)
+    for number, (name, schema) in enumerate(schemas.items()):
+        closed = {} if schema and "properties" not in schema else {"additionalProperties": False}
+        given = {"type": "object", **closed, **(schema or {}), "x-guidance": {"whitespace_pattern": " ?"}}
+        spelled = json.dumps(name, ensure_ascii=False)
+        head, tail = f"{spelled} {mark(fmt.named)} GAP?" if fmt.named else "", ""
+        if not fmt.named:
+            head, tail = json.dumps(f'{{"name": {spelled}, "{fmt.arguments}": ', ensure_ascii=False), '"}"'
+        rules += [f"call_{number}: {head} arguments_{number} {tail}", f"arguments_{number}: %json {json.dumps(given)}"]
+    one = " | ".join(f"call_{number}" for number in range(len(schemas)))
+    further = ('("," GAP? one)*' if fmt.listed else "(GAP? whole)*") if several and not fmt.bare else ""
+    start = f'{opens} GAP? "[" one {further} "]"' if fmt.listed else f"whole {further}"
+    whole = f"{opens} {'' if fmt.named else 'GAP?'} one" + (f" GAP? {mark(fmt.close)}" if fmt.close else "")
+    rules += [f"start: {start}", f"whole: {whole}", f"one: {one}"]
+    return "\n".join(["%llguidance {}", "GAP: /[ \\n]/", *rules, ""])

