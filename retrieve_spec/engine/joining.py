@@ -21,6 +21,7 @@ from retrieve_spec.engine.rows import Prepared, Row, SharedPrompts, is_text_alon
 from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.sampling.guides import guide_of
 from retrieve_spec.sampling.samplers import make_sampler, whole_seed
 from retrieve_spec.sampling.text import Stopper
 from retrieve_spec.sources.answers import RolloutMemory
@@ -167,6 +168,7 @@ def sequences_of(
             waits_for_reader=prepared.callers_cache,
             prompt=together.of(row.inputs) if together else None,
             call=call,
+            guide=guide_of(row.processors),
         )
         made.append(sequence)
     return made

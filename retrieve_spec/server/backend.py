@@ -258,7 +258,7 @@ class Backend:
         if sampling.begun and self._beginnings is not None:
             guides.append(self._beginnings.processor(sampling.begun, len(prompt_ids)))
         if sampling.grammar and self._grammars is not None:
-            guides.append(self._grammars.processor(sampling.grammar, len(prompt_ids)))
+            guides.append(self._grammars.processor(sampling.grammar))
         options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             self._cache_name: cache,
