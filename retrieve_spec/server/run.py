@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -57,6 +57,7 @@ def build_service(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    named: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     dtype: str = "auto",
     quantize: str | None = None,
@@ -69,6 +70,8 @@ def build_service(
     ----------
     workspaces, stores
         Folders and datastores to draft from.
+    named
+        Datastores that are drafted from where a request asks for them by these names.
     session
         File in which the model's answers are kept, each for whoever asked; None keeps none.
     shared
@@ -80,7 +83,15 @@ def build_service(
     name = display_name(model_name)
     tell("making the model's passes ready; the first start on a machine compiles the kernels")
     service = assemble(
-        model, tokenizer, name, config, shared=shared, workspaces=workspaces, stores=stores, session=session
+        model,
+        tokenizer,
+        name,
+        config,
+        shared=shared,
+        workspaces=workspaces,
+        stores=stores,
+        named=named,
+        session=session,
     )
     model.speculation.assume_frozen()  # nobody else has it
     return service
@@ -95,19 +106,31 @@ def assemble(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    named: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
+    asked_for = {name: open_datastore(store, tokenizer=tokenizer) for name, store in (named or {}).items()}
     accelerate(model, tokenizer, datastores=given, session=session or False)
+    model.speculation.check_stores(list(asked_for.values()))
     drafters = model.speculation.drafters
     backend = Backend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
     workspace = Workspace(workspaces, config) if workspaces else None
     kept = drafters if session else None
     service = Service(
-        backend, tokenizer, name, config, workspace, shared=shared, stores=given, drafters=kept, clock=clock
+        backend,
+        tokenizer,
+        name,
+        config,
+        workspace,
+        shared=shared,
+        stores=given,
+        named=asked_for,
+        drafters=kept,
+        clock=clock,
     )
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     infill = partial(InfillProcessor, service.codec, service.end_ids, end_of_text)
@@ -117,15 +140,18 @@ def assemble(
         backend.warm_up(service.end_ids)  # else the first requests wait for kernels
     except Exception:
         log.exception("requests of some kind will fail")
-    if workspace is not None:
 
-        def prepared(store: Datastore | None) -> list[Datastore]:
-            """Stores with which a drafter is ready, whatever it had to compile or load."""
-            stores_now = [*given, *([store] if store is not None else [])]
-            trial = build_drafter(model.speculation.config, datastores=stores_now)
-            if isinstance(trial, Preparable):
-                trial.prepare()
-            return stores_now
+    def prepared(*more: Datastore | None) -> list[Datastore]:
+        """Stores with which a drafter is ready, whatever it had to compile or load."""
+        stores_now = [*given, *(store for store in more if store is not None)]
+        trial = build_drafter(model.speculation.config, datastores=stores_now)
+        if isinstance(trial, Preparable):
+            trial.prepare()
+        return stores_now
+
+    if asked_for:
+        prepared(*asked_for.values())
+    if workspace is not None:
 
         def attach(store: Datastore | None) -> None:
             stores_now = prepared(store)
@@ -192,6 +218,7 @@ def serve(
     *,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    named: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     key_file: Path | None = None,
     dtype: str = "auto",
@@ -212,7 +239,7 @@ def serve(
     StoreError
         A datastore is not there or damaged, or the session's file is something else.
     """
-    for store in stores:
+    for store in [*stores, *(named or {}).values()]:
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
     if session is not None:
         unpacked(session)
@@ -228,6 +255,7 @@ def serve(
             shared=bool(keys),
             workspaces=workspaces,
             stores=stores,
+            named=named,
             session=session,
             dtype=dtype,
             quantize=quantize,
