@@ -19,7 +19,15 @@ _WORTH = np.log(0.1)
 
 
 class Guide(Protocol):
-    """Knows where a text has no choice."""
+    """Knows where a text has no choice.
+
+    Attributes
+    ----------
+    judges_drafts
+        Whether it may be asked about texts that will perhaps never be.
+    """
+
+    judges_drafts: bool
 
     def forced(self, ids: NDArray[np.int64]) -> tuple[int, float] | None:
         """The token that follows a text (n,) and how probable that is: 1 where no other may.
@@ -48,6 +56,8 @@ def with_forced(tree: DraftTree, guide: Guide, ids: NDArray[np.int64], ahead: Dr
     """
     if tree.token_ids[: len(ahead)].tolist() != ahead.token_ids.tolist():  # its drafter does not look ahead
         tree = ahead
+    if not guide.judges_drafts:
+        return tree
     grown = _Grown(tree, guide, max_depth)
     place = ROOT
     for node in range(len(ahead)):

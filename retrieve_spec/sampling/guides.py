@@ -25,15 +25,16 @@ EXTRA = "pip install 'retrieve-spec[json]'"
 class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
     """Makes every token impossible that a grammar does not allow next; what it leaves no choice of is drafted.
 
-    It is called with longer and longer texts, as plain decoding calls processors. The first of them are the prompts,
-    whose tokens are not the grammar's. An accelerated model follows every text with a processor of its own, so one can
-    be given to any number of calls; in calls of the original `generate`, make one for each.
+    It is called with texts that are a token longer each time, as plain decoding calls processors; what does not go on
+    so begins with a prompt, whose tokens are not the grammar's.
 
     Parameters
     ----------
     vocabulary, grammar
         As llguidance has them (`read_vocabulary`, `json_grammar`).
     """
+
+    judges_drafts = True
 
     def __init__(self, vocabulary: Any, grammar: str) -> None:
         from llguidance import LLMatcher
@@ -102,6 +103,8 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         """(rows, vocab) scores behind texts (rows, n)."""
         allowed = np.zeros(scores.shape, np.bool_)
         for row, ids in enumerate(input_ids.cpu().numpy()):
+            if row < len(self._rows) and len(ids) != self._rows[row].length + 1:
+                self._rows[row] = self._followed(ids)
             allowed[row] = self._row(row, ids).allowed(ids, scores.shape[-1])
         return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
 
@@ -111,8 +114,11 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
 
     def _row(self, row: int, ids: NDArray[np.int64]) -> _FollowedText:
         while len(self._rows) <= row:
-            self._rows.append(_FollowedText(self._matcher.deep_copy(), len(ids)))
+            self._rows.append(self._followed(ids))
         return self._rows[row]
+
+    def _followed(self, prompt: NDArray[np.int64]) -> _FollowedText:
+        return _FollowedText(self._matcher.deep_copy(), len(prompt))
 
 
 class _FollowedText:
@@ -123,12 +129,14 @@ class _FollowedText:
 
     def __init__(self, matcher: Any, prompt_length: int) -> None:
         self._matcher, self._prompt_length = matcher, prompt_length
+        self.length = prompt_length - 1  # of the last text that `allowed` was asked about
         self._said: NDArray[np.int64] = np.empty(0, np.int64)
         self._last: NDArray[np.bool_] = np.empty(0, np.bool_)
         self._took: dict[bytes, tuple[int, int]] = {}  # what came, and how often in a row
 
     def allowed(self, ids: NDArray[np.int64], vocabulary: int) -> NDArray[np.bool_]:
         """(vocabulary,) what may follow a text (n,); anything behind its end."""
+        self.length = len(ids)
         if not self._follow(ids[self._prompt_length :]):
             if self._matcher.is_stopped():
                 return np.ones(vocabulary, np.bool_)
@@ -202,7 +210,12 @@ def problem_of(grammar: str, vocabulary: Any) -> str:
 
 
 class AllowedTokens:
-    """A guide by what `prefix_allowed_tokens_fn` allows in the only row of a call."""
+    """A guide by what `prefix_allowed_tokens_fn` allows in the only row of a call.
+
+    It is asked about nothing but texts that come: others it may not know.
+    """
+
+    judges_drafts = False
 
     def __init__(self, processor: hf.PrefixConstrainedLogitsProcessor) -> None:
         self._allowed = processor._prefix_allowed_tokens_fn

@@ -94,6 +94,21 @@ def test_presets_that_look_at_no_rules_draft_them_too(tiny: Any, prompt: torch.T
     assert tiny.speculation.last.accepted_by_source["forced"] > 15
 
 
+def test_a_function_is_asked_about_nothing_that_does_not_come(tiny: Any, prompt: torch.Tensor) -> None:
+    """One that looks texts up knows no others; drafts that it does not allow are none of them."""
+    options = {"max_new_tokens": 40, "do_sample": False}
+    repeated = torch.cat([prompt, prompt, prompt[:, :6]], dim=1)
+    text = tiny.generate(repeated, prefix_allowed_tokens_fn=rails, **options)[0]
+    known = {tuple(text[:end].tolist()) for end in range(repeated.shape[1], len(text) + 1)}
+
+    def strict(row: int, ids: torch.Tensor) -> list[int]:
+        assert tuple(ids.tolist()) in known
+        return rails(row, ids)
+
+    rs.accelerate(tiny, nodes=32)
+    assert torch.equal(tiny.generate(repeated, prefix_allowed_tokens_fn=strict, **options)[0], text)
+
+
 def test_what_changes_its_mind_costs_no_text(tiny: Any, prompt: torch.Tensor) -> None:
     """A rule that counts its calls is no rule of the text; what it says last is what counts."""
     rs.accelerate(tiny)
@@ -119,8 +134,11 @@ def test_a_schema_holds_with_transformers_alone_and_with_drafts(
     prompts = ["def area(width, height):", "import json\nshape = "]
     inputs = reference_tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     options = {"max_new_tokens": 100, "do_sample": False}
-    plain = reference_model.generate(**inputs, **options, logits_processor=[grammar()])
     held = grammar()
+    reference_model.generate(
+        **{name: part[:, 1:] for name, part in inputs.items()}, max_new_tokens=3, logits_processor=[held]
+    )
+    plain = reference_model.generate(**inputs, **options, logits_processor=[held])
     rs.accelerate(reference_model, tokenizer=reference_tokenizer)
     for _ in range(2):  # one processor for any number of calls
         assert torch.equal(reference_model.generate(**inputs, **options, logits_processor=[held]), plain)
