@@ -18,6 +18,7 @@ _EXPORTS = {
     "open_datastore": "retrieve_spec.datastore.store",
     "restore": "retrieve_spec.acceleration",
     "DraftTree": "retrieve_spec.drafting.tree",
+    "GrammarProcessor": "retrieve_spec.sampling.guides",
     "RolloutMemory": "retrieve_spec.sources.answers",
 }
 

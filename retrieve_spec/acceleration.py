@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -59,9 +59,10 @@ def accelerate(
     Sampled output depends on the seed alone, not on drafts, and has the same distribution; it is another draw than
     plain `generate` makes with that seed.
 
-    `model.generate` takes seven more keyword arguments: `draft` ("auto", "off" or a preset), `nodes` (the budget per
+    `model.generate` takes eight more keyword arguments: `draft` ("auto", "off" or a preset), `nodes` (the budget per
     pass), `prediction` (text or token ids the output is expected to follow), `seed` (of sampling; by default it is
     drawn from torch's generator), `scope` (whose text this is: sessions draft from answers of the same scope alone),
+    `store` (a datastore, or several, that this call alone drafts from besides: folders, or stores opened before),
     `siblings` ("share": samples of one prompt draft from what the others write, or
     "off") and `return_logprobs` (with `return_dict_in_generate=True` the output has the fields `logprobs` and
     `raw_logprobs`, see `retrieve_spec.generation.outputs.DecoderOnlyOutput`). What cannot be sped up is left to the
@@ -159,6 +160,7 @@ def prepare(
     finding = passes.finding
     speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model), known)
     speculation.check_stores = check_stores
+    speculation.open_stores = functools.partial(_open_stores, check_stores, tokenizer)
     speculation.ranks = Ranks.of(model)
     speculation.engine.in_step = speculation.ranks is not None
     speculation.engine.threads = threads
@@ -201,6 +203,15 @@ def _open_store(store: Any, tokenizer: Any) -> Datastore:
         check_tokenizer(store.path, store.manifest, tokenizer)
     require(hasattr(store, "segments"), "a datastore's folder, or an open one", store, "Give its path.")
     return store  # type: ignore[no-any-return]
+
+
+def _open_stores(check: Callable[[Sequence[Any]], None], tokenizer: Any, store: Any) -> list[Datastore]:
+    """The store of a call, or several: folders, or stores opened before."""
+    if store is None:
+        return []
+    opened = [_open_store(one, tokenizer) for one in (store if isinstance(store, list | tuple) else [store])]
+    check(opened)
+    return opened
 
 
 def _check_stores(model: Any, config: SpeculationConfig, stores: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -32,12 +32,16 @@ class Budget:
         (seed, row, position of the next token) when tokens are sampled with noise counted by these
         (`retrieve_spec.kernels.sampling`): a drafter may look at the noise that the sample will be drawn with, which
         changes what it proposes and never what is emitted. None when decoding greedily or when it is not known.
+    ahead
+        A chain of at most `max_nodes` that comes next whatever the target thinks, as nothing else may. A drafter may
+        begin its tree with it, and draft `max_depth` tokens behind it; the tree of one that does not is dropped.
     """
 
     max_nodes: int
     max_depth: int
     cost: NDArray[np.float32] | None = None
     noise: tuple[int, int, int] | None = None
+    ahead: DraftTree = field(default_factory=DraftTree)
 
 
 @dataclass(slots=True)

@@ -155,6 +155,7 @@ class MixtureDrafter:
         self._queries = None if self.dense is None else DenseQueries(self.dense)
         self._pace: float | None = None
         self._proposed = 0, 0.0
+        self._ahead = 0  # nodes that the last draft began with
         self._sampled = False
         self._key = 0, 0, 0
         self._history: list[NDArray[np.int32]] = []
@@ -328,6 +329,7 @@ class MixtureDrafter:
         row), so that text with nothing to look up costs next to nothing; drafts that pay end that.
         """
         began = perf_counter()
+        self._begin_with(budget.ahead)
         if budget.cost is None:
             return self.look(budget)
         self._asked = True
@@ -343,7 +345,8 @@ class MixtureDrafter:
     def look(self, budget: Budget, chain: bool = False) -> DraftTree:
         """Draft within the budget, whatever that takes; with `chain` one branch."""
         self._asked = True
-        limit, depth = min(budget.max_nodes, MAX_NODES), min(budget.max_depth, self.config.max_depth)
+        limit = min(budget.max_nodes, MAX_NODES)
+        depth = self._ahead + min(budget.max_depth, self.config.max_depth)
         if limit <= 0 or depth <= 0:
             return _NOTHING
         if self._sampled or budget.noise is not None:
@@ -352,12 +355,21 @@ class MixtureDrafter:
         with self._at_rest:
             return self._grow(cost, limit, depth, chain)
 
+    def _begin_with(self, chain: DraftTree) -> None:
+        """Let the next draft begin with tokens that no source has to say."""
+        count = self._ahead = self._request.words[request.AHEAD] = len(chain)
+        if count:
+            places = chain.token_ids, chain.parent, chain.depth, np.full(count, len(self._table))
+            self._scratch[request.NODES][:count] = np.stack(places, axis=1)
+            self._scratch[request.NODE_P][:count] = np.exp(chain.log_p)
+
     def _weigh(self, cost: NDArray[np.float32], spent: float) -> None:
         """Learn what looks for drafts save and take from one that took `spent` seconds; rest if they take more."""
         n, expected = self._proposed
-        plain, drafted = float(cost[0]), float(cost[n])
-        self._pace = drafted / (1.0 + expected)
-        saved = plain * (1.0 + expected) - drafted
+        anyway = 1.0 + self._ahead
+        plain, drafted = float(cost[self._ahead]), float(cost[n])
+        self._pace = drafted / (anyway + expected)
+        saved = plain * (anyway + expected) / anyway - drafted
         saves, takes = self._looks or (plain, spent)  # a new drafter is believed in
         saves, takes = saves + (saved - saves) / _LOOKS, takes + (min(spent, 4.0 * takes) - takes) / _LOOKS
         self._looks = saves, takes
@@ -458,10 +470,11 @@ class MixtureDrafter:
         if self._queries is not None:
             self._queries.see(verified.emitted, verified.hidden)
         tree = verified.tree
-        size, accepted = len(tree), self._accepted(verified)
         proposed, expected = self._proposed
-        if size and size != proposed:  # a verifier of chains takes one branch: the others could not be accepted
-            expected = tree.expected_accepted
+        ahead = min(self._ahead, len(tree))  # says nothing of the estimates
+        size, accepted = len(tree) - ahead, max(self._accepted(verified) - ahead, 0)
+        if size and len(tree) != proposed:  # a verifier of chains takes one branch: the others could not be accepted
+            expected = tree.expected_accepted - ahead
         asked, self._asked = self._asked, False
         if self._rest > 0 or self._fresh or not asked:
             if size:

@@ -140,6 +140,11 @@ def share_evenly(
     return kept
 
 
+def keep_best(tree: DraftTree, seconds: Seconds | None, most: int) -> DraftTree:
+    """The nodes of a sequence's own tree that pay, most probable first; `seconds` and `most` as for `share_evenly`."""
+    return share_evenly([tree], seconds, most, np.ones(1))[0]
+
+
 def gain(trees: Many[DraftTree], seconds: Seconds, worths: NDArray[np.float64], padded: bool) -> float:
     """Seconds of plain passes that verifying these trees is expected to save, less what it costs."""
     sizes = [len(tree) for tree in trees]

@@ -214,8 +214,10 @@ class Drafters:
         self._learned: list[Calibration] = []  # of the session's file
         weakref.finalize(self, _keep, self.sessions, self._learned)
 
-    def of(self, draft: str | None = None) -> Drafter | None:
+    def of(self, draft: str | None = None, stores: Sequence[Any] = ()) -> Drafter | None:
         """Drafter that the next sequence gets: the one given, a preset's, or None when drafting is off.
+
+        With open `stores` of one call it is a new one, that nobody else gets: what they hold ends with it.
 
         Raises
         ------
@@ -223,13 +225,19 @@ class Drafters:
             No preset has the name.
         MissingSourceError
             The preset needs a source that was not given.
+        ConfigError
+            There are `stores`, and a drafter was given.
         """
         name = self._config.draft if draft is None else draft
         if name == OFF:
             return None
         if self.given is not None and name in (AUTO, self._config.draft):
+            if stores:
+                raise ConfigError("a drafter that reads stores", "the one given to accelerate", "Leave out store=.")
             return self.given
         with self._lock:
+            if stores:
+                return self._for_call(name, stores)
             made = self._made.setdefault(name, [])
             for drafter in made:
                 if id(drafter) not in self._loans:
@@ -239,8 +247,23 @@ class Drafters:
                 made[-1].recycling = RecyclingTable(_FEW_CONTEXTS)
             return made[-1]
 
+    def _for_call(self, name: str, stores: Sequence[Any]) -> Drafter:
+        """A drafter that reads stores of its own besides; it learns where the others learn."""
+        session, calibration = self.sessions.of(exact=name != AUTO), None
+        if name == AUTO:
+            session, calibration = self._own_of(self.of(AUTO))
+        drafter = self._build(name, session, calibration, stores)
+        if isinstance(drafter, MixtureDrafter) and drafter.recycling is not None:
+            drafter.recycling = RecyclingTable(_FEW_CONTEXTS)
+        return drafter
+
     def lend(
-        self, draft: str | None = None, call: str | None = None, siblings: Siblings | None = None, scope: str = ""
+        self,
+        draft: str | None = None,
+        call: str | None = None,
+        siblings: Siblings | None = None,
+        scope: str = "",
+        stores: Sequence[Any] = (),
     ) -> Drafter | str:
         """The same, kept from others until it is given back; or why the sequence goes without.
 
@@ -248,7 +271,7 @@ class Drafters:
         scope or one ``call`` are one requester: what they alone have in common is no phrase (`sources/phrases.py`).
         """
         with self._lock:
-            drafter = self.of(draft)
+            drafter = self.of(draft, stores)
             if drafter is None:
                 return "drafting is off"
             if id(drafter) in self._loans:
@@ -383,7 +406,7 @@ class Drafters:
     def _like(self, name: str, old: Drafter) -> Drafter:
         return self._build(name, *self._own_of(old))
 
-    def _own_of(self, drafter: Drafter) -> tuple[Any, Any]:
+    def _own_of(self, drafter: Drafter | None) -> tuple[Any, Any]:
         """Session and calibration that a drafter has when it is not lent."""
         loan = self._loans.get(id(drafter))
         if loan is not None:
@@ -396,22 +419,24 @@ class Drafters:
         earlier: Sequence[SuffixAutomaton] = (),
         scope: str = "",
         several: bool = True,
+        stores: Sequence[Any] = (),
     ) -> Siblings:
         """A memory for samples of one prompt, around the session that their drafters have and `earlier` answers.
 
         Where there are not `several` samples it keeps nothing of what is written: that is in the sample's own text.
         """
         with self._lock:
-            drafter = self.of(draft)
+            drafter = self.of(draft, stores)
             session = None if drafter is None else self._own_of(drafter)[0]
             if scope and drafter is not None and drafter is not self.given:
                 session = self._session(drafter, scope)
             session = session if isinstance(session, SessionMemory) else None
             return Siblings(session, self._config.session_tokens if several else 0, earlier)
 
-    def _build(self, name: str, session: Any, calibration: Any) -> Drafter:
+    def _build(self, name: str, session: Any, calibration: Any, stores: Sequence[Any] = ()) -> Drafter:
         config = self._config.with_options(draft=name)
-        return build_drafter(config, datastores=self.datastores, session=session, calibration=calibration)
+        read = [*self.datastores, *stores]
+        return build_drafter(config, datastores=read, session=session, calibration=calibration)
 
 
 def _forget_logits(drafter: Any) -> None:

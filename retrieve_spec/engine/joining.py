@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -21,6 +22,7 @@ from retrieve_spec.engine.rows import Prepared, Row, SharedPrompts, is_text_alon
 from retrieve_spec.engine.sequence import Limits, Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.sampling.guides import guide_of
 from retrieve_spec.sampling.samplers import make_sampler, whole_seed
 from retrieve_spec.sampling.text import Stopper
 from retrieve_spec.sources.answers import RolloutMemory
@@ -49,7 +51,13 @@ class Family:
 
 
 def families(
-    rows: Many[Row], drafters: Drafters, draft: str | None, cache_name: str, vocabulary: int, scope: str = ""
+    rows: Many[Row],
+    drafters: Drafters,
+    draft: str | None,
+    cache_name: str,
+    vocabulary: int,
+    scope: str = "",
+    stores: Many[Any] = (),
 ) -> list[Family | None]:
     """By row, what those with its prompt share; None for a row that has nothing but its own text.
 
@@ -65,7 +73,7 @@ def families(
         rollouts = drafters.rollouts if whole else None
         if key not in made and (counts[key] > 1 or rollouts is not None):
             earlier = [] if rollouts is None else rollouts.automata(prompt, vocabulary)
-            made[key] = Family(drafters.siblings(draft, earlier, scope, counts[key] > 1), prompt, rollouts)
+            made[key] = Family(drafters.siblings(draft, earlier, scope, counts[key] > 1, stores), prompt, rollouts)
     return [made.get(key) for key in keys]
 
 
@@ -91,6 +99,7 @@ def sequences_of(
     on_pass: Callable[[VerifiedPass], None] | None = None,
     siblings: str | None = None,
     scope: str | None = None,
+    store: Any = None,
     return_logprobs: bool = False,
     together: SharedPrompts | None = None,
     on_loan: Callable[[Drafter], None] | None = None,
@@ -107,7 +116,8 @@ def sequences_of(
         raise ConfigError("siblings to be 'share' or 'off'", repr(siblings), "Leave it at 'share'.")
     if not isinstance(scope, str | None):
         raise ConfigError("scope to be a string", repr(scope), "Name whoever the text belongs to.")
-    like = speculation.drafter(draft)  # an unknown preset is an error now
+    stores = speculation.open_stores(store)
+    like = speculation.drafters.of(draft, stores)  # an unknown preset is an error now
     cache_name, ranks = speculation.interface.cache_name, speculation.ranks
     rows = rows_of(prepared, cache_name, speculation.new_cache)
     seed = _seed(prepared, seed)
@@ -123,7 +133,7 @@ def sequences_of(
     may_wait &= most is None and ranks is None and on_pass is None and on_loan is None
     shared: list[Family | None] = [None] * len(rows)
     if siblings != "off" and most != 0 and draft != OFF:
-        shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary, scope or "")
+        shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary, scope or "", stores)
     config, interface, whole = speculation.config, speculation.interface, prepared.inputs
     unseen = 0 if whole.holds_past else whole.past_length
     ends = [interface.max_positions] if interface.max_positions else []
@@ -131,7 +141,7 @@ def sequences_of(
         ends.append(interface.rope_switch)
     made = []
     for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
-        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, family, on_loan, scope or "")
+        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, family, on_loan, scope or "", stores)
         stopper = Stopper(criteria)
         sampler = make_sampler(
             row.processors,
@@ -167,6 +177,7 @@ def sequences_of(
             waits_for_reader=prepared.callers_cache,
             prompt=together.of(row.inputs) if together else None,
             call=call,
+            guide=guide_of(row.processors),
         )
         made.append(sequence)
     return made
@@ -179,15 +190,16 @@ def loan(
     family: Family | None,
     on_loan: Callable[[Drafter], None] | None = None,
     scope: str = "",
+    stores: Many[Any] = (),
 ) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
     """What lends a sequence its drafter, and what takes it back when it has ended."""
-    drafters, stores, ranks = speculation.drafters, speculation.datastores, speculation.ranks
+    drafters, ranks, read = speculation.drafters, speculation.ranks, [*speculation.datastores, *stores]
     began, lent = drafters.times_forgotten(scope), list[Drafter]()
 
     def lend() -> Drafter | str:
         if drafters.times_forgotten(scope) > began:  # one that comes late would take in what was said before
             return "what was said in its scope was to be forgotten meanwhile"
-        drafter = drafters.lend(draft, call, None if family is None else family.siblings, scope)
+        drafter = drafters.lend(draft, call, None if family is None else family.siblings, scope, stores)
         if isinstance(drafter, str):
             return drafter
         lent.append(drafter)
@@ -204,7 +216,7 @@ def loan(
         if lent and family is not None and said_all:
             family.remember(sequence.text.new_ids)
         lent.clear()
-        sequence.report.provenance = sourced_runs(sequence.report.origins, stores)
+        sequence.report.provenance = sourced_runs(sequence.report.origins, read)
 
     return lend, give_back
 

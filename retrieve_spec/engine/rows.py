@@ -18,6 +18,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from retrieve_spec.sampling.guides import GrammarProcessor
 from retrieve_spec.sampling.samplers import processors_of_row
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.verifier import OF_TEXT, VerifierInputs, VerifierOutput, says_nothing
@@ -89,7 +90,7 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     texts = whole.input_ids if prepared.ids is None else prepared.ids
     fewer = texts.shape[1] - whole.input_ids.shape[1]
     if len(texts) == 1:
-        return [Row(0, texts, fewer, whole, prepared.processors)]
+        return [Row(0, texts, fewer, whole, processors_of_row(prepared.processors, 0))]
     rows = []
     mask = whole.model_kwargs.get("attention_mask")
     for index, padding in enumerate(padding_in_front(whole) or []):
@@ -115,7 +116,7 @@ _ROW_BY_ROW = (
     hf.ForcedBOSTokenLogitsProcessor, hf.ExponentialDecayLengthPenalty, hf.InfNanRemoveLogitsProcessor,
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TypicalLogitsWarper,
     hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.TopHLogitsWarper, hf.LogitNormalization,
-    hf.PrefixConstrainedLogitsProcessor,
+    hf.PrefixConstrainedLogitsProcessor, GrammarProcessor,
 )  # fmt: skip
 """Processors that say the same of a row alone as in company; others may count rows or calls."""
 _STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCriteria)

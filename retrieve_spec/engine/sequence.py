@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
+from retrieve_spec.drafting.forced import Guide, forced_run, with_forced
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.budget import Progress
+from retrieve_spec.engine.budget import Progress, keep_best
 from retrieve_spec.engine.drafters import DrafterLease
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.rows import SharedPrompt
@@ -183,6 +184,8 @@ class Sequence:
         Its prompt, where other sequences may have the same.
     call
         Names the call that it is a row of, where that has several.
+    guide
+        Knows where the text has no choice, or None.
 
     Attributes
     ----------
@@ -214,6 +217,7 @@ class Sequence:
         waits_for_reader: bool = False,
         prompt: SharedPrompt | None = None,
         call: str | None = None,
+        guide: Guide | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
@@ -230,7 +234,7 @@ class Sequence:
         self.tree = NO_DRAFT
         self.seen: SeenPass = SeenPass(NO_DRAFT)
         self._drafts_at_once = False
-        self._prompt, self._call = prompt, call
+        self._prompt, self._call, self._guide = prompt, call, guide
         self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
         self._started = False
 
@@ -357,22 +361,32 @@ class Sequence:
         """
         self.tree = NO_DRAFT
         if self.lease.drafts and self.verifier.mode != "plain":
-            tree = self.lease.propose(self._budget(most, cost))
+            budget = self._budget(most, cost)
+            tree = self.lease.propose(budget)
+            if self._guide is not None and budget.max_nodes:
+                most_deep = len(budget.ahead) + budget.max_depth
+                tree = with_forced(tree, self._guide, self.text.ids, budget.ahead, most_deep)
+                tree = keep_best(tree, budget.cost, budget.max_nodes)
             self.tree = tree.first_branch() if self.verifier.mode == "chain" and not tree.is_chain else tree
         return self.tree
 
     def _budget(self, most: int, cost: NDArray[np.float32] | None) -> Budget:
         """What a draft may take: it fits everything that the text may still become."""
         limits, length = self.limits, self.text.length
-        depth = min(limits.max_depth, limits.max_length - length - 1)
+        left = limits.max_length - length - 1
         if limits.draft_end:
-            depth = min(depth, limits.draft_end - length)
+            left = min(left, limits.draft_end - length)
         nodes = min(most if limits.nodes is None else limits.nodes, most, limits.most_nodes)
         if limits.slot_end:
             nodes = min(nodes, max(limits.slot_end - length, 0))
-        if depth < 1:
-            nodes, depth, cost = 0, 0, None
-        return Budget(nodes, depth, cost, self.sampler.noise_at(self.text))
+        if left < 1:
+            nodes, left, cost = 0, 0, None
+        budget = Budget(nodes, min(limits.max_depth, left), cost, self.sampler.noise_at(self.text))
+        if self._guide is not None:
+            run = forced_run(self._guide, self.text.ids, min(nodes, left))
+            budget.ahead = keep_best(run, cost, nodes)
+            budget.max_depth = min(limits.max_depth, left - len(budget.ahead))
+        return budget
 
     def verify(self) -> None:
         """Run the model over the last token and the draft, in a pass of its own."""

@@ -56,6 +56,8 @@ class Speculation:
         Name under which what was learned about the model is kept beside a store.
     check_stores
         Raises a typed error for stores that are not for this model.
+    open_stores
+        Opens the `store` of a call, or several; for None none. Errors are those of `accelerate`.
     ranks
         Processes that hold the model together, None where this one holds it alone.
     new_cache
@@ -90,6 +92,7 @@ class Speculation:
         self.vocabulary = vocabulary
         self.new_cache: Callable[[], Any] = DynamicCache
         self.check_stores: Callable[[Many[Any]], None] = lambda stores: None
+        self.open_stores: Callable[[Any], list[Any]] = lambda store: []
         self.ranks: Ranks | None = None
         self._passes = passes
         self._make_verifier: Callable[[], Verifier] = passes

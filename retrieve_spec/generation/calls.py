@@ -139,7 +139,7 @@ def _check_decoded_inside(model: Any, arguments: dict[str, Any]) -> None:
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings", "scope", "return_logprobs")
+_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings", "scope", "store", "return_logprobs")
 _SEEDING = threading.RLock()
 """Held while torch's generators, which all threads draw from, follow the seed of a call."""
 
@@ -167,7 +167,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments.pop("self")
     arguments |= arguments.pop("kwargs", {})
     check_arguments(self, arguments, _OWN_OPTIONS)
-    speculation.drafter(own["draft"])  # an unknown preset is an error
+    if own["store"] is None:
+        speculation.drafter(own["draft"])  # an unknown preset is an error
     if own["return_logprobs"]:
         check_call(self, arguments)
     prepared: Prepared | None = None

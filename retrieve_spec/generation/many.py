@@ -86,7 +86,7 @@ class Finished:
 Order = Literal["given", "completed"]
 _Call = tuple[dict[str, Any], dict[str, Any], str]
 """Arguments of `generate` and of this library, and why the original decodes them."""
-_OWN = ("draft", "nodes", "seed", "siblings", "scope", "return_logprobs", "on_pass", "context_ids")
+_OWN = ("draft", "nodes", "seed", "siblings", "scope", "store", "return_logprobs", "on_pass", "context_ids")
 
 
 @dataclass(slots=True)
@@ -306,8 +306,8 @@ def generate_many(
     requests
         Each is a text, token ids, or a mapping with `inputs` (either) or what a tokenizer returns (`input_ids`,
         `attention_mask`), and whatever `generate` takes for this request alone: `max_new_tokens`, `temperature`,
-        `num_return_sequences`, `stop_strings` …, `prediction`, `draft`, `nodes`, `seed`, `scope`, `context_ids`,
-        `tokenizer`.
+        `num_return_sequences`, `stop_strings` …, `prediction`, `draft`, `nodes`, `seed`, `scope`, `store`,
+        `context_ids`, `tokenizer`.
     order
         `"given"` keeps the order of the requests (what is over early waits), `"completed"` does not.
     rows

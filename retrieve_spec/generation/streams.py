@@ -141,6 +141,7 @@ def generate_stream(
     nodes: int | str | None = None,
     seed: int | None = None,
     scope: str | None = None,
+    store: Any = None,
     return_logprobs: bool = False,
     skip_special_tokens: bool = True,
     **kwargs: Any,
@@ -161,7 +162,7 @@ def generate_stream(
         To encode text and to decode the output; by default the one given to `accelerate`.
     past_key_values
         A cache to continue from; it ends as plain `generate` would leave it.
-    prediction, draft, nodes, seed, scope
+    prediction, draft, nodes, seed, scope, store
         As for `model.generate`, see `accelerate`.
     context_ids
         (n,) what the drafter reads in place of the prompt: other texts, the most relevant last, and at the end what
@@ -211,6 +212,7 @@ def generate_stream(
         "nodes": nodes,
         "seed": seed,
         "scope": scope,
+        "store": store,
         "context_ids": None if context_ids is None else known_ids(context_ids, "context_ids", model),
         "on_pass": on_pass,
         "return_logprobs": return_logprobs,
@@ -234,6 +236,7 @@ def open_sequence(
     draft: str | None = None,
     seed: int | None = None,
     scope: str | None = None,
+    store: Any = None,
     **kwargs: Any,
 ) -> Sequence | None:
     """The sequence of a row (1, L) for whoever takes it from pass to pass: `speculation.engine` joins and advances it.
@@ -254,6 +257,7 @@ def open_sequence(
         draft=draft,
         seed=seed,
         scope=scope,
+        store=store,
         context_ids=read,
         on_pass=on_pass,
         on_loan=on_loan,

@@ -28,7 +28,9 @@ from retrieve_spec.kernels.views import borrowed
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
 NUM_SOURCES = 10
 _CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT = 0, 2, 3, 6, 8, 9
-"""How many `retrieve_spec.sources.SOURCE_NAMES` there are, and the places of some of them."""
+"""How many of `retrieve_spec.sources.SOURCE_NAMES` estimate, and the places of some of them."""
+FORCED = NUM_SOURCES
+"""The place of what needs no source, as nothing else may come."""
 CELLS = NUM_SOURCES * LENGTH_BUCKETS * COUNT_BUCKETS * DISTINCT_BUCKETS
 PRIOR_WEIGHT = 6.0
 """Observations that the prior of a cell counts for."""

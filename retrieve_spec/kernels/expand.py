@@ -163,6 +163,7 @@ def expand(
     acceptance: float,
     chain: int,
     least: float,
+    ahead: int,
     cursors: NDArray[np.int64],
     tails: NDArray[np.int32],
     pool_p: NDArray[np.float32],
@@ -195,6 +196,9 @@ def expand(
         1 to follow the most probable token at every node alone, 0 for a tree.
     least
         Probability of a path below which no node pays.
+    ahead
+        Tokens that the draft begins with: the first so many of `nodes` and `node_p` hold them as a chain, which is
+        taken as it is.
     cursors, tails
         ((max_nodes + 1) · s, CURSOR) int64 and (max_nodes + 1, TAIL) int32 scratch; the root's come first.
     pool_p, pool_ids, heap
@@ -203,7 +207,7 @@ def expand(
         `blend.scratch_memory` of the table's rows.
     nodes, node_p
         Output: (max_nodes, 4) int64 (token, parent, depth, source row) in best-first order, (max_nodes,) float32. The
-        first is there also where it does not pay; its probability is 0 where there is none.
+        first behind `ahead` is there also where it does not pay; its probability is 0 where there is none.
 
     Returns
     -------
@@ -223,16 +227,19 @@ def expand(
             cursors[s, j] = root_cursors[s, j]
     for j in range(TAIL):
         tails[0, j] = tail[0, j]
-    if max_nodes > 0:
-        node_p[0] = 0.0
+    if ahead < max_nodes:
+        node_p[ahead] = 0.0
     ranks = np.zeros(RANKS, np.int64)
     cutoff = 0.0
     pool = size = np.int64(0)  # candidates found, candidates waiting
-    n = best_n = np.int64(0)
+    n = best_n = np.int64(ahead)
     gain = 1.0
-    best_rate = 1.0 / np.float64(cost[0]) if len(cost) > 0 else 0.0
-    depth = 0
-    path_p = acceptance
+    depth = n
+    path_p = acceptance * (np.float64(node_p[n - 1]) if n > 0 else 1.0)
+    for i in range(ahead):
+        gain += np.float64(node_p[i])
+        follow(table, cursors, tails, i, i + 1, np.int32(nodes[i, 0]), stores)
+    best_rate = gain / np.float64(cost[n]) if len(cost) > 0 else 0.0
     while True:  # the root, then every node as it is taken: the n-th stands at place n of cursors and tails
         if depth < max_depth and n < max_nodes:
             valid = min(tail_len + depth, TAIL)

@@ -79,11 +79,13 @@ TABLE, SOURCES, CELL_COUNTS, SCALE, DRAFTS, FIRST_P, FIRST = 31, 32, 33, 34, 35,
 """Addresses of the table and how many sources it has; of a calibration's cells, scale and drafts (as in
 `kernels/calibration.py`; greedy, then with known noise); of (1,) float64, how probable the token was that the last
 draft began with, or would if it had paid (0: none); that token."""
-SAID, SAID_ROOM, NUM_SAID, LEFT, DRAFTED, STEP = 38, 39, 40, 41, 42, 43
+AHEAD = 38
+"""Tokens that the next draft begins with, whatever sources say: the first of `NODES` and `NODE_P`."""
+SAID, SAID_ROOM, NUM_SAID, LEFT, DRAFTED, STEP = 39, 40, 41, 42, 43, 44
 """Of a request whose text an engine keeps (`kernels/batch.py`): address of what was generated (int32), tokens that it
 has room for and holds, the last ones of these that the text's automaton had no room for; tokens of the draft that waits
 to be verified, and the step that it was made for."""
-REQUEST = 44
+REQUEST = 45
 """Integers per request."""
 MATCH = 64
 """Longest match with a store that is kept when the text leaves it."""

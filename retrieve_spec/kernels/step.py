@@ -171,7 +171,7 @@ def depth_first(
     nodes, node_p
         Output of `expand`; as many nodes are written as the outputs hold.
     numbers
-        (s,) uint8, number of each source row.
+        (s + 1,) uint8, number of each source row, and of what no source says.
     node_origin
         Output of `find_origins`, or (0,) when it was not asked for.
     token_ids, parents, depths, log_p, sources, origins
@@ -225,9 +225,10 @@ def write_tree(
     n, at = block.shape[1], np.int64(block.ctypes.data)
     if n == 0:
         return
-    numbers = np.empty(len(table), np.uint8)
+    numbers = np.empty(len(table) + 1, np.uint8)
     for s in range(len(table)):
         numbers[s] = table[s, NUMBER]
+    numbers[len(table)] = calibration.FORCED
     depth_first(
         nodes,
         node_p,
@@ -311,9 +312,9 @@ def propose(
     -------
     room, expected, tree
         What `observe` returns: where that is less than all, the caller appends the rest, and nothing was drafted yet.
-        The sum of the nodes' path probabilities; the tree as `write_tree` writes it. The request's `NODES` and
-        `NODE_P` hold the nodes in best-first order, `FIRST` and `FIRST_P` what the draft begins with, or would if it
-        paid. One array only: where caches are empty each takes microseconds to make.
+        The sum of the path probabilities of nodes that were not given; the tree as `write_tree` writes it. The
+        request's `NODES` and `NODE_P` hold the nodes in best-first order, `FIRST` and `FIRST_P` what the draft begins
+        with, or would if it paid. One array only: where caches are empty each takes microseconds to make.
     """
     room = np.int64(0)
     if len(emitted) > 0:
@@ -328,9 +329,10 @@ def propose(
     expected_accepted = 0.0
     if max_nodes > 0 and room == len(emitted):
         n = _grow(table, request, cost, max_depth, min_p, chain, least, nodes, node_p, stores)
-        for i in range(n):
+        for i in range(request[state.AHEAD], n):
             expected_accepted += np.float64(node_p[i])
-        request[state.FIRST], view_f64(request[state.FIRST_P], 1)[0] = nodes[0, 0], np.float64(node_p[0])
+        first_p = np.float64(node_p[0]) if request[state.AHEAD] == 0 else 0.0
+        request[state.FIRST], view_f64(request[state.FIRST_P], 1)[0] = nodes[0, 0], first_p
         if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
             if origins == 1:
                 found = np.empty(n, np.int64)
@@ -376,6 +378,7 @@ def _grow(
         calibration.acceptance_ratio(state.drafts_of(request, noise[0])),
         chain,
         least,
+        request[state.AHEAD],
         view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR),
         view_rows(request[state.NODE_TAILS], max_nodes + 1, TAIL),
         view_f32(request[state.POOL_P], pool),

@@ -26,6 +26,7 @@ from retrieve_spec.sampling.acceptance import (
     log_softmax_at,
 )
 from retrieve_spec.sampling.device_acceptance import DeviceSampler
+from retrieve_spec.sampling.guides import GrammarProcessor
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.text import RowText
 
@@ -176,7 +177,7 @@ def processors_of_row(processors: Any, row: int) -> LogitsProcessorList:
             processor.prompt_ignore_length = ignored[row : row + 1]
         if type(processor) is hf.PrefixConstrainedLogitsProcessor:
             processor = hf.PrefixConstrainedLogitsProcessor(_of_row(processor._prefix_allowed_tokens_fn, row), 1)
-        own.append(processor)
+        own.append(processor.fresh() if isinstance(processor, GrammarProcessor) else processor)
     return own
 
 

@@ -56,6 +56,8 @@ class DraftHints:
         A `retrieve_spec.sources.session.SessionMemory` to draft from and to add the completion to, None for none.
     scope
         Whose text this is: what the model said to somebody else is not drafted from.
+    store
+        An open datastore to draft from besides, for this completion alone, or None.
     """
 
     enabled: bool = True
@@ -63,6 +65,7 @@ class DraftHints:
     context: tuple[int, ...] = ()
     session: Any = None
     scope: str = ""
+    store: Any = None
 
 
 class SharedText:
@@ -278,7 +281,7 @@ class Backend:
         if sampling.begun and self._beginnings is not None:
             guides.append(self._beginnings.processor(sampling.begun, len(prompt_ids)))
         if sampling.grammar and self._grammars is not None:
-            guides.append(self._grammars.processor(sampling.grammar, len(prompt_ids)))
+            guides.append(self._grammars.processor(sampling.grammar))
         options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             self._cache_name: cache,
@@ -290,6 +293,7 @@ class Backend:
             options["eos_token_id"] = sorted(end_ids)
         if hints.enabled:
             options |= {"prediction": list(hints.prediction) or None, "context_ids": hints.context or None}
+            options["store"] = hints.store
         else:
             options["draft"] = "off"
         if not sampling.greedy:

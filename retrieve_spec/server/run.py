@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ def build_service(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    named_stores: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     name: str | None = None,
     metrics: Metrics | None = None,
@@ -73,6 +74,8 @@ def build_service(
     ----------
     workspaces, stores
         Folders and datastores to draft from.
+    named_stores
+        Datastores that are drafted from where a request asks for them by these names.
     session
         File in which the model's answers are kept, each for whoever asked; None keeps none.
     shared
@@ -92,6 +95,7 @@ def build_service(
         shared=shared,
         workspaces=workspaces,
         stores=stores,
+        named_stores=named_stores,
         session=session,
         metrics=metrics,
     )
@@ -111,13 +115,16 @@ def assemble(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    named_stores: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     metrics: Metrics | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
+    asked_for = {name: open_datastore(store, tokenizer=tokenizer) for name, store in (named_stores or {}).items()}
     accelerate(model, tokenizer, datastores=given, session=session or False)
+    model.speculation.check_stores(list(asked_for.values()))
     drafters = model.speculation.drafters
     backend = Backend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
@@ -132,6 +139,7 @@ def assemble(
         workspace,
         shared=shared,
         stores=given,
+        named=asked_for,
         drafters=kept,
         metrics=metrics,
         end_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
@@ -145,15 +153,18 @@ def assemble(
         backend.warm_up(service.end_ids)  # else the first requests wait for kernels
     except Exception:
         log.exception("requests of some kind will fail")
-    if workspace is not None:
 
-        def prepared(store: Datastore | None) -> list[Datastore]:
-            """Stores with which a drafter is ready, whatever it had to compile or load."""
-            stores_now = [*given, *([store] if store is not None else [])]
-            trial = build_drafter(model.speculation.config, datastores=stores_now)
-            if isinstance(trial, Preparable):
-                trial.prepare()
-            return stores_now
+    def prepared(*more: Datastore | None) -> list[Datastore]:
+        """Stores with which a drafter is ready, whatever it had to compile or load."""
+        stores_now = [*given, *(store for store in more if store is not None)]
+        trial = build_drafter(model.speculation.config, datastores=stores_now)
+        if isinstance(trial, Preparable):
+            trial.prepare()
+        return stores_now
+
+    if asked_for:
+        prepared(*asked_for.values())
+    if workspace is not None:
 
         def attach(store: Datastore | None) -> None:
             stores_now = prepared(store)
@@ -222,6 +233,7 @@ def serve(
     models_bytes: int = 0,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
+    named_stores: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     key_file: Path | None = None,
     dtype: str = "auto",
@@ -247,7 +259,7 @@ def serve(
         A datastore is not there or damaged, or the session's file is something else.
     """
     paths = named([model_name, *others])
-    for store in stores:
+    for store in [*stores, *(named_stores or {}).values()]:
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
     if session is not None:
         unpacked(session)
@@ -273,14 +285,15 @@ def serve(
 
     def make(progress: Progress) -> FastAPI:
         first = next(iter(paths))
-        service = build(first, stores=stores, session=session, progress=progress)
+        own = {"stores": stores, "named_stores": named_stores, "session": session}
+        service = build(first, **own, progress=progress)
         fim = service.fim
         log.info("%s, fill-in-the-middle: %s", service.name, fim.fmt.family if fim else service.no_fim())
         on_loaded()
         if not others:
             return create_app(service, keys=keys)
         loads = {name: partial(build, name) for name in paths}
-        loads[first] = partial(build, first, stores=stores, session=session)
+        loads[first] = partial(build, first, **own)
         known = {name: Model(load, bytes_on_disk(paths[name])) for name, load in loads.items()}
         known[first].stays = session is not None  # who has their answers forgotten means those in the file, too
         registry = Models(known, most_bytes=models_bytes, most_waiting=config.max_queue, keys=keys)

@@ -10,10 +10,11 @@ from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.sampling.guides import EXTRA, GrammarProcessor, json_grammar, problem_of, read_vocabulary
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.tools import ToolFormat, calls_grammar
@@ -334,11 +335,6 @@ def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
     return {i: text for i, text in spelled.items() if i not in added} | kept
 
 
-_EXTRA = "pip install 'retrieve-spec[json]'"
-_SPACE = r"( |\n[ \t]{0,40})?"
-"""Space between the parts of a document: bounded, since some models never stop indenting."""
-
-
 class Grammars:
     """Grammars for the vocabulary of one model."""
 
@@ -358,11 +354,7 @@ class Grammars:
         schema, name = request.wanted_json()
         if schema is None:
             return ""
-        vocabulary = self._read_vocabulary(name)
-        from llguidance import LLMatcher
-
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _SPACE})
-        return self._valid(str(grammar), name, vocabulary)
+        return self._valid(json_grammar(schema), name, self._read_vocabulary(name))
 
     def of_calls(self, fmt: ToolFormat, schemas: Mapping[str, Any], *, several: bool) -> str:
         """The grammar of calls of functions, given the JSON schemas of their arguments.
@@ -377,68 +369,27 @@ class Grammars:
         def mark(text: str) -> str:
             return f"<[{added[text]}]>" if text in added else json.dumps(text)
 
-        grammar = calls_grammar(fmt, schemas, mark, several=several)
-        return self._valid(grammar, "tools", vocabulary)
+        return self._valid(calls_grammar(fmt, schemas, mark, several=several), "tools", vocabulary)
 
     def _valid(self, grammar: str, name: str, vocabulary: Any) -> str:
-        from llguidance import LLMatcher
-
-        problem = LLMatcher.validate_grammar(grammar, vocabulary)
-        if problem and not problem.startswith("WARNING"):
-            raise Refusal(400, f'"{name}": {problem.splitlines()[0]}')
+        if problem := problem_of(grammar, vocabulary):
+            raise Refusal(400, f'"{name}": {problem}')
         return grammar
 
     def _read_vocabulary(self, name: str) -> Any:
         """The tokenizer as llguidance wants it, read once."""
         try:
-            import llguidance  # noqa: F401 - it may be there in part
-            from llguidance.hf import from_tokenizer
+            import llguidance.hf  # noqa: F401 - it may be there in part
         except ImportError:
-            raise Refusal(400, f'"{name}" needs the package llguidance: {_EXTRA}', "unsupported_field") from None
+            raise Refusal(400, f'"{name}" needs the package llguidance: {EXTRA}', "unsupported_field") from None
         with self._lock:
             if self._vocabulary is None:
                 try:
-                    self._vocabulary = from_tokenizer(self._tokenizer, eos_token=self._end_ids)
-                except (ValueError, RuntimeError) as error:
+                    self._vocabulary = read_vocabulary(self._tokenizer, self._end_ids)
+                except ConfigError as error:
                     raise Refusal(400, f'"{name}" cannot be served with this model: {error}') from error
             return self._vocabulary
 
-    def processor(self, grammar: str, prompt_length: int) -> Any:
-        """A ``LogitsProcessor`` for one text behind a prompt of so many tokens."""
-        from llguidance import LLMatcher
-
-        return GrammarProcessor(LLMatcher(self._vocabulary, grammar, log_level=0), prompt_length)
-
-
-class GrammarProcessor:
-    """Makes every token impossible that the grammar does not allow next; a `LogitsProcessor` in all but its base.
-
-    It is called with longer and longer texts, as plain decoding calls processors; a text that does not go on from the
-    last one is followed anew from where they part. The tokens of the prompt are not the grammar's.
-    """
-
-    def __init__(self, matcher: Any, prompt_length: int) -> None:
-        self._matcher, self._prompt_length = matcher, prompt_length
-        self._said: list[int] = []
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """(1, vocab) scores behind a text (1, n)."""
-        self._follow(input_ids[0, self._prompt_length :].tolist())
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = np.zeros(scores.shape[-1], np.bool_)
-        known = np.unpackbits(bits, bitorder="little")[: len(allowed)].astype(np.bool_)
-        allowed[: len(known)] = known
-        return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
-
-    def _follow(self, said: list[int]) -> None:
-        """Let the matcher stand behind a text."""
-        kept = 0
-        for old, new in zip(self._said, said, strict=False):
-            if old != new:
-                break
-            kept += 1
-        if kept < len(self._said):
-            self._matcher.rollback(len(self._said) - kept)
-        if kept < len(said) and not self._matcher.consume_tokens(said[kept:]):
-            raise RuntimeError(f"the grammar cannot be followed: {self._matcher.get_error()}")
-        self._said = said
+    def processor(self, grammar: str) -> GrammarProcessor:
+        """A ``LogitsProcessor`` for one text."""
+        return GrammarProcessor(self._vocabulary, grammar)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -110,6 +110,8 @@ class Service:
         Several users with keys of their own share the server: none may fill the queue, or forget for the others.
     stores
         Datastores that copied lines are looked up in.
+    named
+        Datastores that requests may name.
     drafters
         The model's, where the answers of their sessions are kept in a file.
     metrics
@@ -136,13 +138,14 @@ class Service:
         *,
         shared: bool = False,
         stores: Sequence[Datastore] = (),
+        named: Mapping[str, Datastore] | None = None,
         drafters: Drafters | None = None,
         metrics: Metrics | None = None,
         end_ids: Collection[int] = (),
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
-        self.workspace = workspace
+        self.workspace, self._named = workspace, dict(named or {})
         self.codec, self.backend_vocabulary = TextCodec(tokenizer), len(tokenizer)
         self.fim = find_format(self.codec)
         eos = tokenizer.eos_token_id
@@ -345,7 +348,7 @@ class Service:
         typing: bool = False,
         begun: str = "",
     ) -> Task:
-        config = self.config
+        config, store = self.config, self._store(request)
         late = request.t_max_predict_ms
         words, stop_ids = self._stops(request)
         return Task(
@@ -359,7 +362,7 @@ class Service:
                 begun,
             ),
             replace(self._sampling(request), begun=begun),
-            hints,
+            hints if store is None else lambda: replace(hints(), store=store),
             scope=caller.scope,
             typing=typing,
             arrived=caller.arrived,
@@ -371,6 +374,20 @@ class Service:
             reuse=request.cache_prompt is not False,
             drafting=request.speculative is not False,
         )
+
+    def _store(self, request: Common) -> Datastore | None:
+        """The datastore that a request names.
+
+        Raises
+        ------
+        Refusal
+            404: none is served under the name; which are is not said.
+        """
+        if request.store is None:
+            return None
+        if request.store not in self._named:
+            raise Refusal(404, f"no datastore is served as {request.store[:60]!r}", "not_found_error")
+        return self._named[request.store]
 
     def _deadline(self, request: Common) -> float | None:
         """Seconds of work after which an answer ends, None for no end."""

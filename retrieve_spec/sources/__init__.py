@@ -11,5 +11,6 @@ SOURCE_NAMES = (
     "script",
     "phrases",
     "alignment",
+    "forced",
 )
 """Names by the number stored in `DraftTree.source`; statistics are reported by these names."""

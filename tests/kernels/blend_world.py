@@ -65,6 +65,7 @@ class World:
             1.0,
             0,
             0.0,
+            0,
             cursors,
             np.zeros((MAX_NODES + 1, source_table.TAIL), np.int32),
             np.empty(pool, np.float32),

@@ -41,7 +41,7 @@ def test_an_answer_is_json_under_its_schema_with_drafts_and_without(library, ref
     assert content(on) == content(off)
     assert set(said) == {"name", "sides", "exact"} and 4 <= len(said["sides"]) <= 5
     assert on.json()["choices"][0]["finish_reason"] == "stop"
-    assert on.json()["timings"]["draft_n"] > 0
+    assert on.json()["timings"]["accepted_by_source"]["forced"] > 3
 
 
 def test_the_openai_client_and_llama_cpp_ask_for_it_their_ways(library, reference_live):

@@ -1,0 +1,195 @@
+"""Where few tokens may come, those that must are drafted; the text is that of the same rules without drafts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from batch_rows import CHAINS, left_padded, small_model
+
+import retrieve_spec as rs
+from retrieve_spec import errors
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "function_name": {"enum": ["area", "volume"]},
+        "argument_names": {"type": "array", "items": {"enum": ["width", "height"]}, "minItems": 2, "maxItems": 3},
+        "returns_number": {"type": "boolean"},
+    },
+    "required": ["function_name", "argument_names", "returns_number"],
+    "additionalProperties": False,
+}
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 5}
+
+
+def rails(row: int, ids: torch.Tensor) -> list[int]:
+    """Five of seven tokens are forced; they depend on the row and on the last free token."""
+    turn = len(ids) % 7
+    if turn < 2:
+        return list(range(3 + row, 150, 3))
+    return [(int(ids[-1]) * 5 + turn) % 190 + 3]
+
+
+@pytest.mark.parametrize("nodes", [None, 8])
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_one_allowed_token_is_drafted(tiny: Any, prompt: torch.Tensor, nodes: int | None, sampling: Any) -> None:
+    options = {"prefix_allowed_tokens_fn": rails, "max_new_tokens": 70, **sampling}
+    plain = None if "seed" in sampling else tiny.generate(prompt, **options)
+    rs.accelerate(tiny)
+    off = tiny.generate(prompt, **options, draft="off")
+    assert torch.equal(tiny.generate(prompt, **options, nodes=nodes), off)
+    assert plain is None or torch.equal(plain, off)
+    report = tiny.speculation.last
+    assert report.accepted_by_source["forced"] >= 36, "in each round one of them may be the token behind a draft"
+    assert report.tokens_per_pass > 2.3
+
+
+@pytest.mark.parametrize("recorded_pass", ["auto", "off"])
+def test_rows_of_a_batch_have_rails_of_their_own(tiny: Any, recorded_pass: str) -> None:
+    options = {"prefix_allowed_tokens_fn": rails, "max_new_tokens": 30, "do_sample": False, "eos_token_id": 77}
+    plain = tiny.generate(**left_padded(), **options)
+    rs.accelerate(tiny, recorded_pass=recorded_pass)
+    assert torch.equal(tiny.generate(**left_padded(), **options), plain)
+    assert tiny.speculation.last.accepted_by_source["forced"] > 0
+
+
+def test_a_model_that_verifies_chains_takes_them(prompt: torch.Tensor) -> None:
+    model = small_model("gpt_neo", **CHAINS)
+    options = {"prefix_allowed_tokens_fn": rails, "max_new_tokens": 30, "do_sample": False}
+    plain = model.generate(prompt, **options)
+    rs.accelerate(model, recorded_pass="off")
+    assert torch.equal(model.generate(prompt, **options), plain)
+    assert model.speculation.last.mode == "chain" and model.speculation.last.accepted_by_source["forced"] > 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 9, 10])
+def test_a_limit_inside_of_what_is_forced(tiny: Any, prompt: torch.Tensor, most: int) -> None:
+    options = {"prefix_allowed_tokens_fn": rails, "max_new_tokens": most, "do_sample": False}
+    plain = tiny.generate(prompt, **options)
+    rs.accelerate(tiny)
+    assert torch.equal(tiny.generate(prompt, **options), plain)
+
+
+def test_a_stop_inside_of_what_is_forced_leaves_no_more_in_the_session(tiny: Any, prompt: torch.Tensor) -> None:
+    options = {"prefix_allowed_tokens_fn": rails, "max_new_tokens": 70, "do_sample": False}
+    text = tiny.generate(prompt, **options)[0]
+    ends = next(i for i in range(30, 60) if i % 7 == 5 and int(text[i]) not in text[:i].tolist())
+    rs.accelerate(tiny, session=True)
+    stopped = tiny.generate(prompt, **options, eos_token_id=int(text[ends]))
+    assert torch.equal(stopped[0], text[: ends + 1])
+    told = tiny.speculation.session().automata[-1]
+    assert len(told) <= ends + 2 - prompt.shape[1], "what was drafted and not said"
+
+
+@pytest.mark.parametrize("drafter", ["auto", "prompt-lookup"])
+def test_presets_that_look_at_no_rules_draft_them_too(tiny: Any, prompt: torch.Tensor, drafter: str) -> None:
+    options = {"prefix_allowed_tokens_fn": rails, "max_new_tokens": 40, "do_sample": False}
+    plain = tiny.generate(prompt, **options)
+    rs.accelerate(tiny, draft=drafter, nodes=16)
+    assert torch.equal(tiny.generate(prompt, **options), plain)
+    assert tiny.speculation.last.accepted_by_source["forced"] > 15
+
+
+def test_a_function_is_asked_about_nothing_that_does_not_come(tiny: Any, prompt: torch.Tensor) -> None:
+    """One that looks texts up knows no others; drafts that it does not allow are none of them."""
+    options = {"max_new_tokens": 40, "do_sample": False}
+    repeated = torch.cat([prompt, prompt, prompt[:, :6]], dim=1)
+    text = tiny.generate(repeated, prefix_allowed_tokens_fn=rails, **options)[0]
+    known = {tuple(text[:end].tolist()) for end in range(repeated.shape[1], len(text) + 1)}
+
+    def strict(row: int, ids: torch.Tensor) -> list[int]:
+        assert tuple(ids.tolist()) in known
+        return rails(row, ids)
+
+    rs.accelerate(tiny, nodes=32)
+    assert torch.equal(tiny.generate(repeated, prefix_allowed_tokens_fn=strict, **options)[0], text)
+
+
+def test_what_changes_its_mind_costs_no_text(tiny: Any, prompt: torch.Tensor) -> None:
+    """A rule that counts its calls is no rule of the text; what it says last is what counts."""
+    rs.accelerate(tiny)
+    asked: list[int] = []
+
+    def fickle(_row: int, ids: torch.Tensor) -> list[int]:
+        asked.append(len(ids))
+        return [3 + len(asked) % 2]
+
+    text = tiny.generate(prompt, prefix_allowed_tokens_fn=fickle, max_new_tokens=20, do_sample=False)
+    assert text.shape[1] == 32 and set(text[0, 12:].tolist()) <= {3, 4}
+
+
+@pytest.fixture
+def grammar(reference_tokenizer: Any) -> Any:
+    pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
+    return lambda: rs.GrammarProcessor.of(reference_tokenizer, json_schema=SCHEMA)
+
+
+def test_a_schema_holds_with_transformers_alone_and_with_drafts(
+    reference_model: Any, reference_tokenizer: Any, grammar: Any
+) -> None:
+    prompts = ["def area(width, height):", "import json\nshape = "]
+    inputs = reference_tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    options = {"max_new_tokens": 100, "do_sample": False}
+    held = grammar()
+    reference_model.generate(
+        **{name: part[:, 1:] for name, part in inputs.items()}, max_new_tokens=3, logits_processor=[held]
+    )
+    plain = reference_model.generate(**inputs, **options, logits_processor=[held])
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    for _ in range(2):  # one processor for any number of calls
+        assert torch.equal(reference_model.generate(**inputs, **options, logits_processor=[held]), plain)
+    last = reference_model.speculation.last
+    assert last.mode == "tree" and last.accepted_by_source["forced"] > 20
+
+
+def test_samples_and_requests_under_a_schema_are_those_without_drafts(
+    reference_model: Any, reference_tokenizer: Any, grammar: Any
+) -> None:
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    inputs = reference_tokenizer("shape = ", return_tensors="pt")
+    options = {**SAMPLED, "max_new_tokens": 90, "logits_processor": [grammar()]}
+    samples = reference_model.generate(**inputs, **options, num_return_sequences=3)
+    assert reference_model.speculation.last.accepted_by_source["forced"] > 20
+    assert torch.equal(reference_model.generate(**inputs, **options, num_return_sequences=3, draft="off"), samples)
+    many = [done.text for done in rs.generate_many(reference_model, ["shape = ", "x = "] * 2, **options)]
+    assert many == [
+        done.text for done in rs.generate_many(reference_model, ["shape = ", "x = "] * 2, **options, draft="off")
+    ]
+    assert all(set(json.loads(text)) == set(SCHEMA["properties"]) for text in many)
+
+
+def test_other_grammars(reference_model: Any, reference_tokenizer: Any, grammar: Any) -> None:
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    inputs = reference_tokenizer("# phone: ", return_tensors="pt")
+    for held in (
+        rs.GrammarProcessor.of(reference_tokenizer, regex=r"the number is \+49 [0-9]{4}"),
+        rs.GrammarProcessor.of(reference_tokenizer, lark='start: "the number is " /[0-9]{4}/'),
+    ):
+        text = reference_model.generate(**inputs, logits_processor=[held], max_new_tokens=30, do_sample=False)
+        said = reference_tokenizer.decode(text[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert said.startswith("the number is ") and said[-4:].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "0 of them"),
+        ({"regex": "a", "json_schema": {}}, "2 of them"),
+        ({"regex": "((("}, "unclosed group|invalid regex"),
+        ({"lark": "((("}, "expecting rule"),
+        ({"json_schema": {"type": "no such type"}}, "type"),
+    ],
+)
+def test_what_is_no_grammar_is_an_error(reference_tokenizer: Any, grammar: Any, given: Any, told: str) -> None:
+    with pytest.raises(errors.ConfigError, match=told):
+        rs.GrammarProcessor.of(reference_tokenizer, **given)
+
+
+def test_the_extra_is_named(reference_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(errors.ConfigError, match=r"retrieve-spec\[json\]"):
+        rs.GrammarProcessor.of(reference_tokenizer, regex="a")

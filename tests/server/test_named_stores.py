@@ -1,0 +1,66 @@
+"""Datastores by name: a request drafts from the one it asks for, of those that the server was given names for."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from live import Live
+
+import retrieve_spec as rs
+from retrieve_spec.cli import cli
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.server.run import assemble
+
+PROMPT = "def area(width, height):\n"
+
+
+@pytest.fixture(scope="module")
+def served(reference, tmp_path_factory):
+    before, _, tokenizer = reference
+    folder = tmp_path_factory.mktemp("named")
+    asked = {"prompt": PROMPT, "max_tokens": 48}
+    text = Live(before.backend, tokenizer, service=before)
+    said = text.post("/v1/completions", asked).json()["choices"][0]["text"]
+    (folder / "a.txt").write_text(PROMPT + said)
+    store = rs.build_datastore(folder / "store", [str(folder / "a.txt")], tokenizer)
+    assert store is not None
+    own = assemble(
+        before.backend.model, tokenizer, "reference", ServeConfig(), named={"mine": folder / "store"}, shared=True
+    )
+    server = Live(own.backend, tokenizer, service=own, keys=(b"alice", b"bob"))
+    yield server, said
+    server.stop()
+
+
+def ask(server, key, **fields):
+    body = {"prompt": PROMPT, "max_tokens": 48, **fields}
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=120, trust_env=False)
+
+
+def test_a_request_drafts_from_the_store_it_names(served):
+    server, said = served
+    for key, name in (("alice", None), ("alice", "mine"), ("bob", None), ("bob", "mine"), ("alice", None)):
+        fields = {} if name is None else {"store": name}
+        answer = ask(server, key, cache_prompt=False, **fields).json()
+        assert answer["choices"][0]["text"] == said
+        found = answer["timings"]["accepted_by_source"]
+        assert (found.get("exact", 0) + found.get("ngram", 0) > 0) == (name is not None)
+
+
+@pytest.mark.parametrize("name", ["other", "", "../store", "/etc", "mine2", "MINE"])
+def test_another_name_opens_nothing_and_tells_none(served, name):
+    answer = ask(served[0], "alice", store=name)
+    assert answer.status_code == 404
+    assert "mine'" not in answer.text.replace(repr(name), "")
+    assert ask(served[0], "alice", store=["mine"]).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [(["a=.", "a=."], "given twice"), (["a=/no/such/folder"], "does not exist"), (["="], "does not")]
+)
+def test_serve_says_what_is_wrong_with_a_name(given, told):
+    options = [part for store in given for part in ("--store", store)]
+    result = CliRunner().invoke(cli, ["serve", *options])
+    assert result.exit_code == 2 and told in result.output
