@@ -16,12 +16,11 @@ PROMPT = "def area(width, height):\n"
 
 
 @pytest.fixture(scope="module")
-def served(reference, tmp_path_factory):
+def served(reference, reference_live, tmp_path_factory):
     before, _, tokenizer = reference
     folder = tmp_path_factory.mktemp("named")
     asked = {"prompt": PROMPT, "max_tokens": 48}
-    text = Live(before.backend, tokenizer, service=before)
-    said = text.post("/v1/completions", asked).json()["choices"][0]["text"]
+    said = reference_live.post("/v1/completions", asked).json()["choices"][0]["text"]
     (folder / "a.txt").write_text(PROMPT + said)
     store = rs.build_datastore(folder / "store", [str(folder / "a.txt")], tokenizer)
     assert store is not None
