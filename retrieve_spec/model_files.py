@@ -10,9 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from retrieve_spec.config import cache_dir
 from retrieve_spec.errors import ConfigError, ModelNotFoundError, in_a_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +128,8 @@ def gguf_folder(path: Path) -> Path:
     return folder if folder.exists() else unpack(path, folder)
 
 
-def unpack(path: Path, folder: Path) -> Path:
-    """Write a GGUF file's model and tokenizer, its chat template with it, as Transformers keeps them; the folder.
+def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and the tokenizer of a GGUF file, its chat template with it.
 
     Transformers takes a minute to read such a file, most of which goes into the tokenizer. Quantised weights become
     float32, four bytes each, which has every one of them exactly; others stay as they are.
@@ -134,13 +138,10 @@ def unpack(path: Path, folder: Path) -> Path:
     ------
     ModelNotFoundError
         A package that reads GGUF files is missing.
-    ConfigError
-        The cache cannot be written.
     """
     if missing := [name for name in GGUF_READERS if find_spec(name) is None]:
         got = f"{', '.join(missing)} not installed"
         raise ModelNotFoundError(f"to read {path.name}", got, f"Run: pip install {' '.join(GGUF_READERS)}")
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import quantization_config as formats
 
@@ -151,6 +152,22 @@ def unpack(path: Path, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True, **dense)
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
+    return model, tokenizer
+
+
+def unpack(path: Path, folder: Path) -> Path:
+    """Write what `read_gguf` reads of a file, as Transformers keeps it; the folder.
+
+    Raises
+    ------
+    ModelNotFoundError
+        As of `read_gguf`.
+    ConfigError
+        The cache cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    model, tokenizer = read_gguf(path)
 
     def save(folder: Path) -> None:
         model.save_pretrained(folder)

@@ -136,7 +136,7 @@ def _constant(tensor: torch.Tensor) -> nn.Parameter:
 def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """The packed weight nearest to (n, k) floats: (n, bytes of a row) uint8.
 
-    Rows are filled up to a multiple of 16.
+    Rows are filled up to a multiple of 16. Numbers of GGUF's blocks Q4_0 and Q4_1, and of Q8_0 in 8 bits, stay the same.
     """
     groups = functional.pad(weight.float(), (0, 0, 0, -len(weight) % LANES)).view(-1, weight.shape[1] // GROUP, GROUP)
     if bits == 8:
@@ -144,7 +144,13 @@ def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
     else:
         low, high = groups.amin(-1), groups.amax(-1)
         scale, offset = (high - low) / 15, low
-    scale, offset = scale.clamp_min(_LEAST).half(), offset.half()
+        largest = torch.where(high > -low, high, low)
+        eighth = largest / -8
+        steps = (groups / eighth.unsqueeze(-1)).nan_to_num(posinf=99.0, neginf=99.0).round()
+        is_even = (steps * eighth.unsqueeze(-1) == groups).all(-1) & (steps.amax(-1) <= 7)  # as in blocks Q4_0
+        scale, offset = torch.where(is_even, eighth, scale), torch.where(is_even, largest, offset)
+    scale = torch.where(scale.abs() < _LEAST, _LEAST, scale)
+    scale, offset = scale.half(), offset.half()
     levels = ((groups - offset.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)).round_()
     if bits == 8:
         return lay_out((levels.clamp_(-127, 127) + 128).byte(), scale)

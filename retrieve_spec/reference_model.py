@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -23,7 +23,7 @@ from retrieve_spec.errors import (
     nearest,
     require,
 )
-from retrieve_spec.model_files import PACKAGED, gguf_folder, make_folder
+from retrieve_spec.model_files import PACKAGED, gguf_folder, make_folder, read_gguf
 from retrieve_spec.openmp import survive_forks
 
 if TYPE_CHECKING:
@@ -87,10 +87,13 @@ def load_model(
         require(quantize in QUANTISED, "weights in int8 or int4", quantize, "Leave quantize out for neither.")
         require(dtype in ("auto", "bfloat16"), "dtype 'auto' or 'bfloat16' with quantize", dtype, "Leave it at 'auto'.")
         require(target.type == "cpu", "the CPU, for which weights are packed", str(target), "Give device='cpu'.")
-    source, options = _locate(name)
-    config, tokenizer = _config_and_tokenizer(name, source, options)
     import retrieve_spec.quantized  # noqa: F401  # folders of packed models are known by it
 
+    if quantize is not None and (file := _gguf_file(name)) is not None:
+        with _explained(name):
+            return _packed_gguf(file, quantize)
+    source, options = _locate(name)
+    config, tokenizer = _config_and_tokenizer(name, source, options)
     with _explained(name):
         if quantize is None:
             model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=wanted, **options)
@@ -104,7 +107,6 @@ def load_model(
 
 def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], quantize: str) -> PreTrainedModel:
     """A model with packed weights, from the cache where it was made before."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     from retrieve_spec.quantized import WeightOnlyConfig
@@ -113,18 +115,55 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
         raise UnsupportedModelError("weights that are not quantised", source, "Load it without quantize.")
     place = Path(source)
     files = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in place.glob("*.*")]
-    of = [
-        str(place.resolve()) if place.is_dir() else source,
-        getattr(config, "_commit_hash", None),
-        sorted(files),
-        quantize,
-        __version__,
-    ]
-    folder = cache_dir() / "quantized" / hashlib.sha256(json.dumps(of).encode()).hexdigest()[:24]
+    of = str(place.resolve()) if place.is_dir() else source, getattr(config, "_commit_hash", None), sorted(files)
+    folder = _packed_folder(quantize, *of)
     if folder.exists():
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     wanted = WeightOnlyConfig(QUANTISED[quantize])
     model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
+    _keep(model, folder, model.save_pretrained)
+    return model
+
+
+def _packed_gguf(file: Path, quantize: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """What is in a GGUF file, with packed weights; its tokenizer is kept with these, since it takes long to read."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from retrieve_spec.quantized import WeightOnlyConfig, pack_model
+
+    found = file.stat()
+    folder = _packed_folder(quantize, str(file.resolve()), found.st_size, found.st_mtime_ns)
+    if folder.exists():
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model, tokenizer = read_gguf(file)
+    pack_model(model, WeightOnlyConfig(QUANTISED[quantize]))
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    _keep(model, folder, save)
+    return model.eval(), tokenizer
+
+
+def _packed_folder(quantize: str, *of: Any) -> Path:
+    """Where packed weights are kept, by what they were made of."""
+    name = hashlib.sha256(json.dumps([*of, quantize, __version__]).encode()).hexdigest()[:24]
+    return cache_dir() / "quantized" / name
+
+
+def _keep(model: PreTrainedModel, folder: Path, save: Callable[[Path], None]) -> None:
+    """Save a packed model that runs for the next time; where that fails it is packed again then.
+
+    Raises
+    ------
+    UnsupportedModelError
+        It does not run.
+    """
+    import torch
+    from safetensors import SafetensorError
+
     try:
         with torch.no_grad():
             model(torch.arange(4)[None])
@@ -132,16 +171,8 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
         raise UnsupportedModelError(
             "a model that takes packed weights", in_a_line(error), "Load it without quantize."
         ) from error
-    _keep(model, folder)
-    return model
-
-
-def _keep(model: PreTrainedModel, folder: Path) -> None:
-    """Save a model for the next time; where that fails it is packed again then."""
-    from safetensors import SafetensorError
-
     try:
-        make_folder(folder, model.save_pretrained)
+        make_folder(folder, save)
         log.info("packed weights are kept in %s", folder)
     except (OSError, SafetensorError) as error:
         log.warning("packed weights are not kept: %s", in_a_line(error))
@@ -202,11 +233,17 @@ def known_folder(name: str) -> Path | None:
     """
     if name == REFERENCE:
         return reference_path()
-    path = Path(name).expanduser()
     with _explained(name):
         if name in PACKAGED:
             return PACKAGED[name].unpacked()
-        return gguf_folder(path) if path.suffix == ".gguf" and path.is_file() else None
+        file = _gguf_file(name)
+        return None if file is None else gguf_folder(file)
+
+
+def _gguf_file(name: str | os.PathLike[str]) -> Path | None:
+    """The GGUF file of that name, None where it is something else."""
+    path = Path(name).expanduser()
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def copy_if_silent(name: str, file: str) -> Path | None:

@@ -26,7 +26,7 @@ from retrieve_spec.errors import ConfigError, UnsupportedModelError
 from retrieve_spec.kernels.packed_products import GROUP, unpack
 from retrieve_spec.kernels.row_programs import CAN_RUN
 from retrieve_spec.kernels.vector_code import has_bfloat16_products
-from retrieve_spec.quantized import Int8Embedding, PackedLinear, WeightOnlyConfig
+from retrieve_spec.quantized import Int8Embedding, PackedLinear, WeightOnlyConfig, pack
 from retrieve_spec.reference_model import load_model, reference_path
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="products have no form in Python")
@@ -233,6 +233,22 @@ def test_what_cannot_be_packed_is_said(tmp_path: Path) -> None:
         load_model(folder, device="cpu", quantize="int8")
 
 
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q8_0"])
+def test_numbers_of_gguf_blocks_stay_the_same(form: str) -> None:
+    torch.manual_seed(0)
+    groups = torch.randn(48, 3, 32)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    low, spread = groups.amin(-1, keepdim=True).half(), groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)
+    scales = {"Q4_0": largest / -8, "Q4_1": spread / 15, "Q8_0": largest.abs() / 127}
+    scale = scales[form].half().float()
+    scale[0, 0] = 0.0
+    offset = low.float() if form == "Q4_1" else 0.0
+    least, most = {"Q4_0": (-8, 7), "Q4_1": (0, 15), "Q8_0": (-127, 127)}[form]
+    levels = ((groups - offset) / scale).nan_to_num(0.0, 0.0, 0.0).round().clamp(least, most)
+    weight = (levels * scale + offset).flatten(1)
+    assert torch.equal(unpack(pack(weight, 8 if form == "Q8_0" else 4), 96), weight)
+
+
 def test_a_gguf_file_is_packed_as_the_folder_it_was_made_of(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     script = Path(__file__).parents[2] / "scripts" / "export_gguf.py"
@@ -241,4 +257,6 @@ def test_a_gguf_file_is_packed_as_the_folder_it_was_made_of(tmp_path: Path) -> N
     folder, own = load_model(device="cpu", quantize="int4")
     ids = own("def add(a, b):", return_tensors="pt")["input_ids"]
     assert torch.equal(tokenizer("def add(a, b):", return_tensors="pt")["input_ids"], ids)
-    assert torch.equal(model(ids).logits, folder(ids).logits)
+    again, tokens = load_model(str(tmp_path / "reference.gguf"), device="cpu", quantize="int4")
+    assert torch.equal(model(ids).logits, folder(ids).logits) and torch.equal(again(ids).logits, folder(ids).logits)
+    assert tokens.get_vocab() == own.get_vocab()
