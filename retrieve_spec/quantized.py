@@ -136,7 +136,7 @@ def _constant(tensor: torch.Tensor) -> nn.Parameter:
 def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """The packed weight nearest to (n, k) floats: (n, bytes of a row) uint8.
 
-    Rows are filled up to a multiple of 16. Numbers of GGUF's blocks Q4_0 and Q4_1, and of Q8_0 in 8 bits, stay the same.
+    Rows are filled up to a multiple of 16. Numbers of GGUF's blocks Q4_0 and Q4_1, in 8 bits of Q8_0, stay the same.
     """
     groups = functional.pad(weight.float(), (0, 0, 0, -len(weight) % LANES)).view(-1, weight.shape[1] // GROUP, GROUP)
     if bits == 8:
