@@ -70,7 +70,7 @@ def rotate_heads(
 @inner
 def exp(x: np.float32) -> np.float32:
     """e to the power of x, of which the compiler makes vectors (Cephes' expf)."""
-    x = min(max(x, np.float32(-87.3)), np.float32(88.3))
+    x = min(max(x, np.float32(-87.3)), np.float32(89.0))  # infinite from 88.4 on
     whole = np.rint(x * np.float32(1.44269504))
     rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
     series = np.float32(1.9875691500e-4) * rest + np.float32(1.3981999507e-3)

@@ -26,7 +26,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
     """Makes every token impossible that a grammar does not allow next; what it leaves no choice of is drafted.
 
     It is called with texts that are a token longer each time, as plain decoding calls processors; what does not go on
-    so begins with a prompt, whose tokens are not the grammar's.
+    so, behind the same prompt, begins with one, whose tokens are not the grammar's.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         """(rows, vocab) scores behind texts (rows, n)."""
         allowed = np.zeros(scores.shape, np.bool_)
         for row, ids in enumerate(input_ids.cpu().numpy()):
-            if row < len(self._rows) and len(ids) != self._rows[row].length + 1:
+            if row < len(self._rows) and not self._rows[row].goes_on(ids):
                 self._rows[row] = self._followed(ids)
             allowed[row] = self._row(row, ids).allowed(ids, scores.shape[-1])
         return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
@@ -118,7 +118,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         return self._rows[row]
 
     def _followed(self, prompt: NDArray[np.int64]) -> _FollowedText:
-        return _FollowedText(self._matcher.deep_copy(), len(prompt))
+        return _FollowedText(self._matcher.deep_copy(), prompt)
 
 
 class _FollowedText:
@@ -127,16 +127,20 @@ class _FollowedText:
     A text that does not go on from the last one is followed from where they part.
     """
 
-    def __init__(self, matcher: Any, prompt_length: int) -> None:
-        self._matcher, self._prompt_length = matcher, prompt_length
-        self.length = prompt_length - 1  # of the last text that `allowed` was asked about
+    def __init__(self, matcher: Any, prompt: NDArray[np.int64]) -> None:
+        self._matcher, self._prompt, self._prompt_length = matcher, prompt, len(prompt)
+        self._length = len(prompt) - 1  # of the last text that `allowed` was asked about
         self._said: NDArray[np.int64] = np.empty(0, np.int64)
         self._last: NDArray[np.bool_] = np.empty(0, np.bool_)
         self._took: dict[bytes, tuple[int, int]] = {}  # what came, and how often in a row
 
+    def goes_on(self, ids: NDArray[np.int64]) -> bool:
+        """Whether a text (n,) has the prompt of the last one, and a token more than that."""
+        return len(ids) == self._length + 1 and np.array_equal(ids[: self._prompt_length], self._prompt)
+
     def allowed(self, ids: NDArray[np.int64], vocabulary: int) -> NDArray[np.bool_]:
         """(vocabulary,) what may follow a text (n,); anything behind its end."""
-        self.length = len(ids)
+        self._length = len(ids)
         if not self._follow(ids[self._prompt_length :]):
             if self._matcher.is_stopped():
                 return np.ones(vocabulary, np.bool_)

@@ -162,6 +162,16 @@ def test_samples_and_requests_under_a_schema_are_those_without_drafts(
     assert all(set(json.loads(text)) == set(SCHEMA["properties"]) for text in many)
 
 
+def test_another_prompt_that_is_a_token_longer_than_the_last_text_is_a_prompt(
+    reference_model: Any, reference_tokenizer: Any
+) -> None:
+    held = rs.GrammarProcessor.of(reference_tokenizer, regex=r"[0-9]{4}")
+    for length in (3, 6):
+        ids = torch.arange(40 + length, 40 + 2 * length)[None]
+        text = reference_model.generate(ids, logits_processor=[held], max_new_tokens=3, do_sample=False)
+        assert reference_tokenizer.decode(text[0, length:]).strip().isdigit()
+
+
 def test_other_grammars(reference_model: Any, reference_tokenizer: Any, grammar: Any) -> None:
     rs.accelerate(reference_model, tokenizer=reference_tokenizer)
     inputs = reference_tokenizer("# phone: ", return_tensors="pt")

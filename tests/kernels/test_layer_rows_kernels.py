@@ -47,3 +47,8 @@ def test_layer_rows_keep_what_is_no_number() -> None:
     x = torch.tensor([[[float("nan"), 1.0], [float("inf"), 1.0], [3.4e38, 1.0]]]).bfloat16()
     total, _ = layer_rows.add_rms_norm(x, x, torch.ones(2).bfloat16(), 1e-5)
     torch.testing.assert_close(total, x + x, equal_nan=True)
+
+
+def test_gates_of_any_size_are_what_torch_computes() -> None:
+    x = torch.tensor([[[-torch.inf, -3e38, -1e3, -89.0, -80.0, 0.0, 80.0, 89.0, 3e38, torch.inf]]])
+    torch.testing.assert_close(layer_rows.gate(x, torch.ones_like(x)), functional.silu(x), equal_nan=True)

@@ -84,16 +84,17 @@ def test_a_row_is_the_same_beside_any_others(bits: int) -> None:
 @pytest.mark.parametrize("outputs", [16, 41, 48])
 def test_a_row_is_the_same_beside_any_others_with_weights_that_lie(dtype: torch.dtype, outputs: int) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(21, 96).to(dtype), torch.randn(outputs, 96).to(dtype)
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((21, 96), (outputs, 96), (outputs,)))
     out = torch.empty(24, outputs, dtype=dtype)
     program = RowProgram(dtype)
-    given = [program.place() for _ in range(3)]
-    program.multiply(given[0], 96, LYING, [(given[1], ZEROS, given[2], outputs)])
+    given = [program.place() for _ in range(4)]
+    program.multiply(given[0], 96, LYING, [(given[1], given[2], given[3], outputs)])
     program.finish(given)
-    addresses = [tensor.data_ptr() for tensor in (x, weight, out)]
+    addresses = [tensor.data_ptr() for tensor in (x, weight, bias, out)]
     program.run(21, addresses)
     whole = out.clone()
-    torch.testing.assert_close(whole[:21], x @ weight.T, **CLOSE[dtype])
+    wanted = x.float() @ weight.float().T + bias
+    torch.testing.assert_close(whole[:21], wanted.to(dtype), **CLOSE[dtype])
     for rows in range(1, 21):
         program.run(rows, addresses)
         assert torch.equal(out[:rows], whole[:rows])

@@ -119,6 +119,17 @@ def test_a_weight_that_was_replaced_is_read_itself():
     torch.testing.assert_close(inside, model(PROMPT).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_a_weight_that_lies_otherwise_now_and_rows_of_another_format_are_left_to_torch():
+    model = small_mamba2()
+    layers, weight = RowLayers(model), model.lm_head.weight
+    weight.data = weight.data.T.contiguous().T
+    with torch.no_grad(), layers(12):
+        inside = model(PROMPT).logits
+        with pytest.raises(RuntimeError, match="same dtype"):
+            linears(model)[0](torch.ones(2, 64, dtype=torch.float64))
+    torch.testing.assert_close(inside, model(PROMPT).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_other_formats_and_adapted_layers_are_left_alone():
     assert not len(RowLayers(small_mamba2().to(torch.bfloat16)))
     model = small_mamba2()

@@ -59,3 +59,16 @@ def test_exact_passes_are_programs_where_all_products_are(dtype: torch.dtype) ->
         model = build("llama", dtype, hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=vocab)
         assert RecordedPass(model, 2, "last", layer_rows).attends_rows
         assert RecordedPass(model, 2, "last", layer_rows, exact=8).attends_rows
+    model = build("llama", dtype, hidden_size=64, intermediate_size=104, head_dim=32)
+    assert RecordedPass(model, 2, "last", layer_rows).attends_rows
+    assert not RecordedPass(model, 2, "last", layer_rows, exact=8).attends_rows
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("mistral", {}), ("gemma2", {"layer_types": ["full_attention"] * 2})],
+    ids=["windows", "soft-capping"],
+)
+def test_attention_by_rules_that_programs_do_not_know_is_left_alone(family: str, extra: dict[str, Any]) -> None:
+    model = build(family, hidden_size=64, intermediate_size=96, head_dim=32, **extra)
+    assert not RecordedPass(model, 2, "last", layer_rows).attends_rows
