@@ -354,7 +354,8 @@ class Grammars:
         schema, name = request.wanted_json()
         if schema is None:
             return ""
-        return self._valid(json_grammar(schema), name, self._read_vocabulary(name))
+        vocabulary = self._read_vocabulary(name)
+        return self._valid(json_grammar(schema), name, vocabulary)
 
     def of_calls(self, fmt: ToolFormat, schemas: Mapping[str, Any], *, several: bool) -> str:
         """The grammar of calls of functions, given the JSON schemas of their arguments.
