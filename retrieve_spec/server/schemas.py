@@ -549,13 +549,16 @@ def reason(error: ValidationError) -> str:
     said = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     path = [str(part) for part in said["loc"] if isinstance(part, int) or _is_field(part)]
     name = '"' + ".".join(path) + '"' if path else "the body"
+    message = said["msg"].removeprefix("Value error, ")
     known = {
         UNSUPPORTED: said["msg"],
         "missing": f"{name} is required",
         "string_type": f"{name} must be a string",
-        "model_type": "the body must be a JSON object",
+        "model_type": f"{name} must be a JSON object",
     }
-    return known.get(said["type"], f"{name}: {said['msg'][:1].lower()}{said['msg'][1:]}")
+    if not path and said["type"] == "value_error":
+        return message
+    return known.get(said["type"], f"{name}: {message[:1].lower()}{message[1:]}")
 
 
 def _is_field(part: str) -> bool:
