@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pydantic_core
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -433,11 +433,10 @@ class _BoundedRequest(Request):
 
     def _checked(self) -> BaseModel:
         try:
-            return self._schema.model_validate(pydantic_core.from_json(self._read, allow_inf_nan=False))
-        except ValidationError as error:
-            raise Refusal(400, schemas.reason(error), schemas.kind(error)) from error
+            fields = pydantic_core.from_json(self._read, allow_inf_nan=False)
         except ValueError as error:
             raise Refusal(400, f"the body is not JSON: {error}") from error
+        return schemas.checked(self._schema, fields)
 
 
 class BoundedRoute(APIRoute):

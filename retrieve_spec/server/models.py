@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
+from retrieve_spec.model_files import PACKAGED
 from retrieve_spec.reference_model import REFERENCE, reference_path
 from retrieve_spec.server.app import (
     SMALL_BODY,
@@ -84,7 +85,9 @@ def named(given: Sequence[str]) -> dict[str, str]:
 
 def bytes_on_disk(model_name: str) -> int:
     """Bytes of a model's weights as files, 0 where they are not on this machine under that name."""
-    path = reference_path() if model_name == REFERENCE else Path(model_name)
+    if model_name in PACKAGED:  # which may still be packed
+        return PACKAGED[model_name].unpacked_bytes
+    path = reference_path() if model_name == REFERENCE else Path(model_name).expanduser()
     return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
 
 

@@ -7,19 +7,18 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictBool, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, StrictBool, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
 from retrieve_spec.server.completions import CompletionHandlers
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.schemas import (
-    UNSUPPORTED,
     Answer,
     ChatRequest,
+    FunctionName,
     Items,
-    Message,
+    Lenient,
     Number,
     Refusing,
     ResponseFormat,
@@ -27,10 +26,10 @@ from retrieve_spec.server.schemas import (
     Spoken,
     Text,
     TextPart,
+    checked,
     finish_reason,
+    text_of,
 )
-
-_PLACE = {"output_index": 0, "content_index": 0}
 
 
 class InputPart(TextPart):
@@ -39,18 +38,79 @@ class InputPart(TextPart):
     type: Literal["input_text", "output_text"]
 
 
-class InputItem(Message):
+class MessageItem(Lenient):
     """A message."""
 
-    content: Text | Items[InputPart]  # type: ignore[assignment]
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Items[InputPart]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_served(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("type", "message") != "message":
-            given = {"kind": str(fields["type"])[:40]}
-            raise PydanticCustomError(UNSUPPORTED, "not served here: input of type {kind}; leave it out", given)
-        return fields
+    def as_turn(self) -> dict[str, Any]:
+        """The same in a chat."""
+        return {"role": self.role, "content": text_of(self.content)}
+
+
+class CallItem(Lenient):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+
+    def as_turn(self) -> dict[str, Any]:
+        """The same in a chat."""
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class OutputItem(Lenient):
+    """What came of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Text | Items[InputPart]
+
+    def as_turn(self) -> dict[str, Any]:
+        """The same in a chat."""
+        return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
+
+
+def _kind(item: Any) -> Any:
+    return (item.get("type") or "message") if isinstance(item, dict) else "message"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="input_item",
+        custom_error_message="only items of type message, function_call and function_call_output are served",
+    ),
+]
+
+
+class FunctionTool(Lenient):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+    def as_tool(self) -> dict[str, Any]:
+        """The same in a chat."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class NamedTool(Lenient):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: Text
 
 
 class TextOptions(Spoken):
@@ -79,26 +139,54 @@ class ResponsesRequest(Refusing):
     temperature: Number | None = None
     top_p: Share | None = None
     text: TextOptions | None = None
+    tools: Annotated[Items[FunctionTool], Field(max_length=256)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = None
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat."""
-        said = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        turns = [{"role": message.role, "content": message.as_text()} for message in said]
-        if self.instructions:
-            turns.insert(0, {"role": "system", "content": self.instructions})
-        fields = self.model_dump(include={"stream", "temperature", "top_p"})
+        """The same as a chat.
+
+        Raises
+        ------
+        Refusal
+            400: it is none.
+        """
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
         wanted = None if self.text is None or self.text.format is None else self.text.format.model_dump(by_alias=True)
-        return ChatRequest.model_validate(
-            {**fields, "messages": turns, "max_tokens": self.max_output_tokens, "response_format": wanted}
-        )
+        fields = {
+            **self.model_dump(include={"stream", "temperature", "top_p", "parallel_tool_calls"}),
+            "messages": self._turns(),
+            "max_tokens": self.max_output_tokens,
+            "response_format": wanted,
+            "tools": [tool.as_tool() for tool in self.tools or ()],
+            "tool_choice": choice,
+        }
+        return checked(ChatRequest, fields)
+
+    def _turns(self) -> list[dict[str, Any]]:
+        """The conversation as a chat's messages; calls stand in the turn whose text they follow."""
+        turns: list[dict[str, Any]] = []
+        if self.instructions:
+            turns.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*turns, {"role": "user", "content": self.input}]
+        for item in self.input:
+            turn, last = item.as_turn(), turns[-1] if turns else {}
+            if isinstance(item, CallItem) and last.get("role") == "assistant":
+                turns[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *turn["tool_calls"]]}
+            else:
+                turns.append(turn)
+        return turns
 
 
 class ResponseAnswer(Answer):
     """A chat's answer as a response."""
 
     def __init__(self, chat: Answer, model: str, request: ResponsesRequest) -> None:
-        self._chat, self._text, self._number = chat, "", 0
-        self._item: dict[str, Any] = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        self._chat, self._number = chat, 0
+        self._output: list[dict[str, Any]] = []
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -111,28 +199,33 @@ class ResponseAnswer(Answer):
             "error": None,
             "incomplete_details": None,
             "metadata": {},
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "tool_choice": "auto",
             "tools": [],
+            **request.model_dump(include={"tool_choice", "tools"}, exclude_none=True),
             "store": False,
         }
-
-    def _message(self, text: str, status: str) -> dict[str, Any]:
-        return {**self._item, "status": status, "content": [_part(text)]}
 
     def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
         """The response."""
         (done,) = finished
-        return self._ended(done, self._chat.whole(finished, extra)["choices"][0]["message"]["content"])
+        message = self._chat.whole(finished, extra)["choices"][0]["message"]
+        calls = message.get("tool_calls", ())
+        self._output = [_message(message["content"])] if message["content"] or not calls else []
+        self._output += [_call(call, call["function"]["arguments"]) for call in calls]
+        for item in self._output:
+            item["status"] = "completed"
+        return self._ended(done)
 
-    def _ended(self, done: Completion, text: str) -> dict[str, Any]:
-        complete = finish_reason(done) == "stop"
+    def _ended(self, done: Completion) -> dict[str, Any]:
+        complete, last = finish_reason(done) == "stop", self._output[-1]
         status = "completed" if complete else "incomplete"
+        last["status"] = status if last["type"] == "message" else "completed"
         return {
             **self._head,
             "status": status,
             "incomplete_details": None if complete else {"reason": "max_output_tokens"},
-            "output": [self._message(text, status)],
+            "output": self._output,
             "usage": {
                 "input_tokens": done.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": done.cached_tokens},
@@ -148,32 +241,71 @@ class ResponseAnswer(Answer):
 
     def begin(self, index: int = 0) -> list[dict[str, Any]]:
         """Events before any text."""
+        self._chat.begin(index)
         head = {**self._head, "status": "in_progress", "output": [], "usage": None}
-        item = {**self._item, "status": "in_progress", "content": []}
-        return [
-            self._event("response.created", response=head),
-            self._event("response.in_progress", response=head),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", item_id=item["id"], **_PLACE, part=_part("")),
-        ]
+        return [self._event("response.created", response=head), self._event("response.in_progress", response=head)]
 
     def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
         """Events for what one pass made certain."""
-        texts = [chunk["choices"][0]["delta"].get("content") for chunk in self._chat.delta(delta, index)]
-        said = "".join(text for text in texts if text)
-        self._text += said
-        place = {"item_id": self._item["id"], **_PLACE}
-        return [self._event("response.output_text.delta", **place, delta=said, logprobs=[])] if said else []
+        return self._said(self._chat.delta(delta, index))
 
     def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
         """Events at the end of the text."""
-        place, response = {"item_id": self._item["id"], **_PLACE}, self._ended(done, self._text)
-        return [
-            self._event("response.output_text.done", **place, text=self._text, logprobs=[]),
-            self._event("response.content_part.done", **place, part=_part(self._text)),
-            self._event("response.output_item.done", output_index=0, item=response["output"][0]),
-            self._event(f"response.{response['status']}", response=response),
-        ]
+        events = self._said(self._chat.end(done, extra, index))
+        if not self._output:
+            events += self._begun(_message(""))
+        response = self._ended(done)
+        return [*events, *self._stopped(), self._event(f"response.{response['status']}", response=response)]
+
+    def _said(self, chunks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Events for some of the chat's."""
+        events = []
+        for delta in (chunk["choices"][0]["delta"] for chunk in chunks):
+            if text := delta.get("content"):
+                if not self._output or self._output[-1]["type"] != "message":
+                    events += self._begun(_message(""))
+                self._output[-1]["content"][0]["text"] += text
+                events.append(self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[]))
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    events += self._begun(_call(call, ""))
+                else:
+                    self._output[-1]["arguments"] = given = call["function"]["arguments"]
+                    events.append(self._of_item("function_call_arguments.delta", delta=given))
+        return events
+
+    def _begun(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """Events of a new item, and of the end of the one before."""
+        ended = self._stopped()
+        self._output.append(item)
+        shown = {**item, "content": []} if item["type"] == "message" else dict(item)
+        added = self._event("response.output_item.added", output_index=len(self._output) - 1, item=shown)
+        if item["type"] != "message":
+            return [*ended, added]
+        return [*ended, added, self._of_item("content_part.added", content_index=0, part=_part(""))]
+
+    def _stopped(self) -> list[dict[str, Any]]:
+        """Events at the end of the last item."""
+        if not self._output:
+            return []
+        item = self._output[-1]
+        if item["status"] == "in_progress":
+            item["status"] = "completed"
+        if item["type"] == "message":
+            (part,) = item["content"]
+            done = [
+                self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=[]),
+                self._of_item("content_part.done", content_index=0, part=part),
+            ]
+        else:
+            given = {"name": item["name"], "arguments": item["arguments"]}
+            done = [self._of_item("function_call_arguments.done", **given)]
+        return [*done, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event about the last item."""
+        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return self._event(f"response.{kind}", **place, **fields)
 
     def failure(self, error: str) -> dict[str, Any]:
         """The event of a text that failed."""
@@ -182,6 +314,16 @@ class ResponseAnswer(Answer):
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message(text: str) -> dict[str, Any]:
+    head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+    return {**head, "status": "in_progress", "content": [_part(text)]}
+
+
+def _call(call: dict[str, Any], arguments: str) -> dict[str, Any]:
+    told = {"call_id": call["id"], "name": call["function"]["name"], "arguments": arguments}
+    return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", **told}
 
 
 class ResponseHandlers:

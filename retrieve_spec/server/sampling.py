@@ -254,6 +254,7 @@ class Beginnings:
         self._ids = sorted(spelled, key=lambda token_id: spelled[token_id])
         self._spellings = [spelled[token_id] for token_id in self._ids]
         self._split = codec.split
+        self.agreeing = lru_cache(maxsize=4096)(self._agreeing)
 
     def of(self, line: str) -> str:
         """The end of a line that may be the beginning of a token, "" where there is none, or an overlong one.
@@ -263,8 +264,7 @@ class Beginnings:
         words = self._split(line[-2 * _MOST :]) if self.possible else []
         return words[-1] if words and len(words[-1]) <= _MOST else ""
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - one for each model, which lives as long
-    def agreeing(self, rest: bytes) -> tuple[int, ...]:
+    def _agreeing(self, rest: bytes) -> tuple[int, ...]:
         """Tokens whose bytes begin a text, or begin with it."""
         found: list[int] = []
         for length in range(1, len(rest) + 1):
@@ -279,7 +279,7 @@ class Beginnings:
 
     def forget(self) -> None:
         """Drop what is remembered of words that were begun."""
-        Beginnings.agreeing.cache_clear()
+        self.agreeing.cache_clear()
 
     def processor(self, begun: str, prompt_length: int) -> Any:
         """A ``LogitsProcessor`` for one text behind a prompt of so many tokens."""
@@ -354,7 +354,8 @@ class Grammars:
         schema, name = request.wanted_json()
         if schema is None:
             return ""
-        return self._valid(json_grammar(schema), name, self._read_vocabulary(name))
+        vocabulary = self._read_vocabulary(name)
+        return self._valid(json_grammar(schema), name, vocabulary)
 
     def of_calls(self, fmt: ToolFormat, schemas: Mapping[str, Any], *, several: bool) -> str:
         """The grammar of calls of functions, given the JSON schemas of their arguments.

@@ -32,6 +32,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
+from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.logprobs import LogProbWriter, TokenLogProb
 from retrieve_spec.server.sampling import sampler_chain
@@ -41,6 +42,7 @@ from retrieve_spec.server.tools import CallParser, Said, ToolCall
 UNSUPPORTED = "unsupported_field"
 
 T = TypeVar("T")
+Schema = TypeVar("Schema", bound=BaseModel)
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first wrong item is the only one that is looked at; thousands would take a fifth of a second."""
 
@@ -52,30 +54,37 @@ Penalty = Annotated[float, Field(allow_inf_nan=False, ge=-2, le=2)]
 Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
 TopTokens = Annotated[StrictInt, Field(ge=0, le=20)]
 Text = StrictStr
+FunctionName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
 Stops = Annotated[Items[Text], Field(max_length=256)] | Text | None
 
 
-class _Lenient(BaseModel):
+class Lenient(BaseModel):
+    """What clients send, whatever else stands in it."""
+
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
-class TextPart(_Lenient):
+class TextPart(Lenient):
     """A piece of a message or of a predicted output; only text is read."""
 
     type: str | None = "text"
     text: Text = ""
 
 
-class Spoken(_Lenient):
+def text_of(content: str | Sequence[TextPart] | None) -> str:
+    """The text of a content that may come in pieces."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+class Spoken(Lenient):
     """What somebody says, or will say."""
 
     content: Text | Items[TextPart] | None = None
 
     def as_text(self) -> str:
         """Its text."""
-        content = self.content
-        return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        return text_of(self.content)
 
 
 class Prediction(Spoken):
@@ -85,16 +94,19 @@ class Prediction(Spoken):
     type: str | None = "content"
 
 
-class Refusing(_Lenient):
+class Refusing(Lenient):
     """A request in which what is not served, but would change the answer, is refused by name."""
 
     _also: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Further fields that are not served in a dialect, with values that ask for nothing."""
+    _parts: ClassVar[tuple[str, ...]] = ("text",)
+    """Types of the parts of messages that are read."""
 
     @model_validator(mode="before")
     @classmethod
     def _is_served(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and (names := unserved(fields, cls.model_fields, cls._also)):
+        names = unserved(fields, cls.model_fields, cls._also, cls._parts) if isinstance(fields, dict) else []
+        if names:
             given = {"names": ", ".join(names)}
             raise PydanticCustomError(UNSUPPORTED, "not served here: {names}; leave it out", given)
         return fields
@@ -165,7 +177,7 @@ class Common(Refusing):
         return None
 
 
-class ExtraChunk(_Lenient):
+class ExtraChunk(Lenient):
     """A piece of another file (`input_extra`); `time` comes in several shapes and is not read."""
 
     text: Text
@@ -193,20 +205,20 @@ class CompletionRequest(Common):
         return self.json_schema or None, "json_schema"
 
 
-class StreamOptions(_Lenient):
+class StreamOptions(Lenient):
     """What a stream carries besides text."""
 
     include_usage: StrictBool | None = None
 
 
-class NamedSchema(_Lenient):
+class NamedSchema(Lenient):
     """A JSON schema with its name."""
 
     name: Text | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class ResponseFormat(_Lenient):
+class ResponseFormat(Lenient):
     """What an answer is to be: any text, a JSON object, or JSON under a schema (for llama.cpp beside the type)."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -269,7 +281,7 @@ class _Whole(BaseModel):
 class Function(_Whole):
     """What a model may call: its name, what it does, and the JSON schema of its arguments."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+    name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
 
@@ -317,7 +329,7 @@ class Message(Spoken):
         return {**said, "content": self.as_text()}
 
 
-class Conversation(_Lenient):
+class Conversation(Lenient):
     """Messages, and how they become a prompt."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
@@ -409,7 +421,7 @@ class EditRequest(OpenAIOptions):
     path: Text | None = Field(None, description="How the file is called in the prompt; it is not opened.")
 
 
-class TokenizeRequest(_Lenient):
+class TokenizeRequest(Lenient):
     """`POST /tokenize`."""
 
     content: Text
@@ -418,7 +430,7 @@ class TokenizeRequest(_Lenient):
     with_pieces: StrictBool = False
 
 
-class DetokenizeRequest(_Lenient):
+class DetokenizeRequest(Lenient):
     """`POST /detokenize`."""
 
     tokens: Items[TokenId]
@@ -500,8 +512,13 @@ _OF_MESSAGES = ("function_call", "audio")
 _ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
-def unserved(fields: Mapping[str, Any], served: Collection[str], also: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Names of the fields of a request that ask for what is not served; parts of messages that are no text too.
+def unserved(
+    fields: Mapping[str, Any],
+    served: Collection[str],
+    also: Mapping[str, tuple[Any, ...]],
+    parts: Collection[str],
+) -> list[str]:
+    """Names of the fields of a request that ask for what is not served; parts of messages of other types too.
 
     ``served`` are the fields of the dialect, ``also`` further ones that it has and that are not served.
     """
@@ -515,7 +532,7 @@ def unserved(fields: Mapping[str, Any], served: Collection[str], also: Mapping[s
         names += [f"messages.{number}.{name}" for name in _OF_MESSAGES if not _asks_nothing(message.get(name), ())]
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
-            if isinstance(part, dict) and part.get("type", "text") != "text":
+            if isinstance(part, dict) and part.get("type", "text") not in parts:
                 names.append(f"messages.{number}.content ({str(part['type'])[:40]})")
     return names
 
@@ -535,6 +552,20 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
+def checked(schema: type[Schema], fields: Any) -> Schema:
+    """A body as its schema has it.
+
+    Raises
+    ------
+    Refusal
+        400: it is not right; says what is not.
+    """
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        raise Refusal(400, reason(error), kind(error)) from error
+
+
 def kind(error: ValidationError) -> str:
     """What kind of mistake it is, as OpenAI calls it."""
     return UNSUPPORTED if error.errors()[0]["type"] == UNSUPPORTED else "invalid_request_error"
@@ -549,13 +580,16 @@ def reason(error: ValidationError) -> str:
     said = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     path = [str(part) for part in said["loc"] if isinstance(part, int) or _is_field(part)]
     name = '"' + ".".join(path) + '"' if path else "the body"
+    message = said["msg"].removeprefix("Value error, ")
     known = {
         UNSUPPORTED: said["msg"],
         "missing": f"{name} is required",
         "string_type": f"{name} must be a string",
-        "model_type": "the body must be a JSON object",
+        "model_type": f"{name} must be a JSON object",
     }
-    return known.get(said["type"], f"{name}: {said['msg'][:1].lower()}{said['msg'][1:]}")
+    if not path and said["type"] == "value_error":
+        return message
+    return known.get(said["type"], f"{name}: {message[:1].lower()}{message[1:]}")
 
 
 def _is_field(part: str) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
+from live import Live
 from scripted import ScriptedBackend
+from templates import HERMES
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 
@@ -79,9 +82,15 @@ def test_a_streamed_message_is_the_whole_one(server, fields, text, reason, word)
     ("fields", "name"),
     [
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
+        ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools.0.type"),
+        ({"tools": [{"name": "f", "input_schema": {}}] * 2}, "same name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}, "tool_result"),
-        ({"messages": [*ASKED, {"role": "assistant", "content": "One"}]}, "begun"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{}]}]}]},
+            "messages.0.content.0.tool_result.content.0.type",
+        ),
         ({"max_tokens": None}, "max_tokens"),
         ({"top_p": 2}, "top_p"),
     ],
@@ -130,6 +139,193 @@ def test_the_official_anthropic_package(server):
         client.messages.create(tools=[{"name": "f", "input_schema": {"type": "object"}}], **MESSAGE)
 
 
+# ── tools ──
+
+CALLS = """Both.
+<tool_call>
+{"name": "add", "arguments": {"a": 1, "b": "é\\n😀"}}
+</tool_call>
+<tool_call>
+{"name": "now", "arguments": {}}
+</tool_call>"""
+GIVEN = {"a": 1, "b": "é\n😀"}
+ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}}
+CHAT_TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": ADD}},
+    {"type": "function", "function": {"name": "now", "parameters": {}}},
+]
+CHAT_TURNS = [
+    {"role": "system", "content": "Be brief."},
+    *ASKED,
+    {
+        "role": "assistant",
+        "content": "Both.",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": GIVEN}},
+            {"id": "2", "type": "function", "function": {"name": "now", "arguments": {}}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "21"},
+    {"role": "tool", "tool_call_id": "2", "content": ""},
+    {"role": "user", "content": "Go on."},
+]
+MESSAGES_TOOLS = {
+    **MESSAGE,
+    "max_tokens": 200,
+    "tools": [{"name": "add", "description": "Sum.", "input_schema": ADD, "cache_control": {"type": "ephemeral"}},
+              {"name": "now", "input_schema": {}}],
+}  # fmt: skip
+MESSAGES_PAST = [
+    *ASKED,
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "Both."},
+            {"type": "tool_use", "id": "1", "name": "add", "input": GIVEN},
+            {"type": "tool_use", "id": "2", "name": "now", "input": {}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "21"}]},
+            {"type": "tool_result", "tool_use_id": "2", "is_error": False},
+            {"type": "text", "text": "Go on."},
+        ],
+    },
+]
+RESPONSES_TOOLS = {
+    "model": "tiny",
+    "input": "Count to three.",
+    "tools": [{"type": "function", "name": "add", "description": "Sum.", "parameters": ADD, "strict": False},
+              {"type": "function", "name": "now", "parameters": {}}],
+}  # fmt: skip
+RESPONSES_PAST = [
+    *ASKED,
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Both."}], "id": "msg_1"},
+    {"type": "function_call", "call_id": "1", "name": "add", "arguments": json.dumps(GIVEN), "status": "completed"},
+    {"type": "function_call", "call_id": "2", "name": "now", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "21"}]},
+    {"type": "function_call_output", "call_id": "2", "output": ""},
+    {"role": "user", "content": "Go on."},
+]
+
+
+@pytest.fixture
+def calling(tokenizer, codec):
+    """`calling(text, run)`: a server whose model says it so many tokens at a time, and is shown tools."""
+    started, templated = [], copy.deepcopy(tokenizer)
+    templated.chat_template = HERMES
+
+    def start(text=CALLS, run=2):
+        started.append(Live(ScriptedBackend(lambda prompt: [*codec.encode(text), 0], run=run), templated))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def test_tools_and_calls_are_shown_as_a_chats(calling):
+    server = calling()
+    chat = {"messages": CHAT_TURNS, "tools": CHAT_TOOLS}
+    expected = server.post("/apply-template", chat).json()["prompt"]
+    assert '"b": "é' in expected and "ephemeral" not in expected
+    message = {**MESSAGES_TOOLS, "system": "Be brief.", "messages": MESSAGES_PAST}
+    response = {**RESPONSES_TOOLS, "instructions": "Be brief.", "input": RESPONSES_PAST}
+    for path, body in (("/v1/messages", message), ("/v1/responses", response)):
+        assert server.service.codec.decode(prompts(server, path, body)) == expected
+    counted = server.post("/v1/messages/count_tokens", message).json()["input_tokens"]
+    assert counted == len(prompts(server, "/v1/messages", message))
+    silent = {**message, "tool_choice": {"type": "none"}}
+    assert "Sum." not in server.service.codec.decode(prompts(server, "/v1/messages", silent))
+    begun = {**MESSAGE, "messages": [*ASKED, {"role": "assistant", "content": "One"}]}
+    assert server.service.codec.decode(prompts(server, "/v1/messages", begun)).endswith("<|im_start|>assistant\nOne")
+
+
+def blocks(events):
+    """The content of a streamed message."""
+    content = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            content.append({**event["content_block"]})
+        elif event["type"] == "content_block_delta":
+            (name,) = event["delta"].keys() - {"type"}
+            content[-1][name] = content[-1].get(name, "") + event["delta"][name]
+        elif event["type"] == "content_block_stop" and content[-1]["type"] == "tool_use":
+            content[-1]["input"] = json.loads(content[-1].pop("partial_json"))
+        assert event.get("index", len(content) - 1) == len(content) - 1
+    return content
+
+
+@pytest.mark.parametrize("run", [1, 2, 7, 90])
+def test_calls_are_blocks_of_a_message(calling, run):
+    server = calling(run=run)
+    whole = server.post("/v1/messages", MESSAGES_TOOLS).json()
+    events = named(server, "/v1/messages", MESSAGES_TOOLS)
+    for content in (whole["content"], blocks(events)):
+        assert all(block.pop("id") for block in content[1:])
+        assert content == [
+            {"type": "text", "text": "Both."},
+            {"type": "tool_use", "name": "add", "input": GIVEN},
+            {"type": "tool_use", "name": "now", "input": {}},
+        ]
+    assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "tool_use"
+    cut = {**MESSAGES_TOOLS, "max_tokens": 25}
+    whole, events = server.post("/v1/messages", cut).json(), named(server, "/v1/messages", cut)
+    assert blocks(events) == whole["content"] and whole["content"][0]["text"].startswith("Both.\n<tool_call>")
+    assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "max_tokens"
+
+
+def test_an_answer_of_nothing_is_a_block_of_no_text(calling):
+    server = calling("")
+    assert blocks(named(server, "/v1/messages", MESSAGE)) == [{"type": "text", "text": ""}]
+    assert server.post("/v1/messages", MESSAGE).json()["content"] == [{"type": "text", "text": ""}]
+    assert named(server, "/v1/responses", {"input": "a"})[-1]["response"]["output"][0]["content"][0]["text"] == ""
+
+
+@pytest.mark.skipif(find_spec("anthropic") is None, reason="pip install anthropic")
+def test_the_official_anthropic_package_reads_calls(calling):
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=calling().url, api_key="k", max_retries=0)
+    whole = client.messages.create(**MESSAGES_TOOLS)
+    with client.messages.stream(**MESSAGES_TOOLS) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert [block.input for block in message.content if block.type == "tool_use"] == [GIVEN, {}]
+        assert message.stop_reason == "tool_use"
+    results = [{"type": "tool_result", "tool_use_id": block.id, "content": "1"} for block in streamed.content[1:]]
+    past = [*ASKED, {"role": "assistant", "content": streamed.content}, {"role": "user", "content": results}]
+    assert client.messages.create(**{**MESSAGES_TOOLS, "messages": past}).stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("run", [1, 2, 7, 90])
+def test_calls_are_items_of_a_response(calling, run):
+    server = calling(run=run)
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0)
+    whole = client.responses.create(**RESPONSES_TOOLS)
+    with client.responses.stream(**RESPONSES_TOOLS) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        assert response.output_text == "Both." and response.status == "completed"
+        calls = [(item.name, json.loads(item.arguments), item.status) for item in response.output[1:]]
+        assert calls == [("add", GIVEN, "completed"), ("now", {}, "completed")]
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert [event.arguments for event in done] == [event.delta for event in deltas]
+    assert [event.output_index for event in done] == [1, 2]
+    assert [event.item_id for event in done] == [item.id for item in streamed.output[1:]]
+    outputs = [{"type": "function_call_output", "call_id": item.call_id, "output": "1"} for item in whole.output[1:]]
+    past = [*ASKED, *whole.output, *outputs]
+    assert client.responses.create(**{**RESPONSES_TOOLS, "input": past}).output[1].name == "add"
+    ended = named(server, "/v1/responses", {**RESPONSES_TOOLS, "max_output_tokens": 25})
+    items = [event["item"] for event in ended if event["type"] == "response.output_item.done"]
+    assert ended[-1]["response"]["output"] == items and items[0]["status"] == "incomplete"
+    client.close()
+
+
 @pytest.fixture
 def client(server):
     return openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0)
@@ -159,10 +355,19 @@ def test_a_response_is_the_chats_answer(server, client):
     ("fields", "name"),
     [
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "name": "f"}] * 2}, "same name"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "arguments"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input.0.*function_call_output"),
+        ({"input": [{"type": ["a"]}]}, "input.0"),
+        ({"input": [1]}, "input.0"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "function_call_output"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.message.content",
+        ),
     ],
 )
 def test_what_responses_ask_for_in_vain_is_named(client, fields, name):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import string
+import weakref
 
 import pytest
 import torch
@@ -40,6 +42,15 @@ def test_tokens_agree_that_begin_a_text_or_begin_with_it(beginnings, codec, begu
     assert agreeing - halves == naive
     assert bool(halves) == (not begun[0].isascii())
     assert not agreeing & control
+
+
+def test_what_is_remembered_of_words_does_not_keep_a_model_that_was_given_up(codec):
+    beginnings = Beginnings(codec)
+    beginnings.agreeing(b" r")
+    gone = weakref.ref(beginnings)
+    del beginnings
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_processor_leaves_what_agrees_until_all_is_said(beginnings, codec):

@@ -11,7 +11,6 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.run import assemble
-from retrieve_spec.server.sampling import Beginnings
 
 SOURCE = "".join(
     f"def area_{i}(width, height):\n    total = width * height + {i}\n    return total\n\n\n" for i in range(12)
@@ -112,7 +111,7 @@ def test_each_key_forgets_its_own(shared):
     assert told == {"forgotten": True, "kept": kept}
     left = ask(shared, ALICE, "GET", "/v1/workspace").json()
     assert set(left.values()) == {0}
-    assert Beginnings.agreeing.cache_info().currsize == 0, "words that were begun"
+    assert shared.service.beginnings.agreeing.cache_info().currsize == 0, "words that were begun"
     assert infill(shared, BOB, input_extra=chunk)["timings"]["cache_n"] > 100
     assert infill(shared, ALICE, input_extra=chunk)["timings"]["cache_n"] == 0
 

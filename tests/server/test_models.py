@@ -14,7 +14,7 @@ from waiting import wait_for
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.guard import Metrics
-from retrieve_spec.server.models import Model, Models, create_front, named
+from retrieve_spec.server.models import Model, Models, bytes_on_disk, create_front, named
 from retrieve_spec.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -217,3 +217,15 @@ def test_models_have_names_of_their_own(tmp_path):
     for wrong in (["x/m", "y/m"], ["a="], ["=x"], ["a=x", "a=y"]):
         with pytest.raises(ServeError, match="names of their own"):
             named(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("reference", 1 << 20), ("smollm2", 270 << 20), ("~/model", 9), ("~/model/w.gguf", 4), ("a/b", 0)],
+)
+def test_room_is_made_for_a_model_before_it_is_loaded(tmp_path, monkeypatch, name, least):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    for file, size in (("1.safetensors", 4), ("2.safetensors", 5), ("w.gguf", 4)):
+        (tmp_path / "model" / file).write_bytes(bytes(size))
+    assert bytes_on_disk(name) >= least and bool(bytes_on_disk(name)) == bool(least)

@@ -10,23 +10,23 @@ from live import Live
 import retrieve_spec as rs
 from retrieve_spec.cli import cli
 from retrieve_spec.config import ServeConfig
+from retrieve_spec.reference_model import load_model
 from retrieve_spec.server.run import assemble
 
 PROMPT = "def area(width, height):\n"
 
 
 @pytest.fixture(scope="module")
-def served(reference, reference_live, tmp_path_factory):
-    before, _, tokenizer = reference
+def served(reference_live, tmp_path_factory):
+    model, tokenizer = load_model("reference")
     folder = tmp_path_factory.mktemp("named")
     asked = {"prompt": PROMPT, "max_tokens": 48}
     said = reference_live.post("/v1/completions", asked).json()["choices"][0]["text"]
     (folder / "a.txt").write_text(PROMPT + said)
     store = rs.build_datastore(folder / "store", [str(folder / "a.txt")], tokenizer)
     assert store is not None
-    own = assemble(
-        before.backend.model, tokenizer, "reference", ServeConfig(), named={"mine": folder / "store"}, shared=True
-    )
+    mine = {"mine": folder / "store"}
+    own = assemble(model, tokenizer, "reference", ServeConfig(), named_stores=mine, shared=True)
     server = Live(own.backend, tokenizer, service=own, keys=(b"alice", b"bob"))
     yield server, said
     server.stop()
