@@ -432,8 +432,6 @@ products of matrices do. So that drafts change no bit, passes with any attend by
 
 def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:
     """The texts of a pass for row programs."""
-    for text in laid:
-        text.cache.settle()
     return RowTexts([len(text.ids) for text in laid], [text.seen for text in laid], [_places(text) for text in laid])
 
 
