@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py tests/*/test_ctrl_c.py)
 CENSUS_TESTS = tests/conformance tests/hammer
 REAL_TESTS = tests/real
-KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!triton)|import naive_|from naive_" -r tests --include="test_*.py")
+KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!triton)|import naive_|from naive_" -r tests --include="test_*.py" --exclude-dir=real)
 THREAD_TESTS = $(shell grep -l "pytest\.mark\.threads" -r tests --include="test_*.py")
 # As many processes as tests/conftest.py finds room for, which share the tests out among themselves.
 BESIDE = -n auto --dist worksteal

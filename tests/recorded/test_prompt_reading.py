@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numba import config
 from scripted_drafter import ScriptedDrafter
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.kernels.row_programs import CAN_RUN
 from retrieve_spec.recorded import recorded_verifier, verifier_factory
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.verify.interface import read_interface
@@ -159,7 +159,7 @@ def test_windows_are_left_to_the_model(rows):
     assert max(rows) == 3
 
 
-@pytest.mark.skipif(not CAN_RUN, reason="nothing is compiled")
+@pytest.mark.skipif(bool(config.DISABLE_JIT), reason="nothing is compiled")
 @pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 90}])
 def test_prompts_are_read_where_most_weights_are_multiplied_by_programs(sizes):
     """The last layer is given few rows of a prompt."""
