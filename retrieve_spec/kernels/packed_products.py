@@ -28,7 +28,8 @@ from retrieve_spec.kernels.vector_code import (
 from retrieve_spec.kernels.views import view_f32, view_i8, view_i32, view_u16
 
 _GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
-_product, _tile = block_product(*here(), *GROUP_BYTES), tile_product(here()[1])
+_add_bytes, _add_pairs = here()
+_product, _tile = block_product(_add_bytes), tile_product(_add_pairs)
 
 
 @inner
@@ -102,7 +103,7 @@ def multiply_panel(
     while first < rows:
         block, at = block_of(rows - first), first * groups
         _product(
-            like, bits, block, weight, 0, q + GROUP * at, scales + 4 * at, sums + 4 * at, groups, bias,
+            like, bits, block, weight, q + GROUP * at, scales + 4 * at, sums + 4 * at, groups, bias,
             out + first * stride, stride,
         )  # fmt: skip
         first += block

@@ -17,7 +17,7 @@ from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.layer_rows import exp
 from retrieve_spec.kernels.number_formats import bytes_of, narrow, view_numbers
 from retrieve_spec.kernels.packed_products import block_of
-from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, SCORES, block_product, here, mix_block
+from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, here, mix_block, score_block
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
 TEXT_FIELDS = 4
@@ -27,7 +27,7 @@ _QUERIES = BLOCKS[-1]
 """Queries that are served at once."""
 _UNIT = np.float32(1 << 40)
 """Shares are added up in parts of one by so many."""
-_score = block_product(*here(), SCORES)
+_score = score_block(here()[1])
 
 
 @inner
@@ -105,9 +105,7 @@ def attend_part(
             ask = view_numbers(asks + size * GROUP * (group * block + q), GROUP, like)
             ask[:] = view_numbers(queries + size * (head * d + GROUP * group), GROUP, like)
     for j in range(0, last, LANES):  # what lies behind the last row is looked at and not used
-        _score(
-            like, SCORES, block, keys + size * d * j, size * d, asks, 0, 0, d // GROUP, 0, scores + 4 * j, 4 * stride
-        )
+        _score(like, block, keys + size * d * j, size * d, asks, d // GROUP, scores + 4 * j, 4 * stride)
     for q in range(count):
         sights, own = view_u8(seen + rows * ((begin + q) // groups), rows), view_f32(scores + 4 * q * stride, last)
         for j in range(held, last):

@@ -6,7 +6,8 @@ all of them. A row's results are the same bit for bit whatever other rows stand 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -23,8 +24,8 @@ GROUP_BYTES = {4: 64 * 4 + 2 * 2 * LANES, 8: 64 * 8 + 2 * LANES}
 Weights lie by fours along a row, 16 rows side by side: [four, row, weight] in 8 bits, 128 too high. In 4 bits the first
 four fours are the lower halves of bytes, the others the upper halves.
 """
-LYING, SCORES = 16, 32
-"""Kinds of products beside 4 and 8 bits, with rows of numbers as they lie: by weights, and by keys."""
+LYING = 16
+"""In place of 4 and 8 bits: weights that lie as rows do, in their format."""
 BLOCKS = (1, 2, 4, 8, 12, 16)
 """Rows that are computed at once."""
 TILES = (1, 2, 4)
@@ -61,6 +62,15 @@ def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
 
 def _load(builder: Any, address: Any, at: int, kind: Any, align: int = 1) -> Any:
     return builder.load(builder.inttoptr(builder.add(address, _LONG(at)), kind.as_pointer()), align=align)
+
+
+def _store(builder: Any, values: Any, address: Any, align: int) -> None:
+    builder.store(values, builder.inttoptr(address, values.type.as_pointer()), align=align)
+
+
+def _place(builder: Any, start: Any, index: int, each: Any) -> Any:
+    """Address of one of many that are so many bytes apart."""
+    return builder.add(start, builder.mul(each, _LONG(index)))
 
 
 def _prefetch(builder: Any, address: Any, at: int) -> None:
@@ -155,45 +165,73 @@ def here() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return add_bytes_vnni if vnni else add_bytes, add_pairs_bf16 if has_bfloat16_products() else add_pairs
 
 
-def block_product(add_bytes: Callable[..., Any], add_pairs: Callable[..., Any], *kinds: int) -> Any:
-    """Compiled function of 16 results of a block of rows, for some kinds of products.
+def block_product(add_bytes: Callable[..., Any]) -> Any:
+    """Compiled function of 16 results of a block of bfloat16 rows that were rounded to bytes, by packed weights.
 
-    Its parameters: a number of the rows' format (`retrieve_spec.kernels.number_formats`), of which packed weights take
-    bfloat16 alone; kind of product, rows (of `BLOCKS`); the address of 16 rows of weights, (groups, `GROUP_BYTES`) or
-    rows of numbers that are so many bytes apart; addresses of the block's (groups, rows, 32) bytes or numbers, and of
-    scales and sums of bytes (groups, rows); groups; addresses of 16 numbers to add and of the first row's results, and
-    how many bytes the next row's lie behind.
+    Its parameters: a number of the rows' format (`retrieve_spec.kernels.number_formats`), without code for any other;
+    bits, rows (of `BLOCKS`); the address of 16 rows of weights, (groups, `GROUP_BYTES`); addresses of the block's
+    (groups, rows, 32) bytes, and of their scales and sums (groups, rows); groups; addresses of 16 numbers to add and of
+    the first row's results, and how many bytes the next row's lie behind.
     """
 
     @intrinsic
     def product(
-        _context: Any, like: Any, kind: Any, rows: Any, weights: Any, row_bytes: Any, x: Any, scales: Any, sums: Any,
-        groups: Any, bias: Any, out: Any, stride: Any,
+        _context: Any, like: Any, bits: Any, rows: Any, weights: Any, x: Any, scales: Any, sums: Any, groups: Any,
+        bias: Any, out: Any, stride: Any,
     ) -> Any:  # fmt: skip
-        single = like == types.float32
-        add_words = _add_float32 if single else add_pairs
-
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            _, kind, rows, weights, row_bytes, x, scales, sums, groups, bias, out, stride = args
+            _, bits, rows, weights, x, scales, sums, groups, bias, out, stride = args
 
-            def code(of_kind: int, count: int) -> None:
-                """The product of one kind of one number of rows."""
-                first = _ZEROS if of_kind == SCORES else _load_numbers(builder, bias, single)
+            def code(of_bits: int, count: int) -> None:
+                """The product with weights of so many bits of so many rows."""
 
                 def add(group: Any, totals: list[Any]) -> list[Any]:
-                    if of_kind in GROUP_BYTES:
-                        return _add_group(builder, add_bytes, of_kind, group, totals, weights, x, scales, sums)
-                    return _add_lying_group(builder, add_words, 1 + single, group, totals, weights, row_bytes, x)
+                    return _add_group(builder, add_bytes, of_bits, group, totals, weights, x, scales, sums)
 
+                first = _load_numbers(builder, bias, single=False)
                 for row, total in enumerate(_loop(builder, groups, [first] * count, add)):
-                    result = total if single or of_kind == SCORES else _narrow(builder, total)
-                    address = builder.add(out, builder.mul(stride, _LONG(row)))
-                    builder.store(result, builder.inttoptr(address, result.type.as_pointer()), align=2)
+                    _store(builder, _narrow(builder, total), _place(builder, out, row, stride), 2)
 
-            _switch(builder, kind, rows, [each for each in kinds if not (single and each in GROUP_BYTES)], code)
+            served = GROUP_BYTES if like == types.uint16 else ()
+            cases = {count + (each << 8): partial(code, each, count) for each in served for count in BLOCKS}
+            _switch(builder, builder.add(rows, builder.shl(bits, _LONG(8))), cases)
             return context.get_dummy_value()
 
-        return types.void(like, *[types.int64] * 11), codegen
+        return types.void(like, *[types.int64] * 10), codegen
+
+    return product
+
+
+def score_block(add_pairs: Callable[..., Any]) -> Any:
+    """Compiled function of the float32 products of a block of rows with 16 keys.
+
+    Its parameters: a number of the format; rows (of `BLOCKS`); the address of the first key, and how many bytes the
+    next one lies behind; the address of the block's (groups, rows, 32) numbers; groups; the address of the first row's
+    results, and how many bytes the next row's lie behind.
+    """
+
+    @intrinsic
+    def product(
+        _context: Any, like: Any, rows: Any, keys: Any, row_bytes: Any, x: Any, groups: Any, out: Any, stride: Any
+    ) -> Any:
+        squares, add_words = (2, _add_float32) if like == types.float32 else (1, add_pairs)
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            _, rows, keys, row_bytes, x, groups, out, stride = args
+
+            def code(count: int) -> None:
+                """The products of so many rows."""
+
+                def add(group: Any, totals: list[Any]) -> list[Any]:
+                    return _add_squares(builder, add_words, squares, group, totals, keys, row_bytes, x)
+
+                for row, total in enumerate(_loop(builder, groups, [_ZEROS] * count, add)):
+                    _store(builder, total, _place(builder, out, row, stride), 4)
+
+            _switch(builder, rows, {count: partial(code, count) for count in BLOCKS})
+            return context.get_dummy_value()
+
+        return types.void(like, *[types.int64] * 7), codegen
 
     return product
 
@@ -218,10 +256,7 @@ def tile_product(add_pairs: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             _, rows, last, weights, x, row_bytes, chunks, bias, out, stride = args
 
-            def place(start: Any, of: int, each: Any) -> Any:
-                return builder.add(start, builder.mul(each, _LONG(of)))
-
-            def code(_kind: int, count: int) -> None:
+            def code(count: int) -> None:
                 """The product of so many rows, with as many times fewer rows of weights at once."""
                 width = LANES // count
                 rows_at = [
@@ -229,13 +264,13 @@ def tile_product(add_pairs: Callable[..., Any]) -> Any:
                 ]
                 added = _load_numbers(builder, bias, single)
                 for begin in range(0, LANES, width):
-                    ours = [place(weights, begin + i, row_bytes) for i in range(width)]
+                    ours = [_place(builder, weights, begin + i, row_bytes) for i in range(width)]
 
                     def add(chunk: Any, totals: list[Any], ours: list[Any] = ours) -> list[Any]:
                         at = builder.mul(chunk, _LONG(64))
                         lines = [builder.add(address, at) for address in ours]
                         for line in lines:
-                            _prefetch(builder, place(line, width, row_bytes), 0)
+                            _prefetch(builder, _place(builder, line, width, row_bytes), 0)
                         loaded = [_load(builder, line, 0, _WORDS) for line in lines]
                         given = [_load(builder, builder.add(address, at), 0, _WORDS) for address in rows_at]
                         pairs = [(weight, row) for row in given for weight in loaded]
@@ -246,13 +281,12 @@ def tile_product(add_pairs: Callable[..., Any]) -> Any:
                     result = builder.fadd(sums, builder.shuffle_vector(added, added, lanes))
                     result = result if single else _narrow(builder, result)
                     for row in range(count):
-                        kind = ir.VectorType(_WORD, width)
-                        part = ir.Constant(kind, [row * width + lane for lane in range(width)])
-                        values = builder.shuffle_vector(result, result, part)
-                        address = builder.add(place(out, row, stride), _LONG(begin * size))
-                        builder.store(values, builder.inttoptr(address, values.type.as_pointer()), align=size)
+                        part = [row * width + lane for lane in range(width)]
+                        lanes = ir.Constant(ir.VectorType(_WORD, width), part)
+                        address = builder.add(_place(builder, out, row, stride), _LONG(begin * size))
+                        _store(builder, builder.shuffle_vector(result, result, lanes), address, size)
 
-            _switch(builder, _LONG(0), rows, (0,), code, TILES)
+            _switch(builder, rows, {count: partial(code, count) for count in TILES})
             return context.get_dummy_value()
 
         return types.void(like, *[types.int64] * 9), codegen
@@ -279,20 +313,16 @@ def _exchanged(builder: Any, a: Any, b: Any, apart: int) -> tuple[Any, Any]:
     return tuple(builder.shuffle_vector(a, b, ir.Constant(_WORDS, lanes)) for lanes in (first, second))
 
 
-def _switch(
-    builder: Any, kind: Any, rows: Any, kinds: Sequence[int], code: Callable[[int, int], None],
-    counts: Sequence[int] = BLOCKS,
-) -> None:  # fmt: skip
-    """Code for each kind and number of rows."""
+def _switch(builder: Any, value: Any, cases: Mapping[int, Callable[[], None]]) -> None:
+    """Code for each case of a value; nothing is done in others."""
     after = builder.append_basic_block("after")
-    chosen = builder.switch(builder.add(rows, builder.shl(kind, _LONG(8))), after)
-    for each in kinds:
-        for count in counts:
-            block = builder.append_basic_block(f"rows_{count}_of_kind_{each}")
-            chosen.add_case(_LONG(count + (each << 8)), block)
-            builder.position_at_end(block)
-            code(each, count)
-            builder.branch(after)
+    chosen = builder.switch(value, after)
+    for case, code in cases.items():
+        block = builder.append_basic_block(f"case_{case}")
+        chosen.add_case(_LONG(case), block)
+        builder.position_at_end(block)
+        code()
+        builder.branch(after)
     builder.position_at_end(after)
 
 
@@ -339,17 +369,17 @@ def _add_float32(builder: Any, sums: Any, weights: Any, activations: Any) -> Any
     return _multiply_add(builder, builder.bitcast(weights, _FLOATS), builder.bitcast(activations, _FLOATS), sums)
 
 
-def _add_lying_group(
-    builder: Any, add_words: Callable[..., Any], squares: int, group: Any, totals: list[Any], weights: Any,
-    row_bytes: Any, x: Any,
+def _add_squares(
+    builder: Any, add_words: Callable[..., Any], squares: int, group: Any, totals: list[Any], keys: Any, row_bytes: Any,
+    x: Any,
 ) -> list[Any]:  # fmt: skip
-    """Totals of each row with a group of weights added, whose 16 rows lie apart: so many times 16 words of each."""
+    """Totals of each row with a group of 16 keys' numbers added: so many squares, of 16 words of each key."""
     totals, rows, size = list(totals), len(totals), 64 * squares
-    here, x_here = (builder.add(a, builder.mul(group, _LONG(n))) for a, n in ((weights, size), (x, size * rows)))
+    here, x_here = (builder.add(a, builder.mul(group, _LONG(n))) for a, n in ((keys, size), (x, size * rows)))
     for square in range(0, size, 64):
         lying = []
         for lane in range(LANES):
-            address = builder.add(here, builder.mul(row_bytes, _LONG(lane)))
+            address = _place(builder, here, lane, row_bytes)
             _prefetch(builder, address, _AHEAD // LANES + square)
             lying.append(_load(builder, address, square, _WORDS))
         words = _transposed(builder, lying)
@@ -390,8 +420,8 @@ def mix_block(
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         _, rows, shares, stride, values, row_bytes, times, out, out_stride = args
 
-        def code(_kind: int, count: int) -> None:
-            starts = [builder.add(shares, builder.mul(stride, _LONG(row))) for row in range(count)]
+        def code(count: int) -> None:
+            starts = [_place(builder, shares, row, stride) for row in range(count)]
 
             def add(index: Any, totals: list[Any]) -> list[Any]:
                 address = builder.add(values, builder.mul(row_bytes, index))
@@ -400,10 +430,9 @@ def mix_block(
                 return [_multiply_add(builder, share, value, total) for share, total in zip(mine, totals, strict=True)]
 
             for row, total in enumerate(_loop(builder, times, [_ZEROS] * count, add)):
-                address = builder.add(out, builder.mul(out_stride, _LONG(row)))
-                builder.store(total, builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
+                _store(builder, total, _place(builder, out, row, out_stride), 4)
 
-        _switch(builder, _LONG(0), rows, (0,), code)
+        _switch(builder, rows, {count: partial(code, count) for count in BLOCKS})
         return context.get_dummy_value()
 
     return types.void(like, *[types.int64] * 8), codegen

@@ -22,13 +22,12 @@ from retrieve_spec.kernels.packed_products import unpack
 from retrieve_spec.kernels.row_programs import ZEROS, RowProgram, RowTexts, Step, packed_product, padded
 from retrieve_spec.kernels.vector_code import (
     GROUP,
-    GROUP_BYTES,
     LYING,
-    SCORES,
     add_bytes,
     add_pairs,
     block_product,
     here,
+    score_block,
     tile_product,
 )
 from retrieve_spec.quantized import pack
@@ -109,17 +108,24 @@ def test_numbers_that_are_none_stay_so_in_their_own_row(bits: int) -> None:
 
 
 @functools.cache
-def multiplying(portable: bool) -> tuple[Any, Any]:
-    """Products, compiled once: by operations that every CPU has, or by what this one has."""
+def multiplying(portable: bool) -> tuple[Any, Any, Any]:
+    """Products by packed weights, by keys and by weights that lie, compiled once: by operations that every CPU has, or
+    by what this one has."""
     adds = (add_bytes, add_pairs) if portable else here()
-    product, tile = block_product(*adds, *GROUP_BYTES, SCORES), tile_product(adds[1])
+    product, score, tile = block_product(adds[0]), score_block(adds[1]), tile_product(adds[1])
 
     @njit
     def multiply(
-        like: Any, kind: int, rows: int, weight: int, row_bytes: int, x: int, scales: int, sums: int, groups: int,
-        bias: int, out: int, stride: int,
+        like: Any, bits: int, rows: int, weight: int, x: int, scales: int, sums: int, groups: int, bias: int, out: int,
+        stride: int,
     ) -> None:  # fmt: skip
-        product(like, kind, rows, weight, row_bytes, x, scales, sums, groups, bias, out, stride)
+        product(like, bits, rows, weight, x, scales, sums, groups, bias, out, stride)
+
+    @njit
+    def multiply_keys(
+        like: Any, rows: int, keys: int, row_bytes: int, x: int, groups: int, out: int, stride: int
+    ) -> None:
+        score(like, rows, keys, row_bytes, x, groups, out, stride)
 
     @njit
     def multiply_lying(
@@ -128,7 +134,7 @@ def multiplying(portable: bool) -> tuple[Any, Any]:
     ) -> None:  # fmt: skip
         tile(like, rows, last, weight, x, row_bytes, chunks, bias, out, stride)
 
-    return multiply, multiply_lying
+    return multiply, multiply_keys, multiply_lying
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -145,9 +151,7 @@ def test_every_cpu_adds_up_the_same_numbers(bits: int) -> None:
         out, bias = torch.empty(4, 16, dtype=torch.bfloat16), torch.randn(16).to(torch.bfloat16)
         arrays = (weight, whole.to(torch.int8), step, sums)
         packed, *others = (array.data_ptr() for array in arrays)
-        multiplying(portable=True)[0](
-            LIKE[x.dtype], bits, 4, packed, 0, *others, 3, bias.data_ptr(), out.data_ptr(), 32
-        )
+        multiplying(portable=True)[0](LIKE[x.dtype], bits, 4, packed, *others, 3, bias.data_ptr(), out.data_ptr(), 32)
         assert torch.equal(out, packed_product(x, weight, bias))
 
 
@@ -170,13 +174,12 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, portable: bool) -> 
     """By what this CPU has an instruction for, and by operations that all have; with weights, and with keys."""
     torch.manual_seed(0)
     weight, bias = torch.randn(16, 96).to(dtype), torch.randn(16).to(dtype)
-    (multiply, multiply_lying), size = multiplying(portable), dtype.itemsize
+    (_, multiply_keys, multiply_lying), size = multiplying(portable), dtype.itemsize
     for rows in (1, 2, 4, 8, 12, 16):
         x = torch.randn(rows, 96).to(dtype)
         wanted = x.double() @ weight.double().T
         laid, scores = x.view(rows, 3, GROUP).transpose(0, 1).contiguous(), torch.empty(rows, 16)
-        keys = weight.data_ptr(), 96 * size, laid.data_ptr()
-        multiply(LIKE[dtype], SCORES, rows, *keys, 0, 0, 3, bias.data_ptr(), scores.data_ptr(), 64)
+        multiply_keys(LIKE[dtype], rows, weight.data_ptr(), 96 * size, laid.data_ptr(), 3, scores.data_ptr(), 64)
         torch.testing.assert_close(scores.double(), wanted, **CLOSE[torch.float32])
         for count in {min(rows, 2), min(rows, 4), 4}:  # those behind the last row are that one again
             results, last = torch.empty(count, 16, dtype=dtype), min(rows, count) - 1
