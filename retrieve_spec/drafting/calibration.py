@@ -126,7 +126,7 @@ class Calibration:
     def statistics(self) -> dict[str, tuple[float, float]]:
         """How many candidates of each source were right, and how many were expected to be; old ones fade."""
         hits, expected = self.scale.reshape(2, NUM_SOURCES, -1, 2).sum((0, 2), dtype=np.float64).T.tolist()
-        return {name: (h, p) for name, h, p in zip(SOURCE_NAMES, hits, expected, strict=False) if p > 0}
+        return {name: (h, p) for name, h, p in zip(SOURCE_NAMES[:NUM_SOURCES], hits, expected, strict=True) if p > 0}
 
     def _load(self, path: Path) -> None:
         """Read the tables; `StoreCorruptError` where the file holds anything else."""

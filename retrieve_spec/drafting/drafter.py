@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 
 Layer = int | Literal["last"]
 """Where hidden states are taken: `"last"` (what the output embeddings read, after the final norm) or N >= 1, behind the
@@ -41,7 +41,7 @@ class Budget:
     max_depth: int
     cost: NDArray[np.float32] | None = None
     noise: tuple[int, int, int] | None = None
-    ahead: DraftTree = field(default_factory=DraftTree)
+    ahead: DraftTree = NO_DRAFT
 
 
 @dataclass(slots=True)

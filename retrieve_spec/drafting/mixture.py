@@ -14,7 +14,7 @@ from retrieve_spec.config import AUTO, MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.dense_queries import DenseQueries
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.kernels import blend, levels, request, step
 from retrieve_spec.kernels.calibration import LENGTH_CLASSES, NUM_SOURCES, begin_request
 from retrieve_spec.kernels.compiled_code import compiling_logged
@@ -39,8 +39,7 @@ CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, PHRASES, ALIGNMENT
     for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense", "phrases", "alignment")
 )
 _NO_HASHES = np.empty((2, 0), np.uint64)
-_NOTHING = DraftTree()
-_NO_BLOCK = _NOTHING.block
+_NO_BLOCK = NO_DRAFT.block
 _BOUNDARY = np.array([BOUNDARY], np.int32)
 _LONGEST_REST = 8
 """Passes that are not drafted for at most, where looks for drafts cost more than they save."""
@@ -334,10 +333,10 @@ class MixtureDrafter:
             return self.look(budget)
         self._asked = True
         if min(budget.max_nodes, budget.max_depth) <= 0:
-            return _NOTHING
+            return NO_DRAFT
         if self._rest > 0:
             self._rest -= 1
-            return _NOTHING
+            return NO_DRAFT
         tree = self.look(budget)
         self._weigh(budget.cost, perf_counter() - began)
         return tree
@@ -348,7 +347,7 @@ class MixtureDrafter:
         limit = min(budget.max_nodes, MAX_NODES)
         depth = self._ahead + min(budget.max_depth, self.config.max_depth)
         if limit <= 0 or depth <= 0:
-            return _NOTHING
+            return NO_DRAFT
         if self._sampled or budget.noise is not None:
             self._hear(budget.noise)
         cost = _NO_COST if budget.cost is None else budget.cost[: limit + 1]

@@ -216,3 +216,6 @@ class DraftTree:
         tokens, parents, depths = np.array(nodes, np.int32).reshape(-1, 3).T.copy()
         n = len(nodes)
         return cls(tokens, parents, depths, np.zeros(n, np.float32), np.zeros(n, np.uint8), np.full(n, -1, np.int64))
+
+
+NO_DRAFT = DraftTree()

@@ -18,7 +18,7 @@ from retrieve_spec.drafting.calibration import Calibration, calibration_for, kep
 from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, RemembersText, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.memories import Sessions, Siblings
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.pass_logits import PassLogits
@@ -112,7 +112,7 @@ class DrafterLease:
         """A tree within a budget; an empty one where nothing drafts."""
         if self.waits:
             self._begin()
-        return DraftTree() if self.drafter is None else self.drafter.propose(budget)
+        return NO_DRAFT if self.drafter is None else self.drafter.propose(budget)
 
     def read_prompt(self, prompt: NDArray[np.int32], logits: PassLogits) -> None:
         """Show it the top tokens behind the last of the prompt's tokens, one row for each."""

@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.config import FEW_ROOTS, MAX_NODES, PASS
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.budget import Backoff, gain, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import Costs
-from retrieve_spec.engine.sequence import NO_DRAFT, Sequence, autocast_key
+from retrieve_spec.engine.sequence import Sequence, autocast_key
 from retrieve_spec.engine.step_lock import StepLock
 from retrieve_spec.engine.threads import PassThreads, using
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_together

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.forced import Guide, forced_run, with_forced
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.budget import Progress, keep_best
 from retrieve_spec.engine.drafters import DrafterLease
 from retrieve_spec.engine.report import GenerationReport
@@ -154,9 +154,6 @@ class Limits:
     positions: int = 0
     padding: int = 0
     bytes_per_token: int = 0
-
-
-NO_DRAFT = DraftTree()
 
 
 class Sequence:

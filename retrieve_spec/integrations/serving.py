@@ -20,7 +20,7 @@ from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.batch import BatchRow, Slots
 from retrieve_spec.drafting.calibration import Calibration, kept_calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.budget import pruned, share_out
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.integrations.pace import Pace
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Shape = Literal["chain", "tree"]
 GREEDY, SAMPLED = "greedy", "sampled"
-NOTHING = DraftTree()
 _NO_COST = np.empty(0, np.float32)
 _ANY_TOKEN = 1 << 31
 _SAVE_EVERY = 30.0
@@ -48,7 +47,7 @@ class Request:
 
     row: BatchRow
     kind: str
-    tree: DraftTree = NOTHING
+    tree: DraftTree = NO_DRAFT
 
 
 class ServingDrafter:
@@ -227,7 +226,7 @@ class ServingDrafter:
             state = self._of(request)
             if not len(emitted):
                 return 0
-            tree, state.tree = state.tree, NOTHING
+            tree, state.tree = state.tree, NO_DRAFT
             if verified is not None and verified < len(tree):
                 tree = tree.first(verified)
             path = _path_of(tree, emitted)
@@ -384,7 +383,7 @@ class ServingDrafter:
         context, sampled = max(state.row.length for state in rows), _samples(rows)
         if self._pace.goes_without(len(rows), sampled):
             self._pace.stepped(len(rows), 0, context, sampled)
-            return [NOTHING] * len(rows)
+            return [NO_DRAFT] * len(rows)
         seconds = self._pace.curve(len(rows), context, sampled)
         cost = seconds if len(rows) == 1 else None
         found = []

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from retrieve_spec.attention import TreeMask, attend, attend_by_rows, row_depths, visible_rows
 from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.kernels.row_programs import RowTexts
 from retrieve_spec.kernels.single_rows import attend_single_rows
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
@@ -22,7 +22,6 @@ from retrieve_spec.recorded.packed_pass import LaidOut, PackedPass, PassGraphs, 
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier, SignatureModes
-from retrieve_spec.verify.pass_inputs import NO_TREE
 from retrieve_spec.verify.verifier import Mode, PassKind, Ran, VerifierInputs, VerifierOutput
 
 CHUNK = 256
@@ -142,7 +141,7 @@ class RecordedVerifier:
             if self._unread > 0:
                 root_ids = self._read(root_ids, keep)
             keeps = None if keep == len(root_ids) else [keep]
-            return forward_together([self], [root_ids], [tree or NO_TREE], want_hidden, keeps)[0]
+            return forward_together([self], [root_ids], [tree or NO_DRAFT], want_hidden, keeps)[0]
 
     def _reads(self, roots: int, keep: int) -> bool:
         """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
@@ -179,7 +178,7 @@ class RecordedVerifier:
         chunk = CHUNK if self.graphs is None else PASS.graph_rows[-1]
         while len(prompt_ids) > max(chunk, keep):
             piece = prompt_ids[: min(chunk, len(prompt_ids) - keep)]
-            forward_together([self], [piece], [NO_TREE], None, [1])
+            forward_together([self], [piece], [NO_DRAFT], None, [1])
             self._past, self._unread = self._past + len(piece), self._unread - len(piece)
             prompt_ids = prompt_ids[len(piece) :]
         self._pending = len(prompt_ids)

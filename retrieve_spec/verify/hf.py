@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.verify.cache import (
     KeptRows,
     apart,
@@ -30,7 +30,7 @@ from retrieve_spec.verify.cache import (
 )
 from retrieve_spec.verify.comparison import Rounding, by_passes, by_single_steps, drafts_for
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, weaker
-from retrieve_spec.verify.pass_inputs import NO_TREE, PassInputs
+from retrieve_spec.verify.pass_inputs import PassInputs
 from retrieve_spec.verify.positions import DerivedPositions
 from retrieve_spec.verify.recurrent import state_of
 from retrieve_spec.verify.shrink import lengths_of
@@ -270,7 +270,7 @@ class HFVerifier:
         """Run one pass (`Verifier.forward`)."""
         if self._steps is not None:
             return self._steps.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
-        draft = NO_TREE if tree is None else tree
+        draft = NO_DRAFT if tree is None else tree
         roots, nodes = len(root_ids), len(draft)
         if self._kept is not None:
             self._kept.begin()

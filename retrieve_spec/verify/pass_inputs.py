@@ -42,9 +42,6 @@ def telling(name: str, value: Any) -> Iterator[str]:
         yield name
 
 
-NO_TREE = DraftTree()
-
-
 class PassInputs:
     """Arguments of the passes of one generation.
 

@@ -17,12 +17,12 @@ import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine import joining
 from retrieve_spec.engine.budget import Backoff, Progress, gain, pruned, row_cost, share_out, worth
 from retrieve_spec.engine.cost import CostModel, Costs
-from retrieve_spec.engine.sequence import NO_DRAFT, Sequence
+from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
 
