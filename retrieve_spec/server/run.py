@@ -100,9 +100,6 @@ def build_service(
         metrics=metrics,
     )
     model.speculation.assume_frozen()  # nobody else has it
-    if quantize is None and model.device.type == "cpu" and model.num_parameters() >= _LARGE:
-        for sentence in advice_on_format(str(model.dtype).removeprefix("torch."), product_times()):
-            log.info("%s", sentence)
     return service
 
 
@@ -289,6 +286,10 @@ def serve(
         service = build(first, **own, progress=progress)
         fim = service.fim
         log.info("%s, fill-in-the-middle: %s", service.name, fim.fmt.family if fim else service.no_fim())
+        model = service.backend.model
+        if quantize is None and model.device.type == "cpu" and model.num_parameters() >= _LARGE:
+            for sentence in advice_on_format(str(model.dtype).removeprefix("torch."), product_times()):
+                log.info("%s", sentence)
         on_loaded()
         if not others:
             return create_app(service, keys=keys)
