@@ -67,14 +67,14 @@ class CompiledPass:
         The same with a `RowTexts` in place of the attention, on a CPU; None where there is none.
     weights
         The live parameters, buffers and constants they read, in order.
-    packed_share
-        Share of the weights of linear layers that is read packed, but for the last one.
+    program_share
+        Share of the weights of linear layers, but for the last one, that programs over rows multiply by.
     """
 
     run: Callable[..., Any]
     run_rows: Callable[..., Any] | None
     weights: list[torch.Tensor]
-    packed_share: float
+    program_share: float
 
 
 def compile_program(
@@ -91,7 +91,7 @@ def compile_program(
     program
         What was exported of `owner`.
     row_kernels
-        Module of the kernels that stand for what a 16-bit model does to rows.
+        Module of the kernels that stand for what a model does to rows.
     rules
         What every layer's attention does.
     exact
@@ -116,8 +116,8 @@ def compile_program(
             run_rows = _function(program, whole)
         fuse_rows(graph, dtype)
     left = sum(sizes.get(node, 0) for node in graph.nodes if node.target is aten.linear.default)
-    packed = 1 - left / max(sum(sizes.values()), 1)
-    return CompiledPass(_function(program, graph), run_rows, weights, packed)
+    by_programs = 1 - left / max(sum(sizes.values()), 1)
+    return CompiledPass(_function(program, graph), run_rows, weights, by_programs)
 
 
 def _function(program: torch.export.ExportedProgram, graph: fx.Graph) -> Callable[..., Any]:

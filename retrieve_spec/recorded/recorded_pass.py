@@ -218,7 +218,7 @@ class RecordedPass:
     attends_rows
         Whether it attends by itself, over the texts that it is given, if their keys and values are of `row_dtype`.
     reads_prompts
-        Whether many rows go through it faster than through the model, because its weights are packed.
+        Whether many rows go through it faster than through the model, because programs multiply by most of its weights.
 
     Raises
     ------
@@ -242,7 +242,7 @@ class RecordedPass:
             program = self._export(recording)
         self.rules = recording.log.live_rules()
         self._compiled = compiled = graph_passes.compile_program(program, recording, row_kernels, self.rules, exact > 0)
-        self._weights, self.reads_prompts = compiled.weights, compiled.packed_share > _MOSTLY
+        self._weights, self.reads_prompts = compiled.weights, compiled.program_share > _MOSTLY
         self.attends_rows = compiled.run_rows is not None
         self._states = [kinds for _, kinds in sorted(recording.log.states.items())]
         self.row_dtype = self._states[0][0][2] if self._states else None
