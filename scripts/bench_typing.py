@@ -11,6 +11,8 @@ answers, to count the requests that newer keystrokes replaced.
 With ``--together`` all sessions are typed at once while others talk.
 
     python scripts/bench_typing.py --together --sessions 8 --chats 2
+
+`--weights int8` lets the servers multiply by weights of another format than they are stored in.
 """
 
 from __future__ import annotations
@@ -221,12 +223,12 @@ def type_together(server: Server, sessions: list[list[Key]], talks: list[str], f
     return outcomes
 
 
-def typed_at_once(chats: int, folder: Path, workspace: Path, sessions: list[list[Key]]) -> dict[str, Any]:
+def typed_at_once(chats: int, folder: Path, serve: list[str], sessions: list[list[Key]]) -> dict[str, Any]:
     """What those who type at once see, with drafting and without."""
     talks = [sessions[0][0].body["input_prefix"][-6000:]] * chats
     report: dict[str, Any] = {}
     for name in ("drafting", "drafting off"):
-        with closing(Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)])) as server:
+        with closing(Server(folder / name.replace(" ", "-"), serve)) as server:
             time.sleep(5)  # the stores are attached
             type_together(server, [sessions[0][:2]], talks[:1], VARIANTS[name])  # kernels
             outcomes = type_together(server, sessions, talks, VARIANTS[name])
@@ -282,20 +284,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         sessions = [make_session(path, SEED + i, options.keys) for i, path in enumerate(chosen)]
         for path in chosen:
             path.unlink()  # what is typed is not in the workspace
+        serve = ["--workspace", str(workspace), *(["--quantize", options.weights] if options.weights else [])]
         if options.together:
-            return typed_at_once(options.chats, folder, workspace, sessions)
+            return typed_at_once(options.chats, folder, serve, sessions)
         setup = {"package": options.package, "files": [path.name for path in chosen], "model": "reference"}
-        return {**typed_in_turn(folder, workspace, sessions), "setup": setup}
+        return {**typed_in_turn(folder, serve, sessions), "setup": setup}
 
 
-def typed_in_turn(folder: Path, workspace: Path, sessions: list[list[Key]]) -> dict[str, Any]:
+def typed_in_turn(folder: Path, serve: list[str], sessions: list[list[Key]]) -> dict[str, Any]:
     """Every session on every variant, the variants in turn; then some with their real gaps."""
     results = {name: Outcome() for name in VARIANTS}
     typed = {name: Outcome() for name in VARIANTS}
     with ExitStack() as stack:
         servers = {
-            name: stack.enter_context(closing(Server(folder / name.replace(" ", "-"), ["--workspace", str(workspace)])))
-            for name in VARIANTS
+            name: stack.enter_context(closing(Server(folder / name.replace(" ", "-"), serve))) for name in VARIANTS
         }
         time.sleep(5)  # the stores are attached
         warm = sessions[0][0].body
@@ -341,7 +343,7 @@ def visible_ratio(results: dict[str, Outcome], left_out: list[bool]) -> dict[str
 
 def main() -> None:
     """Measure and print."""
-    harness.run(measure, __doc__, package="uvicorn", sessions=4, keys=20, together=False, chats=2)
+    harness.run(measure, __doc__, package="uvicorn", sessions=4, keys=20, weights="", together=False, chats=2)
 
 
 if __name__ == "__main__":
