@@ -23,9 +23,8 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     return names
 
 
-@click.command(short_help="Compare methods on prompts, interleaved, and write a report.")
-@click.option("--model", default="reference", show_default=True, metavar=MODEL_NAMES)
-@click.option(
+MODEL = click.option("--model", default="reference", show_default=True, metavar=MODEL_NAMES)
+PROMPTS = click.option(
     "--prompts",
     default="builtin",
     show_default=True,
@@ -33,6 +32,23 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     help="What to answer: files found on this machine, a few everyday questions for chat models, lines with 'prompt' or"
     " 'turns', or Spec-Bench's question.jsonl.",
 )
+LENGTH = click.option("--max-new-tokens", type=COUNT, default=160, show_default=True, metavar="N")
+TEMPERATURE = click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, metavar="T")
+TOP_P = click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
+SEEDED = click.option("--seed", type=SEED, default=0, show_default=True, metavar="S")
+LIMIT = click.option(
+    "--limit", type=WholeRange(min=1), metavar="N", help="First N prompts; of the built-in ones N a kind."
+)
+TASKS = click.option(
+    "--tasks",
+    metavar="A,B,…",
+    help="Only prompts of these tasks; built in are unseen, seen, edit, structured, prose.",
+)
+
+
+@click.command(short_help="Compare methods on prompts, interleaved, and write a report.")
+@MODEL
+@PROMPTS
 @click.option(
     "--methods",
     callback=parse_methods,
@@ -50,17 +66,13 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     show_default=True,
     help="What ours remember: nothing, the turns of one conversation, or all prompts of a run.",
 )
-@click.option("--max-new-tokens", type=COUNT, default=160, show_default=True, metavar="N")
-@click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, metavar="T")
-@click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
-@click.option("--seed", type=SEED, default=0, show_default=True, metavar="S")
+@LENGTH
+@TEMPERATURE
+@TOP_P
+@SEEDED
 @click.option("--runs", type=WholeRange(min=1), default=1, show_default=True, metavar="R", help="Repetitions.")
-@click.option("--limit", type=WholeRange(min=1), metavar="N", help="First N prompts; of the built-in ones N a kind.")
-@click.option(
-    "--tasks",
-    metavar="A,B,…",
-    help="Only prompts of these tasks; built in are unseen, seen, edit, structured, prose.",
-)
+@LIMIT
+@TASKS
 @click.option(
     "--template",
     type=click.Choice(["auto", "vicuna", "none"]),
@@ -112,6 +124,42 @@ def _show(folder: Path, as_json: bool) -> None:
     click.echo(json.dumps(summary) if as_json else (folder / "report.md").read_text(encoding="utf-8"))
 
 
+@click.command(short_help="Record a model's answers with its logits, to replay them.")
+@MODEL
+@PROMPTS
+@click.option(
+    "--nodes",
+    type=WholeRange(1, MAX_NODES),
+    multiple=True,
+    default=(60, MAX_NODES),
+    show_default=True,
+    metavar="N",
+    help="Nodes per pass; all is answered once with each, so that a replay knows the wrong turns of each.",
+)
+@LENGTH
+@TEMPERATURE
+@TOP_P
+@SEEDED
+@LIMIT
+@TASKS
+@DTYPE
+@QUANTIZE
+@DEVICE
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE.npz", help="What to write."
+)
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+def record(out: Path, quiet: bool, **options: Any) -> None:
+    """Let a model answer prompts, and keep its 16 most probable tokens wherever a pass has looked.
+
+    `bench replay FILE.npz` then shows sources that learn from logits what the model would have shown them.
+    """
+    from retrieve_spec.bench.recording import record_prompts
+
+    answers = record_prompts(out, quiet=quiet, **options)
+    click.echo(f"{out}: {answers} answers, {out.stat().st_size / 1e6:.1f} MB")
+
+
 @click.command(short_help="Replay recorded answers and count tokens per pass.")
 @click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--tokenizer", required=True, metavar="PATH|HUB_ID", help="tokenizer.json, a model folder or a hub id.")
@@ -144,9 +192,10 @@ def _show(folder: Path, as_json: bool) -> None:
 def replay(trace: Path, tokenizer: str, quiet: bool, as_json: bool, by_task: bool, **options: Any) -> None:
     """Replay the recorded answers of TRACE through a drafter, without the model that wrote them.
 
-    TRACE is JSON Lines with "prompt" and "output" (and "more": [[context, answer], …] for later turns). At each step
-    the drafter proposes, the recorded answer decides what is accepted, and one more token follows, as greedy
-    verification would. Sources that learn from the model's logits stay empty, so a model gets at least these figures.
+    TRACE is JSON Lines with "prompt" and "output" (and "more": [[context, answer], …] for later turns), or what `bench
+    record` wrote. At each step the drafter proposes, the recorded answer decides what is accepted, and one more token
+    follows, as verification would. Without recorded logits sources that learn from them stay empty, so a model gets at
+    least these figures.
     """
     from tqdm import tqdm
 

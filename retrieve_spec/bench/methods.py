@@ -104,6 +104,13 @@ def parse_method(name: str) -> Method:
     return Method(name, kind, int(number) if colon else None, ours, tuple(without))
 
 
+def sampling(temperature: float, top_p: float) -> dict[str, Any]:
+    """Arguments of `generate`: greedy at temperature 0."""
+    if temperature > 0:
+        return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
 class FirstToken:
     """A streamer that notes when the first token came."""
 

@@ -1,4 +1,4 @@
-"""Replay of recorded answers: greedy verification of a drafter without the model, and its acceptance figures."""
+"""Replay of recorded answers: verification of a drafter without the model, and its acceptance figures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.bench.methods import FreshDrafter
+from retrieve_spec.bench.recording import NOWHERE, Answer, LogitTrace
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.tree import ROOT, DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, ROOT, DraftTree
 from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import SOURCE_NAMES
@@ -32,13 +33,15 @@ Ids = NDArray[np.int32]
 class TraceRow:
     """One recorded conversation: the prompt, then segments in order; only generated ones are drafted.
 
-    Rows of one group share text (a repository, a question asked again) and are kept on one side of a split.
+    Rows of one group share text (a repository, a question asked again) and are kept on one side of a split. `logits`:
+    what the model showed on the way, where that was recorded.
     """
 
     task: str
     prompt: Ids
     segments: list[tuple[Ids, bool]]
     group: str = ""
+    logits: Answer | None = None
 
 
 def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> Iterator[TraceRow]:
@@ -47,8 +50,9 @@ def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> It
     Parameters
     ----------
     path
-        JSON Lines with ``prompt``, ``output`` and optionally ``more`` ([[context, generation], …]), ``task``,
-        ``meta.loop`` (true: the row is left out), ``group`` (rows without one are groups of their own).
+        What `retrieve_spec.bench.recording.LogitTrace` wrote (.npz), or JSON Lines with ``prompt``, ``output`` and
+        optionally ``more`` ([[context, generation], …]), ``task``, ``meta.loop`` (true: the row is left out), ``group``
+        (rows without one are groups of their own).
     tokenizer
         A `tokenizers.Tokenizer`, or what encodes as it does.
     limit
@@ -58,7 +62,13 @@ def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> It
     ------
     TraceError
         When a line is not JSON or lacks a field.
+    TokenizerMismatchError
+        When logits were recorded with another tokenizer.
     """
+    if Path(path).suffix == ".npz":
+        for answer in LogitTrace.load(path, tokenizer).answers[:limit]:
+            yield TraceRow(answer.task, answer.prompt, [(answer.output, True)], answer.group, answer)
+        return
     with open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and number > limit:
@@ -122,7 +132,7 @@ class Replay:
             self.drafter.start(row.prompt)
             for ids, generated in row.segments:
                 if generated:
-                    self._generate(ids, self._by_task[row.task])
+                    self._generate(ids, self._by_task[row.task], row.logits)
                 else:
                     self.drafter.feed(ids)
             self.drafter.finish()
@@ -131,15 +141,24 @@ class Replay:
                 progress(total["tokens"], total["passes"])
         return self.result()
 
-    def _generate(self, output: Ids, tally: Counter[str]) -> None:
-        at = 0
+    def _generate(self, output: Ids, tally: Counter[str], logits: Answer | None) -> None:
+        at, context = 0, NOWHERE
+        if logits is not None:  # the prompt's pass brings a token
+            at, context = 1, logits.contexts.behind(logits.end, output[:1].tolist())
+            self.drafter.observe_prompt(*logits.of_prompt())
+            self.drafter.observe(VerifiedPass(NO_DRAFT, NO_DRAFT.parent, output[:1]))
+            tally.update(passes=1, tokens=1)
         while at < len(output):
+            noise = None if logits is None else logits.noise_at(at)
             began = time.perf_counter()
-            tree = self.drafter.propose(Budget(self.nodes, len(output) - at, self._cost))
+            tree = self.drafter.propose(Budget(self.nodes, len(output) - at, self._cost, noise))
             proposed = time.perf_counter()
             path = walk(tree, output[at:])
             emitted = output[at : at + len(path) + 1]
             verified = VerifiedPass(tree, path, emitted)
+            if logits is not None:
+                verified = logits.contexts.shown(context, tree, path, emitted)
+                context = logits.contexts.behind(context, emitted.tolist())
             middle = time.perf_counter()
             self.drafter.observe(verified)
             self._times.append(((proposed - began) * 1e6, (time.perf_counter() - middle) * 1e6))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from retrieve_spec.bench.machine import OtherWork, machine_facts
-from retrieve_spec.bench.methods import OFF, PLAIN, Bench, Method, parse_method
+from retrieve_spec.bench.methods import OFF, PLAIN, Bench, Method, parse_method, sampling
 from retrieve_spec.bench.report import PARTS, RUN_FILE, Record, ResultsFolder
 from retrieve_spec.bench.workloads import Prompt, encode, loops, read_prompts
 from retrieve_spec.datastore.store import open_datastore
@@ -206,13 +206,11 @@ def run_bench(
     chosen = [parse_method(name) for name in methods]
     questions = read_prompts(prompts, limit, tasks.split(",") if tasks else None)
     plan = Plan(questions, chosen, runs, state, max_new_tokens, template, sampled=temperature > 0)
-    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if plan.sampled:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     lm, tokenizer = load_model(model, dtype=dtype, quantize=quantize, device=device)
     datastores = [open_datastore(path, tokenizer=tokenizer) for path in stores]
     session = state != "cold"
-    bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=session, seed=seed, options=sampling)
+    options = sampling(temperature, top_p)
+    bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=session, seed=seed, options=options)
     which = f", {tasks} only" if tasks else ""
     # So that figures of different workloads are not compared.
     digest = hashlib.sha256(json.dumps([astuple(question) for question in questions]).encode()).hexdigest()[:16]

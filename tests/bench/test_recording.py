@@ -1,0 +1,109 @@
+"""Recorded answers with logits: what is kept is what the model says, and a replay takes the passes of the model."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import retrieve_spec as rs
+from retrieve_spec import cli
+from retrieve_spec.bench.methods import FreshDrafter, sampling
+from retrieve_spec.bench.recording import TOP, LogitTrace, record
+from retrieve_spec.bench.replay import Replay, read_trace
+from retrieve_spec.bench.workloads import Prompt, encode
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.errors import TokenizerMismatchError, TraceError
+
+CODE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
+PROMPTS = [
+    Prompt("two turns", "writing", (CODE, "\n\ndef side(area, width):\n")),
+    Prompt("one", "qa", ("import os\nimport sys\n\n\ndef main():\n",)),
+]
+NODES, LENGTH = 24, 64
+
+
+def recorded(model, tokenizer, temperature=0.0, nodes=(NODES,)):
+    return record(model, tokenizer, PROMPTS, nodes=nodes, max_new_tokens=LENGTH, **sampling(temperature, 0.9))
+
+
+def passes_of_model(model, tokenizer, trace, temperature):
+    rs.accelerate(model, tokenizer, drafter=FreshDrafter(SpeculationConfig(), tokenizer=tokenizer), nodes=NODES)
+    found = []
+    for answer in trace.answers:
+        torch.manual_seed(0)
+        ids = torch.as_tensor(answer.prompt, dtype=torch.long)[None]
+        text = model.generate(ids, max_new_tokens=LENGTH, **sampling(temperature, 0.9))
+        assert text[0, ids.shape[1] :].tolist() == answer.output.tolist()
+        found.append(model.speculation.last.passes)
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_replay_takes_the_passes_of_the_model(reference_model, reference_tokenizer, tmp_path, temperature):
+    trace = recorded(reference_model, reference_tokenizer, temperature)
+    trace.save(tmp_path / "trace.npz")
+    replay = Replay(FreshDrafter(SpeculationConfig(), tokenizer=reference_tokenizer), NODES)
+    rows = list(read_trace(tmp_path / "trace.npz", reference_tokenizer))
+    replayed = [replay.run([row])["passes"] for row in rows]
+    live = np.cumsum(passes_of_model(reference_model, reference_tokenizer, trace, temperature))
+    np.testing.assert_allclose(replayed, live, atol=1)  # the last draft of an answer may be deeper
+    assert replay.result()["accepted_by_source"].get("recycling", 0) > 0
+
+
+def test_contexts_hold_what_the_model_says_there(reference_model, reference_tokenizer):
+    trace = recorded(reference_model, reference_tokenizer, nodes=(8, NODES))
+    rs.restore(reference_model)
+    answer = trace.answers[-1]
+    contexts, wrong_turns = answer.contexts, 0
+    for at in np.flatnonzero(np.isfinite(contexts.top_logits[:, 0])).tolist():
+        path, above = [int(contexts.token[at])], int(contexts.parent[at])
+        while above >= 0 and above != answer.end:
+            path.insert(0, int(contexts.token[above]))
+            above = int(contexts.parent[above])
+        if above != answer.end or at % 7:
+            continue
+        wrong_turns += path != answer.output[: len(path)].tolist()
+        ids = torch.as_tensor([*answer.prompt.tolist(), *path], dtype=torch.long)
+        with torch.no_grad():
+            best = reference_model(ids[None]).logits[0, -1].topk(TOP)
+        np.testing.assert_allclose(contexts.top_logits[at], best.values.numpy(), atol=1e-3)
+        assert contexts.top_ids[at, 0] == best.indices[0]
+    assert wrong_turns > 10
+
+
+def test_turns_follow_the_answers_before_them(reference_model, reference_tokenizer):
+    first, second, _ = recorded(reference_model, reference_tokenizer).answers
+    said = reference_tokenizer.decode(first.output, skip_special_tokens=True).strip()
+    assert second.prompt.tolist() == encode(reference_tokenizer, PROMPTS[0], [said])[0].tolist()
+    assert (first.group, first.task) == (second.group, second.task) == ("two turns", "mt_bench")
+
+
+def test_commands_record_and_replay(tmp_path, capsys):
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "trace.npz"
+    questions.write_text(json.dumps({"prompt": CODE}))
+    words = ["--prompts", str(questions), "--nodes", "16", "--max-new-tokens", "24", "--device", "cpu"]
+    assert cli.run(["bench", "record", *words, "--out", str(out), "--quiet"]) == 0
+    assert "1 answers" in capsys.readouterr().out
+    assert cli.run(["bench", "replay", str(out), "--tokenizer", "reference", "--json", "--quiet"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["tokens"] == 24 and found["passes"] < 24
+
+
+def test_other_files_and_tokenizers_are_refused(reference_model, reference_tokenizer, tmp_path):
+    whole, cut = tmp_path / "trace.npz", tmp_path / "cut.npz"
+    recorded(reference_model, reference_tokenizer).save(whole)
+    other = tmp_path / "tokenizer.json"
+    pipeline = json.loads(reference_tokenizer.backend_tokenizer.to_str())
+    pipeline["model"]["vocab"] |= {"never a word": len(pipeline["model"]["vocab"])}
+    other.write_text(json.dumps(pipeline))
+    with pytest.raises(TokenizerMismatchError, match="Name that of their model"):
+        LogitTrace.load(whole, other)
+    cut.write_bytes(whole.read_bytes()[:-200])
+    with pytest.raises(TraceError, match="bench record"):
+        LogitTrace.load(cut, reference_tokenizer)
+    np.savez(cut, tokens=np.zeros(3))
+    with pytest.raises(TraceError, match="bench record"):
+        LogitTrace.load(cut, reference_tokenizer)
