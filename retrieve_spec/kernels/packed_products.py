@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner, part
-from retrieve_spec.kernels.number_formats import wide
+from retrieve_spec.kernels.number_formats import bytes_of, wide
 from retrieve_spec.kernels.vector_code import (
     BLOCKS,
     GROUP,
@@ -90,14 +90,7 @@ def multiply_panel(
     """
     first = 0
     if bits == LYING:
-        row_bytes = 64 * groups
-        while first < rows:
-            left = rows - first
-            _tile(
-                like, left if left < 3 else 4, left - 1, weight + begin * row_bytes, q + first * row_bytes,
-                row_bytes, groups, bias, out + first * stride, stride,
-            )  # fmt: skip
-            first += 4
+        _multiply_lying(weight + 64 * begin * groups, rows, groups, q, bias, out, stride, like)
         return
     weight += begin // LANES * groups * (_GROUP_BYTES_4 if bits == 4 else _GROUP_BYTES_8)
     while first < rows:
@@ -107,6 +100,26 @@ def multiply_panel(
             out + first * stride, stride,
         )  # fmt: skip
         first += block
+
+
+@inner
+def _multiply_lying(weight: int, rows: int, chunks: int, x: int, bias: int, out: int, stride: int, like: Any) -> None:
+    """The same by weights that lie, some at a time, which all rows find in the nearest cache.
+
+    Meanwhile memory brings the next ones: as it takes its time, up to four tiles share asking for them.
+    """
+    row_bytes, size, tiles = 64 * chunks, bytes_of(like), (rows + 1) // 4
+    block, width = (4, 4) if tiles else (rows, LANES // rows)
+    asking = min(max(tiles, 1), 4 if tiles > 3 else 2)
+    for first in range(0, LANES, width):
+        ours, ahead = weight + first * row_bytes, weight + (first + width) * row_bytes
+        for row in range(0, rows, block):
+            count, asks = min(rows - row, block), row < asking * block
+            _tile(
+                like, 4 if count == 3 else count, count - 1, ours, x + row * row_bytes, row_bytes, chunks,
+                ahead + row // asking * row_bytes, 64 // asking if asks else 0, bias + first * size,
+                out + row * stride + first * size, stride,
+            )  # fmt: skip
 
 
 def bits_of(row_bytes: int, groups: int) -> int:

@@ -244,7 +244,7 @@ class RowProgram:
         self._steps: list[tuple[int, ...]] = []
         self._row_bytes: list[int] = [0, 0]  # by place, of buffers
         self._given: list[int] = []
-        self._zeros = np.zeros(LANES, np.float32)
+        self._zeros = np.zeros(2 * LANES, np.float32)
         self._rounded: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
         self._arena_bytes = self._widest = 0

@@ -237,59 +237,65 @@ def score_block(add_pairs: Callable[..., Any]) -> Any:
 
 
 def tile_product(add_pairs: Callable[..., Any]) -> Any:
-    """Compiled function of 16 results of a few rows, by weights that lie: sums along rows, of which lanes have parts.
+    """Compiled function of the results of a few rows by a few rows of weights that lie: sums along rows, of which lanes
+    have parts.
 
-    Its parameters: a number of the format; rows (of `TILES`), and the last one that there is, which stands for those
-    behind it; the addresses of 16 rows of weights and of the first row, and how many bytes the next ones lie behind,
-    in chunks of 64; addresses of 16 numbers to add and of the first row's results, and how many bytes the next row's
-    lie behind.
+    There are four rows of weights where nothing is asked for, else as many as there are sums for, 16. Its parameters: a
+    number of the format; rows (of `TILES`), and the last one that there is, which stands for those behind it; the
+    addresses of the weights and of the first row, and how many bytes the next ones lie behind, in chunks of 64; where
+    memory is asked for what is read later, and how many bytes further on each time, of as many times as there are rows
+    of weights for every chunk (0: it is not asked); addresses of 16 numbers, of which the first are added, and of the
+    first row's results, and how many bytes the next row's lie behind.
     """
 
     @intrinsic
     def product(
-        _context: Any, like: Any, rows: Any, last: Any, weights: Any, x: Any, row_bytes: Any, chunks: Any, bias: Any,
-        out: Any, stride: Any,
+        _context: Any, like: Any, rows: Any, last: Any, weights: Any, x: Any, row_bytes: Any, chunks: Any, ahead: Any,
+        step: Any, bias: Any, out: Any, stride: Any,
     ) -> Any:  # fmt: skip
         single = like == types.float32
         add_words, size = (_add_float32, 4) if single else (add_pairs, 2)
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            _, rows, last, weights, x, row_bytes, chunks, bias, out, stride = args
+            _, rows, last, weights, x, row_bytes, chunks, ahead, step, bias, out, stride = args
 
-            def code(count: int) -> None:
-                """The product of so many rows, with as many times fewer rows of weights at once."""
-                width = LANES // count
+            def code(count: int, asking: bool) -> None:
+                """The product of so many rows: with as many rows of weights as there are sums for, or with four."""
+                width = LANES // count if asking else 4
                 rows_at = [
                     builder.add(x, builder.mul(row_bytes, _least(builder, _LONG(row), last))) for row in range(count)
                 ]
                 added = _load_numbers(builder, bias, single)
-                for begin in range(0, LANES, width):
-                    ours = [_place(builder, weights, begin + i, row_bytes) for i in range(width)]
+                ours = [_place(builder, weights, i, row_bytes) for i in range(width)]
 
-                    def add(chunk: Any, totals: list[Any], ours: list[Any] = ours) -> list[Any]:
-                        at = builder.mul(chunk, _LONG(64))
-                        lines = [builder.add(address, at) for address in ours]
-                        for line in lines:
-                            _prefetch(builder, _place(builder, line, width, row_bytes), 0)
-                        loaded = [_load(builder, line, 0, _WORDS) for line in lines]
-                        given = [_load(builder, builder.add(address, at), 0, _WORDS) for address in rows_at]
-                        pairs = [(weight, row) for row in given for weight in loaded]
-                        return [add_words(builder, t, *pair) for t, pair in zip(totals, pairs, strict=True)]
+                def add(chunk: Any, carried: list[Any]) -> list[Any]:
+                    asked, *totals = carried
+                    at = builder.mul(chunk, _LONG(64))
+                    for _ in range(width if asking else 0):
+                        _prefetch(builder, asked, 0)
+                        asked = builder.add(asked, step)
+                    loaded = [_load(builder, builder.add(address, at), 0, _WORDS) for address in ours]
+                    given = [_load(builder, builder.add(address, at), 0, _WORDS) for address in rows_at]
+                    pairs = [(weight, row) for row in given for weight in loaded]
+                    return [asked, *(add_words(builder, t, *pair) for t, pair in zip(totals, pairs, strict=True))]
 
-                    sums = _sums(builder, _loop(builder, chunks, [_ZEROS] * LANES, add))
-                    lanes = ir.Constant(_WORDS, [begin + lane % width for lane in range(LANES)])
-                    result = builder.fadd(sums, builder.shuffle_vector(added, added, lanes))
-                    result = result if single else _narrow(builder, result)
-                    for row in range(count):
-                        part = [row * width + lane for lane in range(width)]
-                        lanes = ir.Constant(ir.VectorType(_WORD, width), part)
-                        address = builder.add(_place(builder, out, row, stride), _LONG(begin * size))
-                        _store(builder, builder.shuffle_vector(result, result, lanes), address, size)
+                sums = _sums(builder, _loop(builder, chunks, [ahead, *[_ZEROS] * (count * width)], add)[1:])
+                lanes = ir.Constant(_WORDS, [lane % width for lane in range(LANES)])
+                result = builder.fadd(sums, builder.shuffle_vector(added, added, lanes))
+                result = result if single else _narrow(builder, result)
+                for row in range(count):
+                    part = [row * width + lane for lane in range(width)]
+                    lanes = ir.Constant(ir.VectorType(_WORD, width), part)
+                    _store(
+                        builder, builder.shuffle_vector(result, result, lanes), _place(builder, out, row, stride), size
+                    )
 
-            _switch(builder, rows, {count: partial(code, count) for count in TILES})
+            silent = builder.select(builder.icmp_signed("==", step, _LONG(0)), _LONG(LANES), _LONG(0))
+            cases = {count + LANES * (not ask): partial(code, count, ask) for count in TILES for ask in (True, False)}
+            _switch(builder, builder.add(rows, silent), cases)
             return context.get_dummy_value()
 
-        return types.void(like, *[types.int64] * 9), codegen
+        return types.void(like, *[types.int64] * 11), codegen
 
     return product
 
@@ -299,7 +305,8 @@ def _least(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _sums(builder: Any, vectors: list[Any]) -> Any:
-    """By lane, the sum of the lanes of one of 16 vectors."""
+    """By lane, the sum of the lanes of one of 16 vectors; of fewer ones in turn."""
+    vectors = vectors * (LANES // len(vectors))
     for apart in (8, 4, 2, 1):
         halves = (_exchanged(builder, *pair, apart) for pair in zip(vectors, vectors[apart:], strict=False))
         vectors = [builder.fadd(*both) for both in halves]

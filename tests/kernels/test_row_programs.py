@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -129,10 +130,10 @@ def multiplying(portable: bool) -> tuple[Any, Any, Any]:
 
     @njit
     def multiply_lying(
-        like: Any, rows: int, last: int, weight: int, x: int, row_bytes: int, chunks: int, bias: int, out: int,
-        stride: int,
+        like: Any, rows: int, last: int, weight: int, x: int, row_bytes: int, chunks: int, ahead: int, step: int,
+        bias: int, out: int, stride: int,
     ) -> None:  # fmt: skip
-        tile(like, rows, last, weight, x, row_bytes, chunks, bias, out, stride)
+        tile(like, rows, last, weight, x, row_bytes, chunks, ahead, step, bias, out, stride)
 
     return multiply, multiply_keys, multiply_lying
 
@@ -173,7 +174,7 @@ def test_what_numba_is_told_to_leave_out_is_left_out(told: str, runs: bool) -> N
 def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, portable: bool) -> None:
     """By what this CPU has an instruction for, and by operations that all have; with weights, and with keys."""
     torch.manual_seed(0)
-    weight, bias = torch.randn(16, 96).to(dtype), torch.randn(16).to(dtype)
+    weight, bias = torch.randn(16, 96).to(dtype), torch.randn(32).to(dtype)
     (_, multiply_keys, multiply_lying), size = multiplying(portable), dtype.itemsize
     for rows in (1, 2, 4, 8, 12, 16):
         x = torch.randn(rows, 96).to(dtype)
@@ -181,20 +182,17 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, portable: bool) -> 
         laid, scores = x.view(rows, 3, GROUP).transpose(0, 1).contiguous(), torch.empty(rows, 16)
         multiply_keys(LIKE[dtype], rows, weight.data_ptr(), 96 * size, laid.data_ptr(), 3, scores.data_ptr(), 64)
         torch.testing.assert_close(scores.double(), wanted, **CLOSE[torch.float32])
-        for count in {min(rows, 2), min(rows, 4), 4}:  # those behind the last row are that one again
-            results, last = torch.empty(count, 16, dtype=dtype), min(rows, count) - 1
-            lying = (
-                weight.data_ptr(),
-                x.data_ptr(),
-                96 * size,
-                96 * size // 64,
-                bias.data_ptr(),
-                results.data_ptr(),
-                16 * size,
-            )
-            multiply_lying(LIKE[dtype], count, last, *lying)
-            there = torch.arange(count).clamp(max=last)
-            torch.testing.assert_close(results.double(), wanted[there] + bias, **CLOSE[dtype])
+        for count, asks in itertools.product({min(rows, 2), min(rows, 4), 4}, (True, False)):
+            last, width = min(rows, count) - 1, 16 // count if asks else 4
+            results = torch.full((count, 16), torch.nan, dtype=dtype)
+            for first in range(0, 16, width):
+                multiply_lying(
+                    LIKE[dtype], count, last, weight[first:].data_ptr(), x.data_ptr(), 96 * size, 96 * size // 64,
+                    weight.data_ptr(), 64 if asks else 0, bias[first:].data_ptr(), results[:, first:].data_ptr(),
+                    16 * size,
+                )  # fmt: skip
+            there = torch.arange(count).clamp(max=last)  # those behind the last row are that one again
+            torch.testing.assert_close(results.double(), wanted[there] + bias[:16], **CLOSE[dtype])
 
 
 @BOTH
