@@ -22,7 +22,6 @@ from retrieve_spec.server.queueing import QueueClosedError, QueueFullError
 from retrieve_spec.server.schemas import EditRequest, Prediction
 from retrieve_spec.server.service import Caller, Prepared, Service
 
-_CHAT_TOKENS = 512
 _OPENAI_TOKENS = 16
 _FIM_TOKENS = 128
 _CLIENT_CLOSED = 499
@@ -88,7 +87,7 @@ class CompletionHandlers:
         self, body: schemas.ChatRequest, request: Request, translate: Translate | None = None
     ) -> Response:
         """What a model says in a conversation; `translate` makes another dialect of the answer."""
-        wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, _CHAT_TOKENS)
+        wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, -1)
         who = caller(request, body)
         who = who if who.explicit else replace(who, client=None)
 

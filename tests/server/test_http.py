@@ -210,8 +210,12 @@ def test_prompt_beyond_the_context_is_refused(live, say):
 def test_as_many_tokens_as_fit(live, codec):
     ids = codec.encode("x")
     server = live(ScriptedBackend(lambda prompt: ids * 5000, n_ctx=6000))
-    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):
-        answer = server.post(path, {**body, "max_tokens": -1}).json()
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": -1}),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": -1}),
+        ("/v1/chat/completions", {"messages": HELLO}),  # agents let the model end
+    ):
+        answer = server.post(path, body).json()
         assert answer["usage"]["completion_tokens"] == 5000
         assert answer["choices"][0]["finish_reason"] == "length"
     server.backend.n_ctx = 600
