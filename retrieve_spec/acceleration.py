@@ -24,6 +24,7 @@ from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore, read_ahead
 from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.engine.bigrams import bigrams_of
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation, measure_passes
 from retrieve_spec.engine.threads import PassThreads, some_of_a_pass, using
@@ -167,6 +168,11 @@ def prepare(
     speculation.new_cache = functools.partial(new_cache, model)
     speculation.bytes_per_token = _bytes_per_token(model.config.get_text_config(decoder=True), model.dtype)
     speculation.prepare_seconds = loading
+    if tokenizer is not None and _reads_bigrams(model, config, drafter, speculation):
+        with using(threads):
+            speculation.drafters.bigrams = bigrams_of(model, speculation.verifiers()[0], tokenizer)
+        if drafter is not None:
+            drafter.bigrams = speculation.drafters.bigrams  # type: ignore[attr-defined]
     speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
     model.speculation = speculation
     if why := why_delegated(model):
@@ -178,6 +184,13 @@ def prepare(
     if config.nodes == AUTO and config.draft != OFF:
         with using(threads):
             measure_passes(model, speculation)
+
+
+def _reads_bigrams(model: Any, config: SpeculationConfig, drafter: Drafter | None, speculation: Speculation) -> bool:
+    """Whether drafts are made from bigrams, and the model can be asked for them."""
+    drafts = config.draft == AUTO if drafter is None else hasattr(drafter, "bigrams")
+    alone = speculation.ranks is None and not model.config.is_encoder_decoder  # ranks must run the same passes
+    return drafts and alone and speculation.mode == "tree"
 
 
 def _no_model(given: Any) -> UnsupportedModelError:

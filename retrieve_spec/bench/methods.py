@@ -29,6 +29,7 @@ from retrieve_spec.drafting.presets import PRESETS, build_drafter
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.errors import ConfigError, nearest
 from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.bigrams import Bigrams
 from retrieve_spec.sources.unigrams import token_classes
 
 PLAIN, PROMPT_LOOKUP, OFF = "plain", "prompt-lookup", "off"
@@ -151,6 +152,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "dense": {"dense": None, "wants_hidden": None},
     "phrases": {"phrases": None},
     "alignment": {"alignments": None},
+    "bigrams": {"bigrams": None},
 }
 """Attributes of the mixture that hold a source, by its name, with what stands there without it (types are called)."""
 
@@ -184,12 +186,25 @@ class FreshDrafter:
     ) -> None:
         self._config, self._datastores, self._without = config, datastores, without
         self._classes = token_classes(tokenizer)
+        self._bigrams: Bigrams | None = None
+        self.renew()
+
+    @property
+    def bigrams(self) -> Bigrams | None:
+        """Of the model that answers; another one lets the drafter begin anew."""
+        return self._bigrams
+
+    @bigrams.setter
+    def bigrams(self, bigrams: Bigrams | None) -> None:
+        self._bigrams = bigrams
         self.renew()
 
     def renew(self) -> None:
         """Forget all that was learned."""
         calibration = Calibration(classes=self._classes)
-        self.drafter: Any = build_drafter(self._config, datastores=self._datastores, calibration=calibration)
+        self.drafter: Any = build_drafter(
+            self._config, datastores=self._datastores, calibration=calibration, bigrams=self._bigrams
+        )
         for name in self._without:
             self._remove(name)
 

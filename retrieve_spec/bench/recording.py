@@ -23,6 +23,7 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.errors import TokenizerMismatchError, TraceError, in_a_line
 from retrieve_spec.reference_model import load_model
+from retrieve_spec.sources.bigrams import Bigrams
 
 Ids = NDArray[np.int32]
 TOP = 16
@@ -121,10 +122,12 @@ class LogitTrace:
         Of the tokenizer.
     answers
         What was recorded, all with the same contexts.
+    bigrams
+        Of the model, those of tokens that occur.
     """
 
-    def __init__(self, fingerprint: str, answers: Sequence[Answer]) -> None:
-        self.fingerprint, self.answers = fingerprint, list(answers)
+    def __init__(self, fingerprint: str, answers: Sequence[Answer], bigrams: Bigrams) -> None:
+        self.fingerprint, self.answers, self.bigrams = fingerprint, list(answers), bigrams
 
     def save(self, path: str | Path) -> None:
         """Write one compressed file of NumPy arrays (.npz), logits as float16."""
@@ -140,6 +143,9 @@ class LogitTrace:
             token=contexts.token,
             top_ids=contexts.top_ids,
             top_logits=contexts.top_logits.astype(np.float16),
+            vocabulary=np.array(self.bigrams.entries.shape),
+            known=(known := self.bigrams.known),
+            bigrams=self.bigrams.entries[known],
         )
 
     @classmethod
@@ -164,6 +170,8 @@ class LogitTrace:
                 Answer(task, group, prompt, output, contexts, int(end), noise)
                 for (task, group), prompt, output, (_, _, end), noise in named
             ]
+            entries = np.full(data["vocabulary"], -1, np.int32)
+            entries[data["known"]] = data["bigrams"]
         except (OSError, ValueError, KeyError, BadZipFile, EOFError) as error:
             remedy = "Record it again with `retrieve-spec bench record`."
             raise TraceError(f"recorded answers with logits in {path}", in_a_line(error), remedy) from error
@@ -172,7 +180,7 @@ class LogitTrace:
             raise TokenizerMismatchError(
                 f"the tokenizer of the answers in {path} ({fingerprint[7:19]})", mine[7:19], "Name that of their model."
             )
-        return cls(fingerprint, answers)
+        return cls(fingerprint, answers, Bigrams(entries))
 
 
 class Notes:
@@ -318,7 +326,17 @@ def record(
             Answer(task, group, ids, output, contexts, end, np.array(noise, np.int64))
             for task, group, ids, output, end, noise in answered
         ],
+        Bigrams(_of_tokens(recorder.bigrams, contexts.token)),
     )
+
+
+def _of_tokens(bigrams: Bigrams | None, tokens: Ids) -> Ids:
+    """The entries of bigrams with those of some tokens alone."""
+    if bigrams is None:
+        return np.empty((0, 2), np.int32)
+    entries, seen = np.full_like(bigrams.entries, -1), np.unique(tokens)
+    entries[seen] = bigrams.entries[seen]
+    return entries
 
 
 def record_prompts(

@@ -50,9 +50,8 @@ def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> It
     Parameters
     ----------
     path
-        What `retrieve_spec.bench.recording.LogitTrace` wrote (.npz), or JSON Lines with ``prompt``, ``output`` and
-        optionally ``more`` ([[context, generation], …]), ``task``, ``meta.loop`` (true: the row is left out), ``group``
-        (rows without one are groups of their own).
+        JSON Lines with ``prompt``, ``output`` and optionally ``more`` ([[context, generation], …]), ``task``,
+        ``meta.loop`` (true: the row is left out), ``group`` (rows without one are groups of their own).
     tokenizer
         A `tokenizers.Tokenizer`, or what encodes as it does.
     limit
@@ -62,13 +61,7 @@ def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> It
     ------
     TraceError
         When a line is not JSON or lacks a field.
-    TokenizerMismatchError
-        When logits were recorded with another tokenizer.
     """
-    if Path(path).suffix == ".npz":
-        for answer in LogitTrace.load(path, tokenizer).answers[:limit]:
-            yield TraceRow(answer.task, answer.prompt, [(answer.output, True)], answer.group, answer)
-        return
     with open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and number > limit:
@@ -82,6 +75,12 @@ def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> It
             group = row.get("group")
             prompt = _ids(tokenizer, row["prompt"], True)
             yield TraceRow(row.get("task") or "", prompt, segments, f"line {number}" if group is None else str(group))
+
+
+def logit_rows(trace: LogitTrace, limit: int | None = None) -> Iterator[TraceRow]:
+    """Rows of answers that were recorded with logits, a row for each turn."""
+    for answer in trace.answers[:limit]:
+        yield TraceRow(answer.task, answer.prompt, [(answer.output, True)], answer.group, answer)
 
 
 def _parse(line: str, number: int, path: str | Path) -> dict[str, Any]:
@@ -252,7 +251,7 @@ def replay_trace(
     Parameters
     ----------
     path
-        The trace (`read_trace` says what a row holds).
+        The trace: JSON Lines (`read_trace` says what a line holds), or what `bench record` wrote (.npz).
     tokenizer
         The tokenizer of the model that will answer: a ``tokenizer.json``, a model folder, a hub id or an object.
     draft, nodes
@@ -291,8 +290,12 @@ def replay_trace(
     if not hasattr(fresh.drafter, "feed"):
         remedy = "Replay `auto` or another preset."
         raise ConfigError("a preset that can be fed text it did not draft", repr(draft), remedy)
+    if Path(path).suffix == ".npz":
+        trace = LogitTrace.load(path, encoder)
+        fresh.bigrams, rows = trace.bigrams, logit_rows(trace, limit)
+    else:
+        rows = read_trace(path, encoder, limit)
     replay = Replay(fresh.drafter, nodes, node_cost)
-    rows = read_trace(path, encoder, limit)
     if phrases == LIVE:
         replay.run(rows, progress)
     else:

@@ -22,6 +22,7 @@ from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.bigrams import Bigrams
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, Row, SourceTable, store_rows
@@ -34,9 +35,8 @@ _NO_COST = np.empty(0, np.float32)
 _NO_TOKENS = np.empty(0, np.int32)
 _NO_IDS = np.empty((0, 1), np.int32)
 _NO_LOGITS = np.empty((0, 1), np.float32)
-CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, PHRASES, ALIGNMENT = (
-    SOURCE_NAMES.index(name)
-    for name in ("context", "session", "prediction", "recycling", "ngram", "exact", "dense", "phrases", "alignment")
+CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, PHRASES, ALIGNMENT, BIGRAMS = (
+    SOURCE_NAMES.index(name) for name in SOURCE_NAMES if name not in ("script", "forced")
 )
 _NO_HASHES = np.empty((2, 0), np.uint64)
 _NO_BLOCK = NO_DRAFT.block
@@ -104,6 +104,8 @@ class MixtureDrafter:
         Open stores to draft from.
     calibration
         Learned weights and phrases to start from and to go on learning; fresh ones when None.
+    bigrams
+        Of the target, if they are known.
 
     Attributes
     ----------
@@ -125,6 +127,7 @@ class MixtureDrafter:
         session: SessionMemory | None = None,
         datastores: Sequence[Datastore] = (),
         calibration: Calibration | None = None,
+        bigrams: Bigrams | None = None,
     ) -> None:
         self.config = config or SpeculationConfig()
         self.calibration = calibration or Calibration()
@@ -136,6 +139,7 @@ class MixtureDrafter:
         self.datastores = list(datastores)
         self.ngram_rows, self.exact_rows = store_rows(self.datastores, NGRAM, EXACT)
         self.recycling = RecyclingTable() if recycling else None
+        self.bigrams = bigrams
         self.prediction: Prediction | None = None
         indexes = DenseIndexes(datastores if self.config.dense == AUTO else ())
         self.wants_hidden: Layer | None = indexes.layer
@@ -231,6 +235,8 @@ class MixtureDrafter:
             table.append(self.dense.row(DENSE))
         if self.recycling:
             table.append(self.recycling.row(RECYCLING))
+            if self.bigrams is not None:
+                table.append(self.bigrams.row(BIGRAMS))
         if self.phrases is not None and self.phrases.requests > 1:  # what one alone was given is not known
             table.append(self.phrases.row(PHRASES))
         aligned_row = len(table) if self.alignments is not None else -1

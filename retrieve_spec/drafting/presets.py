@@ -15,6 +15,7 @@ from retrieve_spec.drafting.published.search import AdaptiveTrigram, Stand
 from retrieve_spec.drafting.published.stores import Dresd, Hierarchy, Rest, Sam, SamRecycling
 from retrieve_spec.drafting.published.text import AdaptiveNgram, PromptLookup, SuffixDecoding
 from retrieve_spec.errors import UnknownPresetError, nearest
+from retrieve_spec.sources.bigrams import Bigrams
 from retrieve_spec.sources.session import SessionMemory
 
 PRESETS: dict[str, type[MixtureDrafter | PublishedDrafter]] = {
@@ -42,6 +43,7 @@ def build_drafter(
     datastores: Sequence[Any] = (),
     session: SessionMemory | None = None,
     calibration: Calibration | None = None,
+    bigrams: Bigrams | None = None,
 ) -> Drafter:
     """Drafter that ``config.draft`` names.
 
@@ -53,6 +55,8 @@ def build_drafter(
         Open stores (`retrieve_spec.datastore.Datastore`) to draft from.
     session, calibration
         State kept between requests; None starts without.
+    bigrams
+        Of the model, for `auto`.
 
     Raises
     ------
@@ -69,5 +73,5 @@ def build_drafter(
     if session is None and config.session:
         session = SessionMemory(config.session_tokens, exact=config.draft != AUTO)
     if issubclass(preset, MixtureDrafter):
-        return preset(config, session=session, datastores=datastores, calibration=calibration)
+        return preset(config, session=session, datastores=datastores, calibration=calibration, bigrams=bigrams)
     return preset(() if preset is Dresd and config.dense != AUTO else datastores, session)

@@ -24,6 +24,7 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sources.answers import RolloutMemory
 from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.bigrams import Bigrams
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.unigrams import token_classes
@@ -202,6 +203,7 @@ class Drafters:
             raise ConfigError("rollouts to be a RolloutMemory", got, "Make one: rs.RolloutMemory(path).")
         self.datastores = list(datastores)
         self.given = given
+        self.bigrams: Bigrams | None = None
         self._config, self._model_key, self._tokenizer = config, model_key, tokenizer
         self._made: dict[str, list[Drafter]] = {}
         self._loans: dict[int, Loan] = {}
@@ -436,7 +438,7 @@ class Drafters:
     def _build(self, name: str, session: Any, calibration: Any, stores: Sequence[Any] = ()) -> Drafter:
         config = self._config.with_options(draft=name)
         read = [*self.datastores, *stores]
-        return build_drafter(config, datastores=read, session=session, calibration=calibration)
+        return build_drafter(config, datastores=read, session=session, calibration=calibration, bigrams=self.bigrams)
 
 
 def _forget_logits(drafter: Any) -> None:

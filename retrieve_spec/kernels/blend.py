@@ -57,7 +57,9 @@ def scratch_memory(rows: int) -> NDArray[np.int64]:
 
 @inner
 def context_hashes(tails: NDArray[np.int32], at: int, tail_len: int, out: NDArray[np.uint64]) -> None:
-    """Hashes of the last 1, 2, … tokens: row 0 as n-gram tables are keyed, row 1 as the recycling table is."""
+    """Hashes of the last 1, 2, … tokens: row 0 as n-gram tables are keyed, row 1 as the recycling table is, and at its
+    end the last token."""
+    out[1, TAIL - 1] = tails[at, 0]
     h = np.uint64(0)
     g = np.uint64(0)
     for i in range(min(tail_len, MAX_ORDER)):

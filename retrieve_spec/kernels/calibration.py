@@ -26,8 +26,8 @@ from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.views import borrowed
 
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
-NUM_SOURCES = 10
-_CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT = 0, 2, 3, 6, 8, 9
+NUM_SOURCES = 11
+_CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT, _BIGRAMS = 0, 2, 3, 6, 8, 9, 10
 """How many of `retrieve_spec.sources.SOURCE_NAMES` estimate, and the places of some of them."""
 FORCED = NUM_SOURCES
 """The place of what needs no source, as nothing else may come."""
@@ -83,6 +83,8 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     """Weight of a level before anything was learned: n / (n + a·d), with a falling in the match length."""
     if source == _RECYCLING:  # the target's own probabilities
         return 0.75 if length >= 2 else 0.6
+    if source == _BIGRAMS:  # the same, whatever stood before
+        return 0.5
     if source == _PHRASES:  # said to others, often by other subjects
         return 0.75 * total / (total + 10.0)
     if source == _ALIGNMENT:  # the length is how many of its last predictions came true

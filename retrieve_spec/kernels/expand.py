@@ -21,8 +21,21 @@ from retrieve_spec.kernels.calibration import CERTAIN, NUM_SOURCES, scaled
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
-from retrieve_spec.kernels.source_table import CURSOR, KIND, NUMBER, PHRASES, RECYCLING, RESTING, TAIL, recycling_sets
-from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_i64
+from retrieve_spec.kernels.source_table import (
+    BIGRAMS,
+    CURSOR,
+    KIND,
+    NUMBER,
+    PHRASES,
+    RECYCLING,
+    RECYCLING_CAPACITY,
+    RECYCLING_ENTRIES,
+    RECYCLING_K,
+    RESTING,
+    TAIL,
+    recycling_sets,
+)
+from retrieve_spec.kernels.views import borrowed, prefetch, view_f32, view_i32, view_i64
 
 NEGLIGIBLE = 0.2
 """Part of the smallest useful probability below which a single share is not worth adding up."""
@@ -140,6 +153,8 @@ def follow(
     for s in range(rows):
         if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
             recycling.ask_for(recycling_sets(table, s), tails, at)  # looked up when the automata have been followed
+        elif table[s, KIND] == BIGRAMS:
+            prefetch(table[s, RECYCLING_ENTRIES] + 8 * table[s, RECYCLING_K] * min(token, table[s, RECYCLING_CAPACITY]))
     for s in range(rows):
         if table[s, RESTING] == 1:
             continue

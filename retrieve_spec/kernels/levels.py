@@ -18,6 +18,7 @@ from retrieve_spec.kernels.source_table import (
     ALIGNMENT,
     AUTOMATON,
     AUTOMATON_SHORTEST,
+    BIGRAMS,
     DENSE,
     DENSE_NUM_SPANS,
     DENSE_SIMILARITY,
@@ -41,8 +42,10 @@ from retrieve_spec.kernels.source_table import (
     PREDICTION_LENGTH,
     READ_LIMIT,
     RECYCLING,
+    RECYCLING_CAPACITY,
     RECYCLING_K,
     RESTING,
+    TAIL,
     UNIGRAM,
     edges_of,
     exact_distinct,
@@ -106,6 +109,10 @@ def open_row(
         return cursors[c, 0], np.int64(0) if unigram.listed(table, s) > 0 else np.int64(-1)
     if table[s, KIND] == ALIGNMENT:
         return alignment.open_level(table, s, cursors, c)
+    if table[s, KIND] == BIGRAMS:
+        token = np.int64(hashes[1, TAIL - 1])
+        known = tail_len > 0 and token < table[s, RECYCLING_CAPACITY] and recycling_tokens(table, s, token)[0] >= 0
+        return token, np.int64(1) if known else np.int64(-1)
     if table[s, KIND] == PREDICTION:
         inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, PREDICTION_LENGTH]
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
@@ -211,6 +218,8 @@ def evidence(
         top = recycling_probs(table, s, handle)[0]
         seen = recycling.seen(recycling_sets(table, s), handle)
         return seen, _spread(top)
+    if table[s, KIND] == BIGRAMS:
+        return np.int64(1), _spread(recycling_probs(table, s, handle)[0])
     if table[s, KIND] == UNIGRAM:
         return unigram.evidence(table, s)
     if stores is not None:
@@ -264,7 +273,7 @@ def read_level(
         if n > 0:
             out_p[0] += recency
         return n
-    if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
+    if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES or table[s, KIND] == BIGRAMS:
         k = table[s, RECYCLING_K]
         ids = recycling_tokens(table, s, handle)
         p = recycling_probs(table, s, handle)

@@ -11,6 +11,7 @@ AUTOMATON   state, tokens matched
 RECYCLING   none: looked up by the newest tokens
 PHRASES     none: looked up by the newest tokens
 UNIGRAM     classes of the two newest tokens
+BIGRAMS     none: looked up by the newest token
 ALIGNMENT   place, outcomes, tokens since the text differed (`kernels/alignment.py`)
 PREDICTION  position of the next expected token, tokens matched (-1: not followed)
 NGRAM       none: looked up by the newest tokens
@@ -40,7 +41,7 @@ from retrieve_spec.kernels.views import (
 )
 
 KIND, NUMBER = 0, 1
-AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE, UNIGRAM, PHRASES, ALIGNMENT = 0, 1, 2, 3, 4, 5, 6, 7, 8
+AUTOMATON, RECYCLING, PREDICTION, NGRAM, EXACT, DENSE, UNIGRAM, PHRASES, ALIGNMENT, BIGRAMS = range(10)
 AUTOMATON_STATES, AUTOMATON_NUM_STATES, AUTOMATON_EDGES, AUTOMATON_NUM_EDGES = 2, 3, 4, 5
 AUTOMATON_SLOTS, AUTOMATON_NUM_SLOTS, AUTOMATON_META, AUTOMATON_SHORTEST = 6, 7, 8, 9
 RECYCLING_SETS, RECYCLING_CAPACITY, RECYCLING_ENTRIES, RECYCLING_K, RECYCLING_MEMORY = 2, 3, 4, 5, 6
@@ -56,8 +57,8 @@ UNIGRAM_STATS, UNIGRAM_NUM_STATS, UNIGRAM_RECENT, UNIGRAM_FREQUENT = 7, 8, 9, 10
 UNIGRAM_FACTORS, UNIGRAM_BY_CLASSES, UNIGRAM_VERSIONS = 11, 12, 13
 ALIGNMENT_TEXT, ALIGNMENT_PLACES, ALIGNMENT_KEPT, ALIGNMENT_META = 2, 3, 4, 5
 DENSE_SPANS, DENSE_NUM_SPANS, DENSE_WIDTH, DENSE_SIMILARITY, DENSE_WEIGHTS, DENSE_ORIGINS = 2, 3, 4, 5, 6, 7
-"""Columns by kind (phrases: those of recycling); an array's is its address. `EXACT_SEGMENT` numbers segments over all
-open stores."""
+"""Columns by kind (phrases and bigrams: those of recycling); an array's is its address. `EXACT_SEGMENT` numbers
+segments over all open stores."""
 RESTING = 18
 """Column that is 1 while a source is not asked, because it has explained next to nothing lately."""
 ROW = 19

@@ -11,6 +11,7 @@ SOURCE_NAMES = (
     "script",
     "phrases",
     "alignment",
+    "bigrams",
     "forced",
 )
 """Names by the number stored in `DraftTree.source`; statistics are reported by these names."""

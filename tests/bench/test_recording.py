@@ -12,9 +12,10 @@ import retrieve_spec as rs
 from retrieve_spec import cli
 from retrieve_spec.bench.methods import FreshDrafter, sampling
 from retrieve_spec.bench.recording import TOP, LogitTrace, record
-from retrieve_spec.bench.replay import Replay, read_trace
+from retrieve_spec.bench.replay import Replay, logit_rows
 from retrieve_spec.bench.workloads import Prompt, encode
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.engine import bigrams as model_bigrams
 from retrieve_spec.errors import TokenizerMismatchError, TraceError
 
 CODE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
@@ -23,6 +24,13 @@ PROMPTS = [
     Prompt("one", "qa", ("import os\nimport sys\n\n\ndef main():\n",)),
 ]
 NODES, LENGTH = 24, 64
+
+
+@pytest.fixture(autouse=True)
+def _same_bigrams(tmp_path, monkeypatch):
+    """A model is asked for all its bigrams, however long it takes."""
+    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_bigrams, "SECONDS", 60.0)
 
 
 def recorded(model, tokenizer, temperature=0.0, nodes=(NODES,)):
@@ -45,8 +53,10 @@ def passes_of_model(model, tokenizer, trace, temperature):
 def test_replay_takes_the_passes_of_the_model(reference_model, reference_tokenizer, tmp_path, temperature):
     trace = recorded(reference_model, reference_tokenizer, temperature)
     trace.save(tmp_path / "trace.npz")
-    replay = Replay(FreshDrafter(SpeculationConfig(), tokenizer=reference_tokenizer), NODES)
-    rows = list(read_trace(tmp_path / "trace.npz", reference_tokenizer))
+    again = LogitTrace.load(tmp_path / "trace.npz", reference_tokenizer)
+    fresh = FreshDrafter(SpeculationConfig(), tokenizer=reference_tokenizer)
+    fresh.bigrams = again.bigrams
+    replay, rows = Replay(fresh, NODES), logit_rows(again)
     replayed = [replay.run([row])["passes"] for row in rows]
     live = np.cumsum(passes_of_model(reference_model, reference_tokenizer, trace, temperature))
     np.testing.assert_allclose(replayed, live, atol=1)  # the last draft of an answer may be deeper

@@ -19,6 +19,7 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import alignment, blend, calibration, expand, learn, request, source_table, unigram
 from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.bigrams import Bigrams
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, SourceTable, store_rows
@@ -133,6 +134,13 @@ def make_world(rng, alphabet, stores=(), documents=()):
         )
         naive_table.learn(newest.tolist(), ids.tolist(), logits.tolist())
     of_these = rng.spawn(1)[0]
+    entries, naive_bigrams = np.full((alphabet, 6), -1, np.int32), NaiveTable(3)
+    for token in range(0, alphabet, 2):
+        ids = of_these.choice(alphabet + 3, 3, replace=False)
+        logits = np.sort(of_these.normal(0, 3, 3))[::-1].astype(np.float32)
+        entries[token] = [*ids, *logits.view(np.int32)]
+        naive_bigrams.learn([token], ids.tolist(), logits.tolist())
+    bigrams = Bigrams(entries)
     phrases, naive_phrases = PhraseMemory(), NaivePhrases()
     for _ in range(3):
         said = of_these.integers(0, alphabet, 10).tolist()
@@ -156,7 +164,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
     prediction = Prediction(np.array(expected, np.int32))
     position, matched = int(rng.integers(0, 12)), int(rng.integers(-1, 9))
     ngram, exact = store_rows(stores, 4, 5)
-    rows = [prediction.row(2), context.row(0), session.row(1), *exact, recycling.row(3), *ngram]
+    rows = [prediction.row(2), context.row(0), session.row(1), *exact, recycling.row(3), bigrams.row(10), *ngram]
     rows += [phrases.row(8), unigrams.row(0), alignments.row(9)]
     sources = [
         naive.Prediction(expected, len(text), position, matched),
@@ -164,6 +172,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
         naive.Automaton(1, naive_session),
         *[naive.Exact(documents, int(row.words[source_table.EXACT_MIN_DEPTH]), len(text)) for row in exact],
         naive.Recycling(naive_table),
+        naive.Bigrams(naive_bigrams),
         *[naive.Ngram(documents) for _ in ngram],
         naive.Phrases(naive_phrases),
         naive_unigrams,

@@ -34,6 +34,8 @@ def prior(number, length, total, distinct):
         return 0.75 if length >= 2 else 0.6
     if number == 2:
         return 0.9 - 0.5 / (1 + length)
+    if number == 10:
+        return 0.5
     if number == 9:
         return 0.1 + 0.06 * length
     if number == 8:
@@ -68,7 +70,7 @@ class Trust:
             self.factor[name] = min(max(moved, -math.log(500)), math.log(500))
 
     def table(self):
-        out = np.empty((10, 4, 2))
+        out = np.empty((11, 4, 2))
         out[..., 0], out[..., 1] = 1, 1
         for name in self.variance:
             at = (name[0], 0) if len(name) == 1 else (name[0], 1 + name[1])
@@ -103,6 +105,10 @@ class Recycling:
                 top = max(kept.values())
                 distinct = 1 if top > 0.9 else 2 if top > 0.7 else 3 if top > 0.5 else 5 if top > 0.3 else 9
                 yield order, self.table.seen[context], distinct, list(kept.items()), None
+
+
+class Bigrams(Recycling):
+    number = 10
 
 
 class Phrases:
@@ -260,7 +266,7 @@ def expand(sources, text, cells, scale, max_nodes, max_depth, min_p=0.0, cost=No
             given = couple(given, noise(len(path)))
         for token, (p, row) in given.items():
             if p >= worth:
-                p = path_p * scaled(scale, sources[row].number + (10 if noise else 0), p)
+                p = path_p * scaled(scale, sources[row].number + (11 if noise else 0), p)
                 heapq.heappush(heap, (-p, token, order, at, path, row))
                 order += 1
 

@@ -1,0 +1,79 @@
+"""Bigrams: the model's own answers behind each token, drafted where a text has shown nothing, learned bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import retrieve_spec as rs
+from retrieve_spec.drafting.drafter import Budget
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.engine import bigrams as model_bigrams
+from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources.bigrams import Bigrams
+
+
+def entries(vocabulary, rows):
+    found = np.full((vocabulary, 4), -1, np.int32)
+    for token, top in rows.items():
+        found[token, :2] = top
+        found[token, 2:] = np.array([2.0, 1.0], np.float32).view(np.int32)
+    return found
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and a model that is asked as long as it takes."""
+    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(model_bigrams, "SECONDS", 60.0)
+    return tmp_path / "bigrams"
+
+
+def known(model):
+    return model.speculation.drafters.bigrams.known
+
+
+def test_first_draft_of_a_text_needs_no_text():
+    drafter = MixtureDrafter(bigrams=Bigrams(entries(50, {5: (7, 9), 7: (30, 31), 9: (12, 13)})))
+    drafter.start(np.array([1, 2, 5], np.int32))
+    tree = drafter.propose(Budget(6, 2))
+    paths = {(int(tree.parent[i]) < 0, int(tree.token_ids[i])) for i in range(len(tree))}
+    assert {(True, 7), (True, 9), (False, 30)} <= paths
+    assert {SOURCE_NAMES[number] for number in tree.source} == {"bigrams"}
+
+
+def test_entries_are_what_the_model_says(reference_model, reference_tokenizer, cache):
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    found = reference_model.speculation.drafters.bigrams
+    rs.restore(reference_model)
+    assert len(found.known) == len(found.entries)
+    end = reference_tokenizer("\n", add_special_tokens=False)["input_ids"][-1]
+    tokens = torch.arange(0, len(found.entries), 101)
+    lines = torch.stack([torch.full_like(tokens, end), torch.full_like(tokens, end), tokens], 1)
+    with torch.no_grad():
+        best = reference_model(lines).logits[:, -1].topk(8)
+    logits = found.entries[tokens.numpy(), 8:].view(np.float32)
+    np.testing.assert_allclose(logits, best.values.numpy(), atol=1e-3)
+    assert (found.entries[tokens.numpy(), 0] == best.indices[:, 0].numpy()).mean() > 0.98  # but near ties
+
+
+def test_a_model_is_asked_on_where_it_was_left(reference_model, reference_tokenizer, cache, monkeypatch):
+    monkeypatch.setattr(model_bigrams, "_NEVER_KEPT", 0.0)
+    monkeypatch.setattr(model_bigrams, "SECONDS", 0.05)
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    first = known(reference_model)
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    second = known(reference_model)
+    assert 0 < len(first) < len(second) and set(first) < set(second)
+    (file,) = cache.iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    assert 0 < len(known(reference_model)) < len(second)
+
+
+@pytest.mark.parametrize(("options", "named"), [({}, False), ({"draft": "off"}, True), ({"draft": "sam"}, True)])
+def test_models_are_not_asked_in_vain(reference_model, reference_tokenizer, cache, options, named):
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer if named else None, **options)
+    assert reference_model.speculation.drafters.bigrams is None
+    assert not cache.exists()
