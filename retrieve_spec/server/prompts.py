@@ -11,6 +11,7 @@ from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.sampling import Beginnings
 from retrieve_spec.server.schemas import Common, Message
 from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.tools import shows_tools, with_tools_told
 
 _PLACE = "<<what the user says>>"
 """Stands for a question while a chat template is filled in, since questions are encoded apart."""
@@ -60,6 +61,8 @@ class Prompts:
             400: too long, or the template refuses the turns, or leaves something of them out.
         """
         turns = [m.as_turn() for m in messages]
+        if not shows_tools(str(getattr(self.codec.tokenizer, "chat_template", None) or "")):
+            turns = with_tools_told(turns, rendering.pop("tools", None) or ())
         prompt = self._rendered(turns, **rendering)
         self._check_shown(turns, prompt, rendering)
         return self.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt

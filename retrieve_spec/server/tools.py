@@ -7,7 +7,7 @@ error and its text is lost, an argument that spells the closing tag ends the cal
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,50 @@ _XML = "<parameter="
 """Stands in templates whose calls have their arguments in tags (Qwen3-Coder), which are not read."""
 
 
+HERMES = "hermes"
+"""The format of models whose chat template knows of no tools: `with_tools_told` says how they write calls."""
+
+
+def shows_tools(template: str) -> bool:
+    """Whether a chat template has a place for tools."""
+    return "tools" in template
+
+
 def find_tool_format(template: str, name: str | None = None) -> ToolFormat | None:
     """The format of that name, else the one that a chat template tells of, None for one that is not known."""
     if name is None and _XML in template:
         return None
     return next((fmt for fmt in FORMATS if (fmt.name == name if name else fmt.tell in template)), None)
+
+
+def with_tools_told(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation as a template without tools can show it.
+
+    The system message tells of them and how to call one; calls stand in what the assistant says, what came of them in
+    what the user says.
+    """
+    told = list[dict[str, Any]]()
+    for turn in turns:
+        said, calls = str(turn["content"]), turn.get("tool_calls", ())
+        for call in calls:
+            function = call["function"]
+            given = function["arguments"]
+            written = {"name": function["name"], "arguments": json.loads(given) if isinstance(given, str) else given}
+            said += f"\n<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>"
+        if turn["role"] == "tool":
+            told.append({"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"})
+        else:
+            told.append({"role": turn["role"], "content": said.strip("\n") if calls else said})
+    if tools:
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        how = (
+            f"You may call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, answer with a JSON object"
+            ' between tags: <tool_call>\n{"name": the name of the function, "arguments": an object}\n</tool_call>'
+        )
+        system = [turn for turn in told[:1] if turn["role"] == "system"]
+        content = "\n\n".join([*(turn["content"] for turn in system), how])
+        told = [{"role": "system", "content": content}, *told[len(system) :]]
+    return told
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,8 +216,36 @@ def test_an_answer_goes_on_with_an_assistants_last_message(served, templated):
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
-def test_a_template_that_shows_no_tools_refuses_them_by_name(served, templated, template):
+def test_the_server_tells_of_tools_where_the_template_does_not(served, templated, template):
     templated.chat_template = template
+    server = served(SAID)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": true}'}}
+    past = [
+        {"role": "system", "content": "Be brief."},
+        *ASK,
+        {"role": "assistant", "content": "Well.", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    prompt = server.post("/apply-template", {"messages": past, "tools": TOOLS}).json()["prompt"]
+    system, asked, called, came = prompt.split("<|im_end|>")[:4]
+    assert (
+        system.startswith("<|im_start|>system\nBe brief.\n\nYou may call") and system.count('"type": "function"') == 2
+    )
+    assert asked.endswith(ASK[0]["content"])
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_call>'
+    assert called.endswith(f"<|im_start|>assistant\nWell.\n{written}")
+    assert came.endswith("<|im_start|>user\n<tool_response>\n2\n</tool_response>")
+    body = {"messages": ASK, "tools": TOOLS}
+    assert server.post("/v1/chat/completions", body).json()["choices"][0]["finish_reason"] == "tool_calls"
+    plain, none = (
+        server.post("/apply-template", fields).json()["prompt"]
+        for fields in ({"messages": ASK}, {**body, "tool_choice": "none"})
+    )
+    assert plain == none and "You may call" not in plain
+
+
+def test_a_template_that_shows_tools_only_at_times_refuses_them_by_name(served, templated):
+    templated.chat_template = CHATML + "{% if on is defined %}{{ tools }}{% endif %}"
     server = served("Hi.")
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     past = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -395,7 +423,6 @@ def test_a_real_model_as_an_agent(smollm2):
     """SmolLM2 as it is: each call parses or is text, the same with drafts and without."""
     openai = pytest.importorskip("openai", reason="pip install openai")
     model, tokenizer = load_model(smollm2, dtype="float32", device="cpu")
-    tokenizer.chat_template = HERMES
     service = assemble(model, tokenizer, "smollm2", ServeConfig())
     server = Live(service.backend, tokenizer, service=service)
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
