@@ -177,7 +177,8 @@ def put_array(target: Path, array: NDArray[Any], what: str = "calibration", priv
         os.replace(partial, target)
     except OSError as error:  # a full disk or a store that became read-only must not end a generation
         logger.warning("%s is not kept: %s", what, error)
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there may be no folder
+            partial.unlink()
 
 
 def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibration:

@@ -72,6 +72,27 @@ def test_a_model_is_asked_on_where_it_was_left(reference_model, reference_tokeni
     assert 0 < len(known(reference_model)) < len(second)
 
 
+@pytest.mark.parametrize(
+    "spoil", [lambda entries: entries * 0 + 10**6, lambda entries: entries[:, :3], lambda _: b"no array"]
+)
+def test_a_file_that_is_another_is_learned_anew(reference_model, reference_tokenizer, cache, monkeypatch, spoil):
+    monkeypatch.setattr(model_bigrams, "_NEVER_KEPT", 0.0)
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    wanted = reference_model.speculation.drafters.bigrams.entries
+    (file,) = cache.iterdir()
+    spoilt = spoil(wanted)
+    file.write_bytes(spoilt) if isinstance(spoilt, bytes) else np.save(file, spoilt)
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    assert (reference_model.speculation.drafters.bigrams.entries[:, 0] == wanted[:, 0]).all()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(reference_model, reference_tokenizer, cache, monkeypatch):
+    monkeypatch.setattr(model_bigrams, "_NEVER_KEPT", 0.0)
+    cache.parent.joinpath("bigrams").write_text("a file where the folder would be")
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    assert len(known(reference_model))
+
+
 @pytest.mark.parametrize(("options", "named"), [({}, False), ({"draft": "off"}, True), ({"draft": "sam"}, True)])
 def test_models_are_not_asked_in_vain(reference_model, reference_tokenizer, cache, options, named):
     rs.accelerate(reference_model, tokenizer=reference_tokenizer if named else None, **options)
