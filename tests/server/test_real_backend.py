@@ -88,7 +88,6 @@ def test_without_a_seed_every_answer_is_another_sample(reference_live):
 @pytest.mark.parametrize(
     ("path", "body", "fields"),
     [
-        ("/v1/chat/completions", CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("/v1/chat/completions", CHAT, {"json_schema": {"type": "object"}, "length_penalty": 0.5}),
         ("/completion", COMPLETION, {"response_format": {"type": "json_object"}}),
         ("/v1/chat/completions", CHAT, {"audio": {"voice": "x"}, "min_tokens": 5}),
