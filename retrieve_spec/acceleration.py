@@ -168,7 +168,7 @@ def prepare(
     speculation.new_cache = functools.partial(new_cache, model)
     speculation.bytes_per_token = _bytes_per_token(model.config.get_text_config(decoder=True), model.dtype)
     speculation.prepare_seconds = loading
-    if tokenizer is not None and _reads_bigrams(model, config, drafter, speculation):
+    if tokenizer is not None and _reads_bigrams(model, speculation):
         with using(threads):
             speculation.drafters.bigrams = bigrams_of(model, speculation.verifiers()[0], tokenizer)
         if drafter is not None:
@@ -186,9 +186,10 @@ def prepare(
             measure_passes(model, speculation)
 
 
-def _reads_bigrams(model: Any, config: SpeculationConfig, drafter: Drafter | None, speculation: Speculation) -> bool:
+def _reads_bigrams(model: Any, speculation: Speculation) -> bool:
     """Whether drafts are made from bigrams, and the model can be asked for them."""
-    drafts = config.draft == AUTO if drafter is None else hasattr(drafter, "bigrams")
+    given = speculation.drafters.given
+    drafts = speculation.config.draft == AUTO if given is None else hasattr(given, "bigrams")
     alone = speculation.ranks is None and not model.config.is_encoder_decoder  # ranks must run the same passes
     return drafts and alone and speculation.mode == "tree"
 

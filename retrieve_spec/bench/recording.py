@@ -143,9 +143,7 @@ class LogitTrace:
             token=contexts.token,
             top_ids=contexts.top_ids,
             top_logits=contexts.top_logits.astype(np.float16),
-            vocabulary=np.array(self.bigrams.entries.shape),
-            known=(known := self.bigrams.known),
-            bigrams=self.bigrams.entries[known],
+            bigrams=self.bigrams.entries,
         )
 
     @classmethod
@@ -170,17 +168,15 @@ class LogitTrace:
                 Answer(task, group, prompt, output, contexts, int(end), noise)
                 for (task, group), prompt, output, (_, _, end), noise in named
             ]
-            entries = np.full(data["vocabulary"], -1, np.int32)
-            entries[data["known"]] = data["bigrams"]
+            trace = cls(str(data["fingerprint"]), answers, Bigrams(data["bigrams"]))
         except (OSError, ValueError, KeyError, BadZipFile, EOFError) as error:
             remedy = "Record it again with `retrieve-spec bench record`."
             raise TraceError(f"recorded answers with logits in {path}", in_a_line(error), remedy) from error
-        fingerprint, mine = str(data["fingerprint"]), tokenizer_fingerprint(tokenizer)
-        if fingerprint != mine:
-            raise TokenizerMismatchError(
-                f"the tokenizer of the answers in {path} ({fingerprint[7:19]})", mine[7:19], "Name that of their model."
-            )
-        return cls(fingerprint, answers, Bigrams(entries))
+        mine = tokenizer_fingerprint(tokenizer)
+        if trace.fingerprint != mine:
+            expected = f"the tokenizer of the answers in {path} ({trace.fingerprint[7:19]})"
+            raise TokenizerMismatchError(expected, mine[7:19], "Name that of their model.")
+        return trace
 
 
 class Notes:

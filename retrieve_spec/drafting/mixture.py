@@ -36,7 +36,19 @@ _NO_TOKENS = np.empty(0, np.int32)
 _NO_IDS = np.empty((0, 1), np.int32)
 _NO_LOGITS = np.empty((0, 1), np.float32)
 CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, PHRASES, ALIGNMENT, BIGRAMS = (
-    SOURCE_NAMES.index(name) for name in SOURCE_NAMES if name not in ("script", "forced")
+    SOURCE_NAMES.index(name)
+    for name in (
+        "context",
+        "session",
+        "prediction",
+        "recycling",
+        "ngram",
+        "exact",
+        "dense",
+        "phrases",
+        "alignment",
+        "bigrams",
+    )
 )
 _NO_HASHES = np.empty((2, 0), np.uint64)
 _NO_BLOCK = NO_DRAFT.block

@@ -11,7 +11,7 @@ from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.sampling import Beginnings
 from retrieve_spec.server.schemas import Common, Message
 from retrieve_spec.server.text import TextCodec
-from retrieve_spec.server.tools import shows_tools, with_tools_told
+from retrieve_spec.server.tools import with_tools_told
 
 _PLACE = "<<what the user says>>"
 """Stands for a question while a chat template is filled in, since questions are encoded apart."""
@@ -61,7 +61,7 @@ class Prompts:
             400: too long, or the template refuses the turns, or leaves something of them out.
         """
         turns = [m.as_turn() for m in messages]
-        if not shows_tools(str(getattr(self.codec.tokenizer, "chat_template", None) or "")):
+        if not self.shows_tools:
             turns = with_tools_told(turns, rendering.pop("tools", None) or ())
         prompt = self._rendered(turns, **rendering)
         self._check_shown(turns, prompt, rendering)
@@ -114,8 +114,18 @@ class Prompts:
         return [*next(ends), *encode(question), *next(ends), *encode(begun)]
 
     @property
+    def template(self) -> str:
+        """The model's chat template, of several all; "" without one."""
+        return str(getattr(self.codec.tokenizer, "chat_template", None) or "")
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        return "tools" in self.template
+
+    @property
     def _has_template(self) -> bool:
-        return bool(getattr(self.codec.tokenizer, "chat_template", None))
+        return bool(self.template)
 
     @property
     def _has_chatml(self) -> bool:

@@ -35,7 +35,7 @@ from retrieve_spec.server.queueing import RequestQueue
 from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, Sampling
 from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest, OpenAIOptions
 from retrieve_spec.server.text import StopRules, TextCodec
-from retrieve_spec.server.tools import HERMES, CallParser, ToolFormat, find_tool_format, shows_tools
+from retrieve_spec.server.tools import HERMES, CallParser, ToolFormat, find_tool_format
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
@@ -444,8 +444,9 @@ class Service:
 
     def _known_tool_format(self) -> ToolFormat:
         """How the model writes calls."""
-        templates = str(getattr(self.tokenizer, "chat_template", None) or "")
-        fmt = find_tool_format(templates, self.config.tool_format if shows_tools(templates) else HERMES)
+        if not self.prompts.shows_tools:
+            return HERMES
+        fmt = find_tool_format(self.prompts.template, self.config.tool_format)
         if fmt is None:
             raise Refusal(
                 400,

@@ -48,25 +48,18 @@ class ToolFormat:
     listed: bool = False
 
 
+HERMES = ToolFormat("hermes", "<tool_call>", "<tool_call>", close="</tool_call>")
+"""Also that of models whose chat template knows of no tools: `with_tools_told` says how they write calls."""
 FORMATS = (
     ToolFormat("mistral-args", "[ARGS]", "[TOOL_CALLS]", named="[ARGS]"),
     ToolFormat("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", listed=True),
-    ToolFormat("hermes", "<tool_call>", "<tool_call>", close="</tool_call>"),
+    HERMES,
     ToolFormat("functionary", "<function=", "<function=", named=">", close="</function>"),
     ToolFormat("llama", "<|python_tag|>", "<|python_tag|>", arguments="parameters", bare=True),
     ToolFormat("llama", '"parameters": ', "<|python_tag|>", arguments="parameters", bare=True),
 )
 _XML = "<parameter="
 """Stands in templates whose calls have their arguments in tags (Qwen3-Coder), which are not read."""
-
-
-HERMES = "hermes"
-"""The format of models whose chat template knows of no tools: `with_tools_told` says how they write calls."""
-
-
-def shows_tools(template: str) -> bool:
-    """Whether a chat template has a place for tools."""
-    return "tools" in template
 
 
 def find_tool_format(template: str, name: str | None = None) -> ToolFormat | None:
@@ -89,7 +82,7 @@ def with_tools_told(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[
             function = call["function"]
             given = function["arguments"]
             written = {"name": function["name"], "arguments": json.loads(given) if isinstance(given, str) else given}
-            said += f"\n<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>"
+            said += f"\n{HERMES.opens}\n{json.dumps(written, ensure_ascii=False)}\n{HERMES.close}"
         if turn["role"] == "tool":
             told.append({"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"})
         else:
@@ -98,7 +91,8 @@ def with_tools_told(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         how = (
             f"You may call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, answer with a JSON object"
-            ' between tags: <tool_call>\n{"name": the name of the function, "arguments": an object}\n</tool_call>'
+            f" between tags: {HERMES.opens}\n"
+            f'{{"name": the name of the function, "arguments": an object}}\n{HERMES.close}'
         )
         system = [turn for turn in told[:1] if turn["role"] == "system"]
         content = "\n\n".join([*(turn["content"] for turn in system), how])
