@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +29,9 @@ from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.row_programs import RowTexts
+from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.recorded import graph_passes
+from retrieve_spec.recorded.layer_copies import append_copies, only_first
 from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
 from retrieve_spec.verify.probe import VerificationError
 
@@ -102,6 +104,14 @@ class _Log:
         self.sinks.clear()
         self.cached.clear()
         self.states.clear()
+
+    def repeat(self, at: int, layer: int, blocks: nn.ModuleList) -> None:
+        """Note of a layer what was seen of another one."""
+        self.rules[layer], self.states[layer] = self.rules[at], self.states[at]
+        if at in self.sinks:
+            module, name = self.sinks[at]
+            inside = next(path for path, part in blocks[at].named_modules() if part is module)
+            self.sinks[layer] = (blocks[layer].get_submodule(inside), name)
 
     def live_rules(self) -> list[LayerRule]:
         """The rules by layer, with the modules' own tensors where the trace saw stand-ins."""
@@ -208,6 +218,9 @@ class RecordedPass:
     exact
         Give a row the same logits bit for bit whatever stands beside it: attend row by row, and fill passes up to so
         many rows (`retrieve_spec.verify.comparison.rows_for_one_order`). 0: not so.
+    like
+        By layer, which of the first layers shows what it does (`copied_layers`): only these are traced. Empty: every
+        layer is.
 
     Attributes
     ----------
@@ -233,13 +246,14 @@ class RecordedPass:
         layer: Layer = "last",
         row_kernels: Any = None,
         exact: int = 0,
+        like: Sequence[int] = (),
     ) -> None:
         check_recordable(model)
         recording = _Recording(model, num_layers, layer)
         self.layer, self.exact = layer, exact
         self.device = input_device(model)
         with attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet():
-            program = self._export(recording)
+            program = self._export_kinds(recording, like) if like else self._export(recording)
         self.rules = recording.log.live_rules()
         self._compiled = compiled = graph_passes.compile_program(program, recording, row_kernels, self.rules, exact > 0)
         self._weights, self.reads_prompts = compiled.weights, compiled.program_share > _MOSTLY
@@ -250,6 +264,19 @@ class RecordedPass:
         self.groups = recording.log.groups
         if len(self.rules) != num_layers:
             raise RecordingError(f"{len(self.rules)} of {num_layers} layers use the attention interface")
+
+    def _export_kinds(self, recording: _Recording, like: Sequence[int]) -> torch.export.ExportedProgram:
+        """Export the first layers, and repeat them for the others."""
+        blocks = decoder_blocks(recording.model)
+        with only_first(blocks, max(like) + 1):
+            program = self._export(recording)
+        try:
+            append_copies(program, next(name for name, part in recording.named_modules() if part is blocks), like)
+        except NotImplementedError as error:
+            raise RecordingError(str(error)) from error
+        for layer, at in enumerate(like):
+            recording.log.repeat(at, layer, blocks)
+        return program
 
     def _export(self, recording: _Recording) -> torch.export.ExportedProgram:
         ids = torch.zeros((1, 4), dtype=torch.long, device=self.device)

@@ -20,6 +20,7 @@ from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.number_formats import LIKE
 from retrieve_spec.recorded.kv_buffer import cache_windows
+from retrieve_spec.recorded.layer_copies import copied_layers
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_pass import PassGraphs
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, check_recordable, has_adapters_of_a_call
@@ -76,16 +77,24 @@ def try_recording(
         if config.exact and not exact:
             raise RecordingError("linear layers add up a row in another order when there are more of them")
         _check_structure(model, finding.interface, layer, exact)
-        row_kernels = _row_kernels(model)
-        try:
-            return _record(model, finding, layer, row_kernels, exact), ""
-        except VerificationError as error:
-            if row_kernels is None:
-                raise
-            logger.info("the pass is recorded again without kernels for rows: %s", error)
-            return _record(model, finding, layer, None, exact), ""
+        *ways, last = _ways(model, layer)
+        for kernels, like in ways:
+            try:
+                return _record(model, finding, layer, kernels, exact, like), ""
+            except VerificationError as error:
+                logger.info("the pass is recorded in another way: %s", error)
+        return _record(model, finding, layer, last[0], exact, last[1]), ""
     except VerificationError as error:
         return None, str(error)
+
+
+def _ways(model: Any, layer: Layer) -> list[tuple[Any, list[int]]]:
+    """How to record a model, fast ways first: by kernels for rows, and which layers show what others do."""
+    kernels = _row_kernels(model)
+    ways: list[tuple[Any, list[int]]] = [(kernels, [])]
+    if layer == "last" and (like := copied_layers(model)):
+        ways.insert(0, (kernels, like))
+    return ways if kernels is None else [*ways, (None, [])]
 
 
 def _row_kernels(model: Any) -> Any:
@@ -98,10 +107,12 @@ def _row_kernels(model: Any) -> Any:
     return None if why_not_triton(device) else importlib.import_module("retrieve_spec.kernels.triton_rows")
 
 
-def _record(model: Any, finding: Finding, layer: Layer, row_kernels: Any, exact: int) -> RecordedVerifier:
+def _record(
+    model: Any, finding: Finding, layer: Layer, row_kernels: Any, exact: int, like: list[int]
+) -> RecordedVerifier:
     """A recording that agrees with the model, with CUDA graphs where these do."""
     windows = cache_windows(new_cache(model))
-    recorded = RecordedPass(model, len(windows), layer, row_kernels, exact)
+    recorded = RecordedPass(model, len(windows), layer, row_kernels, exact, like)
     for at, (rule, window) in enumerate(zip(recorded.rules, windows, strict=True)):
         if window and rule.window != window:
             raise RecordingError(f"the attention of layer {at} does not name the window of its cache")

@@ -272,6 +272,7 @@ def randomise(model: Any) -> None:
 _MOST_LAYERS = 8
 _MOST_BYTES = 8 << 30
 _VOCABULARY = 4096
+_NUMBERS_OF_LAYERS = {"layer_idx", "layer_id", "layer_num", "layer_number"}
 
 
 def is_deep(model: Any) -> bool:
@@ -304,25 +305,46 @@ def first_layers(model: Any) -> Any:
 
 
 def _enough(model: Any) -> int:
-    """How many layers have one of every kind among them: of the same modules, and of which the config says the same."""
-    blocks, text = decoder_blocks(model), model.config.get_text_config(decoder=True)
-    said = layer_lists(text, len(blocks))
-    sharing = len(blocks) - int(getattr(text, "num_kv_shared_layers", 0) or 0)
-    kinds = [
-        (_modules(block), [repr(value[i]) for value in said.values()], i >= sharing) for i, block in enumerate(blocks)
-    ]
+    """How many layers have one of every kind among them."""
+    kinds = layer_kinds(model)
+    sharing = len(kinds) - int(getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0) or 0)
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
     if count > _MOST_LAYERS or count > sharing:
         raise ValueError(f"its first {_MOST_LAYERS} layers are not of every kind")
-    if 4 * sum(p.numel() for block in blocks[:count] for p in block.parameters()) > _MOST_BYTES:
+    if 4 * sum(p.numel() for block in decoder_blocks(model)[:count] for p in block.parameters()) > _MOST_BYTES:
         raise ValueError("its first layers are large")
-    return min(count, len(blocks))
+    return min(count, len(kinds))
 
 
-def _modules(block: nn.Module) -> list[tuple[str, type, list[torch.Size]]]:
+def layer_kinds(model: Any) -> list[str]:
+    """By layer of a decoder, what it is: its modules with their settings, and what the config says of it alone.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The decoder has no list of layers.
+    """
+    blocks, text = decoder_blocks(model), model.config.get_text_config(decoder=True)
+    said = layer_lists(text, len(blocks))
+    sharing = len(blocks) - int(getattr(text, "num_kv_shared_layers", 0) or 0)
     return [
-        (name, type(module), [tensor.shape for tensor in module.parameters(recurse=False)])
+        repr((_modules(block), [value[i] for value in said.values()], i >= sharing)) for i, block in enumerate(blocks)
+    ]
+
+
+def _modules(block: nn.Module) -> list[tuple[str, type, list[Any], list[Any]]]:
+    return [
+        (name, type(module), [(p.shape, p.dtype) for p in module.parameters(recurse=False)], _settings(module))
         for name, module in block.named_modules()
+    ]
+
+
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    """Numbers and names that a module has of its own, but for which layer it is in."""
+    return [
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, (bool, int, float, str, tuple, list)) and name not in _NUMBERS_OF_LAYERS
     ]
 
 

@@ -1,0 +1,106 @@
+"""Traces of deep models from their first layers: the same pass; every layer is traced where these show too little."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from small_decoders import FAMILIES, OPTIONS, accelerate, build, ids
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from retrieve_spec.kernels import layer_rows
+from retrieve_spec.model_layers import decoder_blocks
+from retrieve_spec.recorded.layer_copies import copied_layers
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+WINDOWED: dict[str, Any] = {"sliding_window": 8, "layer_types": KINDS * 3}
+
+
+def deep(model_type: str, layers: int) -> Any:
+    """A family's random model with more layers."""
+    extra: dict[str, Any] = {"num_hidden_layers": layers} | ({"n_layer": layers} if model_type == "gpt2" else {})
+    if model_type in ("gemma2", "gemma3_text", "gpt_oss"):
+        extra |= WINDOWED
+    return build(model_type, **extra)
+
+
+def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+    """Attention that is another one in each layer."""
+    scale = 1 / (2 + layer)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, is_causal=True, enable_gqa=True, scale=scale
+    )
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_copies_are_what_every_layer_shows(model_type: str) -> None:
+    model = deep(model_type, 9)
+    like = copied_layers(model)
+    assert len(like) == 9 and max(like) < 4
+    blocks = len(list(model.modules()))
+    whole, copied = (RecordedPass(model, 9, row_kernels=layer_rows, like=like) for like in ((), like))
+    assert len(list(model.modules())) == blocks
+    assert copied.rules == whole.rules and copied.no_states()[8][0].shape == whole.no_states()[8][0].shape
+    tokens, positions = ids(12), torch.arange(12)[None]
+    for ours, theirs in zip(copied.run(tokens, positions, attend), whole.run(tokens, positions, attend), strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        next(decoder_blocks(model)[8].parameters()).mul_(2)
+    assert not torch.equal(copied.run(tokens, positions, attend)[0], theirs)
+
+
+def test_kinds_are_told_by_modules_settings_and_config() -> None:
+    assert copied_layers(deep("llama", 2)) == []
+    assert copied_layers(deep("llama", 5)) == [0, 1, 1, 1, 1]
+    assert copied_layers(deep("gemma3_text", 9)) == [0, 1, 2, 1, 1, 2, 1, 1, 2]
+    model = deep("llama", 5)
+    model.model.layers[3].self_attn.scaling = 0.5
+    assert copied_layers(model) == [0, 1, 2, 3, 1]
+    model.model.layers[4].mlp.act_fn = torch.nn.GELU()
+    assert copied_layers(model) == []
+
+
+class Scaled(LlamaDecoderLayer):  # type: ignore[misc]
+    """A layer that does what only its number tells."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.layer_idx = layer_idx
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states * (1 + self.layer_idx / 4), *args, **kwargs)
+
+
+class Skipping(LlamaDecoderLayer):  # type: ignore[misc]
+    """A layer that takes what the one before the last one hands on."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kept = kwargs["position_embeddings"][0].__dict__.setdefault("kept", [])
+        kept.append(hidden_states)
+        return super().forward(hidden_states + kept[-2] if len(kept) > 1 else hidden_states, *args, **kwargs)
+
+
+@pytest.mark.parametrize("block", [Scaled, Skipping])
+def test_every_layer_is_traced_where_copies_would_be_wrong(block: Any, caplog: Any) -> None:
+    model = deep("llama", 5)
+    for i, layer in enumerate(model.model.layers):
+        layer.__class__ = block
+        layer.layer_idx = i
+    wanted = model.generate(ids(20), **OPTIONS)
+    with caplog.at_level(logging.INFO, "retrieve_spec"):
+        accelerate(model)
+    assert "the pass is recorded in another way" in caplog.text
+    assert model.speculation.pass_kind == "recorded", model.speculation.pass_reason
+    assert torch.equal(model.generate(ids(20), **OPTIONS), wanted)
+
+
+def test_a_deep_model_says_the_same() -> None:
+    model = LlamaForCausalLM(deep("llama", 6).config).eval()
+    wanted = model.generate(ids(20), **OPTIONS)
+    assert torch.equal(accelerate(model).generate(ids(20), **OPTIONS), wanted)
+    assert model.speculation.pass_kind == "recorded", model.speculation.pass_reason
