@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,18 +157,24 @@ def chat(model: str, stats: bool, **options: Any) -> None:
 
     import retrieve_spec as rs
 
-    with compiling_shown():
-        lm, tokenizer, datastores = load(model, options)
-        encode(tokenizer, messages_of("?", options["system"]))  # a model without a template is an error now
-        rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
-    conversation = Conversation(lm, tokenizer, options)
+    lm, tokenizer, datastores = load(model, options)
+    encode(tokenizer, messages_of("?", options["system"]))  # a model without a template is an error now
+
+    def accelerate() -> None:
+        with compiling_shown():
+            rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
+
     watched = sys.stdin.isatty() and sys.stdout.isatty()
     if watched:
         import readline  # noqa: F401  # lines can be edited, and called back
 
         click.echo(f"{model}, {lm.num_parameters() / 1e6:,.0f} M parameters. /help lists commands.", err=True)
-    for line in _lines(watched):
-        _turn(conversation, line, stats, watched)
+    with ThreadPoolExecutor(1) as pool:
+        accelerated = pool.submit(accelerate)  # while the first question is typed
+        conversation = Conversation(lm, tokenizer, options)
+        for line in _lines(watched):
+            accelerated.result()
+            _turn(conversation, line, stats, watched)
 
 
 def _lines(watched: bool) -> Iterator[str]:
