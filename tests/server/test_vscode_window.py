@@ -1,0 +1,76 @@
+"""llama.vscode, as it is released, in a window of VS Code: what is shown while somebody types, and what Tab leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from scripted import ScriptedBackend
+
+FOLDER = Path(os.environ.get("RETRIEVE_SPEC_VSCODE", "/nowhere"))
+EDITOR = FOLDER / "node_modules" / ".bin" / "code-server"
+DRIVER = Path(__file__).with_name("vscode_window.cjs")
+SETTINGS = Path(__file__).parents[2] / "retrieve_spec" / "server" / "editor_settings" / "llama-vscode.json"
+CHROMIUM = shutil.which("chromium")
+
+pytestmark = pytest.mark.skipif(
+    not EDITOR.exists() or not (FOLDER / "llama-vscode.vsix").is_file() or CHROMIUM is None,
+    reason="RETRIEVE_SPEC_VSCODE names no folder with code-server, playwright-core and llama-vscode.vsix, for Chromium",
+)
+
+
+@pytest.fixture
+def editor(tmp_path):
+    """Opens a folder in VS Code whose llama.vscode asks a server; returns where."""
+    running = []
+
+    def open_folder(folder, server):
+        data = tmp_path / "vscode"
+        own = {"workbench.startupEditor": "none", "files.autoSave": "off", "llama-vscode.rag_enabled": False}
+        (data / "User").mkdir(parents=True)
+        settings = SETTINGS.read_text("utf-8").replace("8012", str(server.port))
+        (data / "User" / "settings.json").write_text(json.dumps(json.loads(settings) | own))
+        command = [str(EDITOR), "--user-data-dir", str(data), "--extensions-dir", str(data / "extensions")]
+        subprocess.run(
+            [*command, "--install-extension", str(FOLDER / "llama-vscode.vsix")], check=True, capture_output=True
+        )
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        quiet = ["--auth", "none", "--disable-telemetry", "--disable-update-check", "--disable-workspace-trust"]
+        running.append(subprocess.Popen([*command, *quiet, "--bind-addr", f"127.0.0.1:{port}"]))
+        url, limit = f"http://127.0.0.1:{port}/", time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"{url}healthz", trust_env=False)
+                return f"{url}?folder={folder}"
+            except httpx.TransportError:
+                assert time.monotonic() < limit
+                time.sleep(0.2)
+
+    yield open_folder
+    for process in running:
+        process.terminate()
+        process.wait(20)
+
+
+def test_ghost_text_is_taken_by_tab(live, codec, editor, tmp_path):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "sums.py").write_text("def add(alpha, beta):\n    return alpha + beta\n\n\n")
+    server = live(ScriptedBackend(lambda prompt: [*codec.encode("return alpha * beta"), 0]))
+    command = ["node", str(DRIVER), str(FOLDER), editor(folder, server), "sums.py", "def multiply(alpha, beta):\n"]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"CHROMIUM": str(CHROMIUM)}
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == "return alpha * beta"
+    written = (folder / "sums.py").read_text()
+    assert written.endswith("def multiply(alpha, beta):\n    return alpha * beta")
