@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.change import progress_bar
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import FileEntry, check_content
-from retrieve_spec.datastore.indexes import NgramTable, build_grams, build_ngrams, suffix_beginnings
 from retrieve_spec.datastore.manifest import (
     SEGMENTS,
     SKIPPED,
@@ -30,19 +28,21 @@ from retrieve_spec.datastore.remote import explain_remote_errors, is_address, re
 from retrieve_spec.datastore.segment import (
     DOCUMENTS,
     RANKS,
+    SUFFIX,
     Segment,
     document_tokens,
     find_ranks,
     hidden_of,
+    index_text,
+    local_ids,
     open_segment,
     tombstones_of,
 )
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.errors import StoreCorruptError
-from retrieve_spec.kernels.ngram import EXTENT, KEY, START
-from retrieve_spec.kernels.suffix_array import sa_top_table
 
 _ATTEMPTS = 5
+_SLOTS, _GRAMS = f"ngram_slots{SUFFIX}", f"grams{SUFFIX}"
 
 
 def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) -> dict[str, Any]:
@@ -105,13 +105,11 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     for part in manifest.segments:
         segment = open_segment(store.path / SEGMENTS / part.name, part, manifest.vocabulary, manifest.dense)
         _require(content_name(part.files) == part.name, segment, "the name of its content")
-        _check_text(segment)
+        _check_text(segment, part, config_of(manifest))
         segment.documents.check()
         _check_tombstones(store.path, segment, part)
         if segment.dense is not None:
             _check_dense(segment, segment.dense)
-        if segment.ngram is not None:
-            _check_table(segment, segment.ngram, config_of(manifest))
     return checked
 
 
@@ -120,44 +118,28 @@ def _require(holds: Any, segment: Segment, rule: str) -> None:
         raise StoreCorruptError(f"{rule} in segment {segment.name}", "something else")
 
 
-@njit(cache=True, nogil=True)
-def _out_of_order(tokens, sa):  # type: ignore[no-untyped-def]
-    """First index whose suffix sorts before the one above it within their documents, or -1."""
-    for i in range(1, len(sa)):
-        a = np.int64(sa[i - 1])
-        b = np.int64(sa[i])
-        while tokens[a] == tokens[b] and tokens[a] != 0:
-            a += 1
-            b += 1
-        if tokens[a] > tokens[b]:
-            return i
-    return -1
-
-
 def _rising(array: NDArray[Any]) -> bool:
     return bool((array[1:] > array[:-1]).all())
 
 
-def _check_text(segment: Segment) -> None:
-    """Documents, local ids, and the suffix array and what was made of both, where the text is kept."""
-    starts, ids, tokens, sa = segment.document_starts, segment.to_global, segment.tokens, segment.suffix_array
+def _check_text(segment: Segment, entry: SegmentEntry, config: StoreConfig) -> None:
+    """Documents and vocabulary; where the text is kept, that indexing it makes the arrays that there are."""
+    starts, ids = segment.document_starts, segment.to_global
     _require(starts[0] == 0 and (np.diff(starts.astype(np.int64)) > 1).all(), segment, "rising document starts")
     _require(ids[0] == 0 and _rising(ids[1:]), segment, "rising token ids")
-    if not len(tokens):
+    if not len(segment.tokens):
         return
-    ends = np.flatnonzero(np.asarray(tokens) == 0)
-    _require(np.array_equal(ends + 1, starts[1:]), segment, "separators at the ends of documents")
-    _require(tokens[-1] == 0 and int(tokens.max()) < len(ids), segment, "tokens of its vocabulary")
-    _require(int(sa.max(initial=0)) < len(tokens), segment, "positions inside the text")
-    listed = np.zeros(len(tokens), np.bool_)
-    listed[sa] = True
-    expected = np.asarray(tokens) != 0
-    _require(len(sa) == expected.sum() and np.array_equal(listed, expected), segment, "every position once")
-    _require(_out_of_order(tokens, sa) < 0, segment, "a sorted suffix array")
-    _require(np.array_equal(sa_top_table(tokens, sa, segment.bits), segment.top), segment, "a matching top table")
-    if len(segment.grams):
-        built = build_grams(tokens, ids, suffix_beginnings(tokens, sa))
-        _require(np.array_equal(built, segment.grams), segment, "the gram filter of its text")
+    _require(starts[-1] == len(segment.tokens), segment, "documents of its text")
+    tokens, used = local_ids(segment.ids_of(segment.tokens), starts)
+    _require(np.array_equal(used, ids), segment, "the vocabulary of its text")
+    made = {name + SUFFIX: array for name, array in index_text(tokens, ids, config).items()}
+    known = entry.files.keys() & made.keys()
+    if _SLOTS in known and (_GRAMS not in known or made[_SLOTS].nbytes != entry.files[_SLOTS].bytes):
+        # A table of an earlier release, or of other settings, which `add_documents` may have been given.
+        known = {name for name in known if not name.startswith("ngram_")}
+    for name in sorted(known):
+        digest = hashlib.sha256(np.ascontiguousarray(made[name]).data).hexdigest()
+        _require(digest == entry.files[name].sha256, segment, f"{name} as its text makes it")
 
 
 def _check_dense(segment: Segment, dense: DenseIndex) -> None:
@@ -168,23 +150,6 @@ def _check_dense(segment: Segment, dense: DenseIndex) -> None:
     _require((tokens[positions] != 0).all() and (tokens[positions + 1] != 0).all(), segment, "dense keys of tokens")
     similarity, _ = dense.search(dense.transform.mean[None] + dense.transform.scale[None], 1)
     _require(np.isfinite(similarity).all(), segment, "finite similarities of dense keys")
-
-
-def _check_table(segment: Segment, table: NgramTable, config: StoreConfig) -> None:
-    used = table.slots[:, KEY] != 0
-    _require(len(used) > 0 and not used.all(), segment, "an n-gram table with a free slot")
-    start = table.slots[used, START].astype(np.int64)
-    kept = (table.slots[used, EXTENT] >> 16).astype(np.int64)
-    _require((kept > 0).all(), segment, "continuations of every n-gram")
-    _require(np.array_equal(start, np.cumsum(kept) - kept), segment, "rising n-gram offsets")
-    counted = int(kept.sum()) == len(table.succ_tokens) == len(table.succ_counts)
-    _require(counted, segment, "a token and a count for every continuation")
-    _require(int(table.succ_tokens.max(initial=0)) < segment.vocabulary, segment, "n-gram tokens of the tokenizer")
-    if len(segment.grams):
-        built = build_ngrams(segment.tokens, segment.suffix_array, segment.to_global, config)
-        other = len(built.slots) != len(table.slots)  # `add_documents` may have been given other settings
-        same = (np.array_equal(getattr(built, f.name), getattr(table, f.name)) for f in fields(built))
-        _require(other or all(same), segment, "the n-gram table of its text")
 
 
 def _check_tombstones(store: Path, segment: Segment, entry: SegmentEntry) -> None:
