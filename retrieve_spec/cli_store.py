@@ -167,8 +167,8 @@ def build(
 ) -> None:
     """Build a datastore in the folder STORE.
 
-    A SOURCE is a file, a folder, an address of one, JSON Lines, Parquet, text compressed with gzip or zstd, or - for
-    standard input. Of a folder, what git ignores and generated files stay out, of every SOURCE secrets do (--admit).
+    A SOURCE is a file, a folder, JSON Lines, Parquet, or text compressed with gzip or zstd. Of a folder, what git
+    ignores and generated files stay out, of every SOURCE secrets do (--admit).
     """
     from dataclasses import replace
 

@@ -135,7 +135,7 @@ def build_datastore(
         files = list(list_files(wished, store))
         manifest = replace(first_manifest(store, write_tokenizer(store, tokenizer)), config=asdict(settings))
         event = begin_change(work, "build", recipe=recipe, part=part, max_tokens=max_tokens, sources=wished)
-        shards = list(islice(file_shards(work, files), rank, None, count))
+        shards = list(islice(file_shards(files), rank, None, count))
         return grow(work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished)
 
 
@@ -161,7 +161,7 @@ def add_documents(
         wished = as_sources(sources, licence)
         files = list(list_files(wished, store))
         event = begin_change(work, "add", max_tokens=max_tokens, sources=wished)
-        shards = list(file_shards(work, files))
+        shards = list(file_shards(files))
         known = (document.sha256 for document in open_as_written(store).documents())
         return grow(
             work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished, known=known

@@ -33,10 +33,9 @@ from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_cla
 from detect_secrets.plugins.base import RegexBasedDetector
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.files import IrregularFileError
+from retrieve_spec.datastore.files import IrregularFileError, open_listed
 from retrieve_spec.datastore.git_rules import Reason, listed, look_through
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
-from retrieve_spec.datastore.remote import open_file
 from retrieve_spec.errors import BuildError
 
 _FILES = (
@@ -235,9 +234,7 @@ class EntryFilter:
         if self._outside(str(path), {}) is not None or path.is_symlink():
             return Reason.LINK
         try:
-            with open_file(
-                str(path), listed=True
-            ) as file:  # a pipe does not block, a link in its place is not followed
+            with open_listed(path) as file:
                 before = os.fstat(file.fileno())
                 data = file.read(self.max_bytes + 1)
                 after = os.fstat(file.fileno())

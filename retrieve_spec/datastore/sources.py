@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from retrieve_spec.datastore.change import STDIN_COPY, WorkFolder
-from retrieve_spec.datastore.entry_filter import EntryFilter, generated_name, is_utf16, secret_name
-from retrieve_spec.datastore.git_rules import NEVER, Reason
+from retrieve_spec.datastore.entry_filter import EntryFilter, is_utf16, secret_name
+from retrieve_spec.datastore.files import open_listed
+from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.licences import LicenceRule
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
-from retrieve_spec.datastore.remote import explain_remote_errors, is_address, open_file, public_name, reach
 from retrieve_spec.errors import BuildError
 
-STDIN = "-"
 SHARD_BYTES = 1 << 22
 """Bytes of input that make a shard."""
 SHARD_FILES = 1 << 13
@@ -37,7 +33,7 @@ class Source:
     Attributes
     ----------
     path
-        File, folder, either of them by an address that fsspec reaches (``s3://…``), or ``-`` for standard input.
+        File or folder.
     licence
         Licence of its documents, recorded with each; with `licences`, of those that state none themselves.
     licences
@@ -52,7 +48,7 @@ class Source:
         Put before the path of every document, as ``networkx/``; globs see it.
     admit
         Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`). Of a file that is named
-        itself, and of standard input, only secrets are looked for.
+        itself only secrets are looked for.
     max_bytes
         Larger files of a folder stay out; 0 for all up to ``StoreConfig.document_bytes``.
     """
@@ -114,10 +110,10 @@ def check_sources(sources: tuple[Source, ...]) -> None:
         When one is not, or is a datastore.
     """
     for source in sources:
-        if source.path != STDIN and not is_address(source.path) and not Path(source.path).exists():
-            raise BuildError(f"a file or folder at {source.path}", "nothing there", "Check the path.")
-        if source.path != STDIN and not is_address(source.path):
-            check_no_store(Path(source.path))
+        if not Path(source.path).exists():
+            remedy = "Check the path; what lies at an address is downloaded first."
+            raise BuildError(f"a file or folder at {source.path}", "nothing there", remedy)
+        check_no_store(Path(source.path))
 
 
 def check_no_store(folder: Path) -> None:
@@ -129,11 +125,7 @@ def check_no_store(folder: Path) -> None:
         When it is one.
     """
     if (folder / MANIFEST).exists() and (folder / SEGMENTS).is_dir():
-        raise _is_store(folder)
-
-
-def _is_store(place: object) -> BuildError:
-    return BuildError(f"files of text at {place}", "a datastore", "Join stores with `retrieve-spec merge`.")
+        raise BuildError(f"files of text at {folder}", "a datastore", "Join stores with `retrieve-spec merge`.")
 
 
 def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterator[SourceFile]:
@@ -161,19 +153,12 @@ def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterat
 
 
 def _list_source(index: int, source: Source, store: Path | None) -> Iterator[SourceFile]:
-    if source.path == STDIN:
-        kind = "jsonl" if source.field != "text" else "text"
-        yield SourceFile(index, "stdin", STDIN, 0, kind, licence=source.licence)
-        return
     included, excluded = _matcher(source.include), _matcher(source.exclude)
 
     def wanted(relative: str) -> bool:
         path = source.prefix + relative
         return (not source.include or included(path)) and not excluded(path)
 
-    if is_address(source.path):
-        yield from _list_remote(index, source, wanted)
-        return
     root = Path(source.path)
     if not root.is_dir():
         file = _describe(index, source, root.name, root)
@@ -198,40 +183,6 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
 def _order(entry: tuple[str, object]) -> str:
     """Sorts paths folder by folder: a slash comes before all that a name can hold."""
     return entry[0].replace("/", "\0")
-
-
-def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
-    """Files of an address: git has no rules there, and names, globs and what files say decide.
-
-    As in a folder, a link is not followed and a datastore is no part of what it lies in.
-    """
-    with explain_remote_errors(source.path):
-        fs, root = reach(source.path)
-        about = fs.find(root, detail=True) or ({root: fs.info(root)} if fs.isfile(root) else {})
-    if not about:
-        raise BuildError(f"files at {source.path}", "nothing there", "Check the address.")
-    folders = {name.rpartition(f"/{SEGMENTS}/")[0] for name in about if f"/{SEGMENTS}/" in name}
-    stores = tuple(f"{folder}/" for folder in folders if f"{folder}/{MANIFEST}" in about)
-    if f"{root}/" in stores:
-        raise _is_store(source.path)
-    for name, said in sorted(about.items(), key=_order):
-        named = name == root
-        relative = public_name(fs.unstrip_protocol(name)).rpartition("/")[2] if named else name[len(root) + 1 :]
-        if name.startswith(stores) or not wanted(relative):
-            continue
-        is_link = not named and (said.get("islink") or said.get("type") == "link")
-        reason = None if named else _named(source, relative) or (Reason.LINK if is_link else None)
-        yield _entry(index, source, relative, fs.unstrip_protocol(name), reason or int(said.get("size") or 0))
-
-
-def _named(source: Source, relative: str) -> Reason | None:
-    """Why a file of an address may not enter by its name."""
-    folder, _, name = relative.rpartition("/")
-    if "ignored" not in source.admit and not NEVER.isdisjoint(folder.split("/")):
-        return Reason.TOOLS
-    if "secrets" not in source.admit and secret_name(relative):
-        return Reason.SECRET_NAME
-    return Reason.GENERATED if "generated" not in source.admit and generated_name(name) else None
 
 
 def _entry(index: int, source: Source, relative: str, location: str, said: int | Reason) -> SourceFile:
@@ -281,11 +232,11 @@ def glob(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(translated.get(part) or re.escape(part) for part in parts), re.DOTALL)
 
 
-def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[list[SourceFile]]:
-    """Shards of files, in order; standard input is copied, so that any worker can read it."""
+def file_shards(files: Iterable[SourceFile]) -> Iterator[list[SourceFile]]:
+    """Shards of files, in order."""
     group: list[SourceFile] = []
     size = 0
-    for file in chain.from_iterable(_divided(_readable(work, file)) for file in files):
+    for file in chain.from_iterable(map(_divided, files)):
         if group and (size + file.size > SHARD_BYTES or len(group) == SHARD_FILES):
             yield group
             group, size = [], 0
@@ -295,19 +246,9 @@ def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[list[
         yield group
 
 
-def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
-    if file.location != STDIN:
-        return file
-    copy = work.path / STDIN_COPY
-    with copy.open("wb") as out:
-        shutil.copyfileobj(sys.stdin.buffer, out)
-    return replace(file, location=os.path.realpath(copy), size=copy.stat().st_size)
-
-
 def _divided(file: SourceFile) -> Iterator[SourceFile]:
     """A file, or the parts of a large file of JSON Lines."""
-    remote = is_address(file.location)  # read where it is needed, not here
-    if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES or remote:
+    if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES:
         yield file
         return
     try:
@@ -326,7 +267,7 @@ def _line_cuts(path: str) -> Iterator[tuple[int, int]]:
     at = lines = 0
     wanted = SHARD_BYTES
     yield 0, 0
-    with open_file(path, listed=True) as file:
+    with open_listed(path) as file:
         while block := file.read(_BLOCK):
             if not at and is_utf16(block):  # whose lines do not end where these bytes stand
                 return

@@ -279,7 +279,7 @@ def _change(
     kept = tuple(without(work, opened, gone))
     if not files:
         return publish(work, manifest, kept, (), event)
-    shards = list(file_shards(work, files))
+    shards = list(file_shards(files))
     return grow(
         work,
         manifest,
