@@ -251,34 +251,22 @@ def tokenise(
     """
 
     @cache
-    def place(number: int) -> str:  # whatever folder it was named in
-        return os.path.realpath(sources[number].path)
-
-    @cache
-    def entry_filter(number: int, folder: str) -> EntryFilter:
-        source = sources[number]
-        if not folder:
-            return source.entry_filter(Path(source.path), limit, named=False)
-        return source.entry_filter(Path(folder), limit, named=True)
-
-    @cache
-    def licence_rule(number: int) -> LicenceRule | None:
-        root = Path(place(number))
-        top = root if root.is_dir() else root.parent
-        return sources[number].licence_rule(top)
+    def known(number: int) -> tuple[str, EntryFilter, LicenceRule | None]:
+        """Of a source: its place, whatever folder it was named in, what decides about its files, allowed licences."""
+        source, place = sources[number], os.path.realpath(sources[number].path)
+        is_folder = os.path.isdir(place)
+        top = Path(place) if is_folder else Path(place).parent
+        return place, source.entry_filter(top, limit, named=not is_folder), source.licence_rule(top)
 
     for text in texts_of(files, sources, limit):
-        number, location = text.file.source, text.file.location
-        source = sources[number]
-        named = not os.path.isdir(source.path)
-        content, size, skip = read_text(
-            text, entry_filter(number, os.path.dirname(location) if named else ""), source.field
-        )
-        licence, rule = text.file.licence, licence_rule(number)
+        source = sources[text.file.source]
+        place, entries, rule = known(text.file.source)
+        content, size, skip = read_text(text, entries, source.field)
+        licence = source.licence
         if rule is not None and not skip:
             is_file = text.path == text.file.path  # rows are not under the licence of a collection
-            licence = rule.licence(Path(location).resolve() if is_file else None, own_licence(content))
+            licence = rule.licence(Path(text.file.location).resolve() if is_file else None, own_licence(content))
             skip = rule.refuses(licence) or ""
         ids = encode(tokenizer, "" if skip else content)
-        row = Row(text.path, licence, place(number), "" if skip else text_hash(content), len(ids))
+        row = Row(text.path, licence, place, "" if skip else text_hash(content), len(ids))
         yield Tokenised(row, ids, size, skip or ("" if len(ids) else Reason.EMPTY))

@@ -35,8 +35,7 @@ from retrieve_spec.kernels.source_table import ORIGIN_BITS
 log = logging.getLogger("retrieve_spec")
 
 _ATTEMPTS = 5
-_TABLE = {f"{name}.bin" for name in ("documents", *TABLE)}
-_CARRIED = _TABLE | {"tokens.bin", "vocabulary.bin", "suffix_array.bin"}
+_CARRIED = {f"{name}.bin" for name in ("documents", *TABLE, "tokens", "vocabulary", "suffix_array")}
 
 
 class Datastore:
@@ -225,15 +224,13 @@ def _open(folder: Path, manifest: Manifest, as_written: bool) -> Datastore:
     return Datastore(folder, manifest, tuple(segments), tokenizer)
 
 
-def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None:
-    """Check the files of a segment that a change carries over under new checksums.
+def check_files(folder: Path, entry: SegmentEntry) -> None:
+    """Check the files of a segment from which a change makes others, with checksums of their own.
 
     Parameters
     ----------
     folder, entry
         The store, and its entry of the segment.
-    text
-        Whether the text and its suffix array are carried over, beside the document table.
 
     Raises
     ------
@@ -241,7 +238,7 @@ def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None
         When a file is damaged.
     """
     for name, file in sorted(entry.files.items()):
-        if name in (_CARRIED if text else _TABLE):
+        if name in _CARRIED:
             check_content(folder / SEGMENTS / entry.name / name, file)
 
 

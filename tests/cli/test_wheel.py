@@ -47,7 +47,7 @@ def test_an_installation_finds_its_recipes(wheel: Path, tmp_path: Path) -> None:
         timeout=300,
     )
     (package,) = tmp_path.rglob("retrieve_spec/__init__.py")
-    code = "import retrieve_spec; from retrieve_spec.datastore.recipes import recipe_file, load_recipe as load; "
+    code = "import retrieve_spec; from retrieve_spec.datastore.sources import recipe_file, load_recipe as load; "
     code += "print(retrieve_spec.__file__, recipe_file('python-stdlib'), load('python-stdlib').name, sep='\\n')"
     said = subprocess.run(
         [sys.executable, "-c", code],

@@ -16,13 +16,12 @@ from filelock import FileLock
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import build
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.edit import compact_datastore
+from retrieve_spec.datastore.inspection import verify_datastore, write_catalog
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import (
     BuildError,
     ConfigError,
@@ -237,22 +236,6 @@ def test_catalogue_can_be_searched_by_path(tokenizer, texts, tmp_path):
     found = "select d.path from documents d join documents_fts f on f.rowid = d.id where documents_fts match 'sub'"
     with closing(sqlite3.connect(write_catalog(tmp_path / "s"))) as database:
         assert database.execute(found).fetchall() == [("sub/d.txt",)]
-
-
-def test_catalogue_replaces_no_other_file(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    notes, others = tmp_path / "notes.txt", tmp_path / "others.sqlite"
-    notes.write_text("mine")
-    with closing(sqlite3.connect(others)) as database:
-        database.execute("create table documents (mine integer)")
-    before = others.read_bytes()
-    for path in (notes, others, tmp_path):
-        with pytest.raises(BuildError, match=r"expected a catalogue or nothing at .*, got another file"):
-            write_catalog(tmp_path / "s", path)
-    assert notes.read_text() == "mine" and others.read_bytes() == before
-    out = tmp_path / "made.sqlite"
-    write_catalog(tmp_path / "s", out)
-    assert write_catalog(tmp_path / "s", out) == out
 
 
 def test_history_records_what_was_done(tokenizer, texts, tmp_path):

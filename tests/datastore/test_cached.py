@@ -7,9 +7,9 @@ from byte_tokenizers import byte_tokenizer
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import build
+from retrieve_spec.datastore.build import open_or_build
 from retrieve_spec.datastore.change import writer
-from retrieve_spec.datastore.recipes import Recipe, open_or_build
-from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.sources import Recipe, Source
 from retrieve_spec.errors import StoreLockedError
 
 

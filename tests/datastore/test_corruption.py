@@ -13,11 +13,10 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
 from retrieve_spec.datastore.files import FileEntry, write_files
+from retrieve_spec.datastore.inspection import search_datastore, verify_datastore
 from retrieve_spec.datastore.manifest import MANIFEST, _checksum, content_name
-from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import StoreCorruptError, StoreError, StoreVersionError

@@ -13,10 +13,9 @@ from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.dense import check_model, continuation, model_fingerprint
 from retrieve_spec.datastore.dense_build import HiddenStates
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
-from retrieve_spec.datastore.search import search_dense
+from retrieve_spec.datastore.inspection import search_dense, verify_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import (
     BuildError,
     ConfigError,

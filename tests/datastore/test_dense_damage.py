@@ -18,8 +18,8 @@ from retrieve_spec.cli import run
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.dense import DENSE_FILES, INDEX, POSITIONS, continuation
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import StoreCorruptError, StoreError
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 

@@ -18,11 +18,10 @@ from retrieve_spec.datastore.edit import (
     remove_documents,
     retokenize_datastore,
 )
+from retrieve_spec.datastore.inspection import search_datastore, verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, TokenizerMismatchError
 
 

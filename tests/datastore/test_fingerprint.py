@@ -10,9 +10,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import merge_datastores
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest, write_manifest
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, TokenizerMismatchError
 from retrieve_spec.reference_model import reference_path
 

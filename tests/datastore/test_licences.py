@@ -12,7 +12,7 @@ from test_build import contents
 from retrieve_spec.cli import run
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.catalog import write_catalog
+from retrieve_spec.datastore.inspection import write_catalog
 from retrieve_spec.datastore.licences import (
     allow_list,
     allows,

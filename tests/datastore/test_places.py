@@ -10,8 +10,8 @@ from dense_models import save_model
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import ConfigError, ModelNotFoundError, TokenizerMismatchError
 
 

@@ -7,8 +7,7 @@ import pytest
 
 import retrieve_spec
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.recipes import licence_of, load_recipe
-from retrieve_spec.datastore.sources import Source, list_files
+from retrieve_spec.datastore.sources import Source, licence_of, list_files, load_recipe
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import BuildError
 

@@ -18,12 +18,12 @@ from retrieve_spec.datastore import build, entry_filter, sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore, watch_folders
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError
 
 

@@ -15,9 +15,8 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import edit
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents
-from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.inspection import search_datastore, verify_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import ngram_hash
 

@@ -15,8 +15,8 @@ from retrieve_spec.datastore import build, sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import begin_change
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError
 
 SMALL = StoreConfig(segment_tokens=200)
