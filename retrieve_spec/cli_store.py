@@ -178,7 +178,9 @@ def build(
 
     config, sources, name = StoreConfig(), _sources(options), ""
     if recipe is not None:
-        loaded = load_recipe(recipe, options["sources"], include=options["include"], exclude=options["exclude"])
+        if sources:
+            raise click.UsageError("Give SOURCEs or --recipe, not both: the recipe names its own.")
+        loaded = load_recipe(recipe, include=options["include"], exclude=options["exclude"])
         wished: dict[str, Any] = {"licences": options["licences"]}
         if options["admit"]:
             wished["admit"] = options["admit"]

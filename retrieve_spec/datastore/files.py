@@ -33,18 +33,15 @@ class FileEntry:
 
 
 @contextmanager
-def explain_read_errors(path: Path) -> Iterator[None]:
+def explain_read_errors(path: str | Path) -> Iterator[None]:
     """Turn missing permission or a failing disk into a `StoreError` that says so; a missing file stays what it is."""
     try:
         yield
     except (StoreError, FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: str | Path, error: OSError) -> StoreError:
-    return StoreError(f"to read {path}", error.strerror or str(error), "Check who may read it, and the disk.")
+        got = error.strerror or str(error)
+        raise StoreError(f"to read {path}", got, "Check who may read it, and the disk.") from error
 
 
 def sha256_of(path: Path) -> str:
@@ -190,22 +187,19 @@ def map_array(
             f"an array of {' or '.join(dtypes)} in {path}", f"{entry.bytes:,} bytes of {entry.dtype}"
         )
     try:
-        handle = os.open(path, os.O_RDONLY)  # stores have thousands of files: no call here that need not be
-        try:
-            size = os.fstat(handle).st_size
-            if size != entry.bytes:
-                raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes")
-            if size == 0:
-                return np.empty(0, entry.dtype)
-            mapped = mmap.mmap(handle, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
-        finally:
-            os.close(handle)
-    except StoreError:
-        raise
+        with explain_read_errors(path):
+            handle = os.open(path, os.O_RDONLY)  # stores have thousands of files: no call here that need not be
+            try:
+                size = os.fstat(handle).st_size
+                if size != entry.bytes:
+                    raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes")
+                if size == 0:
+                    return np.empty(0, entry.dtype)
+                mapped = mmap.mmap(handle, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
+            finally:
+                os.close(handle)
     except FileNotFoundError as error:
         raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file") from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
     if scattered:
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, entry.dtype)

@@ -16,7 +16,7 @@ from typing import Any
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.entry_filter import EntryFilter, is_utf16, secret_name
 from retrieve_spec.datastore.files import open_listed
-from retrieve_spec.datastore.git_rules import Reason, checkout_of
+from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.licences import LicenceRule
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 from retrieve_spec.errors import BuildError
@@ -105,21 +105,6 @@ class SourceFile:
     line: int = 0
 
 
-def check_sources(sources: tuple[Source, ...]) -> None:
-    """Check that files and folders are there.
-
-    Raises
-    ------
-    BuildError
-        When one is not, or is a datastore.
-    """
-    for source in sources:
-        if not Path(source.path).exists():
-            remedy = "Check the path; what lies at an address is downloaded first."
-            raise BuildError(f"a file or folder at {source.path}", "nothing there", remedy)
-        check_no_store(Path(source.path))
-
-
 def check_no_store(folder: Path) -> None:
     """Check that a folder to read is no datastore, whose files say nothing that is to be drafted.
 
@@ -148,9 +133,13 @@ def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterat
     Raises
     ------
     BuildError
-        When a source does not exist.
+        When a source does not exist, or is a datastore.
     """
-    check_sources(sources)
+    for source in sources:
+        if not Path(source.path).exists():
+            remedy = "Check the path; what lies at an address is downloaded first."
+            raise BuildError(f"a file or folder at {source.path}", "nothing there", remedy)
+        check_no_store(Path(source.path))
     own = None if store is None else store.resolve()
     for index, source in enumerate(sources):
         yield from _list_source(index, source, own)
@@ -320,24 +309,20 @@ def recipe_file(name: str | os.PathLike[str]) -> Path:
 
 def load_recipe(
     path: str | os.PathLike[str],
-    given: Sequence[str] = (),
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Recipe:
     """Read a recipe and find its sources on this machine.
 
-    A source names a ``path``, in which ``{stdlib}`` stands for the standard library of the running interpreter,
-    ``{repository}`` for the git checkout of the working directory and ``{given}`` for each source given on the command
-    line; or ``distributions = true``, which stands for every installed distribution with the licence it states. Paths
-    of its documents begin as below ``site-packages``: ``networkx/utils/misc.py``.
+    A source names a ``path``, in which ``{stdlib}`` stands for the standard library of the running interpreter, or
+    ``distributions = true``, which stands for every installed distribution with the licence it states. Paths of its
+    documents begin as below ``site-packages``: ``networkx/utils/misc.py``.
 
     Parameters
     ----------
     path
         The TOML file, or the name of a recipe that comes with the library, such as ``python-stdlib``.
-    given
-        Sources given by the user.
     include, exclude
         Globs that replace (include) or join (exclude) those of every source.
 
@@ -364,7 +349,7 @@ def load_recipe(
     sources: list[Source] = []
     for source in listed:
         _check_keys(file, source, _SOURCE_KEYS)
-        found = _sources_of(file, source, given)
+        found = _sources_of(file, source)
         sources += [replace(s, include=tuple(include) or s.include, exclude=(*s.exclude, *exclude)) for s in found]
     config = StoreConfig(index=content.get("index", "both"))
     return Recipe(content["name"], content.get("description", ""), tuple(sources), config)
@@ -376,7 +361,7 @@ def _check_keys(file: Path, table: dict[str, Any], known: set[str]) -> None:
         raise BuildError(f"keys {', '.join(sorted(known))} in {file}", ", ".join(unknown), "Correct the recipe.")
 
 
-def _sources_of(file: Path, source: dict[str, Any], given: Sequence[str]) -> list[Source]:
+def _sources_of(file: Path, source: dict[str, Any]) -> list[Source]:
     template = Source(
         source.get("path", ""),
         source.get("licence", ""),
@@ -389,22 +374,7 @@ def _sources_of(file: Path, source: dict[str, Any], given: Sequence[str]) -> lis
         return _distributions(template)
     if not template.path:
         raise BuildError(f"a path, or distributions = true, of every [[source]] in {file}", "none", "Name a path.")
-    if template.path == "{given}":
-        if not given:
-            raise BuildError(f"the sources that {file} is about", "none", "Give files or folders after the store.")
-        return [replace(template, path=path) for path in given]
-    return [replace(template, path=_place(template.path))]
-
-
-def _place(path: str) -> str:
-    if "{stdlib}" in path:
-        path = path.replace("{stdlib}", sysconfig.get_path("stdlib"))
-    if "{repository}" in path:
-        checkout = checkout_of(Path.cwd())
-        if checkout is None:
-            raise BuildError("a git checkout around the working directory", "none", "Change into the checkout.")
-        path = path.replace("{repository}", str(checkout))
-    return path
+    return [replace(template, path=template.path.replace("{stdlib}", sysconfig.get_path("stdlib")))]
 
 
 def _distributions(template: Source) -> list[Source]:

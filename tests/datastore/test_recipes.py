@@ -7,7 +7,7 @@ import pytest
 
 import retrieve_spec
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.sources import Source, licence_of, list_files, load_recipe
+from retrieve_spec.datastore.sources import licence_of, list_files, load_recipe
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import BuildError
 
@@ -28,7 +28,7 @@ def test_standard_library(tmp_path):
 
 def test_installed_packages_carry_their_names_and_licences():
     recipe = load_recipe(RECIPES / "installed-packages.toml", exclude=["click/**", "**/typing_extensions.py"])
-    licences = {file.path: file.licence for file in list_files(recipe.sources) if not file.skip}
+    licences = {file.path: recipe.sources[file.source].licence for file in list_files(recipe.sources) if not file.skip}
     assert "MIT" in licences["_pytest/main.py"]
     assert "numpy/ma/core.py" in licences
     assert not any(path.startswith("click/") or "typing_extensions" in path for path in licences)
@@ -51,31 +51,13 @@ def test_namespace_folders_belong_to_several_distributions(monkeypatch, tmp_path
             (tmp_path / file).write_text(f"name = {file!r}")
     monkeypatch.setattr(metadata, "distributions", lambda: metadata.Distribution.discover(path=[str(tmp_path)]))
     recipe = load_recipe(RECIPES / "installed-packages.toml")
-    assert {file.path: file.licence for file in list_files(recipe.sources)} == {
+    assert {file.path: recipe.sources[file.source].licence for file in list_files(recipe.sources)} == {
         "shared/one/__init__.py": "MIT",
         "shared/one/deep/a.py": "MIT",
         "shared/loose.py": "MIT",
         "shared/two/__init__.py": "BSD-3-Clause",
         "single.py": "BSD-3-Clause",
     }
-
-
-def test_this_repository(monkeypatch, tmp_path):
-    if not (RECIPES.parent / ".git").exists():
-        pytest.skip("not a checkout")
-    monkeypatch.chdir(RECIPES)
-    recipe = load_recipe(RECIPES / "this-repository.toml")
-    assert Path(recipe.sources[0].path).resolve() == RECIPES.parent.resolve()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BuildError, match="git checkout"):
-        load_recipe(RECIPES / "this-repository.toml")
-
-
-def test_model_outputs(records):
-    with pytest.raises(BuildError, match="Give files"):
-        load_recipe(RECIPES / "model-outputs.toml")
-    recipe = load_recipe(RECIPES / "model-outputs.toml", [str(records)])
-    assert [(s.path, s.field) for s in recipe.sources] == [(str(records), "output")]
 
 
 @pytest.mark.parametrize(
@@ -94,11 +76,6 @@ def test_bad_recipes(tmp_path, content, message):
     (tmp_path / "r.toml").write_text(content)
     with pytest.raises(BuildError, match=message):
         load_recipe(tmp_path / "r.toml")
-
-
-def test_one_glob_is_a_list_of_one(tmp_path):
-    (tmp_path / "r.toml").write_text('name = "x"\n[[source]]\npath = "."\ninclude = "*.py"')
-    assert load_recipe(tmp_path / "r.toml").sources == (Source(Path("."), include=["*.py"]),)
 
 
 def test_names_stand_for_recipes_that_come_along(tmp_path, monkeypatch):
