@@ -230,13 +230,6 @@ def test_what_is_listed_is_what_changes_let_in(tmp_path, seed):
     agreed(EntryFilter([root], admit=("ignored",)))
 
 
-def test_a_root_that_is_a_link_is_what_it_leads_to(tmp_path):
-    write(tmp_path / "real", {"a.py": "a = 1\n"})
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    filter = EntryFilter([tmp_path / "link"])
-    assert filter.read(filter.roots[0] / "a.py") == "a = 1\n"
-
-
 @pytest.mark.parametrize(
     "name",
     [

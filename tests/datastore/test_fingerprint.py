@@ -133,10 +133,3 @@ def test_an_older_store_is_compared_by_its_tokenizer(older, tmp_path):
     build_datastore(tmp_path / "new", str(tmp_path / "b.txt"), bpe(), workers=1)
     for number, stores in enumerate(([older, tmp_path / "new"], [tmp_path / "new", older])):
         assert merge_datastores(tmp_path / f"m{number}", stores).documents == 2
-
-
-def test_an_older_store_with_another_tokenizer_is_refused(older):
-    with pytest.raises(TokenizerMismatchError, match=r"differs in pre_tokenizer\. "):
-        open_datastore(older, tokenizer=bpe(SPACES))
-    with pytest.raises(TokenizerMismatchError, match="retokenize"):
-        open_datastore(older, tokenizer="sha256:" + "1" * 64)

@@ -50,11 +50,6 @@ def test_folder_in_order_with_filters(tokenizer, texts):
     ]
 
 
-def test_text_comes_back_from_its_ids(tokenizer, texts):
-    for result in read(tokenizer, texts):
-        assert tokenizer.decode(result.ids.tolist()) == (texts / result.row.path).read_text()
-
-
 def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
     folder = tmp_path / "bad"
     folder.mkdir()
