@@ -22,7 +22,6 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.errors import (
     BuildError,
-    StoreIncompleteError,
     StoreLockedError,
 )
 
@@ -95,18 +94,6 @@ def test_max_tokens(tokenizer, texts, tmp_path):
     assert (report.documents, report.tokens) == (2, 72 + 39)
 
 
-def test_add(tokenizer, texts, records, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    before = open_datastore(tmp_path / "s")
-    add_documents(tmp_path / "s", Source(str(records), "CC0-1.0", field="output"))
-    after = open_datastore(tmp_path / "s")
-    assert [len(s.segments) for s in (before, after)] == [1, 2]
-    assert after.document_at(1, 0).licence == "CC0-1.0"
-    assert before.segments[0].tokens.tolist() == after.segments[0].tokens.tolist()
-    assert [event["verb"] for event in after.manifest.history] == ["build", "add"]
-    verify_datastore(tmp_path / "s")
-
-
 def test_wide_ids_are_packed_by_segment(texts, tmp_path):
     tokenizer = byte_tokenizer(offset=200_000)
     build_datastore(tmp_path / "s", str(texts), tokenizer)
@@ -123,18 +110,6 @@ def test_one_writer_at_a_time(tokenizer, texts, tmp_path):
     with FileLock(tmp_path / "s" / "lock"), pytest.raises(StoreLockedError, match="another process"):
         add_documents(tmp_path / "s", str(texts))
     open_datastore(tmp_path / "s")
-
-
-def test_an_interrupted_build_is_refused_and_begun_again(tokenizer, texts, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "index_segment", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            build_datastore(tmp_path / "s", str(texts), tokenizer)
-    with pytest.raises(StoreIncompleteError, match="run `retrieve-spec build` again"):
-        open_datastore(tmp_path / "s")
-    (texts / "a.txt").unlink()
-    assert build_datastore(tmp_path / "s", str(texts), tokenizer).documents == 3
-    assert not (tmp_path / "s" / "work").exists()
 
 
 def test_read_only_store_opens(tokenizer, texts, tmp_path):
@@ -155,25 +130,6 @@ def test_read_only_store_opens(tokenizer, texts, tmp_path):
     finally:
         for path in paths:
             path.chmod(path.stat().st_mode | stat.S_IWUSR)
-
-
-def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, tmp_path, monkeypatch):
-    from retrieve_spec.datastore import segment
-
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    before = read_manifest(tmp_path / "s")
-
-    def full(*_):
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(segment, "write_files", full)
-    with pytest.raises(BuildError, match="No space left on device"):
-        add_documents(tmp_path / "s", Source(str(records), field="output"))
-    monkeypatch.undo()
-    assert read_manifest(tmp_path / "s") == before
-    verify_datastore(tmp_path / "s")
-    assert add_documents(tmp_path / "s", Source(str(records), field="output")).documents == 5
-    verify_datastore(tmp_path / "s")
 
 
 def test_catalogue_can_be_searched_by_path(tokenizer, texts, tmp_path):

@@ -12,7 +12,7 @@ from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.dense_build import HiddenStates
-from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
+from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents
 from retrieve_spec.datastore.inspection import search_dense, verify_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
@@ -117,18 +117,6 @@ def test_merged_stores_are_embedded_and_must_agree(model, store, tokenizer, reco
     assert sum(index.count for _, index in merged.dense) > open_datastore(store).dense[0][1].count
     with pytest.raises(BuildError, match="layer 1"):
         merge_datastores(tmp_path / "n", [store, tmp_path / "other"])
-
-
-def test_retokenize_drops_dense_indexes(store, tmp_path):
-    from byte_tokenizers import byte_tokenizer
-
-    retokenize_datastore(store, byte_tokenizer(offset=3))
-    verify_datastore(store)
-    opened = open_datastore(store)
-    assert opened.dense == [] and opened.manifest.dense is None
-    (tmp_path / "new.txt").write_text("something else altogether")
-    add_documents(store, str(tmp_path / "new.txt"))
-    assert open_datastore(store).dense == []
 
 
 def test_another_model_is_an_error_naming_both(model, store, tmp_path):

@@ -125,14 +125,6 @@ def test_wrong_positions_with_right_checksums_are_found(store, change):
         verify_datastore(store)
 
 
-def test_no_position_leaves_the_text(store):
-    positions = open_datastore(store).dense[0][1].positions.copy()
-    positions[5:] = 1 << 30
-    forge(store, POSITIONS, positions.tobytes())
-    _, found = search(store)
-    assert (found[:, -1] == -1).all() and set(found.ravel().tolist()) <= {*positions[:5].tolist(), -1}
-
-
 @pytest.mark.parametrize("name", [*DENSE_FILES, "suffix_array.bin", "manifest.json", "document_paths.bin"])
 def test_files_that_may_not_be_read(store, name, monkeypatch, capfd):
     def refusing(opened):

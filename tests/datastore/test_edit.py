@@ -27,15 +27,6 @@ def store(tokenizer, texts, records, tmp_path):
     return path
 
 
-def test_remove_by_glob_and_by_condition(store):
-    remove_documents(store, ["*.txt"])
-    assert set(contents(store)) == {"c.py", *(f"answers.jsonl#{i}" for i in range(1, 6))}
-    remove_documents(store, where="licence like 'GPL%' and tokens > 0")
-    assert set(contents(store)) == {"c.py"}
-    assert len(open_datastore(store).segments) == 1
-    verify_datastore(store)
-
-
 def test_remove_everything(store, records):
     remove_documents(store, ["**"])
     assert contents(store) == {}

@@ -391,14 +391,3 @@ def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkey
 def test_lines_that_are_no_rule_count_for_nothing(line, tmp_path):
     write(tmp_path, {".gitignore": f"{line}\nb.py\n", "a.py": "a = 1\n", "b.py": "b = 1\n"})
     assert agreed(EntryFilter([tmp_path])) == {".gitignore", "a.py"}
-
-
-def test_pipes_called_like_ignore_files_are_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(git_rules, "_git", lambda *_: None)  # which waits, until it has no more time
-    (tmp_path / "a.txt").write_text("a text")
-    (tmp_path / "b.log").write_text("another one")
-    (tmp_path / ".ignore").write_text("*.log\n")
-    os.mkfifo(tmp_path / ".gitignore")
-    found = listed(EntryFilter([tmp_path]))
-    assert {path.name for path in passed(found)} == {"a.txt", ".ignore"}
-    assert found[tmp_path / "b.log"] is Reason.IGNORED and found[tmp_path / ".gitignore"] is Reason.NOT_A_FILE

@@ -107,15 +107,6 @@ def test_a_source_given_by_a_link_has_its_own_licence(tmp_path, tokenizer):
     assert "project.py" in contents(tmp_path / "b")
 
 
-def test_rows_are_not_under_the_licence_of_their_collection(tmp_path, tokenizer):
-    (tmp_path / "dump").mkdir()
-    (tmp_path / "dump" / "LICENSE").write_text(MIT)
-    rows = '{"text": "one"}\n{"text": "# SPDX-License-Identifier: MIT\\ntwo"}\n'
-    (tmp_path / "dump" / "rows.jsonl").write_text(rows)
-    build_datastore(tmp_path / "s", Source(str(tmp_path / "dump"), licences=("MIT",)), tokenizer)
-    assert {name for name in contents(tmp_path / "s") if "rows" in name} == {"rows.jsonl#2"}
-
-
 def test_own_lines():
     assert own_licence("# SPDX-License-Identifier: MIT\nx = 1\n") == "MIT"
     assert own_licence("/* SPDX-License-Identifier: (GPL-2.0 OR MIT) */\n") == "( GPL-2.0-only OR MIT )"

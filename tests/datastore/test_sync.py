@@ -12,7 +12,7 @@ import pytest
 from test_build import contents
 
 from retrieve_spec.cli import run
-from retrieve_spec.datastore import entry_filter, sync
+from retrieve_spec.datastore import sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
@@ -157,17 +157,6 @@ def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, wri
     (folder / "new.txt").write_text("a new text")
     assert sync_datastore(store, [folder]).documents == 1
     assert contents(store) == before | {"new.txt": "a new text"}
-
-
-def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_path, monkeypatch):
-    (folder / "a.txt").rename(folder / "prod.env.txt")
-    with monkeypatch.context() as patch:
-        patch.setattr(sync, "RULES", "others")
-        sync_datastore(tmp_path / "s", [folder], tokenizer)
-    assert "prod.env.txt" in contents(tmp_path / "s")
-    monkeypatch.setattr(entry_filter, "secret_name", lambda name: ".env." in name)
-    sync_datastore(tmp_path / "s", [folder])
-    assert "prod.env.txt" not in contents(tmp_path / "s")
 
 
 def test_command(folder, tmp_path, capfd):
