@@ -84,7 +84,6 @@ def build_datastore(
     tokenizer: Any,
     *,
     config: StoreConfig | None = None,
-    licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
     part: tuple[int, int] | None = None,
@@ -103,8 +102,6 @@ def build_datastore(
         Tokenizer of the model that will draft: an object, a tokenizer.json or a model folder.
     config
         What to keep, and limits.
-    licence
-        Licence of the sources given as plain paths.
     max_tokens
         Stop before the document that would exceed this.
     workers
@@ -131,7 +128,7 @@ def build_datastore(
         When another process is writing there.
     """
     store = folder_of(path, "build")
-    wished = as_sources(sources, licence)
+    wished = as_sources(sources)
     rank, count = part or (0, 1)
     if not 0 <= rank < count:
         raise BuildError(f"a part from 0 to {count - 1} of {count}", f"{rank}", "Number the parts from 0.")
@@ -151,7 +148,6 @@ def add_documents(
     sources: Source | str | Sequence[Source | str],
     *,
     config: StoreConfig | None = None,
-    licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
     progress: bool = False,
@@ -162,7 +158,7 @@ def add_documents(
     """
     with changing(path, "add") as (work, manifest):
         settings = checked(config or config_of(manifest), work.store / manifest.tokenizer_name)
-        wished = as_sources(sources, licence)
+        wished = as_sources(sources)
         files = list(list_files(wished, work.store))
         event = begin_change(work, "add", max_tokens=max_tokens, sources=wished)
         shards = list(file_shards(files))
@@ -227,7 +223,7 @@ def open_or_build(
     return open_datastore(path, tokenizer=tokenizer)
 
 
-def as_sources(sources: Source | str | Sequence[Source | str], licence: str) -> tuple[Source, ...]:
+def as_sources(sources: Source | str | Sequence[Source | str]) -> tuple[Source, ...]:
     """Normalise what the caller gave.
 
     Raises
@@ -238,7 +234,7 @@ def as_sources(sources: Source | str | Sequence[Source | str], licence: str) -> 
     given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources)
     if not given:
         raise BuildError("at least one file or folder to build from", "none", "Give a source.")
-    listed = (s if isinstance(s, Source) else Source(str(s), licence) for s in given)
+    listed = (s if isinstance(s, Source) else Source(str(s)) for s in given)
     return tuple(replace(s, licences=allow_list(s.licences), admit=admitted_parts(s.admit)) for s in listed)
 
 

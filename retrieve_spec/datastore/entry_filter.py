@@ -198,7 +198,8 @@ class EntryFilter:
         self.max_bytes = max_bytes
         self._admit, self._any_name = frozenset(admit), any_name
         self._store = None if store is None else os.path.join(store.resolve(), "")
-        self.rule = LicenceRule(self.roots, allow_list(licences)) if licences else None
+        self._allowed = allow_list(licences)
+        self._look_again()
 
     def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
         """All that lies below the folders, in no order, with what its name, kind and size say.
@@ -207,11 +208,10 @@ class EntryFilter:
         no part of its folder.
         """
         self._look_again()
-        real: dict[str, bool] = {}
         for root in self.roots:
             for name, reason in look_through(root, everything="ignored" in self._admit):
                 if not self._is_own(name):
-                    yield name, reason or self._outside(name, real) or self.look(name)
+                    yield name, reason or self.look(name)
 
     def verdicts(self, paths: Iterable[Path]) -> dict[Path, os.stat_result | Reason]:
         """What names, kind, size and ignore rules say of some paths; many cost little more than one."""
@@ -223,8 +223,8 @@ class EntryFilter:
         return {**found, **{path: Reason.IGNORED for path in left if path not in allowed or self._is_own(str(path))}}
 
     def _look_again(self) -> None:
-        if self.rule is not None:
-            self.rule.look_again()
+        """Forget what licence files said: they may have changed."""
+        self.rule = LicenceRule(self.roots, self._allowed) if self._allowed else None
 
     def _is_own(self, name: str) -> bool:
         return self._store is not None and name.startswith(self._store)

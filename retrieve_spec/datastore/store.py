@@ -274,15 +274,13 @@ SHARE = 0.25
 _STEP = 1 << 17
 
 
-def read_ahead(stores: Sequence[Datastore], most_bytes: int | None = None) -> threading.Thread | None:
+def read_ahead(stores: Sequence[Datastore]) -> threading.Thread | None:
     """Start reading the segments' files in the background.
 
     Parameters
     ----------
     stores
         Open stores; files go in order of size, smallest first, as n-gram tables and top tables are used most.
-    most_bytes
-        Bytes to ask for at most; `SHARE` of the machine's memory when None.
 
     Returns
     -------
@@ -291,8 +289,7 @@ def read_ahead(stores: Sequence[Datastore], most_bytes: int | None = None) -> th
     """
     if not hasattr(os, "posix_fadvise"):
         return None
-    if most_bytes is None:
-        most_bytes = int(SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    most_bytes = int(SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     files = sorted(
         (file.bytes, store.path / SEGMENTS / segment.name / name)
         for store in stores

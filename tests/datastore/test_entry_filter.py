@@ -102,16 +102,6 @@ def test_what_git_ignores_stays_out_through_any_of_its_files(checkout):
     assert entering(filter) == ENTERS | {"inner/in.log"}
 
 
-def test_verdicts_are_those_of_the_listing(checkout):
-    filter = EntryFilter([checkout])
-    paths = everything(checkout)
-    verdicts = filter.verdicts([*paths, checkout.parent / "outside.py", checkout / "gone.py"])
-    assert {str(path.relative_to(checkout)) for path in passed(verdicts)} == entering(filter)
-    assert verdicts[checkout / "private/b.py"] is Reason.IGNORED
-    assert verdicts[checkout.parent / "outside.py"] is Reason.OUTSIDE
-    assert verdicts[checkout / "gone.py"] is Reason.GONE
-
-
 def test_where_git_cannot_be_asked_its_files_are_read(checkout, monkeypatch):
     monkeypatch.setattr(git_rules, "_git", lambda *_: None)
     filter = EntryFilter([checkout])
@@ -119,13 +109,6 @@ def test_where_git_cannot_be_asked_its_files_are_read(checkout, monkeypatch):
     assert entering(filter) == (ENTERS | {"inner/in.log"}) - {"tracked.log", "build/kept.py"}
     found = passed(filter.verdicts(everything(checkout)))
     assert {str(path.relative_to(checkout)) for path in found} == entering(filter)
-
-
-def test_a_folder_that_is_no_checkout_follows_its_ignore_files(tmp_path):
-    write(tmp_path, {".gitignore": "x.py\nd/\n", "x.py": "x", "y.py": "y", "d/z.py": "z", "dist/w.js": "w"})
-    filter = EntryFilter([tmp_path])
-    assert entering(filter) == {".gitignore", "y.py"}
-    assert filter.verdicts([tmp_path / "d/z.py"]) == {tmp_path / "d/z.py": Reason.IGNORED}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
@@ -336,13 +319,6 @@ def test_texts(tmp_path, name, data, expected):
     write(tmp_path, {name: data})
     filter = EntryFilter([tmp_path])
     assert filter.read(filter.roots[0] / name) == expected
-
-
-def test_generated_names(tmp_path):
-    names = ["a.min.js", "package-lock.json", "uv.lock", "x_pb2.py", "bundle.js.map", "b.min.js.gz", "go.sum.zst"]
-    write(tmp_path, dict.fromkeys(names, "x\n"))
-    filter = EntryFilter([tmp_path])
-    assert set(listed(filter).values()) == {Reason.GENERATED}
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="names there are always Unicode")

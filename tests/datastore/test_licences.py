@@ -94,19 +94,6 @@ def test_names_of_licence_files(name, is_one):
     assert is_licence_file(name) is is_one
 
 
-def test_a_source_given_by_a_link_has_its_own_licence(tmp_path, tokenizer):
-    for folder in ("project", "elsewhere"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{folder}.py").write_text(f"{folder} = 1\n")
-    (tmp_path / "project" / "LICENSE").write_text(MIT)
-    (tmp_path / "project" / "link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "to_project").symlink_to(tmp_path / "project")
-    with pytest.raises(BuildError, match="under no known licence"):
-        build_datastore(tmp_path / "a", Source(str(tmp_path / "project" / "link"), licences=("MIT",)), tokenizer)
-    build_datastore(tmp_path / "b", Source(str(tmp_path / "to_project"), licences=("MIT",)), tokenizer)
-    assert "project.py" in contents(tmp_path / "b")
-
-
 def test_own_lines():
     assert own_licence("# SPDX-License-Identifier: MIT\nx = 1\n") == "MIT"
     assert own_licence("/* SPDX-License-Identifier: (GPL-2.0 OR MIT) */\n") == "( GPL-2.0-only OR MIT )"
