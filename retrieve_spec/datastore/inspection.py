@@ -9,7 +9,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,9 @@ def _check_text(segment: Segment, entry: SegmentEntry, config: StoreConfig) -> N
     _require(starts[-1] == len(segment.tokens), segment, "documents of its text")
     tokens, used = local_ids(segment.ids_of(segment.tokens), starts)
     _require(np.array_equal(used, ids), segment, "the vocabulary of its text")
-    made = {name + SUFFIX: array for name, array in index_text(tokens, ids, config).items()}
+    made = {name + SUFFIX: array for name, array in index_text(tokens, ids, replace(config, index="both")).items()}
     known = entry.files.keys() & made.keys()
+    _require({f"suffix_array{SUFFIX}", f"top{SUFFIX}"} <= known, segment, "an exact index of its text")
     if _SLOTS in known and (_GRAMS not in known or made[_SLOTS].nbytes != entry.files[_SLOTS].bytes):
         # A table of an earlier release, or of other settings, which `add_documents` may have been given.
         known = {name for name in known if not name.startswith("ngram_")}

@@ -213,6 +213,12 @@ def test_sizes_that_do_not_belong_together_are_found_by_opening(plain, name, cha
             read(plain)
 
 
+def test_a_text_whose_index_the_manifest_leaves_out_is_found(plain):
+    rewrite(plain, lambda body: [body["segments"][0]["files"].pop(f"{name}.bin") for name in ("suffix_array", "top")])
+    with pytest.raises(StoreCorruptError, match="an exact index of its text"):
+        verify_datastore(plain)
+
+
 def test_tombstones_of_a_kind_that_is_not_known_are_refused(store):
     def other(name):
         return name.rsplit("-", 1)[0] + "-other.bin"
