@@ -167,18 +167,20 @@ def build(
 ) -> None:
     """Build a datastore in the folder STORE.
 
-    A SOURCE is a file, a folder, an address of one, JSON Lines, Parquet, text compressed with gzip or zstd, or - for
-    standard input. Of a folder, what git ignores and generated files stay out, of every SOURCE secrets do (--admit).
+    A SOURCE is a file, a folder, JSON Lines, Parquet, or text compressed with gzip or zstd. Of a folder, what git
+    ignores and generated files stay out, of every SOURCE secrets do (--admit).
     """
     from dataclasses import replace
 
     from retrieve_spec.config import DenseConfig, StoreConfig
     from retrieve_spec.datastore.build import build_datastore
-    from retrieve_spec.datastore.recipes import load_recipe
+    from retrieve_spec.datastore.sources import load_recipe
 
     config, sources, name = StoreConfig(), _sources(options), ""
     if recipe is not None:
-        loaded = load_recipe(recipe, options["sources"], include=options["include"], exclude=options["exclude"])
+        if sources:
+            raise click.UsageError("Give SOURCEs or --recipe, not both: the recipe names its own.")
+        loaded = load_recipe(recipe, include=options["include"], exclude=options["exclude"])
         wished: dict[str, Any] = {"licences": options["licences"]}
         if options["admit"]:
             wished["admit"] = options["admit"]
@@ -383,15 +385,12 @@ def info(store: Path | str, as_json: bool) -> None:
 
 @click.command(short_help="Make the database of a datastore's documents.")
 @STORE
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where, instead of catalog.sqlite in STORE."
-)
 @JSON
-def catalog(store: Path | str, out: Path | None, as_json: bool) -> None:
+def catalog(store: Path | str, as_json: bool) -> None:
     """Make an SQLite database of the documents of STORE, or bring it up to date, and print where it is."""
-    from retrieve_spec.datastore.catalog import write_catalog
+    from retrieve_spec.datastore.inspection import write_catalog
 
-    place = write_catalog(store, out)
+    place = write_catalog(store)
     click.echo(json.dumps({"store": str(store), "catalog": str(place)}) if as_json else f"{place}")
 
 
@@ -401,7 +400,7 @@ def catalog(store: Path | str, out: Path | None, as_json: bool) -> None:
 @JSON
 def verify(store: Path | str, quiet: bool, as_json: bool) -> None:
     """Check every checksum, and whether indexes, text and document tables belong together."""
-    from retrieve_spec.datastore.verify import verify_datastore
+    from retrieve_spec.datastore.inspection import verify_datastore
 
     checked = verify_datastore(store, progress=not quiet)
     if as_json:
@@ -433,7 +432,7 @@ def search(store: Path | str, text: str, limit: int, dense: bool, model: str | N
     if dense:
         _search_dense(store, text, limit, model, as_json)
         return
-    from retrieve_spec.datastore.search import search_datastore
+    from retrieve_spec.datastore.inspection import search_datastore
     from retrieve_spec.datastore.store import open_datastore
 
     opened = open_datastore(store)
@@ -459,7 +458,7 @@ def search(store: Path | str, text: str, limit: int, dense: bool, model: str | N
 
 
 def _search_dense(store: Path | str, text: str, limit: int, model: str | None, as_json: bool) -> None:
-    from retrieve_spec.datastore.search import search_dense
+    from retrieve_spec.datastore.inspection import search_dense
     from retrieve_spec.datastore.store import open_datastore
 
     opened = open_datastore(store)

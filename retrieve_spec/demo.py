@@ -201,7 +201,8 @@ def stdlib_store(tokenizer: PreTrainedTokenizerBase, console: Console) -> Datast
 
     None where nothing can be written.
     """
-    from retrieve_spec.datastore.recipes import load_recipe, open_or_build
+    from retrieve_spec.datastore.build import open_or_build
+    from retrieve_spec.datastore.sources import load_recipe
 
     path = cache_dir() / "stores" / f"python-stdlib-{platform.python_version()}-{__version__}"
     try:

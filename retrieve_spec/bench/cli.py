@@ -73,13 +73,6 @@ TASKS = click.option(
 @click.option("--runs", type=WholeRange(min=1), default=1, show_default=True, metavar="R", help="Repetitions.")
 @LIMIT
 @TASKS
-@click.option(
-    "--template",
-    type=click.Choice(["auto", "vicuna", "none"]),
-    default="auto",
-    show_default=True,
-    help="How turns are wrapped: the model's chat template, Spec-Bench's Vicuna template, or not at all.",
-)
 @DTYPE
 @QUANTIZE
 @DEVICE

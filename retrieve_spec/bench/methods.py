@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import retrieve_spec as rs
@@ -284,8 +285,6 @@ class Bench:
 
     def generate(self, method: Method, input_ids: Any, *, max_new_tokens: int, prediction: Any = None) -> Generation:
         """Generate from (1, L) token ids and time it."""
-        import torch
-
         torch.manual_seed(self.seed)
         streamer = FirstToken()
         arguments = {**self.options, "input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
@@ -313,8 +312,6 @@ class Bench:
 
 def _now() -> float:
     """Wall time with the device's queue empty."""
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -75,25 +75,17 @@ class Contexts:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One recorded answer.
+class Shown:
+    """What a model showed on the way to an answer.
 
     Attributes
     ----------
-    task, group
-        What it is counted under, and the prompt that it is a turn of.
-    prompt, output
-        Token ids.
     contexts, end
         What the model has read, and the context that the prompt ends with.
     noise
         (3,) int64 seed, row and position of the first token where tokens were sampled; a position below 0 where not.
     """
 
-    task: str
-    group: str
-    prompt: Ids
-    output: Ids
     contexts: Contexts
     end: int
     noise: NDArray[np.int64]
@@ -113,6 +105,21 @@ class Answer:
         return (seed, row, position + at) if position >= 0 else None
 
 
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded conversation: the prompt, then segments in order; only generated ones are drafted.
+
+    Rows of one group share text (a repository, a question asked again) and are kept on one side of a split. `shown`:
+    what the model showed on the way, where that was recorded; such a row has one segment, the answer.
+    """
+
+    task: str
+    prompt: Ids
+    segments: list[tuple[Ids, bool]]
+    group: str = ""
+    shown: Shown | None = None
+
+
 class LogitTrace:
     """Recorded answers, and all contexts that the model has read on the way.
 
@@ -120,25 +127,28 @@ class LogitTrace:
     ----------
     fingerprint
         Of the tokenizer.
-    answers
-        What was recorded, all with the same contexts.
+    rows
+        What was recorded, a row for each turn.
+    contexts
+        Those of all rows.
     bigrams
         Of the model, those of tokens that occur.
     """
 
-    def __init__(self, fingerprint: str, answers: Sequence[Answer], bigrams: Bigrams) -> None:
-        self.fingerprint, self.answers, self.bigrams = fingerprint, list(answers), bigrams
+    def __init__(self, fingerprint: str, rows: list[TraceRow], contexts: Contexts, bigrams: Bigrams) -> None:
+        self.fingerprint, self.rows, self.contexts, self.bigrams = fingerprint, rows, contexts, bigrams
 
     def save(self, path: str | Path) -> None:
         """Write one compressed file of NumPy arrays (.npz), logits as float16."""
-        answers, contexts = self.answers, self.answers[0].contexts
+        contexts = self.contexts
+        found = [(row, row.segments[0][0], row.shown) for row in self.rows if row.shown is not None]
         np.savez_compressed(
             path,
             fingerprint=np.array(self.fingerprint),
-            names=np.array([(answer.task, answer.group) for answer in answers]),
-            lengths=np.array([(len(answer.prompt), len(answer.output), answer.end) for answer in answers], np.int64),
-            tokens=np.concatenate([part for answer in answers for part in (answer.prompt, answer.output)]),
-            noise=np.array([answer.noise for answer in answers], np.int64),
+            names=np.array([(row.task, row.group) for row, _, _ in found]),
+            lengths=np.array([(len(row.prompt), len(output), shown.end) for row, output, shown in found], np.int64),
+            tokens=np.concatenate([part for row, output, _ in found for part in (row.prompt, output)]),
+            noise=np.array([shown.noise for _, _, shown in found], np.int64),
             parent=contexts.parent,
             token=contexts.token,
             top_ids=contexts.top_ids,
@@ -164,11 +174,11 @@ class LogitTrace:
             contexts = Contexts(data["parent"], data["token"], data["top_ids"], top)
             parts = np.split(data["tokens"], np.cumsum(data["lengths"][:, :2]))
             named = zip(data["names"].tolist(), parts[::2], parts[1::2], data["lengths"], data["noise"], strict=False)
-            answers = [
-                Answer(task, group, prompt, output, contexts, int(end), noise)
+            rows = [
+                TraceRow(task, prompt, [(output, True)], group, Shown(contexts, int(end), noise))
                 for (task, group), prompt, output, (_, _, end), noise in named
             ]
-            trace = cls(str(data["fingerprint"]), answers, Bigrams(data["bigrams"]))
+            trace = cls(str(data["fingerprint"]), rows, contexts, Bigrams(data["bigrams"]))
         except (OSError, ValueError, KeyError, BadZipFile, EOFError) as error:
             remedy = "Record it again with `retrieve-spec bench record`."
             raise TraceError(f"recorded answers with logits in {path}", in_a_line(error), remedy) from error
@@ -217,7 +227,7 @@ class Recorder(FreshDrafter):
     Attributes
     ----------
     end, noise
-        Of the last answer, as `Answer` has them.
+        Of the last answer, as `Shown` has them.
     """
 
     top_k = TOP
@@ -298,7 +308,7 @@ def record(
     Returns
     -------
     LogitTrace
-        One answer for every turn.
+        One row for every turn.
     """
     notes = Notes()
     for number in nodes:
@@ -316,14 +326,12 @@ def record(
                 said.append(tokenizer.decode(parts[1], skip_special_tokens=True).strip())
             progress()
     contexts = notes.contexts()
-    return LogitTrace(
-        tokenizer_fingerprint(load_tokenizer(tokenizer)),
-        [
-            Answer(task, group, ids, output, contexts, end, np.array(noise, np.int64))
-            for task, group, ids, output, end, noise in answered
-        ],
-        Bigrams(_of_tokens(recorder.bigrams, contexts.token)),
-    )
+    rows = [
+        TraceRow(task, ids, [(output, True)], group, Shown(contexts, end, np.array(noise, np.int64)))
+        for task, group, ids, output, end, noise in answered
+    ]
+    bigrams = Bigrams(_of_tokens(recorder.bigrams, contexts.token))
+    return LogitTrace(tokenizer_fingerprint(load_tokenizer(tokenizer)), rows, contexts, bigrams)
 
 
 def _of_tokens(bigrams: Bigrams | None, tokens: Ids) -> Ids:
@@ -360,4 +368,4 @@ def record_prompts(
     with tqdm(total=len(questions) * len(nodes), unit="prompt", disable=quiet or None) as bar:
         found = record(lm, tokenizer, questions, progress=bar.update, **how)
     found.save(out)
-    return len(found.answers)
+    return len(found.rows)

@@ -6,7 +6,6 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.bench.methods import FreshDrafter
-from retrieve_spec.bench.recording import NOWHERE, Answer, LogitTrace
+from retrieve_spec.bench.recording import NOWHERE, LogitTrace, Shown, TraceRow
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.store import open_datastore
@@ -27,21 +26,6 @@ from retrieve_spec.sources import SOURCE_NAMES
 
 LIVE = "live"
 Ids = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One recorded conversation: the prompt, then segments in order; only generated ones are drafted.
-
-    Rows of one group share text (a repository, a question asked again) and are kept on one side of a split. `logits`:
-    what the model showed on the way, where that was recorded.
-    """
-
-    task: str
-    prompt: Ids
-    segments: list[tuple[Ids, bool]]
-    group: str = ""
-    logits: Answer | None = None
 
 
 def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> Iterator[TraceRow]:
@@ -75,12 +59,6 @@ def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> It
             group = row.get("group")
             prompt = _ids(tokenizer, row["prompt"], True)
             yield TraceRow(row.get("task") or "", prompt, segments, f"line {number}" if group is None else str(group))
-
-
-def logit_rows(trace: LogitTrace, limit: int | None = None) -> Iterator[TraceRow]:
-    """Rows of answers that were recorded with logits, a row for each turn."""
-    for answer in trace.answers[:limit]:
-        yield TraceRow(answer.task, answer.prompt, [(answer.output, True)], answer.group, answer)
 
 
 def _parse(line: str, number: int, path: str | Path) -> dict[str, Any]:
@@ -131,7 +109,7 @@ class Replay:
             self.drafter.start(row.prompt)
             for ids, generated in row.segments:
                 if generated:
-                    self._generate(ids, self._by_task[row.task], row.logits)
+                    self._generate(ids, self._by_task[row.task], row.shown)
                 else:
                     self.drafter.feed(ids)
             self.drafter.finish()
@@ -140,24 +118,24 @@ class Replay:
                 progress(total["tokens"], total["passes"])
         return self.result()
 
-    def _generate(self, output: Ids, tally: Counter[str], logits: Answer | None) -> None:
+    def _generate(self, output: Ids, tally: Counter[str], shown: Shown | None) -> None:
         at, context = 0, NOWHERE
-        if logits is not None:  # the prompt's pass brings a token
-            at, context = 1, logits.contexts.behind(logits.end, output[:1].tolist())
-            self.drafter.observe_prompt(*logits.of_prompt())
+        if shown is not None:  # the prompt's pass brings a token
+            at, context = 1, shown.contexts.behind(shown.end, output[:1].tolist())
+            self.drafter.observe_prompt(*shown.of_prompt())
             self.drafter.observe(VerifiedPass(NO_DRAFT, NO_DRAFT.parent, output[:1]))
             tally.update(passes=1, tokens=1)
         while at < len(output):
-            noise = None if logits is None else logits.noise_at(at)
+            noise = None if shown is None else shown.noise_at(at)
             began = time.perf_counter()
             tree = self.drafter.propose(Budget(self.nodes, len(output) - at, self._cost, noise))
             proposed = time.perf_counter()
             path = walk(tree, output[at:])
             emitted = output[at : at + len(path) + 1]
             verified = VerifiedPass(tree, path, emitted)
-            if logits is not None:
-                verified = logits.contexts.shown(context, tree, path, emitted)
-                context = logits.contexts.behind(context, emitted.tolist())
+            if shown is not None:
+                verified = shown.contexts.shown(context, tree, path, emitted)
+                context = shown.contexts.behind(context, emitted.tolist())
             middle = time.perf_counter()
             self.drafter.observe(verified)
             self._times.append(((proposed - began) * 1e6, (time.perf_counter() - middle) * 1e6))
@@ -292,7 +270,7 @@ def replay_trace(
         raise ConfigError("a preset that can be fed text it did not draft", repr(draft), remedy)
     if Path(path).suffix == ".npz":
         trace = LogitTrace.load(path, encoder)
-        fresh.bigrams, rows = trace.bigrams, logit_rows(trace, limit)
+        fresh.bigrams, rows = trace.bigrams, iter(trace.rows[:limit])
     else:
         rows = read_trace(path, encoder, limit)
     replay = Replay(fresh.drafter, nodes, node_cost)

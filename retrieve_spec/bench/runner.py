@@ -41,8 +41,6 @@ class Plan:
         since the run began. A new run always starts afresh: it repeats the prompts.
     max_new_tokens
         Per turn.
-    template
-        See `retrieve_spec.bench.workloads.render`.
     sampled
         Whether tokens are drawn instead of taking the most probable.
     """
@@ -52,7 +50,6 @@ class Plan:
     runs: int = 1
     state: State = "cold"
     max_new_tokens: int = 160
-    template: str = "auto"
     sampled: bool = False
 
     @property
@@ -107,7 +104,7 @@ def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[
 def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, reference: Record) -> dict[str, Any] | None:
     """Where a method's answers leave the reference's, and the gap there (`parting`)."""
     for turn, (ours, theirs) in enumerate(zip(record.token_ids, reference.token_ids, strict=True)):
-        before = encode(bench.tokenizer, prompt, reference.texts[:turn], plan.template)[0]
+        before = encode(bench.tokenizer, prompt, reference.texts[:turn])[0]
         if (parted := parting(bench.model, before, ours, theirs)) is not None:
             return {"turn": turn, "position": parted[0], "gap": parted[1]}
     return None
@@ -153,7 +150,7 @@ def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, e
     record = Record(run, prompt.name, prompt.task, method.name, mode=method.kind)
     for turn in range(len(prompt.turns)):
         before = earlier[:turn] if earlier else record.texts
-        ids = encode(bench.tokenizer, prompt, before, plan.template).to(bench.model.device)
+        ids = encode(bench.tokenizer, prompt, before).to(bench.model.device)
         prediction = prompt.prediction if turn == 0 else None
         generation = bench.generate(method, ids, max_new_tokens=plan.max_new_tokens, prediction=prediction)
         record.new_tokens += len(generation.token_ids)
@@ -186,7 +183,6 @@ def run_bench(
     runs: int,
     limit: int | None,
     tasks: str | None,
-    template: str,
     dtype: str,
     quantize: str | None,
     device: str,
@@ -205,7 +201,7 @@ def run_bench(
         raise ConfigError("a new folder", f"results in {out}", "Give another --out.")
     chosen = [parse_method(name) for name in methods]
     questions = read_prompts(prompts, limit, tasks.split(",") if tasks else None)
-    plan = Plan(questions, chosen, runs, state, max_new_tokens, template, sampled=temperature > 0)
+    plan = Plan(questions, chosen, runs, state, max_new_tokens, sampled=temperature > 0)
     lm, tokenizer = load_model(model, dtype=dtype, quantize=quantize, device=device)
     datastores = [open_datastore(path, tokenizer=tokenizer) for path in stores]
     session = state != "cold"
@@ -229,10 +225,9 @@ def run_bench(
         "temperature": temperature,
         "top_p": top_p,
         "seed": seed,
-        "template": template,
     }
     folder = ResultsFolder(out, header)  # made only when all options are right
-    first = encode(tokenizer, questions[0], [], template)
+    first = encode(tokenizer, questions[0], [])
     for method in chosen:  # so that compilation is no part of the figures
         bench.generate(method, first, max_new_tokens=WARM_UP_TOKENS)
         bench.forget(method)

@@ -43,10 +43,6 @@ SPEC_BENCH = "spec-bench:"
 OTHER = "other"
 """Task of prompts whose line names none."""
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
-VICUNA_SYSTEM = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions."
-)
 TASKS = ("unseen", "seen", "edit", "structured", "prose")
 LOOP_TAIL = 600
 LOOP_RATIO = 0.15
@@ -274,35 +270,27 @@ def subtask(category: str) -> str:
     return "mt_bench" if category in MT_BENCH else category
 
 
-def render(tokenizer: Any, prompt: Prompt, answers: Sequence[str], template: str = "auto") -> str:
-    """Text of a conversation up to the next answer.
+def render(tokenizer: Any, prompt: Prompt, answers: Sequence[str]) -> str:
+    """Text of a conversation up to the next answer, in the tokenizer's chat template if it has one.
 
     Parameters
     ----------
     answers
         What the model said to the turns so far.
-    template
-        `"auto"`: the tokenizer's chat template, the bare turns when it has none; `"vicuna"`: the one that Spec-Bench
-        hard-codes; `"none"`: the bare turns. A raw prompt is never wrapped.
     """
     turns = list(zip(prompt.turns, [*answers, ""], strict=False))[: len(answers) + 1]
-    if template == "vicuna" and not prompt.raw:
-        ends = [f" {answer}</s>" if answer else "" for _, answer in turns]
-        spoken = [f"USER: {turn} ASSISTANT:{end}" for (turn, _), end in zip(turns, ends, strict=True)]
-        return f"{VICUNA_SYSTEM} {''.join(spoken)}"
-    if not _templated(tokenizer, prompt, template):
+    if not _templated(tokenizer, prompt):
         return "".join(turn + answer for turn, answer in turns)
     pairs = [({"role": "user", "content": said}, {"role": "assistant", "content": answer}) for said, answer in turns]
     messages = list(chain(*pairs))[:-1]
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def encode(tokenizer: Any, prompt: Prompt, answers: Sequence[str], template: str = "auto") -> Any:
+def encode(tokenizer: Any, prompt: Prompt, answers: Sequence[str]) -> Any:
     """(1, L) token ids of a conversation up to the next answer; a chat template brings its special tokens itself."""
-    special = not _templated(tokenizer, prompt, template)
-    text = render(tokenizer, prompt, answers, template)
-    return tokenizer(text, return_tensors="pt", add_special_tokens=special)["input_ids"]
+    text = render(tokenizer, prompt, answers)
+    return tokenizer(text, return_tensors="pt", add_special_tokens=not _templated(tokenizer, prompt))["input_ids"]
 
 
-def _templated(tokenizer: Any, prompt: Prompt, template: str) -> bool:
-    return not prompt.raw and template == "auto" and bool(tokenizer.chat_template)
+def _templated(tokenizer: Any, prompt: Prompt) -> bool:
+    return not prompt.raw and bool(tokenizer.chat_template)

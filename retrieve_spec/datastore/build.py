@@ -11,12 +11,13 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -54,9 +55,15 @@ from retrieve_spec.datastore.manifest import (
 )
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.segment import Row, Segment, hidden_of, open_segment, tombstones_of, write_segment
-from retrieve_spec.datastore.sources import Source, SourceFile, file_shards, list_files
-from retrieve_spec.datastore.store import check_files, open_as_written
-from retrieve_spec.errors import BuildError
+from retrieve_spec.datastore.sources import Recipe, Source, SourceFile, file_shards, list_files
+from retrieve_spec.datastore.store import Datastore, check_files, open_as_written, open_datastore
+from retrieve_spec.errors import (
+    BuildError,
+    StoreError,
+    StoreIncompleteError,
+    StoreNotFoundError,
+    TokenizerMismatchError,
+)
 
 SPAWN_WORK = 1 << 23
 """Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
@@ -77,7 +84,6 @@ def build_datastore(
     tokenizer: Any,
     *,
     config: StoreConfig | None = None,
-    licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
     part: tuple[int, int] | None = None,
@@ -96,8 +102,6 @@ def build_datastore(
         Tokenizer of the model that will draft: an object, a tokenizer.json or a model folder.
     config
         What to keep, and limits.
-    licence
-        Licence of the sources given as plain paths.
     max_tokens
         Stop before the document that would exceed this.
     workers
@@ -124,7 +128,7 @@ def build_datastore(
         When another process is writing there.
     """
     store = folder_of(path, "build")
-    wished = as_sources(sources, licence)
+    wished = as_sources(sources)
     rank, count = part or (0, 1)
     if not 0 <= rank < count:
         raise BuildError(f"a part from 0 to {count - 1} of {count}", f"{rank}", "Number the parts from 0.")
@@ -135,7 +139,7 @@ def build_datastore(
         files = list(list_files(wished, store))
         manifest = replace(first_manifest(store, write_tokenizer(store, tokenizer)), config=asdict(settings))
         event = begin_change(work, "build", recipe=recipe, part=part, max_tokens=max_tokens, sources=wished)
-        shards = list(islice(file_shards(work, files), rank, None, count))
+        shards = list(islice(file_shards(files), rank, None, count))
         return grow(work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished)
 
 
@@ -144,7 +148,6 @@ def add_documents(
     sources: Source | str | Sequence[Source | str],
     *,
     config: StoreConfig | None = None,
-    licence: str = "",
     max_tokens: int | None = None,
     workers: int | None = None,
     progress: bool = False,
@@ -153,22 +156,74 @@ def add_documents(
 
     Parameters and errors are those of `build_datastore`; the tokenizer is the store's own.
     """
-    store = folder_of(path, "add")
-    read_manifest(store)
-    with writer(store) as work:
-        manifest = read_manifest(store)
-        settings = checked(config or config_of(manifest), store / manifest.tokenizer_name)
-        wished = as_sources(sources, licence)
-        files = list(list_files(wished, store))
+    with changing(path, "add") as (work, manifest):
+        settings = checked(config or config_of(manifest), work.store / manifest.tokenizer_name)
+        wished = as_sources(sources)
+        files = list(list_files(wished, work.store))
         event = begin_change(work, "add", max_tokens=max_tokens, sources=wished)
-        shards = list(file_shards(work, files))
-        known = (document.sha256 for document in open_as_written(store).documents())
+        shards = list(file_shards(files))
+        known = (document.sha256 for document in open_as_written(work.store).documents())
         return grow(
             work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished, known=known
         )
 
 
-def as_sources(sources: Source | str | Sequence[Source | str], licence: str) -> tuple[Source, ...]:
+@contextmanager
+def changing(path: str | os.PathLike[str], verb: str) -> Iterator[tuple[WorkFolder, Manifest]]:
+    """Be the only writer of a store that there is; where there is none, not even a lock is put.
+
+    Errors are those of `folder_of`, `read_manifest` and `writer`.
+    """
+    store = folder_of(path, verb)
+    read_manifest(store)
+    with writer(store) as work:
+        yield work, read_manifest(store)
+
+
+def open_or_build(
+    path: Path,
+    recipe: Recipe,
+    tokenizer: Any,
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[ChangeReport], object] = lambda report: None,
+    progress: bool = False,
+) -> Datastore:
+    """Open a store, or build it where there is none that can be used.
+
+    What an interrupted build left, and a store that is damaged, of another version or for another tokenizer, is thrown
+    away: give a path that nothing else is kept at.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+    recipe, tokenizer
+        What to build it from.
+    before, after
+        Told that a build begins, and what it did.
+    progress
+        Show bars on standard error.
+
+    Raises
+    ------
+    BuildError
+        When it cannot be built.
+    StoreLockedError
+        When another process is building it.
+    """
+    try:
+        return open_datastore(path, tokenizer=tokenizer)
+    except (StoreNotFoundError, StoreIncompleteError):
+        pass
+    except (StoreError, TokenizerMismatchError):
+        shutil.rmtree(path, ignore_errors=True)
+    before()
+    after(build_datastore(path, recipe.sources, tokenizer, config=recipe.config, recipe=recipe.name, progress=progress))
+    return open_datastore(path, tokenizer=tokenizer)
+
+
+def as_sources(sources: Source | str | Sequence[Source | str]) -> tuple[Source, ...]:
     """Normalise what the caller gave.
 
     Raises
@@ -179,7 +234,7 @@ def as_sources(sources: Source | str | Sequence[Source | str], licence: str) -> 
     given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources)
     if not given:
         raise BuildError("at least one file or folder to build from", "none", "Give a source.")
-    listed = (s if isinstance(s, Source) else Source(str(s), licence) for s in given)
+    listed = (s if isinstance(s, Source) else Source(str(s)) for s in given)
     return tuple(replace(s, licences=allow_list(s.licences), admit=admitted_parts(s.admit)) for s in listed)
 
 
@@ -273,34 +328,24 @@ class SegmentShard:
         return segment
 
     def rows(self) -> list[Row | None]:
-        """All documents, None for what counts as removed; of the files only the document table is checked."""
-        segment = self.open()
-        check_files(self.store, self.entry, text=False)
-        return self._rows_of(segment)
-
-    def _rows_of(self, segment: Segment) -> list[Row | None]:
-        documents = segment.documents
+        """All documents, None for what counts as removed."""
+        check_files(self.store, self.entry)  # whose content is written under new checksums
+        documents = self.open().documents
         left_out = {*hidden_of(tombstones_of(self.store, self.entry), len(documents), self.entry.name)}
         return [
             None if d.number in left_out else Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in documents
         ]
 
-    def _checked(self) -> tuple[Segment, list[Row | None]]:
-        """The segment and its rows; all files are checked, as their content is written under new checksums."""
-        segment = self.open()
-        check_files(self.store, self.entry)
-        return segment, self._rows_of(segment)
-
     def take(self, ranges: list[tuple[int, int]]) -> Iterator[tuple[list[Row | None], NDArray[np.uint32]]]:
-        """As of a `TokenShard`; the files are checked."""
-        segment, rows = self._checked()
+        """As of a `TokenShard`."""
+        segment, rows = self.open(), self.rows()
         starts = segment.document_starts
         for first, end in ranges:
             yield rows[first:end], segment.ids_of(segment.tokens[int(starts[first]) : int(starts[end])])
 
     def converted(self, tokenizer: Tokenizer) -> Iterator[Tokenised]:
         """The documents to convert, encoded by another tokenizer."""
-        segment, rows = self._checked()
+        segment, rows = self.open(), self.rows()
         old = load_tokenizer(self.tokenizer)
         for number in range(self.first, self.end):
             if row := rows[number]:

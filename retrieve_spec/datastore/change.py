@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.sources import Source
 
 LOCK = "lock"
-STDIN_COPY = "stdin"
 
 
 @dataclass(frozen=True, slots=True)

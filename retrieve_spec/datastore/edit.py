@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import DenseConfig
 from retrieve_spec.datastore.build import (
+    changing,
     check_text,
     checked,
     conversion_shards,
@@ -26,7 +27,6 @@ from retrieve_spec.datastore.build import (
     segment_shards,
     write_tokenizer,
 )
-from retrieve_spec.datastore.catalog import list_documents
 from retrieve_spec.datastore.change import (
     ChangeReport,
     Stopwatch,
@@ -39,6 +39,7 @@ from retrieve_spec.datastore.change import (
 )
 from retrieve_spec.datastore.dense import INDEX
 from retrieve_spec.datastore.files import FileEntry, check_content, link_file, replace_file, sync_folder
+from retrieve_spec.datastore.inspection import list_documents
 from retrieve_spec.datastore.manifest import (
     SEGMENTS,
     TOMBSTONES,
@@ -92,13 +93,11 @@ def remove_documents(
     BuildError
         When nothing matches, the condition is no SQL, or the store keeps n-grams only.
     """
-    store = folder_of(path, "remove")
-    read_manifest(store)
-    with writer(store) as work:
-        opened = open_as_written(store)
+    with changing(path, "remove") as (work, _):
+        opened = open_as_written(work.store)
         chosen = choose_documents(opened, documents, where)
         if not chosen:
-            remedy = f"`retrieve-spec catalog {store}` makes a database that lists them."
+            remedy = f"`retrieve-spec catalog {path}` makes a database that lists them."
             raise BuildError("documents that match", f"none for {', '.join(documents) or where}", remedy)
         event = begin_change(work, "remove", documents=list(documents), where=where)
         watch = Stopwatch(progress)
@@ -108,7 +107,7 @@ def remove_documents(
         tokens = opened.manifest.tokens - sum(entry.tokens for entry in kept)
         report = publish(work, opened.manifest, kept, (), event, counts=(count, tokens), seconds=watch.seconds)
         if worn := list(filter(is_worn, kept)):
-            done = rewrite(work, read_manifest(store), "compact", worn, workers=1, progress=progress)
+            done = rewrite(work, read_manifest(work.store), "compact", worn, workers=1, progress=progress)
             report = replace(report, segments=done.segments)
         return report
 
@@ -136,20 +135,8 @@ def compact_datastore(
     StoreLockedError
         When another process is writing to it.
     """
-    store = folder_of(path, "compact")
-    read_manifest(store)
-
-    with writer(store) as work:
-        manifest = read_manifest(store)
-        _check_texts([store])
+    with changing(path, "compact") as (work, manifest):
         return rewrite(work, manifest, "compact", manifest.segments, workers=None, progress=progress)
-
-
-def _check_texts(stores: Iterable[Path]) -> None:
-    """Check that stores keep their text, before anything is begun."""
-    for store in stores:
-        for segment in open_as_written(store).segments:
-            check_text(segment, store)
 
 
 def merge_datastores(
@@ -192,8 +179,6 @@ def merge_datastores(
         if not any(manifest.segments for manifest in manifests):
             raise nothing_to_index((), {})
         dense = _common_dense(folders, manifests)
-        if dense is not None:
-            _check_texts(folders)
         widest = max(range(len(folders)), key=lambda i: manifests[i].vocabulary)  # fingerprints know no added tokens
         tokenizer = manifests[widest].tokenizer_name
         replace_file(target / tokenizer, (folders[widest] / tokenizer).read_bytes())
@@ -255,17 +240,12 @@ def retokenize_datastore(
     StoreLockedError
         When another process is writing to it.
     """
-    store = folder_of(path, "retokenize")
-    read_manifest(store)
-
-    with writer(store) as work:
-        manifest = read_manifest(store)
-        _check_texts([store])
-        new = first_manifest(store, write_tokenizer(store, tokenizer))
+    with changing(path, "retokenize") as (work, manifest):
+        shards = list(conversion_shards(work.store, manifest))
+        new = first_manifest(work.store, write_tokenizer(work.store, tokenizer))
         base = replace(manifest, fingerprint=new.fingerprint, tokenizer=new.tokenizer, vocabulary=new.vocabulary)
         config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
         event = begin_change(work, "retokenize")
-        shards = list(conversion_shards(store, manifest))
         return grow(work, base, event, shards, config, workers=workers, progress=progress, kept=())
 
 
@@ -327,7 +307,7 @@ def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentE
         if len({*found[DOCUMENTS].tolist(), *gone, *found[COPIES].tolist()}) == len(segment.documents):
             continue
         check_text(segment, store.path, "Remove all documents of it, or build it again without these.")
-        check_files(store.path, entry, text=False)
+        check_files(store.path, entry)
         for name, file in entry.tombstones.items():  # which stand in the new ones
             check_content(store.path / TOMBSTONES / name, file)
         before, copies = found[DOCUMENTS], found[COPIES]

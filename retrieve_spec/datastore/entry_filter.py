@@ -33,10 +33,9 @@ from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_cla
 from detect_secrets.plugins.base import RegexBasedDetector
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.files import IrregularFileError
+from retrieve_spec.datastore.files import IrregularFileError, open_listed
 from retrieve_spec.datastore.git_rules import Reason, listed, look_through
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
-from retrieve_spec.datastore.remote import open_file
 from retrieve_spec.errors import BuildError
 
 _FILES = (
@@ -199,7 +198,8 @@ class EntryFilter:
         self.max_bytes = max_bytes
         self._admit, self._any_name = frozenset(admit), any_name
         self._store = None if store is None else os.path.join(store.resolve(), "")
-        self.rule = LicenceRule(self.roots, allow_list(licences)) if licences else None
+        self._allowed = allow_list(licences)
+        self._look_again()
 
     def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
         """All that lies below the folders, in no order, with what its name, kind and size say.
@@ -208,11 +208,10 @@ class EntryFilter:
         no part of its folder.
         """
         self._look_again()
-        real: dict[str, bool] = {}
         for root in self.roots:
             for name, reason in look_through(root, everything="ignored" in self._admit):
                 if not self._is_own(name):
-                    yield name, reason or self._outside(name, real) or self.look(name)
+                    yield name, reason or self.look(name)
 
     def verdicts(self, paths: Iterable[Path]) -> dict[Path, os.stat_result | Reason]:
         """What names, kind, size and ignore rules say of some paths; many cost little more than one."""
@@ -224,20 +223,16 @@ class EntryFilter:
         return {**found, **{path: Reason.IGNORED for path in left if path not in allowed or self._is_own(str(path))}}
 
     def _look_again(self) -> None:
-        if self.rule is not None:
-            self.rule.look_again()
+        """Forget what licence files said: they may have changed."""
+        self.rule = LicenceRule(self.roots, self._allowed) if self._allowed else None
 
     def _is_own(self, name: str) -> bool:
         return self._store is not None and name.startswith(self._store)
 
     def read(self, path: Path) -> str | Reason:
         """Text of a file that `entries` or `verdicts` let pass, with LF lines and no byte order mark; never empty."""
-        if self._outside(str(path), {}) is not None or path.is_symlink():
-            return Reason.LINK
         try:
-            with open_file(
-                str(path), listed=True
-            ) as file:  # a pipe does not block, a link in its place is not followed
+            with open_listed(path) as file:
                 before = os.fstat(file.fileno())
                 data = file.read(self.max_bytes + 1)
                 after = os.fstat(file.fileno())

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,18 +33,15 @@ class FileEntry:
 
 
 @contextmanager
-def explain_read_errors(path: Path) -> Iterator[None]:
+def explain_read_errors(path: str | Path) -> Iterator[None]:
     """Turn missing permission or a failing disk into a `StoreError` that says so; a missing file stays what it is."""
     try:
         yield
     except (StoreError, FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: str | Path, error: OSError) -> StoreError:
-    return StoreError(f"to read {path}", error.strerror or str(error), "Check who may read it, and the disk.")
+        got = error.strerror or str(error)
+        raise StoreError(f"to read {path}", got, "Check who may read it, and the disk.") from error
 
 
 def sha256_of(path: Path) -> str:
@@ -190,22 +187,19 @@ def map_array(
             f"an array of {' or '.join(dtypes)} in {path}", f"{entry.bytes:,} bytes of {entry.dtype}"
         )
     try:
-        handle = os.open(path, os.O_RDONLY)  # stores have thousands of files: no call here that need not be
-        try:
-            size = os.fstat(handle).st_size
-            if size != entry.bytes:
-                raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes")
-            if size == 0:
-                return np.empty(0, entry.dtype)
-            mapped = mmap.mmap(handle, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
-        finally:
-            os.close(handle)
-    except StoreError:
-        raise
+        with explain_read_errors(path):
+            handle = os.open(path, os.O_RDONLY)  # stores have thousands of files: no call here that need not be
+            try:
+                size = os.fstat(handle).st_size
+                if size != entry.bytes:
+                    raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", f"{size:,} bytes")
+                if size == 0:
+                    return np.empty(0, entry.dtype)
+                mapped = mmap.mmap(handle, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
+            finally:
+                os.close(handle)
     except FileNotFoundError as error:
         raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file") from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
     if scattered:
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, entry.dtype)
@@ -222,3 +216,18 @@ def open_regular(path: str, flags: int) -> int:
         os.close(handle)
         raise IrregularFileError(errno.EINVAL, "not a regular file", path)
     return handle
+
+
+def open_listed(path: str | Path) -> BinaryIO:
+    """Open a file that was listed in a folder; an error if its place has become a link since, or lies behind one.
+
+    So nothing outside of a folder is read; and no pipe is waited for.
+    """
+    return open(path, "rb", opener=_open_in_place)
+
+
+def _open_in_place(path: str, flags: int) -> int:
+    folder = os.path.dirname(path)
+    if os.path.realpath(folder) != folder:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    return open_regular(path, flags | getattr(os, "O_NOFOLLOW", 0))

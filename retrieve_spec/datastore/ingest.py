@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from retrieve_spec.datastore.entry_filter import EntryFilter, decoded, is_utf16, reason_of
+from retrieve_spec.datastore.files import open_listed
 from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.licences import LicenceRule, own_licence
-from retrieve_spec.datastore.remote import is_address, open_file
 from retrieve_spec.datastore.segment import Row, text_hash
-from retrieve_spec.datastore.sources import STDIN, Source, SourceFile
+from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
 
 _PACKED = 1 << 12
@@ -60,7 +60,7 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
             for text in records:
                 yield text
                 read += 1
-        except BuildError:  # a remote that cannot be reached any more, among others
+        except BuildError:  # which is an OSError, too
             raise
         except _READ_ERRORS as error:
             yield Text(file, file.path, skip=Reason.DAMAGED if read else reason_of(error))
@@ -101,7 +101,7 @@ class _Zstandard(io.RawIOBase):
 
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[Any]:
-    with open_file(file.location, listed=True) as raw:
+    with open_listed(file.location) as raw:
         if file.compression == "gz":
             yield gzip.GzipFile(fileobj=raw)
         elif file.compression == "zst":
@@ -151,7 +151,7 @@ def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
         ) from error
     column = field.partition(".")[0]
     try:
-        with open_file(file.location, listed=True) as raw, pyarrow.parquet.ParquetFile(raw) as table:
+        with open_listed(file.location) as raw, pyarrow.parquet.ParquetFile(raw) as table:
             if column not in table.schema_arrow.names:
                 yield Text(file, file.path, skip=f"no column {column!r}")
                 return
@@ -182,17 +182,15 @@ def read_text(text: Text, entries: EntryFilter, field: str) -> tuple[str, int, s
     file, content = text.file, text.content
     if text.skip:
         return "", 0, text.skip
-    if content is None and not file.compression and not is_address(file.location):
+    if content is None and not file.compression:
         found = entries.read(Path(file.location))
         return ("", 0, str(found)) if isinstance(found, Reason) else (found, file.size, "")
     name = ""  # of records, which are no files
     if content is None:
-        name = Path(file.location).stem if file.compression else os.path.basename(file.location)
+        name = Path(file.location).stem
         try:
             with _opened(file) as stream:
                 content = stream.read(entries.max_bytes + 1)
-        except BuildError:
-            raise
         except _READ_ERRORS as error:
             return "", 0, reason_of(error)
     elif isinstance(content, bytes):
@@ -253,36 +251,22 @@ def tokenise(
     """
 
     @cache
-    def place(number: int) -> str:  # whatever folder it was named in
-        path = sources[number].path
-        return path if path == STDIN or is_address(path) else os.path.realpath(path)
-
-    @cache
-    def entry_filter(number: int, folder: str) -> EntryFilter:
-        source = sources[number]
-        if not folder:
-            return source.entry_filter(Path(source.path), limit, named=False)
-        return source.entry_filter(Path(folder), limit, named=True)
-
-    @cache
-    def licence_rule(number: int) -> LicenceRule | None:
-        root = Path(place(number))
-        top = root if root.is_dir() else root.parent
-        return sources[number].licence_rule(top)
+    def known(number: int) -> tuple[str, EntryFilter, LicenceRule | None]:
+        """Of a source: its place, whatever folder it was named in, what decides about its files, allowed licences."""
+        source, place = sources[number], os.path.realpath(sources[number].path)
+        is_folder = os.path.isdir(place)
+        top = Path(place) if is_folder else Path(place).parent
+        return place, source.entry_filter(top, limit, named=not is_folder), source.licence_rule(top)
 
     for text in texts_of(files, sources, limit):
-        number, location = text.file.source, text.file.location
-        source = sources[number]
-        named = location.rstrip("/") == source.path or not (is_address(location) or os.path.isdir(source.path))
-        content, size, skip = read_text(
-            text, entry_filter(number, os.path.dirname(location) if named else ""), source.field
-        )
-        licence, rule = text.file.licence, licence_rule(number)
+        source = sources[text.file.source]
+        place, entries, rule = known(text.file.source)
+        content, size, skip = read_text(text, entries, source.field)
+        licence = source.licence
         if rule is not None and not skip:
-            is_file = source.path != STDIN and text.path == text.file.path and not is_address(location)
-            # (rows are not under the licence of a collection)
-            licence = rule.licence(Path(location).resolve() if is_file else None, own_licence(content))
+            is_file = text.path == text.file.path  # rows are not under the licence of a collection
+            licence = rule.licence(Path(text.file.location).resolve() if is_file else None, own_licence(content))
             skip = rule.refuses(licence) or ""
         ids = encode(tokenizer, "" if skip else content)
-        row = Row(text.path, licence, place(number), "" if skip else text_hash(content), len(ids))
+        row = Row(text.path, licence, place, "" if skip else text_hash(content), len(ids))
         yield Tokenised(row, ids, size, skip or ("" if len(ids) else Reason.EMPTY))

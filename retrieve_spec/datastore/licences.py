@@ -193,10 +193,6 @@ class LicenceRule:
             return None
         return Reason.LICENCE if expression else Reason.NO_LICENCE
 
-    def look_again(self) -> None:
-        """Forget what licence files said: they may have changed."""
-        self._folders = {}
-
     def _nearest(self, folder: Path) -> str | None:
         """What the licence files of a folder say, or of the nearest above it that has some; None where none has."""
         if folder not in self._folders:

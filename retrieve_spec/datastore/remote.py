@@ -8,9 +8,7 @@ remote a store.
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
 import os
 import posixpath
 import re
@@ -18,13 +16,13 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock
 
 from retrieve_spec.config import cache_dir
 from retrieve_spec.datastore.change import Advance, progress_bar
-from retrieve_spec.datastore.files import FileEntry, link_file, open_regular
+from retrieve_spec.datastore.files import FileEntry, link_file
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
     Manifest,
@@ -106,30 +104,6 @@ def reach(url: str) -> tuple[Any, str]:
         remedy = "Give an address such as s3://, gs://, hf:// or file://, and install with pip what it needs."
         raise BuildError(f"to reach {url}", str(error), remedy) from error
     return fs, root.rstrip("/")
-
-
-@contextmanager
-def open_file(location: str, *, listed: bool = False) -> Iterator[IO[bytes]]:
-    """Open a file for reading, by its path or its address; errors are those of `open`, of remotes `BuildError`.
-
-    Of one that was `listed` it is an error as well if its place has become a link since, or lies behind one, or is no
-    regular file any more: nothing outside of a folder is read, and a pipe is not waited for.
-    """
-    if not is_address(location):
-        with open(location, "rb", opener=_open_listed if listed else None) as file:
-            yield file
-        return
-    with explain_remote_errors(location):
-        fs, place = reach(location)
-        with fs.open(place, "rb") as file, io.BufferedReader(file) as buffered:  # not all of them read lines in full
-            yield buffered
-
-
-def _open_listed(path: str, flags: int) -> int:
-    folder = os.path.dirname(path)
-    if os.path.realpath(folder) != folder:
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-    return open_regular(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
 VERSIONS = "versions"

@@ -422,6 +422,29 @@ def local_ids(token_ids: NDArray[np.uint32], starts: NDArray[np.uint32]) -> tupl
     return tokens, to_global
 
 
+def index_text(tokens: NDArray[Any], to_global: NDArray[np.uint32], config: StoreConfig) -> dict[str, NDArray[Any]]:
+    """Arrays of a segment that are made of its text alone, by name: the text, its exact index and its n-gram table.
+
+    Parameters
+    ----------
+    tokens, to_global
+        From `local_ids`.
+    config
+        What to keep, and limits.
+    """
+    sa = suffix_array(tokens)
+    arrays: dict[str, NDArray[Any]] = {}
+    beginnings = suffix_beginnings(tokens, sa)
+    if config.index != "ngram":
+        top = sa_top_table(tokens, sa, bits_of(len(to_global) - 1))
+        arrays |= {"tokens": tokens, "suffix_array": sa, "top": top}
+        arrays["grams"] = build_grams(tokens, to_global, beginnings)
+    if config.index != "exact":
+        ngrams = build_ngrams(tokens, sa, to_global, config, beginnings)
+        arrays |= {f"ngram_{f.name}": getattr(ngrams, f.name).ravel() for f in fields(ngrams)}
+    return arrays
+
+
 def write_segment(
     folder: Path, token_ids: NDArray[np.uint32], rows: Sequence[Row], config: StoreConfig
 ) -> tuple[dict[str, FileEntry], tuple[Origin, ...]]:
@@ -446,17 +469,8 @@ def write_segment(
     starts = np.cumsum([0, *(row.tokens + 1 for row in rows)], dtype=np.int64).astype(np.uint32)
     tokens, to_global = local_ids(token_ids, starts)
     del token_ids
-    sa = suffix_array(tokens)
     table, origins = table_arrays(rows)
-    arrays: dict[str, NDArray[Any]] = {"vocabulary": to_global, "documents": starts, **table}
-    beginnings = suffix_beginnings(tokens, sa)
-    if config.index != "ngram":
-        top = sa_top_table(tokens, sa, bits_of(len(to_global) - 1))
-        arrays |= {"tokens": tokens, "suffix_array": sa, "top": top}
-        arrays["grams"] = build_grams(tokens, to_global, beginnings)
-    if config.index != "exact":
-        ngrams = build_ngrams(tokens, sa, to_global, config, beginnings)
-        arrays |= {f"ngram_{f.name}": getattr(ngrams, f.name).ravel() for f in fields(ngrams)}
+    arrays = {"vocabulary": to_global, "documents": starts, **table, **index_text(tokens, to_global, config)}
     return write_files(folder, {name + SUFFIX: array for name, array in sorted(arrays.items())}), origins
 
 
@@ -506,7 +520,9 @@ def open_segment(
     ngrams = None
     if "ngram_slots" + SUFFIX in entry.files:
         slots, *successors = (load(f"ngram_{f.name}", private=hiding) for f in fields(NgramTable))
-        ngrams = NgramTable(slots[: len(slots) // SLOT * SLOT].reshape(-1, SLOT), *successors)
+        if not len(slots) or len(slots) % SLOT:
+            raise StoreCorruptError(f"an n-gram table in {folder}", f"{len(slots):,} numbers")
+        ngrams = NgramTable(slots.reshape(-1, SLOT), *successors)
     removed = hidden_of(found, len(starts) - 1, entry.name) if found else ()
     table = {name: load(name) for name in TABLE}
     dense = None

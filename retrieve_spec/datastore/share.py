@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -43,6 +42,32 @@ from retrieve_spec.errors import BuildError, StoreLockedError
 
 CARD = "README.md"
 _TITLE = "# Datastore for speculative decoding"
+_CARD = """\
+---
+tags:
+- retrieve-spec
+- speculative-decoding
+---
+
+{title}
+
+Text that drafts may come from, indexed. Open it with
+`retrieve_spec.open_datastore(URL)`, or fetch it with `retrieve-spec pull URL FOLDER`.
+
+- {m.documents:,} documents, {m.tokens:,} tokens, {megabytes:,.1f} MB in {segments:,} segments
+- tokenizer `{m.fingerprint}`, ids below {m.vocabulary:,}
+- content `{m.content}`
+{dense}
+| licence | documents | tokens |
+|---|---|---|
+{licences}
+
+Sources: {sources}.
+
+How it was built:
+
+{history}
+"""
 
 _KEPT = ("generation", "verb", "at", "version", "recipe", "documents", "tokens", "skipped", "max_tokens")
 REMOTES = "remotes.json"
@@ -126,8 +151,8 @@ def push_datastore(
                 version += 1
                 there = remote.read(CARD)
                 if there is None or _TITLE.encode() in there:  # another README is somebody's own
-                    card = "\n".join(_card(store, manifest)) + "\n"
-                    remote.write(remote.path(CARD), card.encode("utf-8", "backslashreplace"))  # sources may be no text
+                    card = _card(store, manifest).encode("utf-8", "backslashreplace")  # sources may be no text
+                    remote.write(remote.path(CARD), card)
                 remote.add_version(version, manifest)
         except FileNotFoundError as error:  # as of a bucket that is not there
             remedy = "Make the bucket or folder first, or correct the address."
@@ -276,8 +301,8 @@ def name_of(path: str) -> str:
     return PurePath(path.replace("\\", "/")).name if absolute else path
 
 
-def _card(store: Datastore, manifest: Manifest) -> Iterator[str]:
-    """Lines of a shared store's README, with the names that its shared manifest has: sources, licences, history."""
+def _card(store: Datastore, manifest: Manifest) -> str:
+    """A shared store's README, with the names that its shared manifest has: sources, licences, history."""
     tokens: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     named = set()  # of what was removed nothing is told
@@ -287,22 +312,21 @@ def _card(store: Datastore, manifest: Manifest) -> Iterator[str]:
             tokens[document.licence or "not stated"] += document.tokens
             documents[document.licence or "not stated"] += 1
             named.add(names[document.licence, document.source][1])
-    sources = sorted(named)
-    yield "---\ntags:\n- retrieve-spec\n- speculative-decoding\n---\n"
-    yield f"{_TITLE}\n"
-    yield "Text that drafts may come from, indexed. Open it with"
-    yield "`retrieve_spec.open_datastore(URL)`, or fetch it with `retrieve-spec pull URL FOLDER`.\n"
-    yield f"- {manifest.documents:,} documents, {manifest.tokens:,} tokens, {manifest.bytes / 1e6:,.1f} MB in "
-    yield f"  {len(manifest.segments):,} segments"
-    yield f"- tokenizer `{manifest.fingerprint}`, ids below {manifest.vocabulary:,}"
-    yield f"- content `{manifest.content}`"
-    if manifest.dense is not None:
-        yield f"- dense index for {manifest.dense.model}, layer {manifest.dense.layer}, {manifest.dense.dims} dims"
-    yield "\n| licence | documents | tokens |\n|---|---|---|"
-    for licence, count in sorted(tokens.items(), key=lambda item: (-item[1], item[0])):
-        yield f"| {licence} | {documents[licence]:,} | {count:,} |"
-    yield "\nSources: " + (", ".join(sources[:50]) + (", …" if len(sources) > 50 else "") or "none") + ".\n"
-    yield "How it was built:\n"
-    for event in manifest.history:
-        counts = f"{event.get('documents', 0):,} documents, {event.get('tokens', 0):,} tokens"
-        yield f"- {event.get('at', '')} {event['verb']} (retrieve-spec {event.get('version', '?')}): {counts}"
+    sources, dense = sorted(named), manifest.dense
+    licences = sorted(tokens.items(), key=lambda item: (-item[1], item[0]))
+    return _CARD.format(
+        title=_TITLE,
+        m=manifest,
+        megabytes=manifest.bytes / 1e6,
+        segments=len(manifest.segments),
+        dense=f"- dense index for {dense.model}, layer {dense.layer}, {dense.dims} dims\n" if dense else "",
+        licences="\n".join(f"| {name} | {documents[name]:,} | {count:,} |" for name, count in licences),
+        sources=", ".join(sources[:50]) + (", …" if len(sources) > 50 else "") or "none",
+        history="\n".join(map(_line_of, manifest.history)),
+    )
+
+
+def _line_of(event: dict[str, Any]) -> str:
+    """A line of a card about one change."""
+    counts = f"{event.get('documents', 0):,} documents, {event.get('tokens', 0):,} tokens"
+    return f"- {event.get('at', '')} {event['verb']} (retrieve-spec {event.get('version', '?')}): {counts}"

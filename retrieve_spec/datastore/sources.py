@@ -1,25 +1,26 @@
-"""Sources of a build: files, folders and checkouts as an ordered list of files, with what is skipped and why."""
+"""Sources of a build: what recipes (TOML files) name, and their files in order, with what is skipped and why."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator
+import sysconfig
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from itertools import chain, pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from retrieve_spec.datastore.change import STDIN_COPY, WorkFolder
-from retrieve_spec.datastore.entry_filter import EntryFilter, generated_name, is_utf16, secret_name
-from retrieve_spec.datastore.git_rules import NEVER, Reason
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.entry_filter import EntryFilter, is_utf16, secret_name
+from retrieve_spec.datastore.files import open_listed
+from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.licences import LicenceRule
 from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
-from retrieve_spec.datastore.remote import explain_remote_errors, is_address, open_file, public_name, reach
 from retrieve_spec.errors import BuildError
 
-STDIN = "-"
 SHARD_BYTES = 1 << 22
 """Bytes of input that make a shard."""
 SHARD_FILES = 1 << 13
@@ -37,7 +38,7 @@ class Source:
     Attributes
     ----------
     path
-        File, folder, either of them by an address that fsspec reaches (``s3://…``), or ``-`` for standard input.
+        File or folder.
     licence
         Licence of its documents, recorded with each; with `licences`, of those that state none themselves.
     licences
@@ -52,7 +53,7 @@ class Source:
         Put before the path of every document, as ``networkx/``; globs see it.
     admit
         Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`). Of a file that is named
-        itself, and of standard input, only secrets are looked for.
+        itself only secrets are looked for.
     max_bytes
         Larger files of a folder stay out; 0 for all up to ``StoreConfig.document_bytes``.
     """
@@ -99,25 +100,9 @@ class SourceFile:
     kind: str
     compression: str = ""
     skip: str = ""
-    licence: str = ""
     start: int = 0
     end: int = 0
     line: int = 0
-
-
-def check_sources(sources: tuple[Source, ...]) -> None:
-    """Check that files and folders are there.
-
-    Raises
-    ------
-    BuildError
-        When one is not, or is a datastore.
-    """
-    for source in sources:
-        if source.path != STDIN and not is_address(source.path) and not Path(source.path).exists():
-            raise BuildError(f"a file or folder at {source.path}", "nothing there", "Check the path.")
-        if source.path != STDIN and not is_address(source.path):
-            check_no_store(Path(source.path))
 
 
 def check_no_store(folder: Path) -> None:
@@ -129,11 +114,7 @@ def check_no_store(folder: Path) -> None:
         When it is one.
     """
     if (folder / MANIFEST).exists() and (folder / SEGMENTS).is_dir():
-        raise _is_store(folder)
-
-
-def _is_store(place: object) -> BuildError:
-    return BuildError(f"files of text at {place}", "a datastore", "Join stores with `retrieve-spec merge`.")
+        raise BuildError(f"files of text at {folder}", "a datastore", "Join stores with `retrieve-spec merge`.")
 
 
 def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterator[SourceFile]:
@@ -152,28 +133,25 @@ def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterat
     Raises
     ------
     BuildError
-        When a source does not exist.
+        When a source does not exist, or is a datastore.
     """
-    check_sources(sources)
+    for source in sources:
+        if not Path(source.path).exists():
+            remedy = "Check the path; what lies at an address is downloaded first."
+            raise BuildError(f"a file or folder at {source.path}", "nothing there", remedy)
+        check_no_store(Path(source.path))
     own = None if store is None else store.resolve()
     for index, source in enumerate(sources):
         yield from _list_source(index, source, own)
 
 
 def _list_source(index: int, source: Source, store: Path | None) -> Iterator[SourceFile]:
-    if source.path == STDIN:
-        kind = "jsonl" if source.field != "text" else "text"
-        yield SourceFile(index, "stdin", STDIN, 0, kind, licence=source.licence)
-        return
     included, excluded = _matcher(source.include), _matcher(source.exclude)
 
     def wanted(relative: str) -> bool:
         path = source.prefix + relative
         return (not source.include or included(path)) and not excluded(path)
 
-    if is_address(source.path):
-        yield from _list_remote(index, source, wanted)
-        return
     root = Path(source.path)
     if not root.is_dir():
         file = _describe(index, source, root.name, root)
@@ -192,7 +170,7 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
         else:
             left = wanted(relative)
         if left:
-            yield _entry(index, source, relative, os.path.join(top, relative), said)
+            yield file_of(index, source, relative, os.path.join(top, relative), said)
 
 
 def _order(entry: tuple[str, object]) -> str:
@@ -200,54 +178,15 @@ def _order(entry: tuple[str, object]) -> str:
     return entry[0].replace("/", "\0")
 
 
-def _list_remote(index: int, source: Source, wanted: Callable[[str], bool]) -> Iterator[SourceFile]:
-    """Files of an address: git has no rules there, and names, globs and what files say decide.
-
-    As in a folder, a link is not followed and a datastore is no part of what it lies in.
-    """
-    with explain_remote_errors(source.path):
-        fs, root = reach(source.path)
-        about = fs.find(root, detail=True) or ({root: fs.info(root)} if fs.isfile(root) else {})
-    if not about:
-        raise BuildError(f"files at {source.path}", "nothing there", "Check the address.")
-    folders = {name.rpartition(f"/{SEGMENTS}/")[0] for name in about if f"/{SEGMENTS}/" in name}
-    stores = tuple(f"{folder}/" for folder in folders if f"{folder}/{MANIFEST}" in about)
-    if f"{root}/" in stores:
-        raise _is_store(source.path)
-    for name, said in sorted(about.items(), key=_order):
-        named = name == root
-        relative = public_name(fs.unstrip_protocol(name)).rpartition("/")[2] if named else name[len(root) + 1 :]
-        if name.startswith(stores) or not wanted(relative):
-            continue
-        is_link = not named and (said.get("islink") or said.get("type") == "link")
-        reason = None if named else _named(source, relative) or (Reason.LINK if is_link else None)
-        yield _entry(index, source, relative, fs.unstrip_protocol(name), reason or int(said.get("size") or 0))
-
-
-def _named(source: Source, relative: str) -> Reason | None:
-    """Why a file of an address may not enter by its name."""
-    folder, _, name = relative.rpartition("/")
-    if "ignored" not in source.admit and not NEVER.isdisjoint(folder.split("/")):
-        return Reason.TOOLS
-    if "secrets" not in source.admit and secret_name(relative):
-        return Reason.SECRET_NAME
-    return Reason.GENERATED if "generated" not in source.admit and generated_name(name) else None
-
-
-def _entry(index: int, source: Source, relative: str, location: str, said: int | Reason) -> SourceFile:
-    """A file of a folder and its bytes, or what stays out of it."""
+def file_of(index: int, source: Source, relative: str, location: str, said: int | Reason) -> SourceFile:
+    """A file of a source and its bytes, or what stays out of it."""
     path = readable(source.prefix + relative)
     if isinstance(said, Reason):
-        return SourceFile(index, path, location, 0, "text", skip=str(said), licence=source.licence)
-    kind, compression = kind_of(relative)
-    return SourceFile(index, path, location, said, kind, compression, "", source.licence)
-
-
-def kind_of(name: str) -> tuple[str, str]:
-    """Kind and compression of a file, by its name."""
-    stem, suffix = os.path.splitext(name.lower())
+        return SourceFile(index, path, location, 0, "text", skip=str(said))
+    stem, suffix = os.path.splitext(relative.lower())
     compression = _COMPRESSED.get(suffix, "")
-    return _RECORDS.get(os.path.splitext(stem)[1] if compression else suffix, "text"), compression
+    kind = _RECORDS.get(os.path.splitext(stem)[1] if compression else suffix, "text")
+    return SourceFile(index, path, location, said, kind, compression)
 
 
 def _describe(index: int, source: Source, name: str, location: Path) -> SourceFile:
@@ -255,11 +194,11 @@ def _describe(index: int, source: Source, name: str, location: Path) -> SourceFi
     try:
         real = location.resolve(strict=True)
     except (OSError, RuntimeError):
-        return _entry(index, source, name, str(location), Reason.UNREADABLE)
+        return file_of(index, source, name, str(location), Reason.UNREADABLE)
     said = source.entry_filter(real.parent, _ANY, named=True).look(str(real))
     if "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
         said = Reason.SECRET_NAME
-    return _entry(index, source, name, str(real), said if isinstance(said, Reason) else said.st_size)
+    return file_of(index, source, name, str(real), said if isinstance(said, Reason) else said.st_size)
 
 
 def readable(path: str) -> str:
@@ -281,11 +220,11 @@ def glob(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(translated.get(part) or re.escape(part) for part in parts), re.DOTALL)
 
 
-def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[list[SourceFile]]:
-    """Shards of files, in order; standard input is copied, so that any worker can read it."""
+def file_shards(files: Iterable[SourceFile]) -> Iterator[list[SourceFile]]:
+    """Shards of files, in order."""
     group: list[SourceFile] = []
     size = 0
-    for file in chain.from_iterable(_divided(_readable(work, file)) for file in files):
+    for file in chain.from_iterable(map(_divided, files)):
         if group and (size + file.size > SHARD_BYTES or len(group) == SHARD_FILES):
             yield group
             group, size = [], 0
@@ -295,19 +234,9 @@ def file_shards(work: WorkFolder, files: Iterable[SourceFile]) -> Iterator[list[
         yield group
 
 
-def _readable(work: WorkFolder, file: SourceFile) -> SourceFile:
-    if file.location != STDIN:
-        return file
-    copy = work.path / STDIN_COPY
-    with copy.open("wb") as out:
-        shutil.copyfileobj(sys.stdin.buffer, out)
-    return replace(file, location=os.path.realpath(copy), size=copy.stat().st_size)
-
-
 def _divided(file: SourceFile) -> Iterator[SourceFile]:
     """A file, or the parts of a large file of JSON Lines."""
-    remote = is_address(file.location)  # read where it is needed, not here
-    if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES or remote:
+    if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES:
         yield file
         return
     try:
@@ -326,7 +255,7 @@ def _line_cuts(path: str) -> Iterator[tuple[int, int]]:
     at = lines = 0
     wanted = SHARD_BYTES
     yield 0, 0
-    with open_file(path, listed=True) as file:
+    with open_listed(path) as file:
         while block := file.read(_BLOCK):
             if not at and is_utf16(block):  # whose lines do not end where these bytes stand
                 return
@@ -336,3 +265,141 @@ def _line_cuts(path: str) -> Iterator[tuple[int, int]]:
             lines += block.count(b"\n")
             at += len(block)
     yield max(at, 1), lines
+
+
+_KEYS = {"name", "description", "expected", "source", "index"}
+_SOURCE_KEYS = {"path", "distributions", "licence", "include", "exclude", "field", "admit"}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a store is made of.
+
+    Attributes
+    ----------
+    name, description
+        For people.
+    sources
+        What to build from, in order.
+    config
+        Settings that differ from the defaults.
+    """
+
+    name: str
+    description: str
+    sources: tuple[Source, ...]
+    config: StoreConfig
+
+
+def recipe_file(name: str | os.PathLike[str]) -> Path:
+    """The file that a recipe's path or name stands for: one that is there, else one that comes with the library."""
+    given, own = Path(name), Path(__file__).with_name("recipes") / f"{name}.toml"
+    return own if own.is_file() and not given.is_file() else given
+
+
+def load_recipe(
+    path: str | os.PathLike[str],
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Recipe:
+    """Read a recipe and find its sources on this machine.
+
+    A source names a ``path``, in which ``{stdlib}`` stands for the standard library of the running interpreter, or
+    ``distributions = true``, which stands for every installed distribution with the licence it states. Paths of its
+    documents begin as below ``site-packages``: ``networkx/utils/misc.py``.
+
+    Parameters
+    ----------
+    path
+        The TOML file, or the name of a recipe that comes with the library, such as ``python-stdlib``.
+    include, exclude
+        Globs that replace (include) or join (exclude) those of every source.
+
+    Raises
+    ------
+    BuildError
+        When the file is no recipe, or a place it names is not there.
+    """
+    file = recipe_file(path)
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BuildError(f"to read recipe {file}", error.strerror or str(error), "Check the path.") from error
+    except ValueError as error:
+        raise BuildError(
+            f"to read recipe {file}", str(error), "Correct the TOML; docs/datastores.md has the keys."
+        ) from error
+    _check_keys(file, content, _KEYS)
+    listed = content.get("source")
+    if not isinstance(listed, list) or not all(isinstance(s, dict) for s in listed) or not listed:
+        raise BuildError(f"a name and at least one [[source]] in {file}", "none", "See docs/datastores.md.")
+    if "name" not in content:
+        raise BuildError(f"a name in {file}", "none", "See docs/datastores.md.")
+    sources: list[Source] = []
+    for source in listed:
+        _check_keys(file, source, _SOURCE_KEYS)
+        found = _sources_of(file, source)
+        sources += [replace(s, include=tuple(include) or s.include, exclude=(*s.exclude, *exclude)) for s in found]
+    config = StoreConfig(index=content.get("index", "both"))
+    return Recipe(content["name"], content.get("description", ""), tuple(sources), config)
+
+
+def _check_keys(file: Path, table: dict[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise BuildError(f"keys {', '.join(sorted(known))} in {file}", ", ".join(unknown), "Correct the recipe.")
+
+
+def _sources_of(file: Path, source: dict[str, Any]) -> list[Source]:
+    template = Source(
+        source.get("path", ""),
+        source.get("licence", ""),
+        source.get("include", ()),
+        source.get("exclude", ()),
+        source.get("field", "text"),
+        admit=source.get("admit", ()),
+    )
+    if source.get("distributions"):
+        return _distributions(template)
+    if not template.path:
+        raise BuildError(f"a path, or distributions = true, of every [[source]] in {file}", "none", "Name a path.")
+    return [replace(template, path=template.path.replace("{stdlib}", sysconfig.get_path("stdlib")))]
+
+
+def _distributions(template: Source) -> list[Source]:
+    """One source per package or module of every installed distribution, in the order of their names."""
+    sources = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        for root in _roots({file for file in distribution.files or () if file.suffix == ".py"}):
+            location = Path(str(distribution.locate_file(root)))
+            if name and location.exists():
+                prefix = "".join(f"{part}/" for part in (root.parts if location.is_dir() else root.parts[:-1]))
+                sources[name.lower(), root] = replace(
+                    template, path=str(location), licence=licence_of(distribution), prefix=prefix
+                )
+    return [sources[key] for key in sorted(sources)]
+
+
+def _roots(files: set[metadata.PackagePath]) -> set[PurePosixPath]:
+    """Packages and modules that are a distribution's own: it may share a namespace folder with others."""
+    packages = {PurePosixPath(file).parent for file in files if file.name == "__init__.py"}
+    roots = set()
+    for file in map(PurePosixPath, files):
+        if file.parts[0] != ".." and not file.is_absolute():
+            outermost_first = list(file.parents)[-2::-1]
+            roots.add(next((folder for folder in outermost_first if folder in packages), file))
+    return roots
+
+
+def licence_of(distribution: metadata.Distribution) -> str:
+    """Licence a distribution states: its expression, its trove classifiers, or the first line of its licence field."""
+    about = distribution.metadata
+    if "License-Expression" in about:
+        return str(about["License-Expression"])
+    classifiers = [c.rpartition(" :: ")[2] for c in about.get_all("Classifier") or () if c.startswith("License ::")]
+    if classifiers:
+        return "; ".join(sorted(set(classifiers)))
+    stated = str(about["License"]) if "License" in about else ""
+    return re.split(r"[\r\n]", stated.strip())[0][:80]

@@ -35,8 +35,7 @@ from retrieve_spec.kernels.source_table import ORIGIN_BITS
 log = logging.getLogger("retrieve_spec")
 
 _ATTEMPTS = 5
-_TABLE = {f"{name}.bin" for name in ("documents", *TABLE)}
-_CARRIED = _TABLE | {"tokens.bin", "vocabulary.bin", "suffix_array.bin"}
+_CARRIED = {f"{name}.bin" for name in ("documents", *TABLE, "tokens", "vocabulary", "suffix_array")}
 
 
 class Datastore:
@@ -225,15 +224,13 @@ def _open(folder: Path, manifest: Manifest, as_written: bool) -> Datastore:
     return Datastore(folder, manifest, tuple(segments), tokenizer)
 
 
-def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None:
-    """Check the files of a segment that a change carries over under new checksums.
+def check_files(folder: Path, entry: SegmentEntry) -> None:
+    """Check the files of a segment from which a change makes others, with checksums of their own.
 
     Parameters
     ----------
     folder, entry
         The store, and its entry of the segment.
-    text
-        Whether the text and its suffix array are carried over, beside the document table.
 
     Raises
     ------
@@ -241,7 +238,7 @@ def check_files(folder: Path, entry: SegmentEntry, *, text: bool = True) -> None
         When a file is damaged.
     """
     for name, file in sorted(entry.files.items()):
-        if name in (_CARRIED if text else _TABLE):
+        if name in _CARRIED:
             check_content(folder / SEGMENTS / entry.name / name, file)
 
 
@@ -277,15 +274,13 @@ SHARE = 0.25
 _STEP = 1 << 17
 
 
-def read_ahead(stores: Sequence[Datastore], most_bytes: int | None = None) -> threading.Thread | None:
+def read_ahead(stores: Sequence[Datastore]) -> threading.Thread | None:
     """Start reading the segments' files in the background.
 
     Parameters
     ----------
     stores
         Open stores; files go in order of size, smallest first, as n-gram tables and top tables are used most.
-    most_bytes
-        Bytes to ask for at most; `SHARE` of the machine's memory when None.
 
     Returns
     -------
@@ -294,8 +289,7 @@ def read_ahead(stores: Sequence[Datastore], most_bytes: int | None = None) -> th
     """
     if not hasattr(os, "posix_fadvise"):
         return None
-    if most_bytes is None:
-        most_bytes = int(SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    most_bytes = int(SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     files = sorted(
         (file.bytes, store.path / SEGMENTS / segment.name / name)
         for store in stores

@@ -35,7 +35,7 @@ from retrieve_spec.datastore.licences import allow_list, own_licence
 from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, config_of, existing_manifest, read_manifest
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.segment import text_hash
-from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, file_shards, kind_of, readable
+from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, file_of, file_shards, readable
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
 from retrieve_spec.errors import BuildError, StoreLockedError
 
@@ -82,7 +82,7 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
             now[name] = known
             continue
         modified = 0 if found.st_mtime_ns >= racy else found.st_mtime_ns
-        file = SourceFile(0, name, place, found.st_size, *kind_of(name))
+        file = file_of(0, source, name, place, found.st_size)
         now[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(entries, file, source)))
     return now
 
@@ -258,8 +258,7 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Ch
 def _file(roots: Sequence[Path], sources: tuple[Source, ...], number: int, name: str) -> SourceFile:
     location = roots[number] / name
     size = location.stat().st_size if location.exists() else 0
-    kind, compression = kind_of(name)
-    return SourceFile(number, readable(name), str(location), size, kind, compression, "", sources[number].licence)
+    return file_of(number, sources[number], name, str(location), size)
 
 
 def _change(
@@ -279,7 +278,7 @@ def _change(
     kept = tuple(without(work, opened, gone))
     if not files:
         return publish(work, manifest, kept, (), event)
-    shards = list(file_shards(work, files))
+    shards = list(file_shards(files))
     return grow(
         work,
         manifest,

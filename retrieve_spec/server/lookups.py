@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
 
-from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.inspection import search_datastore
 from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.server.jobs import Completion
 from retrieve_spec.server.prompts import Chunk, FimParts

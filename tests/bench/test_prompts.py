@@ -108,12 +108,6 @@ def test_other_files_are_refused_with_the_line(tmp_path, text):
         read_prompts(str(tmp_path / "absent.jsonl"))
 
 
-def test_the_vicuna_template_is_the_one_spec_bench_hard_codes():
-    text = render(Words(), TALK, ["answer"], "vicuna")
-    assert text.endswith("user's questions. USER: one ASSISTANT: answer</s>USER: two ASSISTANT:")
-    assert render(Words(), TALK, [], "vicuna").endswith("user's questions. USER: one ASSISTANT:")
-
-
 def test_the_chat_template_is_used_where_there_is_one_and_brings_its_special_tokens():
     chat = Words("template")
     assert render(chat, TALK, ["answer"]) == "<user>one<assistant>answer<user>two<assistant>"

@@ -12,7 +12,7 @@ import retrieve_spec as rs
 from retrieve_spec import cli
 from retrieve_spec.bench.methods import FreshDrafter, sampling
 from retrieve_spec.bench.recording import TOP, LogitTrace, record
-from retrieve_spec.bench.replay import Replay, logit_rows
+from retrieve_spec.bench.replay import Replay
 from retrieve_spec.bench.workloads import Prompt, encode
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.engine import bigrams as model_bigrams
@@ -40,11 +40,11 @@ def recorded(model, tokenizer, temperature=0.0, nodes=(NODES,)):
 def passes_of_model(model, tokenizer, trace, temperature):
     rs.accelerate(model, tokenizer, drafter=FreshDrafter(SpeculationConfig(), tokenizer=tokenizer), nodes=NODES)
     found = []
-    for answer in trace.answers:
+    for row in trace.rows:
         torch.manual_seed(0)
-        ids = torch.as_tensor(answer.prompt, dtype=torch.long)[None]
+        ids = torch.as_tensor(row.prompt, dtype=torch.long)[None]
         text = model.generate(ids, max_new_tokens=LENGTH, **sampling(temperature, 0.9))
-        assert text[0, ids.shape[1] :].tolist() == answer.output.tolist()
+        assert text[0, ids.shape[1] :].tolist() == row.segments[0][0].tolist()
         found.append(model.speculation.last.passes)
     return found
 
@@ -56,8 +56,8 @@ def test_replay_takes_the_passes_of_the_model(reference_model, reference_tokeniz
     again = LogitTrace.load(tmp_path / "trace.npz", reference_tokenizer)
     fresh = FreshDrafter(SpeculationConfig(), tokenizer=reference_tokenizer)
     fresh.bigrams = again.bigrams
-    replay, rows = Replay(fresh, NODES), logit_rows(again)
-    replayed = [replay.run([row])["passes"] for row in rows]
+    replay = Replay(fresh, NODES)
+    replayed = [replay.run([row])["passes"] for row in again.rows]
     live = np.cumsum(passes_of_model(reference_model, reference_tokenizer, trace, temperature))
     np.testing.assert_allclose(replayed, live, atol=1)  # the last draft of an answer may be deeper
     assert replay.result()["accepted_by_source"].get("recycling", 0) > 0
@@ -66,17 +66,17 @@ def test_replay_takes_the_passes_of_the_model(reference_model, reference_tokeniz
 def test_contexts_hold_what_the_model_says_there(reference_model, reference_tokenizer):
     trace = recorded(reference_model, reference_tokenizer, nodes=(8, NODES))
     rs.restore(reference_model)
-    answer = trace.answers[-1]
-    contexts, wrong_turns = answer.contexts, 0
+    row = trace.rows[-1]
+    contexts, end, wrong_turns = trace.contexts, row.shown.end, 0
     for at in np.flatnonzero(np.isfinite(contexts.top_logits[:, 0])).tolist():
         path, above = [int(contexts.token[at])], int(contexts.parent[at])
-        while above >= 0 and above != answer.end:
+        while above >= 0 and above != end:
             path.insert(0, int(contexts.token[above]))
             above = int(contexts.parent[above])
-        if above != answer.end or at % 7:
+        if above != end or at % 7:
             continue
-        wrong_turns += path != answer.output[: len(path)].tolist()
-        ids = torch.as_tensor([*answer.prompt.tolist(), *path], dtype=torch.long)
+        wrong_turns += path != row.segments[0][0][: len(path)].tolist()
+        ids = torch.as_tensor([*row.prompt.tolist(), *path], dtype=torch.long)
         with torch.no_grad():
             best = reference_model(ids[None]).logits[0, -1].topk(TOP)
         np.testing.assert_allclose(contexts.top_logits[at], best.values.numpy(), atol=1e-3)
@@ -85,8 +85,8 @@ def test_contexts_hold_what_the_model_says_there(reference_model, reference_toke
 
 
 def test_turns_follow_the_answers_before_them(reference_model, reference_tokenizer):
-    first, second, _ = recorded(reference_model, reference_tokenizer).answers
-    said = reference_tokenizer.decode(first.output, skip_special_tokens=True).strip()
+    first, second, _ = recorded(reference_model, reference_tokenizer).rows
+    said = reference_tokenizer.decode(first.segments[0][0], skip_special_tokens=True).strip()
     assert second.prompt.tolist() == encode(reference_tokenizer, PROMPTS[0], [said])[0].tolist()
     assert (first.group, first.task) == (second.group, second.task) == ("two turns", "mt_bench")
 

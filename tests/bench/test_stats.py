@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from retrieve_spec.bench import machine
@@ -32,15 +31,6 @@ def records():
     return made
 
 
-def test_interval_covers_the_true_median_about_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    draws = [rng.normal(0, 1, 30) for _ in range(120)]
-    found = [stats.interval(values) for values in draws]
-    assert all(f["value"] == np.median(values) for f, values in zip(found, draws, strict=True))
-    assert 0.87 <= np.mean([f["low"] <= 0 <= f["high"] for f in found]) <= 1.0
-    assert stats.interval([]) == {"value": 0.0, "low": 0.0, "high": 0.0, "prompts": 0}
-
-
 def test_summary_of_known_figures(records):
     summary = stats.summarise(HEADER, records)
     auto = summary["methods"]["auto"]
@@ -54,14 +44,6 @@ def test_summary_of_known_figures(records):
     assert auto["identical"] == auto["answers"] == 6
     assert [(e["prompt"], e["ratio"], e["looping"]) for e in summary["losing"]] == [("c", 0.5, True)]
     assert list(auto["by_task"]) == ["mt_bench"]
-
-
-def test_one_slow_run_does_not_move_the_pooled_speed():
-    made = [record(run, name, "plain", 100, 1.0) for run in (1, 2, 3) for name in "ab"]
-    made += [
-        record(run, name, "auto", 100, 9.0 if (run, name) == (2, "a") else 0.5) for run in (1, 2, 3) for name in "ab"
-    ]
-    assert stats.summarise({"methods": ["plain", "auto"], "runs": 3}, made)["methods"]["auto"]["speedup_pooled"] == 2.0
 
 
 def test_answers_slower_than_the_loop_without_drafts_are_listed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from retrieve_spec.datastore import build
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.datastore.inspection import verify_datastore
 
 
 def planned_then(damage, sources, tokenizer, store, monkeypatch):

@@ -6,17 +6,14 @@ import json
 
 import fsspec
 import pytest
-from test_build import contents
 from test_share import store  # noqa: F401 (a fixture)
 
 from retrieve_spec.cli import run
-from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.edit import merge_datastores, remove_documents
-from retrieve_spec.datastore.git_rules import Reason
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.remote import Remote, public_name
 from retrieve_spec.datastore.share import name_of, push_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, StoreCorruptError
 
 # ruff: noqa: F811 (fixtures of other modules)
@@ -104,35 +101,3 @@ def test_errors_name_no_password_nor_signature(address, public):
     assert "sekret" not in str(told.value) + told.value.remedy
     for text in ("Is a server at http://host:8012/v1? See it.", "'https://h/x?'", "s3://b/what?/me"):
         assert BuildError(text, text, text).remedy == text
-
-
-def test_a_store_inside_of_a_source_stays_out(url, texts, tokenizer, tmp_path):
-    """As in a folder: it is no text, and named itself it is an error."""
-    fs, root = fsspec.core.url_to_fs(url)
-    fs.put(str(texts), f"{root}/texts", recursive=True)
-    build_datastore(tmp_path / "s", str(texts), tokenizer, workers=1)
-    push_datastore(tmp_path / "s", f"{url}/texts/sub/store")
-    fs.makedirs(f"{root}/texts/sub/segments", exist_ok=True)
-    fs.pipe_file(f"{root}/texts/sub/segments/more.txt", b"no store: it has no manifest")
-    report = build_datastore(tmp_path / "t", f"{url}/texts", tokenizer, workers=1)
-    assert set(contents(tmp_path / "t")) == {*contents(tmp_path / "s"), "sub/segments/more.txt"}
-    assert report.skipped == ()
-    for source in (f"{url}/texts/sub/store", f"{url}/texts/sub/store/"):
-        with pytest.raises(BuildError, match="retrieve-spec merge"):
-            build_datastore(tmp_path / "u", source, tokenizer)
-    assert not (tmp_path / "u").exists()
-
-
-def test_links_are_not_followed(texts, tokenizer, tmp_path):
-    """Neither by a path nor by an address: what lies behind one may be anybody's."""
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "diary.txt").write_text("dear diary")
-    (texts / "diary.txt").symlink_to(tmp_path / "outside" / "diary.txt")
-    (texts / "outside").symlink_to(tmp_path / "outside")
-    (texts / "up").symlink_to("..")
-    for number, source in enumerate((str(texts), f"file://{texts}")):
-        report = build_datastore(tmp_path / f"s{number}", source, tokenizer, workers=1)
-        assert set(contents(tmp_path / f"s{number}")) == {"a.txt", "b.txt", "c.py", "sub/d.txt"}
-        assert report.skipped_by_reason == {str(Reason.LINK): 3}
-    report = build_datastore(tmp_path / "named", f"file://{texts}/diary.txt", tokenizer, workers=1)
-    assert report.documents == 1  # as a path that is named

@@ -6,10 +6,8 @@ import gzip
 import json
 import os
 import secrets
-import shutil
 from pathlib import Path
 
-import fsspec
 import pytest
 import zstandard
 from planned_builds import planned_then
@@ -17,14 +15,11 @@ from test_build import contents
 
 from retrieve_spec.datastore import sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.catalog import write_catalog
-from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.git_rules import Reason
-from retrieve_spec.datastore.remote import Remote
+from retrieve_spec.datastore.inspection import verify_datastore, write_catalog
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError
 
 
@@ -42,22 +37,10 @@ def test_a_build_on_a_full_disk_leaves_no_folder(texts, tokenizer, tmp_path):
 
 def test_a_catalogue_that_cannot_be_written(texts, tokenizer, tmp_path):
     build_datastore(tmp_path / "s", str(texts), tokenizer)
-    with pytest.raises(BuildError, match="give another place with --out"):
-        write_catalog(tmp_path / "s", tmp_path / "nowhere" / "c.sqlite")
     (tmp_path / "s" / "catalog.sqlite").mkdir()  # which cannot be replaced, as nothing can on a read-only disk
-    with pytest.raises(BuildError, match="give another place with --out"):
+    with pytest.raises(BuildError, match="copy the store"):
         write_catalog(tmp_path / "s")
-    assert write_catalog(tmp_path / "s", tmp_path / "c.sqlite").exists()
-
-
-def test_a_disk_that_fails_here_is_not_blamed_on_the_remote(tmp_path):
-    memory = fsspec.filesystem("memory")
-    memory.pipe_file("/remote/file", b"content")
-    try:
-        with pytest.raises(BuildError, match=f"could not write to {tmp_path}/nowhere"):
-            Remote("memory://remote").fetch("file", tmp_path / "nowhere" / "file", FileEntry(7, ""), len)
-    finally:
-        memory.rm("/", recursive=True)
+    assert not list((tmp_path / "s").glob("*.tmp"))
 
 
 def test_names_that_are_no_text_travel_escaped(tokenizer, tmp_path):
@@ -100,22 +83,6 @@ def test_a_store_is_no_text(texts, tokenizer, tmp_path):
             change()
     assert not (tmp_path / "t").exists()
     assert add_documents(texts / "s", str(texts)).documents == 0  # inside of its source it stays out
-
-
-def test_files_of_other_times(tokenizer, tmp_path):
-    """Clocks go backwards, and files come from the future: what changes is read, whatever its time says."""
-    folder, store = tmp_path / "f", tmp_path / "s"
-    folder.mkdir()
-    for name, time in (("future.txt", 4e9), ("past.txt", -1e9)):
-        (folder / name).write_text("before")
-        (folder / name).write_text(f"{name} before")
-        os.utime(folder / name, (time, time))
-    sync_datastore(store, [folder], tokenizer)
-    for name, time in (("future.txt", 4e9), ("past.txt", -2e9)):
-        (folder / name).write_text(f"{name} AFTER!")
-        os.utime(folder / name, (time, time))
-    assert sync_datastore(store, [folder]).documents == 2
-    assert open_datastore(store).manifest.documents == 2
 
 
 def test_sources_that_vanish_or_change_once_planned(tokenizer, tmp_path, monkeypatch):
@@ -180,12 +147,6 @@ def test_sources_that_vanish_or_change_once_planned(tokenizer, tmp_path, monkeyp
     }
 
 
-def test_a_source_that_vanishes_as_a_whole_once_planned(texts, tokenizer, tmp_path, monkeypatch):
-    with pytest.raises(BuildError, match="none: left out 4 gone"):
-        planned_then(lambda: shutil.rmtree(texts), str(texts), tokenizer, tmp_path / "s", monkeypatch)
-    assert not (tmp_path / "s").exists()
-
-
 @pytest.mark.parametrize("end", ["", ".gz", ".zst"])
 def test_records_cut_short(end, tokenizer, tmp_path):
     """Those in front of the cut enter, the rest is counted."""
@@ -204,18 +165,6 @@ def test_records_cut_short(end, tokenizer, tmp_path):
     assert [(path, reason) for path, _, reason in report.skipped] == [expected]
 
 
-def test_a_packed_file_with_bytes_that_were_altered(tokenizer, tmp_path):
-    content = bytearray(gzip.compress("".join(f"line {i} {i * i}\n" for i in range(5000)).encode()))
-    content[200:260] = bytes(byte ^ 0x5A for byte in content[200:260])
-    for name in ("a.txt.gz", "a.jsonl.gz"):
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "b.txt").write_text("a text")
-    names = ("a.txt.gz", "a.jsonl.gz", "b.txt")
-    report = build_datastore(tmp_path / "s", [str(tmp_path / name) for name in names], tokenizer, workers=1)
-    assert contents(tmp_path / "s") == {"b.txt": "a text"}
-    assert {path: reason for path, _, reason in report.skipped}.items() >= {("a.jsonl.gz", str(Reason.UNREADABLE))}
-
-
 @pytest.mark.parametrize("order", ["utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("end", ["", ".gz"])
 def test_records_in_utf_16(order, end, tokenizer, tmp_path, monkeypatch):
@@ -229,14 +178,6 @@ def test_records_in_utf_16(order, end, tokenizer, tmp_path, monkeypatch):
     report = build_datastore(tmp_path / "s", given, tokenizer, workers=1)
     expected = {f"a.jsonl{end}#{i + 1}": f"record {i} \u0a0a\u010a" for i in range(9)} | {f"b.txt{end}": "plain text"}
     assert (contents(tmp_path / "s"), report.skipped) == (expected, ())
-
-
-def test_records_in_utf_16_cut_short(tokenizer, tmp_path):
-    content = '{"text": "one"}\n{"text": "two"}\n'.encode("utf-16")
-    (tmp_path / "a.jsonl").write_bytes(content[:-1])
-    report = build_datastore(tmp_path / "s", str(tmp_path / "a.jsonl"), tokenizer, workers=1)
-    assert set(contents(tmp_path / "s")) == {"a.jsonl#1"}
-    assert report.skipped_by_reason == {str(Reason.DAMAGED): 1}
 
 
 def test_a_place_where_no_store_can_be(texts, tokenizer, tmp_path):

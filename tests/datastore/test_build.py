@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sqlite3
 import stat
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,20 +14,15 @@ from filelock import FileLock
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import build
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.catalog import write_catalog
 from retrieve_spec.datastore.edit import compact_datastore
+from retrieve_spec.datastore.inspection import verify_datastore, write_catalog
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import (
     BuildError,
-    ConfigError,
-    StoreIncompleteError,
     StoreLockedError,
-    StoreNotFoundError,
-    TokenizerMismatchError,
 )
 
 SMALL = StoreConfig(segment_tokens=80)
@@ -60,19 +53,6 @@ def test_build_and_open(tokenizer, texts, tmp_path):
     }
     assert store.manifest.tokens == report.tokens == sum(map(len, contents(tmp_path / "s").values()))
     assert verify_datastore(tmp_path / "s")["documents"] == 4
-
-
-def test_document_of_every_position(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", Source(str(texts), "MIT"), tokenizer, config=SMALL)
-    store = open_datastore(tmp_path / "s")
-    assert len(store.segments) > 1
-    for i, segment in enumerate(store.segments):
-        for position in range(len(segment.tokens)):
-            document = store.document_at(i, position)
-            assert document.start <= position <= document.start + document.tokens
-            assert document.licence == "MIT"
-        with pytest.raises(IndexError):
-            store.document_at(i, len(segment.tokens))
 
 
 def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
@@ -114,27 +94,6 @@ def test_max_tokens(tokenizer, texts, tmp_path):
     assert (report.documents, report.tokens) == (2, 72 + 39)
 
 
-def test_add(tokenizer, texts, records, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    before = open_datastore(tmp_path / "s")
-    add_documents(tmp_path / "s", Source(str(records), "CC0-1.0", field="output"))
-    after = open_datastore(tmp_path / "s")
-    assert [len(s.segments) for s in (before, after)] == [1, 2]
-    assert after.document_at(1, 0).licence == "CC0-1.0"
-    assert before.segments[0].tokens.tolist() == after.segments[0].tokens.tolist()
-    assert [event["verb"] for event in after.manifest.history] == ["build", "add"]
-    verify_datastore(tmp_path / "s")
-
-
-@pytest.mark.parametrize("index", ["exact", "ngram"])
-def test_parts_of_the_index(tokenizer, texts, tmp_path, index):
-    build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(index=index))
-    (segment,) = open_datastore(tmp_path / "s").segments
-    assert (len(segment.tokens) > 0, segment.ngram is not None) == (index == "exact", index == "ngram")
-    assert open_datastore(tmp_path / "s").document_at(0, 0).path == "a.txt"
-    verify_datastore(tmp_path / "s")
-
-
 def test_wide_ids_are_packed_by_segment(texts, tmp_path):
     tokenizer = byte_tokenizer(offset=200_000)
     build_datastore(tmp_path / "s", str(texts), tokenizer)
@@ -146,51 +105,11 @@ def test_wide_ids_are_packed_by_segment(texts, tmp_path):
     verify_datastore(tmp_path / "s")
 
 
-def test_other_tokenizer_is_refused_by_name_of_both(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    other = byte_tokenizer(pad=1)
-    with pytest.raises(TokenizerMismatchError, match="retokenize"):
-        open_datastore(tmp_path / "s", tokenizer=other)
-
-
-def test_errors(tokenizer, texts, tmp_path):
-    with pytest.raises(StoreNotFoundError, match="no such folder"):
-        open_datastore(tmp_path / "nowhere")
-    with pytest.raises(StoreNotFoundError, match=r"no manifest\.json"):
-        open_datastore(texts)
-    with pytest.raises(BuildError, match="source"):
-        build_datastore(tmp_path / "s", [], tokenizer)
-    with pytest.raises(BuildError, match="a tokenizer, got none"):
-        build_datastore(tmp_path / "s", str(texts), None)
-    with pytest.raises(BuildError, match=r"tokenizer\.json"):
-        build_datastore(tmp_path / "s", str(texts), str(texts / "a.txt"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(BuildError, match="text to index"):
-        build_datastore(tmp_path / "s", str(tmp_path / "empty"), tokenizer)
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    with pytest.raises(BuildError, match="there is one"):
-        build_datastore(tmp_path / "s", str(texts), tokenizer)
-    with pytest.raises(ConfigError):
-        StoreConfig(index="all")
-
-
 def test_one_writer_at_a_time(tokenizer, texts, tmp_path):
     build_datastore(tmp_path / "s", str(texts), tokenizer)
     with FileLock(tmp_path / "s" / "lock"), pytest.raises(StoreLockedError, match="another process"):
         add_documents(tmp_path / "s", str(texts))
     open_datastore(tmp_path / "s")
-
-
-def test_an_interrupted_build_is_refused_and_begun_again(tokenizer, texts, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "index_segment", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            build_datastore(tmp_path / "s", str(texts), tokenizer)
-    with pytest.raises(StoreIncompleteError, match="run `retrieve-spec build` again"):
-        open_datastore(tmp_path / "s")
-    (texts / "a.txt").unlink()
-    assert build_datastore(tmp_path / "s", str(texts), tokenizer).documents == 3
-    assert not (tmp_path / "s" / "work").exists()
 
 
 def test_read_only_store_opens(tokenizer, texts, tmp_path):
@@ -213,69 +132,11 @@ def test_read_only_store_opens(tokenizer, texts, tmp_path):
             path.chmod(path.stat().st_mode | stat.S_IWUSR)
 
 
-def test_full_disk_is_explained_and_the_store_stays(tokenizer, texts, records, tmp_path, monkeypatch):
-    from retrieve_spec.datastore import segment
-
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    before = read_manifest(tmp_path / "s")
-
-    def full(*_):
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(segment, "write_files", full)
-    with pytest.raises(BuildError, match="No space left on device"):
-        add_documents(tmp_path / "s", Source(str(records), field="output"))
-    monkeypatch.undo()
-    assert read_manifest(tmp_path / "s") == before
-    verify_datastore(tmp_path / "s")
-    assert add_documents(tmp_path / "s", Source(str(records), field="output")).documents == 5
-    verify_datastore(tmp_path / "s")
-
-
 def test_catalogue_can_be_searched_by_path(tokenizer, texts, tmp_path):
     build_datastore(tmp_path / "s", str(texts), tokenizer)
     found = "select d.path from documents d join documents_fts f on f.rowid = d.id where documents_fts match 'sub'"
     with closing(sqlite3.connect(write_catalog(tmp_path / "s"))) as database:
         assert database.execute(found).fetchall() == [("sub/d.txt",)]
-
-
-def test_catalogue_replaces_no_other_file(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    notes, others = tmp_path / "notes.txt", tmp_path / "others.sqlite"
-    notes.write_text("mine")
-    with closing(sqlite3.connect(others)) as database:
-        database.execute("create table documents (mine integer)")
-    before = others.read_bytes()
-    for path in (notes, others, tmp_path):
-        with pytest.raises(BuildError, match=r"expected a catalogue or nothing at .*, got another file"):
-            write_catalog(tmp_path / "s", path)
-    assert notes.read_text() == "mine" and others.read_bytes() == before
-    out = tmp_path / "made.sqlite"
-    write_catalog(tmp_path / "s", out)
-    assert write_catalog(tmp_path / "s", out) == out
-
-
-def test_history_records_what_was_done(tokenizer, texts, tmp_path):
-    (texts / "empty").write_text("")
-    build_datastore(tmp_path / "s", Source(str(texts), "MIT"), tokenizer)
-    event = json.loads((tmp_path / "s" / "manifest.json").read_text())["history"][0]
-    assert event["skipped"] == {"empty": 1}
-    assert event["sources"][0]["licence"] == "MIT"
-
-
-def test_opening_maps_every_file_once_and_makes_nothing_of_its_content(tokenizer, texts, tmp_path, monkeypatch):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    opened = []
-    original = os.open
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            os, "open", lambda path, *rest, **named: opened.append(str(path)) or original(path, *rest, **named)
-        )
-        (segment,) = open_datastore(tmp_path / "s").segments
-    (entry,) = read_manifest(tmp_path / "s").segments
-    mapped = [Path(path).name for path in opened if Path(path).parent.name == entry.name]
-    assert sorted(mapped) == sorted(entry.files)
-    assert "to_local" not in vars(segment) and len(segment.to_local) == segment.vocabulary
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "work/thesis.tex", "segments/audio.wav", "work/plan.json"])
@@ -286,11 +147,3 @@ def test_a_folder_with_other_files_is_left_alone(tokenizer, texts, tmp_path, nam
     with pytest.raises(BuildError, match=f"empty folder.*{name.partition('/')[0]}"):
         build_datastore(tmp_path / "mine", str(texts), tokenizer)
     assert mine.read_text() == "precious"
-
-
-def test_a_build_that_cannot_begin_leaves_no_folder(tokenizer, texts, tmp_path):
-    for arguments in ((str(tmp_path / "nowhere"), tokenizer), (str(texts), None)):
-        with pytest.raises(BuildError):
-            build_datastore(tmp_path / "s", *arguments)
-        assert not (tmp_path / "s").exists()
-    build_datastore(tmp_path / "s", str(texts), tokenizer)

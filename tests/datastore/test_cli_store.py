@@ -156,13 +156,6 @@ def test_nothing_to_add_and_nothing_left(command, store, texts, tmp_path):
     assert (code, "documents that are not removed, got none" in err) == (1, True)
 
 
-def test_a_refused_build_leaves_nothing_in_the_folder(command, texts):
-    before = sorted(texts.iterdir())
-    code, _, err = command("build", texts, texts, "--tokenizer", "reference")
-    assert (code, "one that holds a.txt" in err) == (1, True)
-    assert sorted(texts.iterdir()) == before
-
-
 def test_recipe(command, tmp_path):
     recipe = tmp_path / "r.toml"
     (tmp_path / "doc.txt").write_text("some words")

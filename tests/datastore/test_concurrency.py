@@ -11,10 +11,9 @@ from test_build import contents
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents, retokenize_datastore
-from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.inspection import search_datastore, verify_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 
 ROUNDS = 8
 

@@ -13,11 +13,10 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
 from retrieve_spec.datastore.files import FileEntry, write_files
+from retrieve_spec.datastore.inspection import search_datastore, verify_datastore
 from retrieve_spec.datastore.manifest import MANIFEST, _checksum, content_name
-from retrieve_spec.datastore.search import search_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import StoreCorruptError, StoreError, StoreVersionError
@@ -212,6 +211,12 @@ def test_sizes_that_do_not_belong_together_are_found_by_opening(plain, name, cha
     for read in (open_datastore, verify_datastore):
         with pytest.raises(StoreCorruptError):
             read(plain)
+
+
+def test_a_text_whose_index_the_manifest_leaves_out_is_found(plain):
+    rewrite(plain, lambda body: [body["segments"][0]["files"].pop(f"{name}.bin") for name in ("suffix_array", "top")])
+    with pytest.raises(StoreCorruptError, match="an exact index of its text"):
+        verify_datastore(plain)
 
 
 def test_tombstones_of_a_kind_that_is_not_known_are_refused(store):

@@ -10,13 +10,12 @@ from dense_models import save_model
 from retrieve_spec.cli import run
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.dense import check_model, continuation, model_fingerprint
+from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.dense_build import HiddenStates
-from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
-from retrieve_spec.datastore.search import search_dense
+from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents
+from retrieve_spec.datastore.inspection import search_dense, verify_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import (
     BuildError,
     ConfigError,
@@ -79,25 +78,6 @@ def test_keys_are_hidden_states_of_the_layer(model, tokenizer, texts, tmp_path, 
         assert segment.dense.layer == layer
 
 
-def test_windows_overlap(model, store):
-    """Keys of a long document depend on the window, but agree where a window has the whole beginning."""
-    segment, documents = states_of(model, store)
-    _, states = max(documents, key=lambda document: len(document[1]))
-    similarity, _ = segment.dense.search(states[:31], 1)
-    assert np.allclose(similarity, 1, atol=1e-4)
-    similarity, _ = segment.dense.search(states[40:60], 1)
-    assert (similarity > 0.5).all()
-
-
-def test_continuations_end_with_their_document(store):
-    (segment,) = open_datastore(store).segments
-    for number in range(len(segment.document_starts) - 1):
-        start, ids = int(segment.document_starts[number]), segment.text_ids(number)
-        assert np.array_equal(continuation(segment, start, 1000), ids[1:])
-        assert np.array_equal(continuation(segment, start, 3), ids[1:4])
-        assert len(continuation(segment, start + len(ids) - 1, 5)) == 0
-
-
 def test_removed_documents_are_not_found(model, store):
     segment, documents = states_of(model, store)
     remove_documents(store, ["a.txt"])
@@ -139,34 +119,6 @@ def test_merged_stores_are_embedded_and_must_agree(model, store, tokenizer, reco
         merge_datastores(tmp_path / "n", [store, tmp_path / "other"])
 
 
-def test_retokenize_drops_dense_indexes(store, tmp_path):
-    from byte_tokenizers import byte_tokenizer
-
-    retokenize_datastore(store, byte_tokenizer(offset=3))
-    verify_datastore(store)
-    opened = open_datastore(store)
-    assert opened.dense == [] and opened.manifest.dense is None
-    (tmp_path / "new.txt").write_text("something else altogether")
-    add_documents(store, str(tmp_path / "new.txt"))
-    assert open_datastore(store).dense == []
-
-
-def test_at_most_so_many_vectors(model, tokenizer, texts, tmp_path):
-    report = build_datastore(tmp_path / "s", str(texts), tokenizer, config=dense(model, max_vectors=50))
-    assert report.dense["vectors"] == open_datastore(tmp_path / "s").dense[0][1].count == 50
-    assert report.dense["positions"] > 50
-    verify_datastore(tmp_path / "s")
-
-
-def test_fingerprints_tell_models_apart_and_not_dtypes(model, tmp_path):
-    base = load_model(model)[0]
-    fingerprint = model_fingerprint(base)
-    assert fingerprint.startswith("sha256:")
-    assert model_fingerprint(load_model(model, dtype="bfloat16")[0]) == fingerprint
-    other = load_model(save_model(tmp_path / "other", seed=1))[0]
-    assert model_fingerprint(other) != fingerprint
-
-
 def test_another_model_is_an_error_naming_both(model, store, tmp_path):
     record = open_datastore(store).manifest.dense
     other = save_model(tmp_path / "other", seed=1)
@@ -193,20 +145,6 @@ def test_hidden_states_that_are_not_finite(store, tmp_path, model, tokenizer, te
         build_datastore(tmp_path / "s2", str(texts), tokenizer, config=dense(str(tmp_path / "nan")))
 
 
-@pytest.mark.parametrize("options", [{"layer": 0}, {"layer": "first"}, {"dims": 0}, {"overlap": 32}, {"index": "lsh"}])
-def test_settings_that_make_no_sense(model, options):
-    with pytest.raises(ConfigError):
-        dense(model, **options)
-    with pytest.raises(ConfigError, match="ngram"):
-        StoreConfig(index="ngram", dense=DenseConfig(model))
-
-
-def test_nothing_to_index(model, tokenizer, tmp_path):
-    (tmp_path / "one.txt").write_text("x")
-    with pytest.raises(BuildError, match="positions to index"):
-        build_datastore(tmp_path / "s", str(tmp_path / "one.txt"), tokenizer, config=dense(model))
-
-
 def test_from_the_command_line(model, texts, tmp_path, capfd):
     path = str(tmp_path / "s")
 
@@ -226,9 +164,3 @@ def test_from_the_command_line(model, texts, tmp_path, capfd):
     assert call("verify", path)[0] == 0
     code, _, err = call("build", tmp_path / "t", texts, "--tokenizer", model, "--index", "hnsw")
     assert code == 2 and "--dense" in err
-
-
-def test_a_store_without_dense_indexes_says_so(texts, tokenizer, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    with pytest.raises(BuildError, match="--dense MODEL"):
-        search_dense(open_datastore(tmp_path / "s"), "the cat")

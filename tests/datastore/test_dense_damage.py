@@ -16,10 +16,10 @@ from test_corruption import rewrite
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import DenseConfig, StoreConfig
-from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.dense import DENSE_FILES, INDEX, POSITIONS, continuation
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.dense import DENSE_FILES, INDEX, POSITIONS
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import StoreCorruptError, StoreError
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 
@@ -91,26 +91,6 @@ def test_files_cut_empty_or_missing_are_found_by_opening(store, name):
         open_datastore(store)
 
 
-@pytest.mark.parametrize("name", DENSE_FILES)
-def test_a_manifest_that_leaves_out_a_file_is_refused(store, name):
-    rewrite(store, lambda body: body["segments"][0]["files"].pop(name))
-    if name == INDEX:  # then the segment has no dense index
-        assert open_datastore(store).dense == []
-    else:
-        with pytest.raises(StoreCorruptError, match=name):
-            open_datastore(store)
-
-
-def test_no_change_puts_new_checksums_on_a_damaged_transform(store, tmp_path):
-    path = segment_file(store, "dense_mean.bin")
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    (tmp_path / "new.txt").write_text("something else altogether")
-    before = (store / "manifest.json").read_bytes()
-    with pytest.raises(StoreCorruptError, match="checksum"):
-        add_documents(store, str(tmp_path / "new.txt"))
-    assert (store / "manifest.json").read_bytes() == before
-
-
 def index_of(kind, *options, count=3):
     index = kind(*options)
     keys = np.ones((count, index.d), np.float32)
@@ -143,34 +123,6 @@ def test_wrong_positions_with_right_checksums_are_found(store, change):
     forge(store, POSITIONS, change(open_datastore(store).dense[0][1].positions).tobytes())
     with pytest.raises(StoreCorruptError):
         verify_datastore(store)
-
-
-def test_no_position_leaves_the_text(store):
-    positions = open_datastore(store).dense[0][1].positions.copy()
-    positions[5:] = 1 << 30
-    forge(store, POSITIONS, positions.tobytes())
-    _, found = search(store)
-    assert (found[:, -1] == -1).all() and set(found.ravel().tolist()) <= {*positions[:5].tolist(), -1}
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_keys_that_are_not_finite_are_no_neighbours(store, value):
-    count = open_datastore(store).dense[0][1].count
-    keys = np.eye(8, dtype=np.float32)[np.arange(count) % 8]
-    keys[::2, 0] = value
-    index = faiss.IndexFlatIP(8)
-    index.add(keys)
-    forge(store, INDEX, faiss.serialize_index(index).tobytes())
-    similarity, positions = search(store)
-    assert np.isfinite(similarity).all()
-    assert not np.isin(positions, open_datastore(store).dense[0][1].positions[::2]).any()
-
-
-def test_a_continuation_in_damaged_documents_is_an_error(store):
-    content = np.fromfile(segment_file(store, "documents.bin"), "<u4")
-    forge(store, "documents.bin", np.full_like(content, 7).tobytes())
-    with pytest.raises(StoreCorruptError, match="a document at position 9"):
-        continuation(open_datastore(store).segments[0], 9, 4)
 
 
 @pytest.mark.parametrize("name", [*DENSE_FILES, "suffix_array.bin", "manifest.json", "document_paths.bin"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.datastore.dense import build_index, choose_kind, kind_of, nearest, open_index, recall
+from retrieve_spec.datastore.dense import build_index, kind_of, nearest, open_index, recall
 from retrieve_spec.datastore.dense_build import (
     choose_windows,
     fit_transform,
@@ -90,9 +90,3 @@ def test_indexes_find_what_exact_search_finds(keys, kind, least, capfd):
     exact = np.einsum("qkd,qd->qk", keys[found], keys[:50])
     assert np.abs(exact - similarity).max() < 0.1
     assert (np.diff(similarity, axis=1) <= 1e-6).all()
-
-
-def test_kind_follows_the_number_of_keys():
-    assert [choose_kind("auto", n) for n in (1, 49_999, 50_000)] == ["flat", "flat", "ivf-pq"]
-    assert choose_kind("hnsw", 10) == "hnsw"
-    assert choose_kind("ivf-pq", 10) == "flat"  # too few to train with

@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
-import numpy as np
 import pytest
 from byte_tokenizers import byte_tokenizer
 from test_build import contents
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import manifest
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import (
     compact_datastore,
@@ -18,11 +13,9 @@ from retrieve_spec.datastore.edit import (
     remove_documents,
     retokenize_datastore,
 )
-from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.inspection import search_datastore, verify_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, TokenizerMismatchError
 
 
@@ -34,15 +27,6 @@ def store(tokenizer, texts, records, tmp_path):
     return path
 
 
-def test_remove_by_glob_and_by_condition(store):
-    remove_documents(store, ["*.txt"])
-    assert set(contents(store)) == {"c.py", *(f"answers.jsonl#{i}" for i in range(1, 6))}
-    remove_documents(store, where="licence like 'GPL%' and tokens > 0")
-    assert set(contents(store)) == {"c.py"}
-    assert len(open_datastore(store).segments) == 1
-    verify_datastore(store)
-
-
 def test_remove_everything(store, records):
     remove_documents(store, ["**"])
     assert contents(store) == {}
@@ -50,26 +34,6 @@ def test_remove_everything(store, records):
     verify_datastore(store)
     add_documents(store, Source(str(records), field="output"))  # no duplicates: they were removed
     assert len(contents(store)) == 5
-    verify_datastore(store)
-
-
-def test_a_segment_whose_deletion_was_interrupted_is_no_whole_one(tokenizer, texts, tmp_path, monkeypatch):
-    store, original = tmp_path / "s", shutil.rmtree
-    build_datastore(store, str(texts), tokenizer)
-    first = read_manifest(store).segments[0].name
-
-    def interrupted(path, **options):
-        if Path(path).parent.name == "segments" and (Path(path) / "tokens.bin").exists():
-            (Path(path) / "tokens.bin").unlink()
-            raise KeyboardInterrupt
-        original(path, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest.shutil, "rmtree", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            remove_documents(store, ["**"])
-    add_documents(store, str(texts))
-    assert [entry.name for entry in read_manifest(store).segments] == [first]
     verify_datastore(store)
 
 
@@ -173,18 +137,3 @@ def test_ngram_only_stores_grow_by_segments(tokenizer, texts, tmp_path):
     verify_datastore(tmp_path / "s")
     assert remove_documents(tmp_path / "s", ["more.txt"]).segments == 1  # a whole segment
     verify_datastore(tmp_path / "s")
-
-
-def test_search_adds_up_segments(store):
-    result = search_datastore(open_datastore(store), "zzz the cat")
-    assert result.text == " the cat"
-    assert result.count == 2 + 1 + 1
-    assert sum(count for _, count in result.continuations) <= result.count
-    assert {place.document.path for place in result.occurrences} <= {"a.txt", "b.txt", "sub/d.txt"}
-    for place in result.occurrences:
-        assert np.array_equal(
-            open_datastore(store)
-            .segments[place.segment]
-            .text_ids(place.document.number)[place.position - place.document.start :][:8],
-            open_datastore(store).tokenizer.encode(" the cat").ids,
-        )

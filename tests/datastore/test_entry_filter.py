@@ -102,16 +102,6 @@ def test_what_git_ignores_stays_out_through_any_of_its_files(checkout):
     assert entering(filter) == ENTERS | {"inner/in.log"}
 
 
-def test_verdicts_are_those_of_the_listing(checkout):
-    filter = EntryFilter([checkout])
-    paths = everything(checkout)
-    verdicts = filter.verdicts([*paths, checkout.parent / "outside.py", checkout / "gone.py"])
-    assert {str(path.relative_to(checkout)) for path in passed(verdicts)} == entering(filter)
-    assert verdicts[checkout / "private/b.py"] is Reason.IGNORED
-    assert verdicts[checkout.parent / "outside.py"] is Reason.OUTSIDE
-    assert verdicts[checkout / "gone.py"] is Reason.GONE
-
-
 def test_where_git_cannot_be_asked_its_files_are_read(checkout, monkeypatch):
     monkeypatch.setattr(git_rules, "_git", lambda *_: None)
     filter = EntryFilter([checkout])
@@ -119,13 +109,6 @@ def test_where_git_cannot_be_asked_its_files_are_read(checkout, monkeypatch):
     assert entering(filter) == (ENTERS | {"inner/in.log"}) - {"tracked.log", "build/kept.py"}
     found = passed(filter.verdicts(everything(checkout)))
     assert {str(path.relative_to(checkout)) for path in found} == entering(filter)
-
-
-def test_a_folder_that_is_no_checkout_follows_its_ignore_files(tmp_path):
-    write(tmp_path, {".gitignore": "x.py\nd/\n", "x.py": "x", "y.py": "y", "d/z.py": "z", "dist/w.js": "w"})
-    filter = EntryFilter([tmp_path])
-    assert entering(filter) == {".gitignore", "y.py"}
-    assert filter.verdicts([tmp_path / "d/z.py"]) == {tmp_path / "d/z.py": Reason.IGNORED}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
@@ -228,13 +211,6 @@ def test_what_is_listed_is_what_changes_let_in(tmp_path, seed):
     )
     write(root, {"kept/manifest.json": "{}", "kept/segments/a.txt": "x\n", "a/__pycache__/b.txt": "y\n"})
     agreed(EntryFilter([root], admit=("ignored",)))
-
-
-def test_a_root_that_is_a_link_is_what_it_leads_to(tmp_path):
-    write(tmp_path / "real", {"a.py": "a = 1\n"})
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    filter = EntryFilter([tmp_path / "link"])
-    assert filter.read(filter.roots[0] / "a.py") == "a = 1\n"
 
 
 @pytest.mark.parametrize(
@@ -345,13 +321,6 @@ def test_texts(tmp_path, name, data, expected):
     assert filter.read(filter.roots[0] / name) == expected
 
 
-def test_generated_names(tmp_path):
-    names = ["a.min.js", "package-lock.json", "uv.lock", "x_pb2.py", "bundle.js.map", "b.min.js.gz", "go.sum.zst"]
-    write(tmp_path, dict.fromkeys(names, "x\n"))
-    filter = EntryFilter([tmp_path])
-    assert set(listed(filter).values()) == {Reason.GENERATED}
-
-
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="names there are always Unicode")
 def test_a_name_that_is_not_utf8(tmp_path):
     with open(os.fsencode(tmp_path) + b"/caf\xe9.py", "w") as file:
@@ -398,14 +367,3 @@ def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkey
 def test_lines_that_are_no_rule_count_for_nothing(line, tmp_path):
     write(tmp_path, {".gitignore": f"{line}\nb.py\n", "a.py": "a = 1\n", "b.py": "b = 1\n"})
     assert agreed(EntryFilter([tmp_path])) == {".gitignore", "a.py"}
-
-
-def test_pipes_called_like_ignore_files_are_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(git_rules, "_git", lambda *_: None)  # which waits, until it has no more time
-    (tmp_path / "a.txt").write_text("a text")
-    (tmp_path / "b.log").write_text("another one")
-    (tmp_path / ".ignore").write_text("*.log\n")
-    os.mkfifo(tmp_path / ".gitignore")
-    found = listed(EntryFilter([tmp_path]))
-    assert {path.name for path in passed(found)} == {"a.txt", ".ignore"}
-    assert found[tmp_path / "b.log"] is Reason.IGNORED and found[tmp_path / ".gitignore"] is Reason.NOT_A_FILE

@@ -9,9 +9,9 @@ from test_build import contents
 from test_share import store  # noqa: F401 (a fixture)
 
 from retrieve_spec.datastore.build import add_documents
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.sources import Source
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import StoreLockedError, StoreNotFoundError
 
 

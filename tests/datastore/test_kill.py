@@ -27,11 +27,11 @@ from retrieve_spec.datastore.edit import (
     remove_documents,
     retokenize_datastore,
 )
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError, StoreIncompleteError, StoreNotFoundError
 
 CONFIG = StoreConfig(segment_tokens=90)

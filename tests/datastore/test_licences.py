@@ -12,7 +12,7 @@ from test_build import contents
 from retrieve_spec.cli import run
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.catalog import write_catalog
+from retrieve_spec.datastore.inspection import write_catalog
 from retrieve_spec.datastore.licences import (
     allow_list,
     allows,
@@ -92,28 +92,6 @@ def test_whatever_else_differs_is_another_licence():
 )
 def test_names_of_licence_files(name, is_one):
     assert is_licence_file(name) is is_one
-
-
-def test_a_source_given_by_a_link_has_its_own_licence(tmp_path, tokenizer):
-    for folder in ("project", "elsewhere"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{folder}.py").write_text(f"{folder} = 1\n")
-    (tmp_path / "project" / "LICENSE").write_text(MIT)
-    (tmp_path / "project" / "link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "to_project").symlink_to(tmp_path / "project")
-    with pytest.raises(BuildError, match="under no known licence"):
-        build_datastore(tmp_path / "a", Source(str(tmp_path / "project" / "link"), licences=("MIT",)), tokenizer)
-    build_datastore(tmp_path / "b", Source(str(tmp_path / "to_project"), licences=("MIT",)), tokenizer)
-    assert "project.py" in contents(tmp_path / "b")
-
-
-def test_rows_are_not_under_the_licence_of_their_collection(tmp_path, tokenizer):
-    (tmp_path / "dump").mkdir()
-    (tmp_path / "dump" / "LICENSE").write_text(MIT)
-    rows = '{"text": "one"}\n{"text": "# SPDX-License-Identifier: MIT\\ntwo"}\n'
-    (tmp_path / "dump" / "rows.jsonl").write_text(rows)
-    build_datastore(tmp_path / "s", Source(str(tmp_path / "dump"), licences=("MIT",)), tokenizer)
-    assert {name for name in contents(tmp_path / "s") if "rows" in name} == {"rows.jsonl#2"}
 
 
 def test_own_lines():

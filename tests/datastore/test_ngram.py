@@ -64,11 +64,3 @@ def test_pruning_keeps_order_one_and_the_most_frequent():
     present = [sum(counts.values()) for c, counts in expected.items() if len(c) > 1 and look_up(small, c)]
     assert min(present) > max(missing)
     assert all(look_up(small, c) for c in expected if len(c) == 1)
-
-
-def test_hash_spreads():
-    hashes = np.array([int(ngram_hash(np.uint64(0), t)) for t in range(20_000)], np.uint64)
-    assert len(np.unique(hashes)) == len(hashes)
-    buckets = np.bincount(((hashes >> np.uint64(32)) * np.uint64(100) >> np.uint64(32)).astype(int), minlength=100)
-    assert buckets.min() > 120
-    assert buckets.max() < 300

@@ -172,16 +172,6 @@ def test_records_with_secrets_stay_out(tokenizer, tmp_path):
         assert report.skipped_by_reason[Reason.SECRET_TEXT] == (2 if source == "data" else 1)
 
 
-def test_a_store_inside_its_own_source(folder, tokenizer):
-    build_datastore(folder / "mine", str(folder), tokenizer)
-    assert set(contents(folder / "mine")) == entering(folder)
-    before = read_manifest(folder / "mine").content
-    add_documents(folder / "mine", str(folder))
-    assert read_manifest(folder / "mine").content == before
-    build_datastore(folder / "second", str(folder), tokenizer)
-    assert set(contents(folder / "second")) == entering(folder)
-
-
 def test_command(folder, tmp_path, capfd):
     store = str(tmp_path / "s")
     assert run(["build", store, str(folder), "--tokenizer", "reference", "-q", "--left-out"]) == 0

@@ -9,9 +9,8 @@ from dense_models import save_model
 
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.edit import compact_datastore, merge_datastores
+from retrieve_spec.datastore.edit import compact_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import ConfigError, ModelNotFoundError, TokenizerMismatchError
 
 
@@ -55,12 +54,3 @@ def test_a_model_named_by_a_relative_path_serves_from_every_folder(texts, tokeni
     monkeypatch.chdir(texts)
     add_documents(tmp_path / "s", "b.txt")
     assert len(open_datastore(tmp_path / "s").dense) == 2
-
-
-def test_merged_stores_are_named_as_they_were_given(texts, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    build_datastore("s", "texts", tokenizer)
-    merge_datastores("m", ["s"])
-    event = open_datastore(tmp_path / "m").manifest.history[-1]
-    assert event["stores"] == ["s"] and str(tmp_path) not in str(event)
-    verify_datastore(tmp_path / "m")

@@ -1,22 +1,17 @@
 from __future__ import annotations
 
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
-import retrieve_spec
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.recipes import licence_of, load_recipe
-from retrieve_spec.datastore.sources import Source, list_files
+from retrieve_spec.datastore.sources import licence_of, list_files, load_recipe
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import BuildError
 
-RECIPES = Path(retrieve_spec.__file__).parents[1] / "datastores"
-
 
 def test_standard_library(tmp_path):
-    recipe = load_recipe(RECIPES / "python-stdlib.toml")
+    recipe = load_recipe("python-stdlib")
     paths = {file.path for file in list_files(recipe.sources)}
     assert {"json/decoder.py", "os.py"} <= paths
     assert not any("/test/" in path or path.startswith("site-packages") for path in paths)
@@ -28,12 +23,12 @@ def test_standard_library(tmp_path):
 
 
 def test_installed_packages_carry_their_names_and_licences():
-    recipe = load_recipe(RECIPES / "installed-packages.toml", exclude=["click/**", "**/typing_extensions.py"])
-    licences = {file.path: file.licence for file in list_files(recipe.sources) if not file.skip}
+    recipe = load_recipe("installed-packages", exclude=["click/**", "**/typing_extensions.py"])
+    licences = {file.path: recipe.sources[file.source].licence for file in list_files(recipe.sources) if not file.skip}
     assert "MIT" in licences["_pytest/main.py"]
     assert "numpy/ma/core.py" in licences
     assert not any(path.startswith("click/") or "typing_extensions" in path for path in licences)
-    again = load_recipe(RECIPES / "installed-packages.toml", include=["click/**"])
+    again = load_recipe("installed-packages", include=["click/**"])
     assert [s.path for s in again.sources] == [s.path for s in recipe.sources]
     assert {file.path.split("/")[0] for file in list_files(again.sources) if not file.skip} == {"click"}
 
@@ -51,32 +46,14 @@ def test_namespace_folders_belong_to_several_distributions(monkeypatch, tmp_path
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text(f"name = {file!r}")
     monkeypatch.setattr(metadata, "distributions", lambda: metadata.Distribution.discover(path=[str(tmp_path)]))
-    recipe = load_recipe(RECIPES / "installed-packages.toml")
-    assert {file.path: file.licence for file in list_files(recipe.sources)} == {
+    recipe = load_recipe("installed-packages")
+    assert {file.path: recipe.sources[file.source].licence for file in list_files(recipe.sources)} == {
         "shared/one/__init__.py": "MIT",
         "shared/one/deep/a.py": "MIT",
         "shared/loose.py": "MIT",
         "shared/two/__init__.py": "BSD-3-Clause",
         "single.py": "BSD-3-Clause",
     }
-
-
-def test_this_repository(monkeypatch, tmp_path):
-    if not (RECIPES.parent / ".git").exists():
-        pytest.skip("not a checkout")
-    monkeypatch.chdir(RECIPES)
-    recipe = load_recipe(RECIPES / "this-repository.toml")
-    assert Path(recipe.sources[0].path).resolve() == RECIPES.parent.resolve()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BuildError, match="git checkout"):
-        load_recipe(RECIPES / "this-repository.toml")
-
-
-def test_model_outputs(records):
-    with pytest.raises(BuildError, match="Give files"):
-        load_recipe(RECIPES / "model-outputs.toml")
-    recipe = load_recipe(RECIPES / "model-outputs.toml", [str(records)])
-    assert [(s.path, s.field) for s in recipe.sources] == [(str(records), "output")]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +72,6 @@ def test_bad_recipes(tmp_path, content, message):
     (tmp_path / "r.toml").write_text(content)
     with pytest.raises(BuildError, match=message):
         load_recipe(tmp_path / "r.toml")
-
-
-def test_one_glob_is_a_list_of_one(tmp_path):
-    (tmp_path / "r.toml").write_text('name = "x"\n[[source]]\npath = "."\ninclude = "*.py"')
-    assert load_recipe(tmp_path / "r.toml").sources == (Source(Path("."), include=["*.py"]),)
 
 
 def test_names_stand_for_recipes_that_come_along(tmp_path, monkeypatch):

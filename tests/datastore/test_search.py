@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.inspection import search_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_hash

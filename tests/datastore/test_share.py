@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,11 +16,11 @@ from retrieve_spec.cli import run
 from retrieve_spec.datastore import remote as remotes
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import (
     BuildError,
     StoreCorruptError,
@@ -84,16 +82,6 @@ def test_places_of_this_machine_stay_here(store, texts, url, tmp_path):
     assert {document.source for document in open_datastore(tmp_path / "u").documents()} == {str(texts)}
 
 
-def test_a_card_names_no_source_that_nothing_is_left_of(texts, tokenizer, url, tmp_path):
-    (tmp_path / "withdrawn").mkdir()
-    (tmp_path / "withdrawn" / "w.txt").write_text("said, and taken back")
-    build_datastore(tmp_path / "s", [str(texts), str(tmp_path / "withdrawn")], tokenizer)
-    remove_documents(tmp_path / "s", ["w.txt"])
-    push_datastore(tmp_path / "s", url)
-    fs, root = fsspec.core.url_to_fs(url)
-    assert "Sources: texts." in fs.cat_file(f"{root}/README.md").decode()
-
-
 def test_what_others_wrote_at_a_remote_stays(store, url):
     fs, root = fsspec.core.url_to_fs(url)
     fs.makedirs(root, exist_ok=True)
@@ -136,13 +124,6 @@ def test_what_a_store_has_not_seen_is_not_pushed_over(store, url, tokenizer, rec
     assert not (tmp_path / "p").exists()
 
 
-def test_a_file_in_the_place_of_the_versions_is_no_other_process(store, tmp_path):
-    (tmp_path / "remote").mkdir()
-    (tmp_path / "remote" / "versions").write_text("mine")
-    with pytest.raises(BuildError, match=r"could not reach .*versions"):
-        push_datastore(store, f"file://{tmp_path}/remote")
-
-
 @pytest.mark.parametrize("place", ["file", "s3"])
 def test_of_two_that_push_at_once_one_is_told(store, tmp_path, place, request):
     url = f"file://{tmp_path}/remote" if place == "file" else request.getfixturevalue("bucket") + "/remote"
@@ -163,22 +144,6 @@ def test_of_two_that_push_at_once_one_is_told(store, tmp_path, place, request):
     winner = copies[versions.index(1)]
     pull_datastore(url, tmp_path / "t")
     assert contents(tmp_path / "t") == contents(winner)
-
-
-def test_a_disk_without_links_is_pulled_to(store, url, tmp_path, monkeypatch):
-    push_datastore(store, url)
-    pull_datastore(url, tmp_path / "t")
-    (tmp_path / "new.txt").write_text("a text that is new")
-    add_documents(store, str(tmp_path / "new.txt"))
-    push_datastore(store, url)
-
-    def refuse(*places):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    pull_datastore(url, tmp_path / "t")
-    verify_datastore(tmp_path / "t")
-    assert contents(tmp_path / "t") == contents(store)
 
 
 @contextmanager
@@ -227,18 +192,6 @@ def test_a_store_that_changes_while_it_is_pushed_is_told(store, url, tmp_path):
     pull_datastore(url, tmp_path / "t")
     verify_datastore(tmp_path / "t")
     assert contents(tmp_path / "t") == contents(store) and "a.txt" not in contents(store)
-
-
-@pytest.mark.parametrize("name", ["put_file", "pipe_file"])
-def test_a_place_that_is_not_there_is_told(name, store, monkeypatch):
-    """As s3fs says it of a bucket that is not there, or was deleted meanwhile."""
-
-    def nowhere(self, *arguments, **options):
-        raise FileNotFoundError("The specified bucket does not exist")
-
-    monkeypatch.setattr(type(fsspec.filesystem("memory")), name, nowhere)
-    with pytest.raises(BuildError, match=r"write to memory://nowhere.*The specified bucket"):
-        push_datastore(store, "memory://nowhere")
 
 
 def test_damage_here_and_there_does_not_travel(store, url, tmp_path):

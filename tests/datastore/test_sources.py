@@ -3,19 +3,16 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import sys
 
 import numpy as np
 import pytest
 import zstandard
 
 from retrieve_spec.datastore import fingerprint, sources
-from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.ingest import texts_of, tokenise
 from retrieve_spec.datastore.sources import Source, glob, list_files
-from retrieve_spec.datastore.store import open_datastore
 
 LIMIT = 10_000
 
@@ -51,11 +48,6 @@ def test_folder_in_order_with_filters(tokenizer, texts):
         "a.txt",
         "b.txt",
     ]
-
-
-def test_text_comes_back_from_its_ids(tokenizer, texts):
-    for result in read(tokenizer, texts):
-        assert tokenizer.decode(result.ids.tolist()) == (texts / result.row.path).read_text()
 
 
 def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
@@ -138,16 +130,6 @@ def test_parquet(tokenizer, tmp_path):
     }
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
     assert outcome(read(tokenizer, tmp_path / "bad.parquet")) == {"bad.parquet": "unreadable"}
-
-
-def test_standard_input(tokenizer, tmp_path, monkeypatch):
-    import io
-
-    monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": io.BytesIO(b"piped text")}))
-    build_datastore(tmp_path / "s", "-", tokenizer)
-    (segment,) = open_datastore(tmp_path / "s").segments
-    assert tokenizer.decode(segment.text_ids(0).tolist()) == "piped text"
-    assert segment.documents[0].path == "stdin"
 
 
 @pytest.mark.parametrize("step", [30, 64, 400])

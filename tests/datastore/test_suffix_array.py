@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import naive_index as naive
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,18 +78,6 @@ def test_successors_are_the_block_sample(tokens, pattern, max_reads):
     assert total == found[1] - found[0]
     expected = naive.successors(tokens, sa.tolist(), *found, len(pattern), max_reads)
     assert list(zip(out_tokens[:n].tolist(), out_counts[:n].tolist(), strict=True)) == expected
-
-
-def test_sample_is_fair_where_a_first_5000_would_not_be():
-    """One token, followed by 1 a hundred times and by 2 nine hundred times."""
-    tokens = [7, 1, 0] * 100 + [7, 2, 0] * 900
-    array, sa, _ = index(tokens)
-    lo, hi = sa_narrow(array, sa, 0, len(sa), 0, 7)
-    out_tokens, out_counts = np.zeros(16, np.int32), np.zeros(16, np.float64)
-    n, total = sa_successors(array, sa, lo, hi, 1, 16, out_tokens, out_counts)
-    shares = dict(zip(out_tokens[:n].tolist(), (out_counts[:n] / total).tolist(), strict=True))
-    assert shares[1] == pytest.approx(0.1, abs=64 / 1000)
-    assert shares[1] + shares[2] == 1.0
 
 
 def test_a_damaged_array_reads_nothing_outside_the_text():

@@ -6,24 +6,21 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
 import threading
 
 import pytest
 from test_build import contents
 
 from retrieve_spec.cli import run
-from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import build, entry_filter, sync
+from retrieve_spec.datastore import sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.sources import Source
-from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore, watch_folders
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError
 
 
@@ -94,33 +91,6 @@ def test_a_file_put_in_the_place_of_one_as_large_and_as_old_is_read(folder, toke
     assert "the old one" not in contents(tmp_path / "s").values()
 
 
-def test_segments_that_are_not_small_are_left_alone(folder, tokenizer, tmp_path):
-    for number in range(3 * sync.MOST_SMALL):
-        (folder / f"{number}.txt").write_text(f"text number {number} " * 4)
-    store = tmp_path / "s"
-    sync_datastore(store, [folder], tokenizer, config=StoreConfig(segment_tokens=100))
-    before = {entry.name for entry in read_manifest(store).segments}
-    assert len(before) > sync.MOST_SMALL
-    (folder / "new.txt").write_text("one more text")
-    sync_datastore(store, [folder])
-    assert before < {entry.name for entry in read_manifest(store).segments}
-
-
-def test_segments_that_a_text_was_shared_out_among_are_left_alone(folder, tokenizer, tmp_path, monkeypatch):
-    """Joined, they would be shared out again: every change would write the whole store anew."""
-    monkeypatch.setattr(build, "_PIECE", 100)
-    for number in range(90):
-        (folder / f"{number}.txt").write_text(f"{number:09}")  # with its separator ten entries
-    store = tmp_path / "s"
-    sync_datastore(store, [folder], tokenizer, config=StoreConfig(segment_tokens=1 << 20))
-    before = {entry.name for entry in read_manifest(store).segments}
-    assert len(before) == 8
-    for number in range(3):
-        (folder / f"new{number}.txt").write_text(f"{number} more")
-        sync_datastore(store, [folder])
-        assert before < {entry.name for entry in read_manifest(store).segments}
-
-
 def test_other_documents_stay(folder, tokenizer, records, tmp_path):
     store = tmp_path / "s"
     sync_datastore(store, [folder], tokenizer)
@@ -167,21 +137,6 @@ def test_records_are_what_build_takes_them_for(folder, tokenizer, tmp_path):
     verify_datastore(store)
 
 
-def test_what_may_not_enter_stays_out(folder, tokenizer, tmp_path):
-    subprocess.run(["git", "init", "-q", str(folder)], check=True)
-    (folder / ".gitignore").write_text("ignored.txt\n")
-    (folder / "ignored.txt").write_text("git ignores this")
-    (folder / ".env").write_text("PASSWORD=hunter2hunter2")
-    (folder / "x.min.js").write_text("var a")
-    os.symlink(folder / "a.txt", folder / "link.txt")
-    report = sync_datastore(tmp_path / "s", [folder], tokenizer)
-    found = contents(tmp_path / "s")
-    assert {"a.txt", "b.txt", "c.py", "sub/d.txt"} <= set(found)
-    assert {"ignored.txt", ".env", "x.min.js", "link.txt"}.isdisjoint(found)
-    assert report.skipped_by_reason.get("a secret by its name") == 1
-    assert report.skipped_by_reason.get("generated or minified") == 1
-
-
 @pytest.mark.parametrize(
     "written",
     [
@@ -202,47 +157,6 @@ def test_a_damaged_memory_of_folders_is_no_loss(folder, tokenizer, tmp_path, wri
     (folder / "new.txt").write_text("a new text")
     assert sync_datastore(store, [folder]).documents == 1
     assert contents(store) == before | {"new.txt": "a new text"}
-
-
-def test_what_other_rules_said_of_a_name_is_said_again(folder, tokenizer, tmp_path, monkeypatch):
-    (folder / "a.txt").rename(folder / "prod.env.txt")
-    with monkeypatch.context() as patch:
-        patch.setattr(sync, "RULES", "others")
-        sync_datastore(tmp_path / "s", [folder], tokenizer)
-    assert "prod.env.txt" in contents(tmp_path / "s")
-    monkeypatch.setattr(entry_filter, "secret_name", lambda name: ".env." in name)
-    sync_datastore(tmp_path / "s", [folder])
-    assert "prod.env.txt" not in contents(tmp_path / "s")
-
-
-def test_files_called_like_records_are_files(tokenizer, tmp_path):
-    folder, store = tmp_path / "f", tmp_path / "s"
-    folder.mkdir()
-    (folder / "list.jsonl").write_text('{"text": "a record"}\n')
-    (folder / "list.jsonl#1").write_text("no record")
-    sync_datastore(store, [folder], tokenizer)
-    texts = [(document.path, document.sha256) for document in open_datastore(store).documents()]
-    assert [path for path, _ in texts] == ["list.jsonl#1", "list.jsonl#1"] and len(set(texts)) == 2
-    assert sync_datastore(store, [folder]).documents == 0
-    (folder / "list.jsonl#1").unlink()
-    sync_datastore(store, [folder])
-    assert contents(store) == {"list.jsonl#1": "a record"}
-    (folder / "list.jsonl").write_text('{"text": "another record"}\n')
-    sync_datastore(store, [folder])
-    assert contents(store) == {"list.jsonl#1": "another record"}
-
-
-def test_everything_deleted_and_a_store_inside_its_folder(folder, tokenizer):
-    store = folder / "store"
-    sync_datastore(store, [folder], tokenizer)
-    assert set(contents(store)) == {"a.txt", "b.txt", "c.py", "sub/d.txt"}
-    for path in [*folder.glob("*.*"), *folder.glob("sub/*")]:
-        path.unlink()
-    sync_datastore(store, [folder])
-    assert contents(store) == {}
-    (folder / "new.txt").write_text("new text")
-    assert sync_datastore(store, [folder]).documents == 1
-    verify_datastore(store)
 
 
 def test_command(folder, tmp_path, capfd):

@@ -10,11 +10,11 @@ import subprocess
 import pytest
 
 from retrieve_spec.datastore import sync
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source, readable
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import FOLLOWED_BYTES, look, sync_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 
 ROUNDS = int(os.environ.get("RETRIEVE_SPEC_ROUNDS", "15"))
 NAMES = ["a.txt", "b.py", "c.log", "d.jsonl", ".env", "odd\udcff.txt", "a#part1"]

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_build import contents, digest
+from test_build import contents
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import edit
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents
-from retrieve_spec.datastore.search import search_datastore
+from retrieve_spec.datastore.inspection import search_datastore, verify_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.ngram import ngram_hash
 
@@ -87,22 +86,6 @@ def check_search(opened, left, query):
         assert result.count == len(starts)
         assert {token for token, _ in result.continuations} == {rest[0] for rest in starts if rest}
         assert {place.document.path for place in result.occurrences} <= set(contents(opened.path))
-
-
-def test_files_of_a_segment_stay_and_readers_keep_what_they_opened(tokenizer, texts, tmp_path):
-    store = tmp_path / "s"
-    build_datastore(store, str(texts), tokenizer)
-    before = open_datastore(store)
-    files = digest(store / "segments")
-    remove_documents(store, ["a.txt"])
-    assert digest(store / "segments") == files
-    assert search_datastore(before, "sat on the mat.").count == 3
-    assert search_datastore(open_datastore(store), "sat on the mat.").matched < 15
-    assert before.segments[0].suffix_array.flags.writeable is False
-    assert open_datastore(store).segments[0].suffix_array.flags.writeable is False
-    add_documents(store, str(texts / "a.txt"))  # no duplicate: it was removed
-    assert search_datastore(open_datastore(store), "sat on the mat.").count == 3
-    verify_datastore(store)
 
 
 def test_ranks_that_are_damaged_are_not_carried_into_new_tombstones(tokenizer, texts, tmp_path):

@@ -13,10 +13,9 @@ from test_build import contents, digest
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import build, sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.change import begin_change
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
+from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.verify import verify_datastore
 from retrieve_spec.errors import BuildError
 
 SMALL = StoreConfig(segment_tokens=200)
@@ -55,14 +54,6 @@ def test_one_process_and_four_write_the_same_bytes(tokenizer, many, tmp_path):
     assert len(contents(tmp_path / "s1")) == 27
 
 
-def test_a_limit_of_tokens_reads_no_more_than_it_needs(tokenizer, many, tmp_path, monkeypatch):
-    read, numbers = build.read_shard, []
-    monkeypatch.setattr(build, "read_shard", lambda job, given: numbers.append(given[0]) or read(job, given))
-    report = build_datastore(tmp_path / "s", str(many), tokenizer, workers=1, max_tokens=200)
-    assert 100 < report.tokens <= 200
-    assert numbers == list(range(4))
-
-
 def die(job, given):
     os._exit(1)
 
@@ -74,17 +65,6 @@ def test_a_worker_that_dies_is_told(many, tmp_path, monkeypatch):
         with pytest.raises(BuildError, match=r"a worker process ended.*fewer processes"):
             build_datastore(tmp_path / "s", str(many), byte_tokenizer(), workers=2)
     assert build_datastore(tmp_path / "s", str(many), byte_tokenizer()).documents == 27
-
-
-@pytest.mark.slow
-def test_errors_of_workers_are_those_of_the_library(many, tmp_path, monkeypatch):
-    def begin(work, *given, **named):
-        next(work.store.glob("tokenizer-*.json")).write_text("{}")
-        return begin_change(work, *given, **named)
-
-    monkeypatch.setattr(build, "begin_change", begin)
-    with pytest.raises(BuildError, match=r"tokenizer\.json"):
-        build_datastore(tmp_path / "s", str(many), byte_tokenizer(), workers=2)
 
 
 def build_slowly(store, source):

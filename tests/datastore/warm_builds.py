@@ -16,7 +16,7 @@ from dense_models import save_model
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents
-from retrieve_spec.datastore.verify import verify_datastore
+from retrieve_spec.datastore.inspection import verify_datastore
 
 
 def _build() -> None:

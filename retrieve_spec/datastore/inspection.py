@@ -1,0 +1,445 @@
+"""Looking at stores: whether every byte is as it was built, where a text stands, and a database of the documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.change import progress_bar
+from retrieve_spec.datastore.dense import DenseIndex, check_model, continuation
+from retrieve_spec.datastore.files import FileEntry, check_content
+from retrieve_spec.datastore.manifest import (
+    CATALOG,
+    SEGMENTS,
+    SKIPPED,
+    Manifest,
+    SegmentEntry,
+    config_of,
+    content_name,
+    files_of,
+    read_manifest,
+)
+from retrieve_spec.datastore.remote import explain_remote_errors, is_address, read_remote
+from retrieve_spec.datastore.segment import (
+    DOCUMENTS,
+    RANKS,
+    SUFFIX,
+    Document,
+    Segment,
+    document_tokens,
+    find_ranks,
+    hidden_of,
+    index_text,
+    local_ids,
+    open_segment,
+    tombstones_of,
+)
+from retrieve_spec.datastore.sources import readable
+from retrieve_spec.datastore.store import Datastore, open_datastore
+from retrieve_spec.errors import BuildError, PromptError, StoreCorruptError, StoreError
+from retrieve_spec.kernels.suffix_array import sa_longest, sa_successors
+
+_ATTEMPTS = 5
+_SLOTS, _GRAMS = f"ngram_slots{SUFFIX}", f"grams{SUFFIX}"
+
+
+def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) -> dict[str, Any]:
+    """Check a datastore completely: checksums, and whether the arrays belong together.
+
+    Parameters
+    ----------
+    path
+        Folder of the store; of the address of a remote, the checksums of all files there are compared.
+    progress
+        Show a bar on standard error.
+
+    Returns
+    -------
+    dict
+        ``segments``, ``documents``, ``tokens``, ``files`` and ``bytes`` that were checked.
+
+    Raises
+    ------
+    StoreCorruptError
+        Naming the first file or rule that does not hold.
+    StoreNotFoundError, StoreIncompleteError, StoreVersionError
+        As `open_datastore`.
+    """
+    if isinstance(path, str) and is_address(path):
+        remote, _, manifest = read_remote(path)
+        files = list(files_of(manifest))
+        checked = _checked(manifest, files)
+        with progress_bar("verifying", checked["bytes"], "B", progress) as advance, explain_remote_errors(path):
+            for place, file in files:
+                for block in remote.blocks(place, file):
+                    advance(len(block))
+        return checked
+    for _ in range(_ATTEMPTS):
+        store = open_datastore(path)
+        try:
+            return _verify(store, progress)
+        except (StoreCorruptError, FileNotFoundError):
+            # A change may have taken files away since the store was opened: then the new state is what counts.
+            if read_manifest(store.path).generation == store.manifest.generation:
+                raise
+    raise StoreCorruptError(f"to verify {path}", "another process is changing it", "Verify it when that is done.")
+
+
+def _checked(manifest: Manifest, files: list[tuple[str, FileEntry]]) -> dict[str, Any]:
+    counts = {"segments": len(manifest.segments), "documents": manifest.documents, "tokens": manifest.tokens}
+    return {**counts, "files": len(files), "bytes": sum(entry.bytes for _, entry in files)}
+
+
+def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
+    manifest = store.manifest
+    files = list(files_of(manifest))
+    listed = (event["listed"] for event in manifest.history if "listed" in event)
+    files += [(f"{SKIPPED}/{one['name']}", FileEntry(one["bytes"], one["sha256"])) for one in listed]
+    checked = _checked(manifest, files)
+    with progress_bar("checksums", checked["bytes"], "B", progress) as advance:
+        for place, entry in files:
+            check_content(store.path / place, entry)
+            advance(entry.bytes)
+    for part in manifest.segments:
+        segment = open_segment(store.path / SEGMENTS / part.name, part, manifest.vocabulary, manifest.dense)
+        _require(content_name(part.files) == part.name, segment, "the name of its content")
+        _check_text(segment, part, config_of(manifest))
+        segment.documents.check()
+        _check_tombstones(store.path, segment, part)
+        if segment.dense is not None:
+            _check_dense(segment, segment.dense)
+    return checked
+
+
+def _require(holds: Any, segment: Segment, rule: str) -> None:
+    if not holds:
+        raise StoreCorruptError(f"{rule} in segment {segment.name}", "something else")
+
+
+def _rising(array: NDArray[Any]) -> bool:
+    return bool((array[1:] > array[:-1]).all())
+
+
+def _check_text(segment: Segment, entry: SegmentEntry, config: StoreConfig) -> None:
+    """Documents and vocabulary; where the text is kept, that indexing it makes the arrays that there are."""
+    starts, ids = segment.document_starts, segment.to_global
+    _require(starts[0] == 0 and (np.diff(starts.astype(np.int64)) > 1).all(), segment, "rising document starts")
+    _require(ids[0] == 0 and _rising(ids[1:]), segment, "rising token ids")
+    if not len(segment.tokens):
+        return
+    _require(starts[-1] == len(segment.tokens), segment, "documents of its text")
+    tokens, used = local_ids(segment.ids_of(segment.tokens), starts)
+    _require(np.array_equal(used, ids), segment, "the vocabulary of its text")
+    made = {name + SUFFIX: array for name, array in index_text(tokens, ids, replace(config, index="both")).items()}
+    known = entry.files.keys() & made.keys()
+    _require({f"suffix_array{SUFFIX}", f"top{SUFFIX}"} <= known, segment, "an exact index of its text")
+    if _SLOTS in known and (_GRAMS not in known or made[_SLOTS].nbytes != entry.files[_SLOTS].bytes):
+        # A table of an earlier release, or of other settings, which `add_documents` may have been given.
+        known = {name for name in known if not name.startswith("ngram_")}
+    for name in sorted(known):
+        digest = hashlib.sha256(np.ascontiguousarray(made[name]).data).hexdigest()
+        _require(digest == entry.files[name].sha256, segment, f"{name} as its text makes it")
+
+
+def _check_dense(segment: Segment, dense: DenseIndex) -> None:
+    """Keys of tokens that something follows, each once, and a transform and an index that answer."""
+    positions, tokens = dense.positions.astype(np.int64), np.asarray(segment.tokens)
+    inside = len(positions) > 0 and int(positions[-1]) < len(tokens) - 1 and _rising(positions)
+    _require(inside, segment, "dense keys of different positions in the text")
+    _require((tokens[positions] != 0).all() and (tokens[positions + 1] != 0).all(), segment, "dense keys of tokens")
+    similarity, _ = dense.search(dense.transform.mean[None] + dense.transform.scale[None], 1)
+    _require(np.isfinite(similarity).all(), segment, "finite similarities of dense keys")
+
+
+def _check_tombstones(store: Path, segment: Segment, entry: SegmentEntry) -> None:
+    """What counts as removed: documents of the segment, exactly their suffixes, and the counts of what is left."""
+    found = tombstones_of(store, entry)
+    starts, documents = segment.document_starts, len(segment.documents)
+    _require(all(map(_rising, found.values())), segment, "rising tombstones")
+    hidden = hidden_of(found, documents, entry.name)
+    _require(entry.documents == documents - len(hidden), segment, f"{entry.documents:,} documents that are left")
+    left = int(starts[-1]) - documents - document_tokens(starts, hidden)
+    _require(entry.tokens == left, segment, f"{entry.tokens:,} tokens that are left")
+    ranks = np.empty(0, np.uint32)
+    if len(found[DOCUMENTS]) and len(segment.tokens):
+        ranks = find_ranks(segment.suffix_array, starts, found[DOCUMENTS].tolist())
+    _require(np.array_equal(ranks, found[RANKS]), segment, "the ranks of removed suffixes")
+
+
+MAX_READS = 1024
+SPAN = 16
+"""Tokens of a continuation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One place of a store.
+
+    Attributes
+    ----------
+    segment, position
+        Index of the segment, and the token there: the first of a match, or the one whose key is similar.
+    document, continuation
+        The document, and what follows the match or the token.
+    similarity
+        Cosine of the keys; 1 for a match.
+    """
+
+    segment: int
+    position: int
+    document: Document
+    continuation: str
+    similarity: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a store knows about a text.
+
+    Attributes
+    ----------
+    tokens
+        Tokens of the text.
+    matched
+        Tokens at its end that occur in the store, as many as possible.
+    text
+        The matched end of the text.
+    count
+        How often it occurs (drafting documents only).
+    continuations
+        ``(token as text, count)``, most frequent first; estimated from a sample where there are many.
+    occurrences
+        Places, spread evenly over the matches.
+    """
+
+    tokens: int
+    matched: int
+    text: str
+    count: int
+    continuations: tuple[tuple[str, float], ...]
+    occurrences: tuple[Place, ...]
+
+
+def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int = SPAN) -> SearchResult:
+    """Find the longest end of a text that occurs in a store.
+
+    Parameters
+    ----------
+    store
+        An open store that keeps its text.
+    text
+        What to look for; encoded with the store's tokenizer.
+    limit
+        Continuations and occurrences to return at most.
+    span
+        Tokens of each occurrence's continuation.
+
+    Returns
+    -------
+    SearchResult
+        With ``matched == 0`` when not even the last token occurs.
+    """
+    ids, decode = np.array(store.tokenizer.encode(text, add_special_tokens=False).ids, np.int64), store.tokenizer.decode
+    found = [_longest(segment, ids) for segment in store.segments]
+    matched = max((depth for _, _, depth in found), default=0)
+    if matched == 0:
+        return SearchResult(len(ids), 0, "", 0, (), ())
+    parts = [(i, store.segments[i], lo, hi) for i, (lo, hi, depth) in enumerate(found) if depth == matched]
+    # Suffixes that stand for themselves, not for a removed one.
+    count = sum(hi - lo - int(np.diff(np.searchsorted(part.hidden, [lo, hi]))[0]) for _, part, lo, hi in parts)
+    counts: Counter[int] = Counter()
+    places = []
+    tokens, often = np.empty(MAX_READS, np.int64), np.empty(MAX_READS, np.float64)
+    for i, segment, lo, hi in parts:
+        sa = segment.suffix_array
+        n, _ = sa_successors(segment.tokens, sa, lo, hi, matched, MAX_READS, tokens, often)
+        counts.update(dict(zip(segment.ids_of(tokens[:n]).tolist(), often[:n].tolist(), strict=True)))
+        share = max(1, round(limit * (hi - lo) / max(count, 1)))
+        shown = sa[np.linspace(lo, hi - 1, min(share, hi - lo)).astype(np.int64)]
+        for at in shown[np.sort(np.unique(shown, return_index=True)[1])].tolist():
+            places.append(_place(store, i, at, at + matched - 1, span))
+    best = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
+    return SearchResult(
+        len(ids),
+        matched,
+        decode(ids[len(ids) - matched :].tolist(), skip_special_tokens=False),
+        count,
+        tuple((decode([token], skip_special_tokens=False), n) for token, n in best),
+        tuple(places[:limit]),
+    )
+
+
+def _longest(segment: Segment, ids: NDArray[np.int64]) -> tuple[int, int, int]:
+    if not len(segment.suffix_array):
+        return 0, 0, 0
+    recent = segment.localise(ids)
+    lo, hi, depth = sa_longest(
+        segment.tokens, segment.suffix_array, segment.top, segment.bits, recent, len(recent), len(recent)
+    )
+    return int(lo), int(hi), int(depth)
+
+
+def _place(store: Datastore, index: int, position: int, last: int, span: int, similarity: float = 1.0) -> Place:
+    """A position of a segment, and what follows the last token of the match there."""
+    segment = store.segments[index]
+    try:
+        document = store.document_at(index, position)
+    except IndexError as error:
+        raise StoreCorruptError(
+            f"positions in documents in the suffix array of segment {segment.name}", str(error)
+        ) from None
+    following = store.tokenizer.decode(continuation(segment, last, span).tolist(), skip_special_tokens=False)
+    return Place(index, position, document, following, similarity)
+
+
+def search_dense(store: Datastore, text: str, *, model: Any = None, limit: int = 10) -> tuple[Place, ...]:
+    """Find the places of a store that are most like the end of a text to the model of its dense indexes.
+
+    Parameters
+    ----------
+    store
+        An open store with dense indexes.
+    text
+        What to look for.
+    model
+        Name of the model, or a model at hand; by default the one the manifest names.
+    limit
+        Neighbours to return at most.
+
+    Returns
+    -------
+    tuple of Place
+        Most similar first.
+
+    Raises
+    ------
+    BuildError
+        When the store has no dense index.
+    ModelMismatchError
+        When its dense indexes were built with another model.
+    PromptError
+        When the text has no tokens.
+    """
+    from retrieve_spec.datastore.dense_build import HiddenStates, prefix_of  # imports torch
+    from retrieve_spec.reference_model import load_model
+
+    record = store.manifest.dense
+    if record is None or not store.dense:
+        raise BuildError(
+            "a store with dense indexes", f"{store.path}, which has none", "Build it with `--dense MODEL`."
+        )
+    ids = np.array(store.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    if not len(ids):
+        raise PromptError("a text to search for", "an empty one", "Give some text.")
+    name = record.model if model is None else model
+    loaded = load_model(name)[0] if isinstance(name, str) else name
+    check_model(record, loaded, name if isinstance(name, str) else "")
+    encoder = HiddenStates(loaded, record.layer, prefix_of(store.tokenizer, loaded))
+    hidden = encoder([ids[-encoder.window(len(ids) + len(encoder.prefix)) :]])[0][-1:]
+    found = []
+    for number, index in store.dense:
+        similarity, positions = index.search(hidden, limit)
+        found += [(-float(s), number, int(p)) for s, p in zip(similarity[0], positions[0], strict=True) if p >= 0]
+    return tuple(_place(store, number, at, at, SPAN, -negated) for negated, number, at in sorted(found)[:limit])
+
+
+_COLUMNS = {
+    "id": int,
+    "segment": str,
+    "number": int,
+    "path": str,
+    "licence": str,
+    "source": str,
+    "sha256": str,
+    "start": int,
+    "tokens": int,
+    "added_at": str,
+    "removed": int,
+}
+_NOT_NULL = {"segment", "number", "path", "start", "tokens", "removed"}
+
+
+def write_catalog(path: str | os.PathLike[str]) -> Path:
+    """Make the catalogue of a datastore: an SQLite database of its documents that a person can open.
+
+    It is a view and never the truth: nothing that drafts reads it, and it can be deleted at any time.
+
+    Parameters
+    ----------
+    path
+        Folder of the store.
+
+    Returns
+    -------
+    Path
+        ``catalog.sqlite`` in the store, in place of an older one: table `documents` with full-text search over paths,
+        table `skipped` of what recent changes left out, and table `store`.
+
+    Raises
+    ------
+    StoreError
+        As `open_datastore`.
+    BuildError
+        When the database cannot be written; nothing is left of it then.
+    """
+    store = open_datastore(path)
+    target = store.path / CATALOG
+    written = target.with_name(target.name + ".tmp")
+    try:
+        written.unlink(missing_ok=True)
+        with closing(sqlite3.connect(written)) as connection:
+            documents = list_documents(connection, (d for segment in store.segments for d in segment.documents))
+            documents.create_index(["segment", "number"], unique=True)
+            documents.create_index(["sha256"])
+            documents.enable_fts(["path"])
+            skipped = documents.db.table("skipped")
+            skipped.create({"generation": int, "path": str, "source": str, "reason": str}).insert_all(_skipped(store))
+            manifest = store.manifest
+            documents.db.table("store").insert({"generation": manifest.generation, "content": manifest.content})
+        for suffix in ("-journal", "-wal", "-shm"):
+            target.with_name(target.name + suffix).unlink(missing_ok=True)
+        os.replace(written, target)
+    except StoreError:  # of the store itself
+        raise
+    except (sqlite3.DatabaseError, OSError) as error:
+        with suppress(OSError):
+            written.unlink(missing_ok=True)
+        remedy = "Check permissions and free space, or copy the store to where you may write."
+        raise BuildError(f"to write {target}", str(error), remedy) from error
+    return target
+
+
+def list_documents(connection: sqlite3.Connection, documents: Iterable[Document]) -> Any:
+    """Make the table `documents` in a database, as sqlite-utils has tables."""
+    from sqlite_utils import Database  # takes longer to import than a change of a store to make
+
+    table = Database(connection).table("documents")
+    table.create(_COLUMNS, pk="id", not_null=_NOT_NULL)
+    return table.insert_all({n: _cell(getattr(d, n)) for n in _COLUMNS if n != "id"} for d in documents)
+
+
+def _cell(value: Any) -> Any:
+    return readable(value) if isinstance(value, str) else int(value)
+
+
+def _skipped(store: Datastore) -> Iterator[dict[str, Any]]:
+    """Rows of what the changes of the history left out."""
+    for event in store.manifest.history:
+        if "listed" in event:
+            path = store.path / SKIPPED / event["listed"]["name"]
+            check_content(path, FileEntry(event["listed"]["bytes"], event["listed"]["sha256"]))
+            for row in json.loads(path.read_bytes()):
+                values = (event["generation"], *map(readable, row))
+                yield dict(zip(("generation", "path", "source", "reason"), values, strict=True))
