@@ -3,7 +3,7 @@
     python scripts/bench_datastore.py --text FOLDER [--tokens 20e6] [--workers 1 2]
 
 The text is the Python source below FOLDER. Every command runs in a process of its own, whose start is included; of
-changes the median of five counts.
+changes the median of five counts. What drafting from a store takes is measured by `bench_drafting.py --store`.
 """
 
 from __future__ import annotations

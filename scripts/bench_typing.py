@@ -8,6 +8,10 @@ answers, to count the requests that newer keystrokes replaced.
 
     python scripts/bench_typing.py --package uvicorn --sessions 4
 
+With ``--together`` all sessions are typed at once while others talk.
+
+    python scripts/bench_typing.py --together --sessions 8 --chats 2
+
 `--weights int8` lets the servers multiply by weights of another format than they are stored in.
 """
 
@@ -25,11 +29,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,15 +168,74 @@ def ask(server: Server, body: dict[str, Any], outcome: Outcome, client: str = "b
     return text
 
 
-def type_live(server: Server, session: list[Key], fields: dict[str, Any], outcome: Outcome, client: str) -> None:
-    """Type a session with its real gaps, nobody waiting for answers."""
+def type_live(
+    server: Server, session: list[Key], fields: dict[str, Any], outcome: Outcome, client: str, every: bool = False
+) -> None:
+    """Type a session with its real gaps, nobody waiting for answers: `every` key asks, or those not explained."""
+    shown = ("\0", "")
+
+    def press(body: dict[str, Any]) -> None:
+        nonlocal shown
+        if text := ask(server, {**body, **fields}, outcome, client):
+            shown = (body["input_prefix"] + body["prompt"], text)
+
     with ThreadPoolExecutor(len(session)) as pool:
         asked = []
         for key in session:
-            asked.append(pool.submit(ask, server, {**key.body, **fields}, outcome, client))
+            if not every and explained(key.body, shown):
+                outcome.ends["explained"] += 1
+            else:
+                asked.append(pool.submit(press, key.body))
             time.sleep(key.gap_s)
     for answer in asked:
         answer.result()
+
+
+def type_together(server: Server, sessions: list[list[Key]], talks: list[str], fields: dict[str, Any]) -> list[Outcome]:
+    """Let all type with their real gaps while others talk; what each typist saw."""
+    outcomes = [Outcome() for _ in sessions]
+    over = threading.Event()
+
+    def type_one(number: int) -> None:
+        time.sleep(0.03 * number)
+        type_live(server, sessions[number], fields, outcomes[number], f"typist {number}")
+
+    def talk(number: int) -> None:
+        message = {"role": "user", "content": f"# {number}\n{talks[number]}"}
+        body = json.dumps({"messages": [message], "max_tokens": 400, "stream": True})
+        while not over.is_set():
+            connection = server.connect()
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            for _ in connection.getresponse():
+                if over.is_set():
+                    break
+            connection.close()
+
+    for number, session in enumerate(sessions):
+        ask(server, {**session[0].body, "n_predict": 0}, Outcome(), f"typist {number}")  # as editors read ahead
+    with ThreadPoolExecutor(len(talks) + len(sessions)) as pool:
+        talkers = [pool.submit(talk, number) for number in range(len(talks))]
+        typists = [pool.submit(type_one, number) for number in range(len(sessions))]
+        wait(typists)
+        over.set()
+    for thread in [*talkers, *typists]:
+        thread.result()
+    return outcomes
+
+
+def typed_at_once(chats: int, folder: Path, serve: list[str], sessions: list[list[Key]]) -> dict[str, Any]:
+    """What those who type at once see, with drafting and without."""
+    talks = [sessions[0][0].body["input_prefix"][-6000:]] * chats
+    report: dict[str, Any] = {}
+    for name in ("drafting", "drafting off"):
+        with closing(Server(folder / name.replace(" ", "-"), serve)) as server:
+            time.sleep(5)  # the stores are attached
+            type_together(server, [sessions[0][:2]], talks[:1], VARIANTS[name])  # kernels
+            outcomes = type_together(server, sessions, talks, VARIANTS[name])
+        ends = sum((each.ends for each in outcomes), Counter[str]())
+        visible = [statistics.mean(each.visible[250] or [0]) for each in outcomes]
+        report[name] = {**summary(outcomes), "ends": dict(ends), "visible_at_250_ms_by_client": visible}
+    return report
 
 
 def explained(body: dict[str, Any], shown: tuple[str, str]) -> bool:
@@ -221,6 +285,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for path in chosen:
             path.unlink()  # what is typed is not in the workspace
         serve = ["--workspace", str(workspace), *(["--quantize", options.weights] if options.weights else [])]
+        if options.together:
+            return typed_at_once(options.chats, folder, serve, sessions)
         setup = {"package": options.package, "files": [path.name for path in chosen], "model": "reference"}
         return {**typed_in_turn(folder, serve, sessions), "setup": setup}
 
@@ -250,7 +316,7 @@ def typed_in_turn(folder: Path, serve: list[str], sessions: list[list[Key]]) -> 
                     shown = (key.body["input_prefix"] + key.body["prompt"], max(texts, key=len))
         for session in sessions[:REAL_GAPS]:
             for name, server in servers.items():
-                type_live(server, session, VARIANTS[name], typed[name], name)
+                type_live(server, session, VARIANTS[name], typed[name], name, every=True)
     # A request counts as looping when the longest of its answers loops, whatever each variant had time for.
     loops = [any(flags) for flags in zip(*(outcome.loops for outcome in results.values()), strict=True)]
     return {
@@ -277,7 +343,7 @@ def visible_ratio(results: dict[str, Outcome], left_out: list[bool]) -> dict[str
 
 def main() -> None:
     """Measure and print."""
-    harness.run(measure, __doc__, package="uvicorn", sessions=4, keys=20, weights="")
+    harness.run(measure, __doc__, package="uvicorn", sessions=4, keys=20, weights="", together=False, chats=2)
 
 
 if __name__ == "__main__":
