@@ -108,7 +108,7 @@ lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/codespell retrieve_spec scripts tools docs *.md
+	$(BIN)/codespell retrieve_spec scripts tools docs datastores *.md
 	$(BIN)/python scripts/generate_docs.py --check
 
 ## make fmt         format the code and fix what ruff can fix

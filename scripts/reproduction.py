@@ -42,9 +42,9 @@ FILES = {
 
 
 STORES = {
-    "stdlib": ("--recipe python-stdlib --tokenizer reference", 0, 200_000),
-    "packages": ("--recipe installed-packages {unseen} --tokenizer reference", 0, 200_000),
-    "dense": ("--recipe python-stdlib --dense reference --tokenizer reference", 500_000, 20_000),
+    "stdlib": ("--recipe datastores/python-stdlib.toml --tokenizer reference", 0, 200_000),
+    "packages": ("--recipe datastores/installed-packages.toml {unseen} --tokenizer reference", 0, 200_000),
+    "dense": ("--recipe datastores/python-stdlib.toml --dense reference --tokenizer reference", 500_000, 20_000),
     "other_answers": ("{arena} --field output --tokenizer {spec_bench_tokenizer}", 0, 0),
 }
 """What stores are built of, and their tokens at most, also in a trial (0: all)."""

@@ -292,9 +292,19 @@ class Recipe:
 
 
 def recipe_file(name: str | os.PathLike[str]) -> Path:
-    """The file that a recipe's path or name stands for: one that is there, else one that comes with the library."""
-    given, own = Path(name), Path(__file__).with_name("recipes") / f"{name}.toml"
-    return own if own.is_file() and not given.is_file() else given
+    """The file that a recipe's path or name stands for: one that is there, else one that came with the library."""
+    given = Path(name)
+    if given.is_file() or given.suffix or len(given.parts) > 1:
+        return given
+    beside = Path(__file__).resolve().parents[2] / "datastores" / f"{given}.toml"
+    if beside.exists():  # in a checkout
+        return beside
+    try:
+        installed = metadata.files("retrieve-spec") or []
+    except metadata.PackageNotFoundError:
+        installed = []
+    found = (Path(str(file.locate())) for file in installed if file.parts[-2:] == ("recipes", beside.name))
+    return next(found, given)
 
 
 def load_recipe(

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+import retrieve_spec
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.sources import licence_of, list_files, load_recipe
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import BuildError
 
+RECIPES = Path(retrieve_spec.__file__).parents[1] / "datastores"
+
 
 def test_standard_library(tmp_path):
-    recipe = load_recipe("python-stdlib")
+    recipe = load_recipe(RECIPES / "python-stdlib.toml")
     paths = {file.path for file in list_files(recipe.sources)}
     assert {"json/decoder.py", "os.py"} <= paths
     assert not any("/test/" in path or path.startswith("site-packages") for path in paths)
@@ -23,12 +27,12 @@ def test_standard_library(tmp_path):
 
 
 def test_installed_packages_carry_their_names_and_licences():
-    recipe = load_recipe("installed-packages", exclude=["click/**", "**/typing_extensions.py"])
+    recipe = load_recipe(RECIPES / "installed-packages.toml", exclude=["click/**", "**/typing_extensions.py"])
     licences = {file.path: recipe.sources[file.source].licence for file in list_files(recipe.sources) if not file.skip}
     assert "MIT" in licences["_pytest/main.py"]
     assert "numpy/ma/core.py" in licences
     assert not any(path.startswith("click/") or "typing_extensions" in path for path in licences)
-    again = load_recipe("installed-packages", include=["click/**"])
+    again = load_recipe(RECIPES / "installed-packages.toml", include=["click/**"])
     assert [s.path for s in again.sources] == [s.path for s in recipe.sources]
     assert {file.path.split("/")[0] for file in list_files(again.sources) if not file.skip} == {"click"}
 
@@ -46,7 +50,7 @@ def test_namespace_folders_belong_to_several_distributions(monkeypatch, tmp_path
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text(f"name = {file!r}")
     monkeypatch.setattr(metadata, "distributions", lambda: metadata.Distribution.discover(path=[str(tmp_path)]))
-    recipe = load_recipe("installed-packages")
+    recipe = load_recipe(RECIPES / "installed-packages.toml")
     assert {file.path: recipe.sources[file.source].licence for file in list_files(recipe.sources)} == {
         "shared/one/__init__.py": "MIT",
         "shared/one/deep/a.py": "MIT",
