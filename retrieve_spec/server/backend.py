@@ -28,8 +28,14 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import using
 from retrieve_spec.errors import ServeError
 from retrieve_spec.generation.streams import generate_stream, open_sequence
-from retrieve_spec.server.logprobs import TokenLogProb, TopLogProbSampler
-from retrieve_spec.server.sampling import Beginnings, Grammars, PenaltyProcessor, Sampling
+from retrieve_spec.server.sampling import (
+    Beginnings,
+    Grammars,
+    PenaltyProcessor,
+    Sampling,
+    TokenLogProb,
+    TopLogProbSampler,
+)
 
 _MEASURED = 256
 _PIECE = 20

@@ -14,8 +14,7 @@ import numpy as np
 
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.server.backend import Backend, DraftHints, Slot, SlotPool
-from retrieve_spec.server.logprobs import TokenLogProb
-from retrieve_spec.server.sampling import Sampling
+from retrieve_spec.server.sampling import Sampling, TokenLogProb
 from retrieve_spec.server.text import StopRules, StopScanner, StopType, TextCodec
 
 Outcome = Literal["done", "superseded", "cancelled", "failed"]

@@ -19,7 +19,6 @@ from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.guard import Metrics, Refusal
 from retrieve_spec.server.jobs import Completion, Task
-from retrieve_spec.server.logprobs import LogProbWriter
 from retrieve_spec.server.lookups import Definitions, Provenance
 from retrieve_spec.server.memory import Memory
 from retrieve_spec.server.prompts import (
@@ -32,7 +31,7 @@ from retrieve_spec.server.prompts import (
     unknown_format,
 )
 from retrieve_spec.server.queueing import RequestQueue
-from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, Sampling
+from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, LogProbWriter, Sampling
 from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest, OpenAIOptions
 from retrieve_spec.server.text import StopRules, TextCodec
 from retrieve_spec.server.tools import HERMES, CallParser, ToolFormat, find_tool_format
@@ -194,8 +193,16 @@ class Service:
             open_session=None if self._drafters is None else partial(self._drafters.sessions.of, scope),
         )
 
+    def start(self) -> None:
+        """Begin to answer, and to read the workspace."""
+        self.queue.start()
+        if self.workspace is not None:
+            self.workspace.start()
+
     def close(self) -> None:
-        """End the queue; what it answered is kept for later, where it is to be."""
+        """End the workspace and the queue; what was answered is kept for later, where it is to be."""
+        if self.workspace is not None:
+            self.workspace.close()
         self.queue.close()
         if self._drafters is not None:
             self._drafters.keep(at_once=True)
@@ -208,6 +215,27 @@ class Service:
             while len(self._memories) > _USERS:
                 self._memories.popitem(last=False)
             return memory
+
+    @property
+    def family(self) -> str | None:
+        """How the model spells fill-in-the-middle, None where it cannot."""
+        return self.fim.fmt.family if self.fim else None
+
+    def meta(self) -> dict[str, Any]:
+        """What lists of models say of this one."""
+        return {"n_ctx": self.backend.n_ctx, "n_vocab": self.backend_vocabulary, "fim": self.family}
+
+    def state(self) -> dict[str, Any]:
+        """What is served, and what it drafts from."""
+        body = {
+            "status": "ok",
+            "model": self.name,
+            "fim": self.family,
+            "n_ctx": self.backend.n_ctx,
+            "queue": self.queue.queue_length,
+            **({} if self.fim else {"fim_missing": self.no_fim()}),
+        }
+        return body if self.workspace is None else {**body, "workspace": self.workspace.state()}
 
     def kept(self, scope: str) -> dict[str, Any]:
         """What there is to forget of one user, and of the workspace where it is theirs alone."""

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.entry_filter import EntryFilter
@@ -198,6 +198,21 @@ class Workspace:
         self.indexed.set()
         if self.follower is not None:
             self.follower.forget()
+
+    def state(self) -> dict[str, Any]:
+        """How far it is read and followed, for everybody to see: nothing in it names files."""
+        indexed = self.indexed.is_set()
+        body: dict[str, Any] = {
+            "indexed": indexed and not (self.forgotten or self.trouble),
+            "files": len(self.texts),
+            **({} if indexed else {"read": self.read[0], "of": self.read[1]}),
+            "left_out": dict(self.left_out),
+            **({"forgotten": True} if self.forgotten else {}),
+        }
+        if self.trouble:
+            kind = self.trouble.partition(":")[0]
+            body["trouble"] = f"{kind}: it is not followed for now; the server's log says more"
+        return body
 
     def lines(self, piece: str, limit: int) -> list[tuple[Path, int, str]]:
         """Files and lines where a piece of a line stands: path, line number from 1, the whole line."""

@@ -10,6 +10,7 @@ import uvicorn
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.app import create_app
+from retrieve_spec.server.models import Models
 from retrieve_spec.server.run import listen, server_settings
 from retrieve_spec.server.service import Service
 
@@ -21,7 +22,7 @@ class Live:
         self.service = service or Service(
             backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done, shared=bool(keys)
         )
-        self.app = app = app or create_app(self.service, keys=keys)
+        self.app = app = app or create_app(Models.of(self.service), keys=keys)
         listener = listen("127.0.0.1", port)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -30,10 +31,10 @@ class Live:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
         limit = time.monotonic() + 60
-        while not self._server.started:
+        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        while not self._server.started or self.client.get("/health").status_code == 503:
             assert time.monotonic() < limit
             time.sleep(0.005)
-        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
 
     def _on_done(self, task, done):
         self.done.append((task, done))

@@ -77,9 +77,7 @@ class Taking:
 
     def submit(self, task: Any, sink: Any) -> Any:
         if len(self.taken) == self._most:
-            from retrieve_spec.server.queueing import QueueFullError
-
-            raise QueueFullError("room", "none", "Wait.")
+            raise Refusal(503, "there is no room")
         self.taken.append(task)
         return lambda: self.given_up.append(task)
 

@@ -13,8 +13,9 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
+from retrieve_spec.server.app import create_app
 from retrieve_spec.server.guard import Metrics
-from retrieve_spec.server.models import Model, Models, bytes_on_disk, create_front, named
+from retrieve_spec.server.models import Model, Models, bytes_on_disk, named
 from retrieve_spec.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -36,10 +37,9 @@ class Several:
             backend = ScriptedBackend(lambda prompt: [*codec.encode(f"I am {name}"), 0], run=1)
             return Service(backend, tokenizer, name, config, shared=bool(keys), metrics=metrics)
 
-        self.models = Models({name: Model(lambda name=name: load(name), 10) for name in names}, keys=keys, **options)
-        first = load("a")
-        front = create_front(self.models, first, config, keys=keys)
-        self.server = live(first.backend, service=first, app=front)
+        models = {name: Model(lambda name=name: load(name), 10) for name in names}
+        self.models = Models(models, config, metrics, **options)
+        self.server = live(None, service="its models'", app=create_app(self.models, keys=keys))
 
     def ask(self, name, **fields):
         return self.server.post("/v1/chat/completions", {"model": name, "messages": HELLO, **fields})
@@ -105,7 +105,6 @@ def test_what_is_no_request_is_400(several, body):
 def test_what_was_used_longest_ago_is_given_up(several):
     s = several(most_bytes=20)
     gone = weakref.ref(s.backend("a"))
-    s.server.backend = s.server.service = None
     for name in "bac":
         s.said(name)
     assert s.states == {"a": "loaded", "b": "unloaded", "c": "loaded"}
@@ -160,7 +159,7 @@ def test_a_request_under_way_keeps_its_model(several):
 
 
 def test_who_waits_for_a_model_is_answered_and_only_so_many_may_wait(several):
-    s = several(most_waiting=3)
+    s = several(config=ServeConfig(max_queue=3))
     s.gate = threading.Semaphore(0)
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(s.said, "b") for _ in range(3)]

@@ -9,8 +9,9 @@ from scripted import Collector, ScriptedBackend, ScriptedText
 from waiting import wait_for
 
 from retrieve_spec.server.backend import DraftHints, SlotPool
+from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Delta, Task, same_document
-from retrieve_spec.server.queueing import QueueClosedError, QueueFullError, RequestQueue
+from retrieve_spec.server.queueing import RequestQueue
 from retrieve_spec.server.sampling import Sampling
 from retrieve_spec.server.text import StopRules
 
@@ -277,9 +278,9 @@ def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, backend):
     ahead = ask(engine, [530], warm=True)
     ask(engine, [540])
     assert ahead.result().outcome == "superseded"
-    with pytest.raises(QueueFullError, match="Try again"):
+    with pytest.raises(Refusal, match="Try again"):
         ask(engine, [550])  # nobody's keystroke goes for somebody else's
-    with pytest.raises(QueueFullError, match="Try again"):
+    with pytest.raises(Refusal, match="Try again"):
         ask(engine, [555], client="c", document="import io\nio")
     new = ask(engine, [560], client="a", document="class A:\n    x")
     assert old.result().outcome == "superseded"
@@ -291,7 +292,7 @@ def test_no_user_fills_the_queue(backend, codec):
     engine = RequestQueue(backend, codec, max_queue=4, share=2)
     for number in range(2):
         engine.submit(Task((500 + number,), RULES, scope="a"), Collector())
-    with pytest.raises(QueueFullError, match="fewer than 2"):
+    with pytest.raises(Refusal, match="fewer than 2"):
         engine.submit(Task((510,), RULES, scope="a"), Collector())
     engine.submit(Task((520,), RULES, scope="b"), Collector())
 
@@ -392,7 +393,7 @@ def test_whoever_is_replaced_by_a_request_that_finds_the_queue_full_is_told(engi
     wait_for(lambda: engine.begun)
     mine, _ = ask(engine, [510], client="me"), ask(engine, [510], client="you")
     ask(engine, [520]), ask(engine, [530])
-    with pytest.raises(QueueFullError):
+    with pytest.raises(Refusal, match="503"):
         ask(engine, [540], client="me")
     assert mine.result(5).outcome == "superseded"
 
@@ -454,5 +455,5 @@ def test_whoever_waits_for_a_thread_that_ends_is_told_and_nobody_is_let_in(engin
     engine.run_when_idle(end)
     backend.gate.release(100)
     assert under_way.result(10).outcome == waiting.result(10).outcome == "failed"
-    with pytest.raises(QueueClosedError):
+    with pytest.raises(Refusal, match="ending"):
         ask(engine, [700])

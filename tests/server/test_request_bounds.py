@@ -16,7 +16,7 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server import app, run, schemas
+from retrieve_spec.server import guard, run, schemas
 from retrieve_spec.server.guard import normal_origins
 
 INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
@@ -246,13 +246,13 @@ def test_what_is_no_origin_is_refused(origin):
 )
 def test_large_bodies_are_not_read_on_the_event_loop(live, say, monkeypatch, path, body):
     threads = []
-    read = app.pydantic_core.from_json
+    read = guard.pydantic_core.from_json
 
     def noted(*given, **how):
         threads.append(threading.current_thread())
         return read(*given, **how)
 
-    monkeypatch.setattr(app.pydantic_core, "from_json", noted)
+    monkeypatch.setattr(guard.pydantic_core, "from_json", noted)
     server = live(say("x"))
     assert server.post(path, {**body, "ignored": "y" * (64 << 10)}).status_code == 200
     assert threads and server._thread not in threads
@@ -293,4 +293,4 @@ def test_of_many_wrong_items_only_the_first_is_looked_at(schema, name, of):
 def test_what_is_wrong_is_named_as_the_client_calls_it(schema, fields, said):
     with pytest.raises(ValidationError) as caught:
         schema.model_validate(fields)
-    assert schemas.reason(caught.value).startswith(said)
+    assert guard.reason(caught.value).startswith(said)
