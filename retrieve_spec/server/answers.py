@@ -142,6 +142,50 @@ class Answer:
         return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
+class ItemizedAnswer(Answer):
+    """An answer that is a row of items, each of text or a call, which follow one another in a stream, too."""
+
+    _under_way = ""
+
+    def delta(self, delta: Delta, index: int) -> Events:
+        """Events for what one pass made certain."""
+        return self._told(self._said(delta.text))
+
+    def end(self, done: Completion, extra: dict[str, Any], index: int) -> Events:
+        """Events at the end of the text, which is one item at least."""
+        rest = self._told(self._said("", last=True))
+        rest += [] if self._under_way else self._opened("")
+        return [*rest, *self._closed(done), *self._last(done)]
+
+    def _told(self, said: Sequence[str | dict[str, Any]]) -> Events:
+        """Events for texts and calls."""
+        events = Events()
+        for part in said:
+            kind = "text" if isinstance(part, str) else "call"
+            if kind == "call" or self._under_way != kind:
+                events += self._closed() if self._under_way else []
+                events += self._opened(part)
+            self._under_way = kind
+            events.append(self._added(part))
+        return events
+
+    def _opened(self, part: str | dict[str, Any]) -> Events:
+        """Events of an item that begins with a text, or is a call."""
+        raise NotImplementedError
+
+    def _added(self, part: str | dict[str, Any]) -> dict[str, Any]:
+        """The event of what a text goes on with, or of what a call is given."""
+        raise NotImplementedError
+
+    def _closed(self, done: Completion | None = None) -> Events:
+        """Events at the end of the item under way, with which the whole text may be done."""
+        raise NotImplementedError
+
+    def _last(self, done: Completion) -> Events:
+        """Events behind all items."""
+        raise NotImplementedError
+
+
 class LlamaAnswer(Answer):
     """Bodies of one answer of `/infill` or `/completion`."""
 

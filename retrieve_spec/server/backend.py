@@ -29,6 +29,7 @@ from retrieve_spec.engine.threads import using
 from retrieve_spec.errors import ServeError
 from retrieve_spec.generation.streams import generate_stream, open_sequence
 from retrieve_spec.server.sampling import (
+    BeginningProcessor,
     Beginnings,
     Grammars,
     PenaltyProcessor,
@@ -229,16 +230,15 @@ class Backend:
         """Seconds that a token of a prompt takes to read, measured behind as many tokens."""
         ids, cache = self._some_ids(), self.new_cache()
         count = len(ids)
-        with using(self._engine.threads):
-            self._read(cache, ids)
-            begun = perf_counter()
-            self._read(cache, ids)
+        self.hidden(cache, ids)
+        begun = perf_counter()
+        self.hidden(cache, ids)
         return (perf_counter() - begun) / count
 
     def warm_up(self, end_ids: frozenset[int]) -> None:
         """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel."""
         ids, cache = self._some_ids(), self.new_cache()
-        self._read(cache, ids)
+        self.hidden(cache, ids)
         for more in (ids[:1], ids[:_PIECE]):
             texts = [
                 self.decode(
@@ -261,16 +261,10 @@ class Backend:
         count = max(1, min(_MEASURED, self.n_ctx // 4))
         return [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
 
-    def _read(self, cache: Any, token_ids: Sequence[int]) -> None:
-        """Read further tokens into a cache, in one pass."""
-        ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
-        with torch.no_grad():  # a state that was written in inference mode could not go on outside of it
-            self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
-
     def hidden(self, cache: Any, token_ids: Sequence[int]) -> torch.Tensor:
         """Read further tokens into a cache; their (n, hidden) float32 states behind the last layer, on the CPU."""
         ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
-        with using(self._engine.threads), torch.no_grad():
+        with using(self._engine.threads), torch.no_grad():  # what inference mode has written cannot be gone on with
             read = self.model.base_model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
         states: torch.Tensor = read.last_hidden_state[0].float().cpu()
         return states
@@ -285,7 +279,7 @@ class Backend:
         if sampling.presence or sampling.frequency:
             guides.append(PenaltyProcessor(sampling.presence, sampling.frequency, len(prompt_ids)))
         if sampling.begun and self._beginnings is not None:
-            guides.append(self._beginnings.processor(sampling.begun, len(prompt_ids)))
+            guides.append(BeginningProcessor(self._beginnings, sampling.begun, len(prompt_ids)))
         if sampling.grammar and self._grammars is not None:
             guides.append(self._grammars.processor(sampling.grammar))
         options: dict[str, Any] = {

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from retrieve_spec.server import schemas
 from retrieve_spec.server.answers import Answer, LlamaAnswer, OpenAIAnswer, event
-from retrieve_spec.server.guard import BoundedRoute, ErrorBody, Refusal, errors, given_key
+from retrieve_spec.server.guard import BoundedRoute, Refusal, errors, given_key
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Meant
 from retrieve_spec.server.prompts import FimParts
@@ -28,26 +26,25 @@ from retrieve_spec.server.service import Caller, Prepared, Service
 _OPENAI_TOKENS = 16
 _FIM_TOKENS = 128
 _CLIENT_CLOSED = 499
-_STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {}}}}
+ANSWERS: dict[int | str, Any] = {
+    200: {"content": {"text/event-stream": {}}},
+    **errors(400, 401, 403, 408, 413, 499, 500, 501, 503),
+}
+"""How the answers of a dialect are described."""
 Write = Callable[[Service, Any, Sequence[Prepared]], Answer]
 """Makes what writes the answer to a request for which tasks have begun."""
 
 router = APIRouter(route_class=BoundedRoute)
 
 
-def described(body: type[BaseModel] = ErrorBody) -> dict[int | str, Any]:
-    """How the answers of a dialect are described, given its errors' bodies."""
-    return _STREAM | errors(400, 401, 403, 408, 413, 499, 500, 501, 503, body=body)
-
-
-@router.post("/infill", responses=described())
+@router.post("/infill", responses=ANSWERS)
 async def infill(body: schemas.InfillRequest, request: Request, service: Meant) -> Response:
     """Text between a prefix and a suffix (llama.cpp's dialect)."""
     who = caller(request, body)
     return await respond(service, request, body, lambda: [service.infill(body, who)], LlamaAnswer)
 
 
-@router.post("/completion", responses=described())
+@router.post("/completion", responses=ANSWERS)
 @router.post("/completions", include_in_schema=False)
 async def completion(body: schemas.CompletionRequest, request: Request, service: Meant) -> Response:
     """Text after a prompt (llama.cpp's dialect)."""
@@ -55,7 +52,7 @@ async def completion(body: schemas.CompletionRequest, request: Request, service:
     return await respond(service, request, body, lambda: [service.raw(body.prompt, body, who, wanted)], LlamaAnswer)
 
 
-@router.post("/v1/completions", responses=described())
+@router.post("/v1/completions", responses=ANSWERS)
 async def completions(body: schemas.OpenAICompletionRequest, request: Request, service: Meant) -> Response:
     """Text completions (OpenAI's dialect, with `suffix`)."""
     if body.prompt is None:
@@ -77,7 +74,7 @@ async def completions(body: schemas.OpenAICompletionRequest, request: Request, s
     )
 
 
-@router.post("/v1/fim/completions", responses=described())
+@router.post("/v1/fim/completions", responses=ANSWERS)
 async def fim(body: schemas.OpenAICompletionRequest, request: Request, service: Meant) -> Response:
     """Text between a prompt and a suffix, answered like a chat (Mistral's dialect)."""
     if not isinstance(body.prompt, str) or body.echo:
@@ -87,14 +84,14 @@ async def fim(body: schemas.OpenAICompletionRequest, request: Request, service: 
     return await respond(service, request, body, lambda: [service.fill(parts, body, who, wanted)], CHAT)
 
 
-@router.post("/v1/chat/completions", responses=described())
+@router.post("/v1/chat/completions", responses=ANSWERS)
 @router.post("/chat/completions", include_in_schema=False)
 async def chat(body: schemas.ChatRequest, request: Request, service: Meant) -> Response:
     """Chat completions (OpenAI's dialect), with predicted outputs."""
     return await converse(service, request, body, CHAT)
 
 
-@router.post("/v1/edits", responses=described())
+@router.post("/v1/edits", responses=ANSWERS)
 @router.post("/v1/edit", include_in_schema=False)
 async def edits(body: schemas.EditRequest, request: Request, service: Meant) -> Response:
     """The whole new text of a file, given what to change (OpenAI's edits)."""
@@ -235,9 +232,7 @@ class Stream:
     ping_s: float | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._said: deque[Said] = deque()
-        self._told = asyncio.Event()
+        self._loop, self._said = loop, asyncio.Queue[Said]()
         self._leave: list[Callable[[], None]] = []
         self.prepared: list[Prepared] = []
 
@@ -246,9 +241,8 @@ class Stream:
         number = len(self.prepared)
 
         def sink(news: Delta | Completion) -> None:
-            self._said.append((number, news))
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                self._loop.call_soon_threadsafe(self._told.set)
+                self._loop.call_soon_threadsafe(self._said.put_nowait, (number, news))
 
         self._leave.append(service.queue.submit(prepared.task, sink))
         self.prepared.append(prepared)
@@ -258,15 +252,13 @@ class Stream:
         while left:
             try:
                 async with asyncio.timeout(self.ping_s):
-                    await self._told.wait()
+                    said = [await self._said.get()]
             except TimeoutError:
                 yield []
                 continue
-            self._told.clear()
-            said = [self._said.popleft() for _ in range(len(self._said))]
+            said += [self._said.get_nowait() for _ in range(self._said.qsize())]
             left -= sum(isinstance(news, Completion) for _, news in said)
-            if said:
-                yield said
+            yield said
 
     async def results(self) -> list[Completion]:
         """The completions, when all are there."""

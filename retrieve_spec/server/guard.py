@@ -75,31 +75,18 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 class Problem(BaseModel):
-    """What went wrong."""
+    """What went wrong; Anthropic's dialect has no code."""
 
-    code: int
+    code: int | None = None
     message: str
     type: str
 
 
 class ErrorBody(BaseModel):
-    """The body of every error."""
+    """The body of every error; Anthropic's dialect has a type."""
 
     error: Problem
-
-
-class MessagesProblem(BaseModel):
-    """What went wrong, in Anthropic's words."""
-
-    type: str
-    message: str
-
-
-class MessagesErrorBody(BaseModel):
-    """The body of every error of Anthropic's dialect."""
-
-    type: Literal["error"]
-    error: MessagesProblem
+    type: Literal["error"] | None = None
 
 
 _ERRORS = {
@@ -116,9 +103,9 @@ _ERRORS = {
 }
 
 
-def errors(*codes: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, Any]:
+def errors(*codes: int) -> dict[int | str, Any]:
     """How the errors of a route are described."""
-    return {code: {"model": body, "description": _ERRORS[code]} for code in codes}
+    return {code: {"model": ErrorBody, "description": _ERRORS[code]} for code in codes}
 
 
 def checked(schema: type[Schema], fields: Any) -> Schema:

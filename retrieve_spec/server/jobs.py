@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Condition, Event
@@ -65,12 +63,11 @@ class Task:
     reuse: bool = True
     drafting: bool = True
 
-    def fingerprint(self) -> bytes:
+    @property
+    def key(self) -> tuple[Any, ...]:
         """Equal for tasks that must give the same text."""
-        digest = hashlib.blake2b(array("q", self.prompt_ids).tobytes(), digest_size=16)
-        how = (self.rules, self.sampling, self.warm, self.reuse, self.drafting, self.deadline_s)
-        digest.update(repr((self.scope, self.typing, *how)).encode("utf-8", "surrogatepass"))
-        return digest.digest()
+        how = self.rules, self.sampling, self.warm, self.reuse, self.drafting, self.deadline_s
+        return self.scope, self.typing, *how, self.prompt_ids
 
     @property
     def rank(self) -> int:
@@ -190,8 +187,6 @@ class Job:
 
     Attributes
     ----------
-    key
-        The task's fingerprint.
     begun
         Whether it has taken a cache.
     forgotten
@@ -206,7 +201,7 @@ class Job:
         self, task: Task, sink: Sink, backend: Backend, codec: TextCodec, pool: SlotPool, changed: Condition,
         clock: Callable[[], float] = monotonic,
     ) -> None:  # fmt: skip
-        self.task, self.key, self.waiters = task, task.fingerprint(), [Waiter(task, sink)]
+        self.task, self.waiters = task, [Waiter(task, sink)]
         self.begun = self.superseded = self.forgotten = False
         self.cancel = Event()
         self.done = Completion(prompt_tokens=len(task.prompt_ids))

@@ -166,7 +166,7 @@ class RequestQueue:
                 if task.rank == 0:
                     self._typed_at = self._clock()
                 twins = (job for job in self._jobs if not (job.cancel.is_set() or job.superseded))
-                job = next((job for job in twins if job.key == fresh.key), None)
+                job = next((job for job in twins if job.task.key == task.key), None)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
                     return lambda: None

@@ -20,7 +20,7 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.errors import ServeError, in_a_line
+from retrieve_spec.errors import ServeError
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app
@@ -30,8 +30,7 @@ from retrieve_spec.server.guard import Metrics, check_binding, normal_origins, r
 from retrieve_spec.server.models import Model, Models, bytes_on_disk, named
 from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
-from retrieve_spec.server.workspace import Workspace
-from retrieve_spec.server.workspace_store import WorkspaceStore, prepare_store
+from retrieve_spec.server.workspace import Workspace, WorkspaceStore
 from retrieve_spec.sources.answers import unpacked
 from retrieve_spec.weight_formats import advice_on_format, product_times
 
@@ -163,10 +162,6 @@ def assemble(
             stores_now = prepared(store)
             service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
-        try:
-            prepare_store(tokenizer, prepared)
-        except Exception as error:  # tokenizers raise what they like; without a store there is enough to draft from
-            log.warning("a store of the workspace may not be written either: %s", in_a_line(error))
         workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
     return service
 

@@ -6,8 +6,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from threading import Lock
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,24 +284,12 @@ class Beginnings:
         """Drop what is remembered of words that were begun."""
         self.agreeing.cache_clear()
 
-    def processor(self, begun: str, prompt_length: int) -> Any:
-        """A ``LogitsProcessor`` for one text behind a prompt of so many tokens."""
-        return BeginningProcessor(self, begun.encode(), prompt_length)
-
-    def rest(self, begun: bytes, said: list[int]) -> bytes:
-        """What of a text is still to be said."""
-        for token_id in said:
-            if not begun:
-                break
-            begun = begun[len(self.spelled.get(token_id, begun)) :]
-        return begun
-
 
 class BeginningProcessor:
     """Makes every token impossible that does not agree with what was begun; a `LogitsProcessor` in all but its base."""
 
-    def __init__(self, beginnings: Beginnings, begun: bytes, prompt_length: int) -> None:
-        self._beginnings, self._begun, self._prompt_length = beginnings, begun, prompt_length
+    def __init__(self, beginnings: Beginnings, begun: str, prompt_length: int) -> None:
+        self._beginnings, self._begun, self._prompt_length = beginnings, begun.encode(), prompt_length
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """(1, vocab) scores behind a text (1, n)."""
@@ -318,9 +305,11 @@ class BeginningProcessor:
         return bool(self._rest(ids))
 
     def _rest(self, ids: Any) -> bytes:
-        if len(ids) - self._prompt_length >= len(self._begun):  # every token says a byte or more
-            return b""
-        return self._beginnings.rest(self._begun, ids[self._prompt_length :].tolist())
+        """What of the text is still to be said; every token says a byte or more."""
+        rest, said = self._begun, ids[self._prompt_length :][: len(self._begun)].tolist()
+        for token_id in said:
+            rest = rest[len(self._beginnings.spelled.get(token_id, rest)) :]
+        return rest
 
 
 def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
@@ -343,9 +332,8 @@ class Grammars:
     """Grammars for the vocabulary of one model."""
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int]) -> None:
-        self._tokenizer, self._end_ids = tokenizer, sorted(end_ids)
-        self._vocabulary: Any = None
-        self._lock = Lock()
+        self._tokenizer = tokenizer
+        self._vocabulary = cache(partial(read_vocabulary, tokenizer, sorted(end_ids)))
 
     def of(self, request: Common) -> str:
         """The grammar of what a request asks for; empty where it asks for any text.
@@ -387,17 +375,14 @@ class Grammars:
             import llguidance.hf  # noqa: F401 - it may be there in part
         except ImportError:
             raise Refusal(400, f'"{name}" needs the package llguidance: {EXTRA}', "unsupported_field") from None
-        with self._lock:
-            if self._vocabulary is None:
-                try:
-                    self._vocabulary = read_vocabulary(self._tokenizer, self._end_ids)
-                except ConfigError as error:
-                    raise Refusal(400, f'"{name}" cannot be served with this model: {error}') from error
-            return self._vocabulary
+        try:
+            return self._vocabulary()
+        except ConfigError as error:
+            raise Refusal(400, f'"{name}" cannot be served with this model: {error}') from error
 
     def processor(self, grammar: str) -> GrammarProcessor:
         """A ``LogitsProcessor`` for one text."""
-        return GrammarProcessor(self._vocabulary, grammar)
+        return GrammarProcessor(self._vocabulary(), grammar)
 
 
 _LEAST = -9999.0

@@ -15,10 +15,10 @@ from pydantic import Discriminator, Field, StrictBool, Tag
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from retrieve_spec.server.answers import Answer, Events, finish_reason
-from retrieve_spec.server.completions import converse, described
-from retrieve_spec.server.guard import BoundedRoute, MessagesErrorBody, checked
-from retrieve_spec.server.jobs import Completion, Delta
+from retrieve_spec.server.answers import Events, ItemizedAnswer, finish_reason
+from retrieve_spec.server.completions import ANSWERS, converse
+from retrieve_spec.server.guard import BoundedRoute, checked
+from retrieve_spec.server.jobs import Completion
 from retrieve_spec.server.models import Meant
 from retrieve_spec.server.schemas import (
     ChatRequest,
@@ -174,12 +174,12 @@ class MessagesRequest(CountRequest):
         return super().as_chat(**own, stop=self.stop_sequences, **fields)
 
 
-class MessageAnswer(Answer):
-    """A message; blocks follow one another, each of text or a call."""
+class MessageAnswer(ItemizedAnswer):
+    """A message; its items are blocks."""
 
     def __init__(self, service: Service, request: ChatRequest, prepared: Sequence[Prepared]) -> None:
         super().__init__(service, request, prepared)
-        self._open, self._number = "", -1  # of the block under way: its type, and its number
+        self._number = -1  # of the block under way
         self._head: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -203,39 +203,23 @@ class MessageAnswer(Answer):
         """Events before any text."""
         return [{"type": "message_start", "message": self._head}]
 
-    def delta(self, delta: Delta, index: int) -> Events:
-        """Events for what one pass made certain."""
-        return self._blocks(self._said(delta.text))
-
-    def end(self, done: Completion, extra: dict[str, Any], index: int) -> Events:
-        """Events at the end of the text."""
-        rest = self._blocks(self._said("", last=True))
-        if self._number < 0:
-            rest = self._begun({"type": "text", "text": ""})
-        last = {"type": "message_delta", "delta": self._ended(done), "usage": _usage(done)}
-        return [*rest, *self._stopped(), last, {"type": "message_stop"}]
-
-    def _blocks(self, said: Sequence[str | dict[str, Any]]) -> Events:
-        """Events for texts and calls."""
-        events = Events()
-        for part in said:
-            if isinstance(part, str):
-                events += [] if self._open == "text" else self._begun({"type": "text", "text": ""})
-                delta = {"type": "text_delta", "text": part}
-            else:
-                events += self._begun(_tool_use(part, {}))
-                delta = {"type": "input_json_delta", "partial_json": part["function"]["arguments"]}
-            events.append(self._block("delta", delta=delta))
-        return events
-
-    def _begun(self, block: dict[str, Any]) -> Events:
-        """Events of a new block, and of the end of the one before."""
-        ended, self._open = self._stopped(), block["type"]
+    def _opened(self, part: str | dict[str, Any]) -> Events:
         self._number += 1
-        return [*ended, self._block("start", content_block=block)]
+        block = {"type": "text", "text": ""} if isinstance(part, str) else _tool_use(part, {})
+        return [self._block("start", content_block=block)]
 
-    def _stopped(self) -> Events:
-        return [self._block("stop")] if self._open else []
+    def _added(self, part: str | dict[str, Any]) -> dict[str, Any]:
+        if isinstance(part, str):
+            return self._block("delta", delta={"type": "text_delta", "text": part})
+        given = part["function"]["arguments"]
+        return self._block("delta", delta={"type": "input_json_delta", "partial_json": given})
+
+    def _closed(self, done: Completion | None = None) -> Events:
+        return [self._block("stop")]
+
+    def _last(self, done: Completion) -> Events:
+        last = {"type": "message_delta", "delta": self._ended(done), "usage": _usage(done)}
+        return [last, {"type": "message_stop"}]
 
     def _block(self, what: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"content_block_{what}", "index": self._number, **fields}
@@ -265,13 +249,13 @@ def _usage(done: Completion) -> dict[str, int]:
     }
 
 
-@router.post("/v1/messages", responses=described(MessagesErrorBody))
+@router.post("/v1/messages", responses=ANSWERS)
 async def messages(body: MessagesRequest, request: Request, service: Meant) -> Response:
     """The next message of a conversation (Anthropic's dialect)."""
     return await converse(service, request, body.as_chat(), MessageAnswer)
 
 
-@router.post("/v1/messages/count_tokens", responses=described(MessagesErrorBody))
+@router.post("/v1/messages/count_tokens", responses=ANSWERS)
 async def count(body: CountRequest, service: Meant) -> Response:
     """How many tokens a conversation has as a prompt."""
     chat = body.as_chat()
@@ -427,8 +411,8 @@ class ResponsesRequest(Refusing):
         return turns
 
 
-class ResponseAnswer(Answer):
-    """A response; items follow one another, each a message or a call."""
+class ResponseAnswer(ItemizedAnswer):
+    """A response; its items are messages and calls."""
 
     def __init__(
         self, service: Service, chat: ChatRequest, prepared: Sequence[Prepared], request: ResponsesRequest
@@ -459,19 +443,22 @@ class ResponseAnswer(Answer):
         """The response."""
         (done,) = finished
         text, calls = self._spoken(done)
-        self._output = [_message(text)] if text or not calls else []
-        self._output += [_call(call, call["function"]["arguments"]) for call in calls]
+        items = [_message(text)] if text or not calls else []
+        self._output = [*items, *(_call(call, call["function"]["arguments"]) for call in calls)]
         for item in self._output:
-            item["status"] = "completed"
+            self._close(item, done if item is self._output[-1] else None)
         return self._ended(done)
 
+    def _close(self, item: dict[str, Any], done: Completion | None) -> None:
+        """Note the end of an item; a message with which the answer was cut off is not complete."""
+        cut = item["type"] == "message" and done is not None and finish_reason(done) != "stop"
+        item["status"] = "incomplete" if cut else "completed"
+
     def _ended(self, done: Completion) -> dict[str, Any]:
-        complete, last = finish_reason(done) == "stop", self._output[-1]
-        status = "completed" if complete else "incomplete"
-        last["status"] = status if last["type"] == "message" else "completed"
+        complete = finish_reason(done) == "stop"
         return {
             **self._head,
-            "status": status,
+            "status": "completed" if complete else "incomplete",
             "incomplete_details": None if complete else {"reason": "max_output_tokens"},
             "output": self._output,
             "usage": {
@@ -492,60 +479,38 @@ class ResponseAnswer(Answer):
         head = {**self._head, "status": "in_progress", "output": [], "usage": None}
         return [self._event("response.created", response=head), self._event("response.in_progress", response=head)]
 
-    def delta(self, delta: Delta, index: int) -> Events:
-        """Events for what one pass made certain."""
-        return self._items(self._said(delta.text))
-
-    def end(self, done: Completion, extra: dict[str, Any], index: int) -> Events:
-        """Events at the end of the text."""
-        events = self._items(self._said("", last=True))
-        if not self._output:
-            events += self._begun(_message(""))
-        response = self._ended(done)
-        return [*events, *self._stopped(), self._event(f"response.{response['status']}", response=response)]
-
-    def _items(self, said: Sequence[str | dict[str, Any]]) -> Events:
-        """Events for texts and calls."""
-        events = Events()
-        for part in said:
-            if isinstance(part, str):
-                if not self._output or self._output[-1]["type"] != "message":
-                    events += self._begun(_message(""))
-                self._output[-1]["content"][0]["text"] += part
-                events.append(self._of_item("output_text.delta", content_index=0, delta=part, logprobs=[]))
-            else:
-                events += self._begun(_call(part, ""))
-                self._output[-1]["arguments"] = given = part["function"]["arguments"]
-                events.append(self._of_item("function_call_arguments.delta", delta=given))
-        return events
-
-    def _begun(self, item: dict[str, Any]) -> Events:
-        """Events of a new item, and of the end of the one before."""
-        ended = self._stopped()
+    def _opened(self, part: str | dict[str, Any]) -> Events:
+        item = _message("") if isinstance(part, str) else _call(part, "")
         self._output.append(item)
-        shown = {**item, "content": []} if item["type"] == "message" else dict(item)
+        shown = {**item, "content": []} if isinstance(part, str) else dict(item)
         added = self._event("response.output_item.added", output_index=len(self._output) - 1, item=shown)
-        if item["type"] != "message":
-            return [*ended, added]
-        return [*ended, added, self._of_item("content_part.added", content_index=0, part=_part(""))]
+        begun = [self._of_item("content_part.added", content_index=0, part=_part(""))] if isinstance(part, str) else []
+        return [added, *begun]
 
-    def _stopped(self) -> Events:
-        """Events at the end of the last item."""
-        if not self._output:
-            return []
+    def _added(self, part: str | dict[str, Any]) -> dict[str, Any]:
+        if isinstance(part, str):
+            self._output[-1]["content"][0]["text"] += part
+            return self._of_item("output_text.delta", content_index=0, delta=part, logprobs=[])
+        self._output[-1]["arguments"] = given = part["function"]["arguments"]
+        return self._of_item("function_call_arguments.delta", delta=given)
+
+    def _closed(self, done: Completion | None = None) -> Events:
         item = self._output[-1]
-        if item["status"] == "in_progress":
-            item["status"] = "completed"
+        self._close(item, done)
         if item["type"] == "message":
             (part,) = item["content"]
-            done = [
+            ended = [
                 self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=[]),
                 self._of_item("content_part.done", content_index=0, part=part),
             ]
         else:
             given = {"name": item["name"], "arguments": item["arguments"]}
-            done = [self._of_item("function_call_arguments.done", **given)]
-        return [*done, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
+            ended = [self._of_item("function_call_arguments.done", **given)]
+        return [*ended, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
+
+    def _last(self, done: Completion) -> Events:
+        response = self._ended(done)
+        return [self._event(f"response.{response['status']}", response=response)]
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event about the last item."""
@@ -571,7 +536,7 @@ def _call(call: dict[str, Any], arguments: str) -> dict[str, Any]:
     return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", **told}
 
 
-@router.post("/v1/responses", responses=described())
+@router.post("/v1/responses", responses=ANSWERS)
 async def responses(body: ResponsesRequest, request: Request, service: Meant) -> Response:
     """What the model answers (OpenAI's responses)."""
     return await converse(service, request, body.as_chat(), partial(ResponseAnswer, request=body))

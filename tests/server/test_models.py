@@ -15,7 +15,7 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.guard import Metrics
-from retrieve_spec.server.models import Model, Models, bytes_on_disk, named
+from retrieve_spec.server.models import Model, Models, named
 from retrieve_spec.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -87,14 +87,6 @@ def test_another_name_is_404(several, name):
         assert raw.status_code == 404 and "there are a, b, c" in raw.json()["error"]["message"]
     assert s.server.client.get(f"/v1/models/{name}").status_code == 404
     assert s.loads == ["a"]
-
-
-def test_a_message_to_another_model_is_404_in_its_dialect(several):
-    s = several()
-    raw = s.server.post("/v1/messages", {"model": "d", "max_tokens": 5, "messages": HELLO})
-    assert raw.status_code == 404 and raw.json()["error"]["type"] == "not_found_error"
-    said = s.server.post("/v1/messages", {"model": "b", "max_tokens": 9, "messages": HELLO}).json()
-    assert (said["model"], said["content"][0]["text"]) == ("b", "I am b")
 
 
 @pytest.mark.parametrize("body", [b"", b"{nope", b"[]", b"null"])
@@ -216,15 +208,3 @@ def test_models_have_names_of_their_own(tmp_path):
     for wrong in (["x/m", "y/m"], ["a="], ["=x"], ["a=x", "a=y"]):
         with pytest.raises(ServeError, match="names of their own"):
             named(wrong)
-
-
-@pytest.mark.parametrize(
-    ("name", "least"),
-    [("reference", 1 << 20), ("smollm2", 270 << 20), ("~/model", 9), ("~/model/w.gguf", 4), ("a/b", 0)],
-)
-def test_room_is_made_for_a_model_before_it_is_loaded(tmp_path, monkeypatch, name, least):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    for file, size in (("1.safetensors", 4), ("2.safetensors", 5), ("w.gguf", 4)):
-        (tmp_path / "model" / file).write_bytes(bytes(size))
-    assert bytes_on_disk(name) >= least and bool(bytes_on_disk(name)) == bool(least)
