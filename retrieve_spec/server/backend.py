@@ -427,25 +427,20 @@ class SlotPool:
             most = max(kept.values())
             self.drop(min((slot for slot in free if kept[slot.scope] == most), key=lambda slot: slot.used))
 
-    def settle(self, slot: Slot, token_ids: Sequence[int]) -> None:
-        """Record what a cache holds after it was worked on: a prefix of these tokens, as long as the cache is."""
-        length = self._backend.cache_length(slot.cache)
-        if length > len(token_ids) and not self._backend.crop(slot.cache, len(token_ids)):
-            self.drop(slot)
-            return
-        slot.token_ids = np.asarray(token_ids[:length], np.int64)
-        slot.size = self._backend.cache_bytes(slot.cache)
-
     @property
     def held_bytes(self) -> int:
         """Bytes of the caches that are worked on, as they were when that began or as they will be."""
         return sum(slot.size for slot in self._slots if slot.held)
 
-    def release(self, slot: Slot) -> None:
-        """Give a cache back that was taken."""
+    def release(self, slot: Slot, token_ids: Sequence[int] | None) -> None:
+        """Give a cache back that holds a prefix of these tokens, as long as it is; None: it is not to be kept."""
         slot.held, slot.copied = False, None
-        if slot.dropped:
-            self._slots = [other for other in self._slots if other is not slot]
+        length, most = (0, 0) if token_ids is None else (self._backend.cache_length(slot.cache), len(token_ids))
+        if token_ids is None or slot.dropped or (length > most and not self._backend.crop(slot.cache, most)):
+            self.drop(slot)
+        else:
+            slot.token_ids = np.asarray(token_ids[:length], np.int64)
+            slot.size = self._backend.cache_bytes(slot.cache)
         self._shrink()
 
     def drop(self, slot: Slot) -> None:

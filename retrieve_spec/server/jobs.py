@@ -331,15 +331,12 @@ class Job:
 
     def close(self, *, keep: bool = True) -> None:
         """End the text, however far it is, and give the cache back; after a failure nobody knows what it holds."""
-        slot, self._slot = self._slot, None
+        (slot, self._slot), held = (self._slot, None), None
         if slot is None:
             return
         try:
-            slot.copied = None
             if self.text is not None:
                 self.text.close()
-                self._pool.settle(slot, [*self.task.prompt_ids, *([] if self.task.warm else self._said)])
+                held = [*self.task.prompt_ids, *([] if self.task.warm else self._said)]
         finally:
-            if self.forgotten or not keep:
-                self._pool.drop(slot)
-            self._pool.release(slot)
+            self._pool.release(slot, held if keep and not self.forgotten else None)

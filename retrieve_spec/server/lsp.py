@@ -94,6 +94,9 @@ class Completer:
         except httpx.HTTPError as error:
             log.warning("the server cannot be asked: %r", error)
             return ""
+        asking = asyncio.current_task()
+        if asking is not None and asking.cancelling():  # a server in this process answers those who are cancelled, too
+            raise asyncio.CancelledError
         found = parsed(answer)
         if answer.status_code != 200:
             log.warning("the server answered %d: %s", answer.status_code, reason_of(found))
