@@ -163,10 +163,10 @@ async def listed(models: Known) -> Response:
 async def model(name: str, models: Known) -> Response:
     """One of these, by its name, which may have slashes."""
     entries = models.entries()
-    entries[DEFAULT] = entries[models.first]
-    if name not in entries:
-        raise Refusal(404, f"no model {name!r} is served here; there are {', '.join(models.models)}")
-    return JSONResponse(entries[name])
+    found = entries.get(models.first if name == DEFAULT else name)
+    if found is None:
+        raise Refusal(404, f"no model {name!r} is served here; there are {', '.join(entries)}")
+    return JSONResponse(found)
 
 
 @router.get("/health")

@@ -205,14 +205,17 @@ class MessageAnswer(ItemizedAnswer):
 
     def _opened(self, part: str | dict[str, Any]) -> Events:
         self._number += 1
-        block = {"type": "text", "text": ""} if isinstance(part, str) else _tool_use(part, {})
-        return [self._block("start", content_block=block)]
+        if isinstance(part, str):
+            return [self._block("start", content_block={"type": "text", "text": ""})]
+        return [self._block("start", content_block=_tool_use(part, {})), self._given("")]
 
     def _added(self, part: str | dict[str, Any]) -> dict[str, Any]:
         if isinstance(part, str):
             return self._block("delta", delta={"type": "text_delta", "text": part})
-        given = part["function"]["arguments"]
-        return self._block("delta", delta={"type": "input_json_delta", "partial_json": given})
+        return self._given(part["function"]["arguments"])
+
+    def _given(self, arguments: str) -> dict[str, Any]:
+        return self._block("delta", delta={"type": "input_json_delta", "partial_json": arguments})
 
     def _closed(self, done: Completion | None = None) -> Events:
         return [self._block("stop")]
