@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -77,7 +78,7 @@ def timings(done: Completion) -> dict[str, Any]:
     }
 
 
-class Answer:
+class Answer(ABC):
     """How an answer of one or several texts is written.
 
     Attributes
@@ -100,21 +101,21 @@ class Answer:
         """Events before any text."""
         return []
 
+    @abstractmethod
     def delta(self, delta: Delta, index: int) -> Events:
         """Events for what one pass made certain."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, done: Completion, extra: dict[str, Any], index: int) -> Events:
         """Events at the end of a text."""
-        raise NotImplementedError
 
     def close(self, finished: Sequence[Completion]) -> Events:
         """Events at the end of a stream."""
         return []
 
+    @abstractmethod
     def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
         """The answer without streaming."""
-        raise NotImplementedError
 
     def failure(self, error: str) -> dict[str, Any]:
         """The event of a text that failed."""
@@ -169,21 +170,21 @@ class ItemizedAnswer(Answer):
             events.append(self._added(part))
         return events
 
+    @abstractmethod
     def _opened(self, part: str | dict[str, Any]) -> Events:
         """Events of an item that begins with a text, or is a call."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _added(self, part: str | dict[str, Any]) -> dict[str, Any]:
         """The event of what a text goes on with, or of what a call is given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _closed(self, done: Completion | None = None) -> Events:
         """Events at the end of the item under way, with which the whole text may be done."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _last(self, done: Completion) -> Events:
         """Events behind all items."""
-        raise NotImplementedError
 
 
 class LlamaAnswer(Answer):

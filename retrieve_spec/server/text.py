@@ -267,7 +267,8 @@ class StopScanner:
 
     def visible(self) -> str:
         """Text that became certain since the last call; what could still become a stop string is held back."""
-        end = len(self.text) if self.stopped else len(self.text) - self._held()
+        held = 0 if self.stopped else max((watched.matched for watched in self._words), default=0)
+        end = len(self.text) - held
         fresh = self.text[self.shown : end] if end > self.shown else ""
         self.shown = max(self.shown, end)
         return fresh
@@ -329,7 +330,3 @@ class StopScanner:
             if newline < 0:
                 return False
             self._line_start = newline + 1
-
-    def _held(self) -> int:
-        """Characters at the end that are the beginning of a stop string, or of a line that may be cut."""
-        return max((watched.matched for watched in self._words), default=0)
