@@ -421,7 +421,7 @@ def forget(workspaces: tuple[Path, ...]) -> None:
     request DELETE /v1/workspace.
     """
     need_extra()
-    from retrieve_spec.server.workspace_store import forget_workspace, kept_workspaces
+    from retrieve_spec.server.workspace import forget_workspace, kept_workspaces
 
     if not workspaces:
         kept = kept_workspaces()

@@ -28,8 +28,15 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import using
 from retrieve_spec.errors import ServeError
 from retrieve_spec.generation.streams import generate_stream, open_sequence
-from retrieve_spec.server.logprobs import TokenLogProb, TopLogProbSampler
-from retrieve_spec.server.sampling import Beginnings, Grammars, PenaltyProcessor, Sampling
+from retrieve_spec.server.sampling import (
+    BeginningProcessor,
+    Beginnings,
+    Grammars,
+    PenaltyProcessor,
+    Sampling,
+    TokenLogProb,
+    TopLogProbSampler,
+)
 
 _MEASURED = 256
 _PIECE = 20
@@ -223,16 +230,15 @@ class Backend:
         """Seconds that a token of a prompt takes to read, measured behind as many tokens."""
         ids, cache = self._some_ids(), self.new_cache()
         count = len(ids)
-        with using(self._engine.threads):
-            self._read(cache, ids)
-            begun = perf_counter()
-            self._read(cache, ids)
+        self.hidden(cache, ids)
+        begun = perf_counter()
+        self.hidden(cache, ids)
         return (perf_counter() - begun) / count
 
     def warm_up(self, end_ids: frozenset[int]) -> None:
         """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel."""
         ids, cache = self._some_ids(), self.new_cache()
-        self._read(cache, ids)
+        self.hidden(cache, ids)
         for more in (ids[:1], ids[:_PIECE]):
             texts = [
                 self.decode(
@@ -255,16 +261,10 @@ class Backend:
         count = max(1, min(_MEASURED, self.n_ctx // 4))
         return [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
 
-    def _read(self, cache: Any, token_ids: Sequence[int]) -> None:
-        """Read further tokens into a cache, in one pass."""
-        ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
-        with torch.no_grad():  # a state that was written in inference mode could not go on outside of it
-            self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
-
     def hidden(self, cache: Any, token_ids: Sequence[int]) -> torch.Tensor:
         """Read further tokens into a cache; their (n, hidden) float32 states behind the last layer, on the CPU."""
         ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
-        with using(self._engine.threads), torch.no_grad():
+        with using(self._engine.threads), torch.no_grad():  # what inference mode has written cannot be gone on with
             read = self.model.base_model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
         states: torch.Tensor = read.last_hidden_state[0].float().cpu()
         return states
@@ -279,7 +279,7 @@ class Backend:
         if sampling.presence or sampling.frequency:
             guides.append(PenaltyProcessor(sampling.presence, sampling.frequency, len(prompt_ids)))
         if sampling.begun and self._beginnings is not None:
-            guides.append(self._beginnings.processor(sampling.begun, len(prompt_ids)))
+            guides.append(BeginningProcessor(self._beginnings, sampling.begun, len(prompt_ids)))
         if sampling.grammar and self._grammars is not None:
             guides.append(self._grammars.processor(sampling.grammar))
         options: dict[str, Any] = {
@@ -427,25 +427,20 @@ class SlotPool:
             most = max(kept.values())
             self.drop(min((slot for slot in free if kept[slot.scope] == most), key=lambda slot: slot.used))
 
-    def settle(self, slot: Slot, token_ids: Sequence[int]) -> None:
-        """Record what a cache holds after it was worked on: a prefix of these tokens, as long as the cache is."""
-        length = self._backend.cache_length(slot.cache)
-        if length > len(token_ids) and not self._backend.crop(slot.cache, len(token_ids)):
-            self.drop(slot)
-            return
-        slot.token_ids = np.asarray(token_ids[:length], np.int64)
-        slot.size = self._backend.cache_bytes(slot.cache)
-
     @property
     def held_bytes(self) -> int:
         """Bytes of the caches that are worked on, as they were when that began or as they will be."""
         return sum(slot.size for slot in self._slots if slot.held)
 
-    def release(self, slot: Slot) -> None:
-        """Give a cache back that was taken."""
+    def release(self, slot: Slot, token_ids: Sequence[int] | None) -> None:
+        """Give a cache back that holds a prefix of these tokens, as long as it is; None: it is not to be kept."""
         slot.held, slot.copied = False, None
-        if slot.dropped:
-            self._slots = [other for other in self._slots if other is not slot]
+        length, most = (0, 0) if token_ids is None else (self._backend.cache_length(slot.cache), len(token_ids))
+        if token_ids is None or slot.dropped or (length > most and not self._backend.crop(slot.cache, most)):
+            self.drop(slot)
+        else:
+            slot.token_ids = np.asarray(token_ids[:length], np.int64)
+            slot.size = self._backend.cache_bytes(slot.cache)
         self._shrink()
 
     def drop(self, slot: Slot) -> None:

@@ -1,224 +1,191 @@
-"""Completion handlers: every dialect's request becomes tasks, and their completions its answer or stream."""
+"""Completions: every dialect's request becomes tasks, and their completions its answer or stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import re
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from retrieve_spec.server import schemas
-from retrieve_spec.server.guard import Refusal, given_key
+from retrieve_spec.server.answers import Answer, LlamaAnswer, OpenAIAnswer, event
+from retrieve_spec.server.guard import BoundedRoute, Refusal, errors, given_key
 from retrieve_spec.server.jobs import Completion, Delta
+from retrieve_spec.server.models import Meant
 from retrieve_spec.server.prompts import FimParts
-from retrieve_spec.server.queueing import QueueClosedError, QueueFullError
-from retrieve_spec.server.schemas import EditRequest, Prediction
 from retrieve_spec.server.service import Caller, Prepared, Service
 
 _OPENAI_TOKENS = 16
 _FIM_TOKENS = 128
 _CLIENT_CLOSED = 499
+ANSWERS: dict[int | str, Any] = {
+    200: {"content": {"text/event-stream": {}}},
+    **errors(400, 401, 403, 408, 413, 499, 500, 501, 503),
+}
+"""How the answers of a dialect are described."""
+Write = Callable[[Service, Any, Sequence[Prepared]], Answer]
+"""Makes what writes the answer to a request for which tasks have begun."""
+
+router = APIRouter(route_class=BoundedRoute)
 
 
-class CompletionHandlers:
-    """Handlers of the dialects."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
-    async def infill(self, body: schemas.InfillRequest, request: Request) -> Response:
-        """Text between a prefix and a suffix (llama.cpp's dialect)."""
-        who = caller(request, body)
-        return await self._llama(request, body, lambda: self.service.infill(body, who))
-
-    async def completion(self, body: schemas.CompletionRequest, request: Request) -> Response:
-        """Text after a prompt (llama.cpp's dialect)."""
-        wanted = _first(body.n_predict, body.max_tokens, -1)
-        who = caller(request, body)
-        return await self._llama(request, body, lambda: self._one(body.prompt, body, who, wanted))
-
-    async def completions(self, body: schemas.OpenAICompletionRequest, request: Request) -> Response:
-        """Text completions (OpenAI's dialect, with `suffix`)."""
-        if body.prompt is None:
-            raise Refusal(400, '"prompt" is required')
-        who = caller(request, body)
-        wanted = _first(body.max_tokens, body.n_predict, _OPENAI_TOKENS)
-        several = isinstance(body.prompt, list) and all(isinstance(prompt, str) for prompt in body.prompt)
-        prompts: Any = body.prompt if several and body.prompt else [body.prompt]
-        if len(prompts) > 1:
-            who = replace(who, client=None)  # one request may not replace its own other half
-        echoed = [self._text_of(prompt) for prompt in prompts] if body.echo else []
-        return await self._openai(
-            request, body, lambda: [self._one(prompt, body, who, wanted) for prompt in prompts], echoed=echoed
-        )
-
-    def _text_of(self, prompt: str | list[int]) -> str:
-        """A prompt as its client may read it."""
-        return prompt if isinstance(prompt, str) else self.service.codec.decode(prompt)
-
-    async def fim(self, body: schemas.OpenAICompletionRequest, request: Request) -> Response:
-        """Text between a prompt and a suffix, answered like a chat (Mistral's dialect)."""
-        if not isinstance(body.prompt, str) or body.echo:
-            raise Refusal(400, '"prompt" must be a string, and "echo" left out')
-        wanted = _first(body.max_tokens, body.n_predict, _FIM_TOKENS)
-        parts, who = FimParts(body.prompt, body.suffix or ""), caller(request, body)
-        return await self._openai(
-            request, body, lambda: [self.service.fill(parts, body, who, wanted)], kind="chat.completion"
-        )
-
-    def _one(self, prompt: Any, body: schemas.Common, who: Caller, wanted: int) -> Prepared:
-        suffix = getattr(body, "suffix", None)
-        if suffix and isinstance(prompt, str):
-            return self.service.fill(FimParts(prompt, suffix), body, who, wanted)
-        return self.service.raw(prompt, body, who, wanted)
-
-    async def chat(self, body: schemas.ChatRequest, request: Request) -> Response:
-        """Chat completions (OpenAI's dialect), with predicted outputs."""
-        return await self.conversation(body, request)
-
-    async def conversation(
-        self, body: schemas.ChatRequest, request: Request, translate: Translate | None = None
-    ) -> Response:
-        """What a model says in a conversation; `translate` makes another dialect of the answer."""
-        wanted = _first(body.max_completion_tokens, body.max_tokens, body.n_predict, -1)
-        who = caller(request, body)
-        who = who if who.explicit else replace(who, client=None)
-
-        def prepare() -> list[Prepared]:
-            prompt = self.service.prompts.chat(body.messages, **body.rendering())
-            prepared = self.service.raw(prompt, body, who, wanted)
-            return [replace(prepared, parser=self.service.call_parser(body))]
-
-        return await self._openai(request, body, prepare, kind="chat.completion", translate=translate)
-
-    async def edits(self, body: schemas.EditRequest, request: Request) -> Response:
-        """The whole new text of a file, given what to change (OpenAI's edits)."""
-        wanted, who = _first(body.max_tokens, body.n_predict, -1), caller(request, body)
-        return await self._openai(request, body, lambda: [edit_task(self.service, body, who, wanted)], kind="edit")
-
-    async def _llama(
-        self,
-        request: Request,
-        body: schemas.InfillRequest | schemas.CompletionRequest,
-        prepare: Callable[[], Prepared],
-    ) -> Response:
-        service = self.service
-        stream = await opened(service, lambda: [prepare()])
-        (prepared,) = stream.prepared
-        answer = schemas.LlamaAnswer(
-            body,
-            model=service.name,
-            n_ctx=service.backend.n_ctx,
-            prompt=lambda: service.codec.decode(prepared.task.prompt_ids),
-            truncated=prepared.truncated,
-            seed=prepared.task.sampling.seed,
-        )
-        if body.stream:
-            return EventStream(self._events(stream, body, answer))
-        (done,) = await self._collect(request, stream)
-        return JSONResponse(answer.whole(done, await self._places(body, done, prepared)))
-
-    async def _openai(
-        self,
-        request: Request,
-        body: schemas.OpenAIOptions,
-        prepare: Callable[[], Sequence[Prepared]],
-        *,
-        kind: schemas.Kind = "text_completion",
-        translate: Translate | None = None,
-        echoed: Sequence[str] = (),
-    ) -> Response:
-        samples = body.n or 1
-        stream = await opened(self.service, lambda: [one for item in prepare() for one in item.samples(samples)])
-        answer: schemas.Answer = schemas.OpenAIAnswer(
-            self.service.name,
-            kind=kind,
-            written=body.written,
-            predicted=stream.prepared[0].predicted_tokens,
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
-            samples=samples,
-            parser=stream.prepared[0].parser,
-            logprobs=None if body.wanted_logprobs() is None else self.service.logprobs,
-            echoed=echoed,
-        )
-        if translate is not None:
-            answer = translate(answer, len(stream.prepared[0].task.prompt_ids))
-        if body.stream:
-            return EventStream(self._events(stream, body, answer))
-        finished = await self._collect(request, stream)
-        if any(done.outcome == "superseded" for done in finished):
-            raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-        extra = await self._places(body, finished[0], stream.prepared[0])
-        return JSONResponse(schemas.project(answer.whole(finished, extra), body.response_fields))
-
-    async def _places(self, body: schemas.Common, done: Completion, prepared: Prepared) -> dict[str, Any]:
-        """Where the lines of a completion stand, looked for in a thread, {} where that was not asked for."""
-        if not body.provenance:
-            return {}
-        return await asyncio.to_thread(self.service.provenance.of, done, prepared.left)
-
-    async def _events(
-        self, stream: Stream, body: schemas.Common, answer: schemas.LlamaAnswer | schemas.Answer
-    ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, one for each pass, and comments while there is nothing to say."""
-        finished: dict[int, Completion] = {}
-        stream.ping_s = self.service.config.sse_ping_s or None
-        try:
-            for index in range(len(stream.prepared)):
-                for first in answer.begin(index):
-                    yield schemas.event(first)
-            async for said in stream:
-                shown: list[dict[str, Any]] = []
-                for index, event in said:
-                    if isinstance(event, Delta):
-                        shown += answer.delta(event, index)
-                    elif event.outcome == "failed":
-                        shown.append(answer.failure(event.error))
-                    else:
-                        finished[index] = event
-                        shown += answer.end(event, await self._places(body, event, stream.prepared[index]), index)
-                if shown or not said:
-                    yield b"".join(map(schemas.event, shown)) or _PING
-            for last in answer.close([finished[index] for index in sorted(finished)]):
-                yield schemas.event(last)
-            if answer.closing:
-                yield answer.closing
-        finally:
-            stream.close()
-
-    async def _collect(self, request: Request, stream: Stream) -> list[Completion]:
-        """Completions of some tasks; all are given up when the client goes away."""
-        gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
-        try:
-            work: asyncio.Future[Any] = asyncio.ensure_future(stream.results())
-            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                work.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await work
-                raise Refusal(_CLIENT_CLOSED, "the client closed the connection", "cancelled")
-            finished = list(work.result())
-        finally:
-            gone.cancel()
-            stream.close()
-        failed = next((done for done in finished if done.outcome == "failed"), None)
-        if failed is not None:
-            raise Refusal(500, failed.error, "server_error")
-        return finished
+@router.post("/infill", responses=ANSWERS)
+async def infill(body: schemas.InfillRequest, request: Request, service: Meant) -> Response:
+    """Text between a prefix and a suffix (llama.cpp's dialect)."""
+    who = caller(request, body)
+    return await respond(service, request, body, lambda: [service.infill(body, who)], LlamaAnswer)
 
 
-Translate = Callable[[schemas.Answer, int], schemas.Answer]
-"""Makes another dialect of a chat's answer, given the tokens of its prompt."""
+@router.post("/completion", responses=ANSWERS)
+@router.post("/completions", include_in_schema=False)
+async def completion(body: schemas.CompletionRequest, request: Request, service: Meant) -> Response:
+    """Text after a prompt (llama.cpp's dialect)."""
+    wanted, who = first(body.n_predict, body.max_tokens, -1), caller(request, body)
+    return await respond(service, request, body, lambda: [service.raw(body.prompt, body, who, wanted)], LlamaAnswer)
 
 
-def _first(*values: int | None) -> int:
+@router.post("/v1/completions", responses=ANSWERS)
+async def completions(body: schemas.OpenAICompletionRequest, request: Request, service: Meant) -> Response:
+    """Text completions (OpenAI's dialect, with `suffix`)."""
+    if body.prompt is None:
+        raise Refusal(400, '"prompt" is required')
+    wanted, who = first(body.max_tokens, body.n_predict, _OPENAI_TOKENS), caller(request, body)
+    several = isinstance(body.prompt, list) and all(isinstance(prompt, str) for prompt in body.prompt)
+    prompts: Any = body.prompt if several and body.prompt else [body.prompt]
+    if len(prompts) > 1:
+        who = replace(who, client=None)  # one request may not replace its own other half
+    echoed = [text if isinstance(text, str) else service.codec.decode(text) for text in prompts if body.echo]
+
+    def prepare(prompt: Any) -> Prepared:
+        if body.suffix and isinstance(prompt, str):
+            return service.fill(FimParts(prompt, body.suffix), body, who, wanted)
+        return service.raw(prompt, body, who, wanted)
+
+    return await respond(
+        service, request, body, lambda: list(map(prepare, prompts)), partial(OpenAIAnswer, echoed=echoed)
+    )
+
+
+@router.post("/v1/fim/completions", responses=ANSWERS)
+async def fim(body: schemas.OpenAICompletionRequest, request: Request, service: Meant) -> Response:
+    """Text between a prompt and a suffix, answered like a chat (Mistral's dialect)."""
+    if not isinstance(body.prompt, str) or body.echo:
+        raise Refusal(400, '"prompt" must be a string, and "echo" left out')
+    wanted, who = first(body.max_tokens, body.n_predict, _FIM_TOKENS), caller(request, body)
+    parts = FimParts(body.prompt, body.suffix or "")
+    return await respond(service, request, body, lambda: [service.fill(parts, body, who, wanted)], CHAT)
+
+
+@router.post("/v1/chat/completions", responses=ANSWERS)
+@router.post("/chat/completions", include_in_schema=False)
+async def chat(body: schemas.ChatRequest, request: Request, service: Meant) -> Response:
+    """Chat completions (OpenAI's dialect), with predicted outputs."""
+    return await converse(service, request, body, CHAT)
+
+
+@router.post("/v1/edits", responses=ANSWERS)
+@router.post("/v1/edit", include_in_schema=False)
+async def edits(body: schemas.EditRequest, request: Request, service: Meant) -> Response:
+    """The whole new text of a file, given what to change (OpenAI's edits)."""
+    wanted, who = first(body.max_tokens, body.n_predict, -1), caller(request, body)
+    write = partial(OpenAIAnswer, kind="edit")
+    return await respond(service, request, body, lambda: [edit_task(service, body, who, wanted)], write)
+
+
+CHAT: Write = partial(OpenAIAnswer, kind="chat.completion")
+
+
+async def converse(service: Service, request: Request, body: schemas.ChatRequest, write: Write) -> Response:
+    """What a model says in a conversation, as one of the dialects has it."""
+    wanted, who = first(body.max_completion_tokens, body.max_tokens, body.n_predict, -1), caller(request, body)
+    who = who if who.explicit else replace(who, client=None)
+
+    def prepare() -> list[Prepared]:
+        prompt = service.prompts.chat(body.messages, **body.rendering())
+        return [replace(service.raw(prompt, body, who, wanted), parser=service.call_parser(body))]
+
+    return await respond(service, request, body, prepare, write)
+
+
+async def respond(
+    service: Service, request: Request, body: schemas.Common, prepare: Callable[[], Sequence[Prepared]], write: Write
+) -> Response:
+    """Answer a request in any dialect: its tasks are prepared in a thread, and handed to the queue."""
+    samples = body.n or 1 if isinstance(body, schemas.OpenAIOptions) else 1
+    stream = await opened(service, lambda: [one for item in prepare() for one in item.samples(samples)])
+    answer = write(service, body, stream.prepared)
+    if body.stream:
+        return EventStream(_events(service, stream, body, answer))
+    finished = await _collect(request, stream)
+    if not answer.tells_superseded and any(done.outcome == "superseded" for done in finished):
+        raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
+    return JSONResponse(answer.whole(finished, await _places(service, body, finished[0], stream.prepared[0])))
+
+
+async def _places(service: Service, body: schemas.Common, done: Completion, prepared: Prepared) -> dict[str, Any]:
+    """Where the lines of a completion stand, looked for in a thread, {} where that was not asked for."""
+    return await asyncio.to_thread(service.provenance.of, done, prepared.left) if body.provenance else {}
+
+
+async def _events(
+    service: Service, stream: Stream, body: schemas.Common, answer: Answer
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events, one for each pass, and comments while there is nothing to say."""
+    finished: dict[int, Completion] = {}
+    stream.ping_s = service.config.sse_ping_s or None
+    try:
+        for index in range(len(stream.prepared)):
+            for one in answer.begin(index):
+                yield event(one)
+        async for said in stream:
+            shown: list[dict[str, Any]] = []
+            for index, news in said:
+                if isinstance(news, Delta):
+                    shown += answer.delta(news, index)
+                elif news.outcome == "failed":
+                    shown.append(answer.failure(news.error))
+                else:
+                    finished[index] = news
+                    shown += answer.end(news, await _places(service, body, news, stream.prepared[index]), index)
+            if shown or not said:
+                yield b"".join(map(event, shown)) or _PING
+        for one in answer.close([finished[index] for index in sorted(finished)]):
+            yield event(one)
+        if answer.closing:
+            yield answer.closing
+    finally:
+        stream.close()
+
+
+async def _collect(request: Request, stream: Stream) -> list[Completion]:
+    """Completions of some tasks; all are given up when the client goes away."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    work = asyncio.ensure_future(stream.results())
+    try:
+        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise Refusal(_CLIENT_CLOSED, "the client closed the connection", "cancelled")
+        finished = work.result()
+    finally:
+        gone.cancel()
+        work.cancel()
+        stream.close()
+    failed = next((done for done in finished if done.outcome == "failed"), None)
+    if failed is not None:
+        raise Refusal(500, failed.error, "server_error")
+    return finished
+
+
+def first(*values: int | None) -> int:
+    """The first number that is given."""
     return next(value for value in values if value is not None)
 
 
@@ -265,31 +232,19 @@ class Stream:
     ping_s: float | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._said: deque[Said] = deque()
-        self._told = asyncio.Event()
+        self._loop, self._said = loop, asyncio.Queue[Said]()
         self._leave: list[Callable[[], None]] = []
         self.prepared: list[Prepared] = []
 
     def begin(self, service: Service, prepared: Prepared) -> None:
-        """Hand a task to the queue.
-
-        Raises
-        ------
-        Refusal
-            503: it takes no more.
-        """
+        """Hand a task to the queue."""
         number = len(self.prepared)
 
-        def sink(event: Delta | Completion) -> None:
-            self._said.append((number, event))
+        def sink(news: Delta | Completion) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                self._loop.call_soon_threadsafe(self._told.set)
+                self._loop.call_soon_threadsafe(self._said.put_nowait, (number, news))
 
-        try:
-            self._leave.append(service.queue.submit(prepared.task, sink))
-        except (QueueFullError, QueueClosedError) as error:
-            raise Refusal(503, str(error), "overloaded") from error
+        self._leave.append(service.queue.submit(prepared.task, sink))
         self.prepared.append(prepared)
 
     async def __aiter__(self) -> AsyncIterator[list[Said]]:
@@ -297,19 +252,17 @@ class Stream:
         while left:
             try:
                 async with asyncio.timeout(self.ping_s):
-                    await self._told.wait()
+                    said = [await self._said.get()]
             except TimeoutError:
                 yield []
                 continue
-            self._told.clear()
-            said = [self._said.popleft() for _ in range(len(self._said))]
-            left -= sum(isinstance(event, Completion) for _, event in said)
-            if said:
-                yield said
+            said += [self._said.get_nowait() for _ in range(self._said.qsize())]
+            left -= sum(isinstance(news, Completion) for _, news in said)
+            yield said
 
     async def results(self) -> list[Completion]:
         """The completions, when all are there."""
-        done = {number: event async for said in self for number, event in said if isinstance(event, Completion)}
+        done = {number: news async for said in self for number, news in said if isinstance(news, Completion)}
         return [done[number] for number in range(len(self.prepared))]
 
     def close(self) -> None:
@@ -348,7 +301,7 @@ async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) ->
 _BACKTICKS = re.compile("`+")
 
 
-def edit_task(service: Service, request: EditRequest, caller: Caller, wanted: int) -> Prepared:
+def edit_task(service: Service, request: schemas.EditRequest, caller: Caller, wanted: int) -> Prepared:
     """A task whose answer is the new text of a file; with ``wanted`` below 0 there must be room for the whole text.
 
     The answer begins and ends with more backticks than stand together in what was given. A text without a newline at
@@ -374,7 +327,9 @@ def edit_task(service: Service, request: EditRequest, caller: Caller, wanted: in
     )
     given = [request.stop] if isinstance(request.stop, str) else request.stop or []
     stops = [*given, *([] if ended else [f"\n{fence}"]), fence]
-    asked = request.model_copy(update={"prediction": request.prediction or Prediction(content=text), "stop": stops})
+    asked = request.model_copy(
+        update={"prediction": request.prediction or schemas.Prediction(content=text), "stop": stops}
+    )
     ids, expected = service.prompts.asked(question, f"{fence}\n"), service.prompts.expected(asked)
     room = service.backend.n_ctx - len(ids)
     if wanted < 0 and len(expected) > room:

@@ -1,20 +1,28 @@
-"""What every request passes: wrong keys and pages of other origins never reach a handler, the rest is counted."""
+"""What every request passes: wrong keys and pages of other origins never reach a handler, the rest is counted.
+
+Bodies are read within bounds, and are what their schema says, or refused by name.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakSet
 
 import httpx
+import pydantic_core
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieve_spec.errors import ServeError
@@ -31,6 +39,8 @@ _ANTHROPIC = {
     503: "overloaded_error",
 }
 """Kinds of errors as Anthropic calls them."""
+UNSUPPORTED = "unsupported_field"
+Schema = TypeVar("Schema", bound=BaseModel)
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 """What answers without a key."""
 
@@ -52,6 +62,180 @@ class Refusal(HTTPException):
             kind = _ANTHROPIC.get(self.status_code, "api_error" if self.status_code >= 500 else "invalid_request_error")
             body = {"type": "error", "error": {"type": kind, "message": self.detail}}
         return JSONResponse(body, self.status_code, self.headers)
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """The answer to a request that ended with an error."""
+    if isinstance(error, Refusal):
+        return error.response(request.url.path)
+    known = error if isinstance(error, HTTPException) else HTTPException(500, "internal error")
+    refusal = Refusal(known.status_code, f"{request.method} {request.url.path}: {known.detail}")
+    refusal.headers = known.headers or refusal.headers
+    return refusal.response(request.url.path)
+
+
+class Problem(BaseModel):
+    """What went wrong; Anthropic's dialect has no code."""
+
+    code: int | None = None
+    message: str
+    type: str
+
+
+class ErrorBody(BaseModel):
+    """The body of every error; Anthropic's dialect has a type."""
+
+    error: Problem
+    type: Literal["error"] | None = None
+
+
+_ERRORS = {
+    401: "A key is required.",
+    403: "Browser pages of other origins are refused.",
+    404: "No model of that name is served.",
+    400: "The request is not right, or asks for what is not served; the message says why.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    499: "A newer request of the client superseded this one.",
+    500: "The model failed.",
+    501: "The model has no fill-in-the-middle tokens.",
+    503: "Too many requests wait, or the model is being loaded.",
+}
+
+
+def errors(*codes: int) -> dict[int | str, Any]:
+    """How the errors of a route are described."""
+    return {code: {"model": ErrorBody, "description": _ERRORS[code]} for code in codes}
+
+
+def checked(schema: type[Schema], fields: Any) -> Schema:
+    """A body as its schema has it.
+
+    Raises
+    ------
+    Refusal
+        400: it is not right; says what is not.
+    """
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        kind = UNSUPPORTED if error.errors()[0]["type"] == UNSUPPORTED else "invalid_request_error"
+        raise Refusal(400, reason(error), kind) from error
+
+
+def reason(error: ValidationError) -> str:
+    """One sentence that says which field is wrong and what it should be.
+
+    Of a field that may be of several types, as far inside it as one of them came.
+    """
+    errors = error.errors(include_url=False, include_input=False)
+    said = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
+    path = [str(part) for part in said["loc"] if isinstance(part, int) or _is_field(part)]
+    name = '"' + ".".join(path) + '"' if path else "the body"
+    message = said["msg"].removeprefix("Value error, ")
+    known = {
+        UNSUPPORTED: said["msg"],
+        "missing": f"{name} is required",
+        "string_type": f"{name} must be a string",
+        "model_type": f"{name} must be a JSON object",
+    }
+    if not path and said["type"] == "value_error":
+        return message
+    return known.get(said["type"], f"{name}: {message[:1].lower()}{message[1:]}")
+
+
+def _is_field(part: str) -> bool:
+    """Whether a part of an error's place is a field's name, not that of a type that was tried."""
+    return part.islower() and part != "str" and "[" not in part
+
+
+_DRAINED = 16 << 20
+_SMALL = 64 << 10
+"""Bytes of a body that is parsed where other requests wait, and held whatever else is; larger ones are not."""
+
+
+class _BoundedRequest(Request):
+    """A request whose body is read within the bounds of its server, and is JSON whatever its client called it."""
+
+    schema: type[BaseModel]
+    _read = b""
+
+    @property
+    def headers(self) -> Headers:
+        """The headers, with the type that FastAPI reads."""
+        return Headers(raw=[*super().headers.raw, (b"content-type", b"application/json")])
+
+    async def body(self) -> bytes:
+        """The bytes of the body, in bounds of bytes and time; without any it is a blank, which is no JSON.
+
+        Of one that is too large a little more is read and dropped, since a client that is still sending when the
+        connection closes never sees the answer.
+
+        Raises
+        ------
+        Refusal
+            413: too large; 408: too slow; 503: too much is being read; 499: the client has gone.
+        """
+        state, parts = self.app.state, list[bytes]()
+        limit, seconds = state.models.config.max_body_bytes, state.models.config.body_s
+        size = held = 0
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in self.stream():
+                    size += len(part)
+                    if size > limit + _DRAINED:
+                        break
+                    if size > limit:
+                        parts.clear()
+                        continue
+                    if size > _SMALL:
+                        if len(part) > state.room:
+                            raise Refusal(503, "too many large requests are being read", "overloaded")
+                        state.room -= len(part)
+                        held += len(part)
+                    parts.append(part)
+        except TimeoutError:
+            raise Refusal(408, f"the body did not come within {seconds:g} seconds", "timeout") from None
+        except ClientDisconnect:
+            raise Refusal(499, "the client closed the connection", "cancelled") from None
+        finally:
+            state.room += held
+        if size > limit:
+            raise Refusal(413, f"the body has more than {limit} bytes")
+        self._read = b"".join(parts) or b" "
+        return self._read
+
+    async def json(self) -> BaseModel:
+        """The body as its schema; a large one is read in a thread."""
+        body = self._checked() if len(self._read) < _SMALL else await asyncio.to_thread(self._checked)
+        self.state.model = getattr(body, "model", None)
+        return body
+
+    def _checked(self) -> BaseModel:
+        try:
+            fields = pydantic_core.from_json(self._read, allow_inf_nan=False)
+        except ValueError as error:
+            raise Refusal(400, f"the body is not JSON: {error}") from error
+        return checked(self.schema, fields)
+
+
+class BoundedRoute(APIRoute):
+    """A route whose body is read within the bounds of the server's configuration."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        answer, field = super().get_route_handler(), self.body_field
+
+        async def read_and_answer(request: Request) -> Response:
+            if field is not None:
+                request = _BoundedRequest(request.scope, request.receive)
+                request.schema, request.state.arrived = field.field_info.annotation, monotonic()  # type: ignore[assignment]
+            try:
+                return await answer(request)
+            except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
+                return Refusal(503, "the server is stopping", "overloaded").response(request.url.path)
+
+        return read_and_answer
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
@@ -117,14 +301,15 @@ class Guard:
     host
         Where the server listens; on a loopback address the Host header must name one too, so that a page cannot
         reach the server under a name of its own (DNS rebinding).
+    unready
+        Gives what everything is answered with until the server is ready, None from then on.
     """
 
     def __init__(
-        self, app: ASGIApp, *, keys: Sequence[bytes] = (), origins: Sequence[str] = (), host: str = ""
-    ) -> None:
-        self._app = app
-        self._keys = tuple(keys)
-        self._origins = frozenset(origins)
+        self, app: ASGIApp, keys: Sequence[bytes], origins: Sequence[str], host: str,
+        unready: Callable[[], Response | None],
+    ) -> None:  # fmt: skip
+        self._app, self._keys, self._origins, self._unready = app, tuple(keys), frozenset(origins), unready
         self._local = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,10 +317,12 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refuse(scope["path"], Headers(scope=scope))
         if scope["method"] == "HEAD":  # the connection leaves out what a GET answers with
             scope = {**scope, "method": "GET"}
-        await (self._app if refusal is None else refusal.response(scope["path"]))(scope, receive, send)
+        answer: ASGIApp | None = self._unready()
+        if answer is None and (refusal := self._refuse(scope["path"], Headers(scope=scope))) is not None:
+            answer = refusal.response(scope["path"])
+        await (answer or self._app)(scope, receive, send)
 
     def _refuse(self, path: str, headers: Headers) -> Refusal | None:
         origin = headers.get("origin")
@@ -253,9 +440,9 @@ class Metrics:
         figures |= {f"Accepted from {of}": n for (name, of), n in values.items() if name == "accepted_tokens_total"}
         return figures | {"Requests waiting": values["queue_length", ""], "Under way": values["running", ""]}
 
-    def text(self) -> bytes:
-        """The exposition format."""
-        return generate_latest(self.registry)
+    def exposed(self) -> Response:
+        """All of them as Prometheus reads them."""
+        return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class Counted:

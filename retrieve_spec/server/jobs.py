@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Condition, Event
@@ -14,8 +12,7 @@ import numpy as np
 
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.server.backend import Backend, DraftHints, Slot, SlotPool
-from retrieve_spec.server.logprobs import TokenLogProb
-from retrieve_spec.server.sampling import Sampling
+from retrieve_spec.server.sampling import Sampling, TokenLogProb
 from retrieve_spec.server.text import StopRules, StopScanner, StopType, TextCodec
 
 Outcome = Literal["done", "superseded", "cancelled", "failed"]
@@ -66,12 +63,11 @@ class Task:
     reuse: bool = True
     drafting: bool = True
 
-    def fingerprint(self) -> bytes:
+    @property
+    def key(self) -> tuple[Any, ...]:
         """Equal for tasks that must give the same text."""
-        digest = hashlib.blake2b(array("q", self.prompt_ids).tobytes(), digest_size=16)
-        how = (self.rules, self.sampling, self.warm, self.reuse, self.drafting, self.deadline_s)
-        digest.update(repr((self.scope, self.typing, *how)).encode("utf-8", "surrogatepass"))
-        return digest.digest()
+        how = self.rules, self.sampling, self.warm, self.reuse, self.drafting, self.deadline_s
+        return self.scope, self.typing, *how, self.prompt_ids
 
     @property
     def rank(self) -> int:
@@ -191,8 +187,6 @@ class Job:
 
     Attributes
     ----------
-    key
-        The task's fingerprint.
     begun
         Whether it has taken a cache.
     forgotten
@@ -207,7 +201,7 @@ class Job:
         self, task: Task, sink: Sink, backend: Backend, codec: TextCodec, pool: SlotPool, changed: Condition,
         clock: Callable[[], float] = monotonic,
     ) -> None:  # fmt: skip
-        self.task, self.key, self.waiters = task, task.fingerprint(), [Waiter(task, sink)]
+        self.task, self.waiters = task, [Waiter(task, sink)]
         self.begun = self.superseded = self.forgotten = False
         self.cancel = Event()
         self.done = Completion(prompt_tokens=len(task.prompt_ids))
@@ -337,15 +331,12 @@ class Job:
 
     def close(self, *, keep: bool = True) -> None:
         """End the text, however far it is, and give the cache back; after a failure nobody knows what it holds."""
-        slot, self._slot = self._slot, None
+        (slot, self._slot), held = (self._slot, None), None
         if slot is None:
             return
         try:
-            slot.copied = None
             if self.text is not None:
                 self.text.close()
-                self._pool.settle(slot, [*self.task.prompt_ids, *([] if self.task.warm else self._said)])
+                held = [*self.task.prompt_ids, *([] if self.task.warm else self._said)]
         finally:
-            if self.forgotten or not keep:
-                self._pool.drop(slot)
-            self._pool.release(slot)
+            self._pool.release(slot, held if keep and not self.forgotten else None)

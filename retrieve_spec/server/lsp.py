@@ -1,4 +1,4 @@
-"""Language server: `textDocument/inlineCompletion` (LSP 3.18) on the same queue as the HTTP surface."""
+"""Language server: `textDocument/inlineCompletion` (LSP 3.18), as a client of a server here or elsewhere."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import json
 import logging
 import os
 import re
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +24,23 @@ from pygls.workspace import TextDocument
 from retrieve_spec._version import __version__
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.completions import opened
+from retrieve_spec.server.app import create_app
 from retrieve_spec.server.editors import Remote, parsed, reason_of
-from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.prompts import Chunk
-from retrieve_spec.server.schemas import InfillRequest
-from retrieve_spec.server.service import Caller, Service
+from retrieve_spec.server.guard import Metrics
+from retrieve_spec.server.models import Model, Models
+from retrieve_spec.server.run import build_service
+from retrieve_spec.server.service import Service
+from retrieve_spec.server.text import with_line_feeds
 from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
 
 FORGET = "retrieve-spec.forget"
-_TOKENS = {lsp.InlineCompletionTriggerKind.Automatic: 64, lsp.InlineCompletionTriggerKind.Invoked: 128}
-_LINE_MS = {lsp.InlineCompletionTriggerKind.Automatic: 250.0, lsp.InlineCompletionTriggerKind.Invoked: 1000.0}
+Kind = lsp.InlineCompletionTriggerKind
+_TOKENS = {Kind.Automatic: 64, Kind.Invoked: 128}
+"""Tokens of a suggestion at most."""
+_LINE_MS = {Kind.Automatic: 250.0, Kind.Invoked: 1000.0}
+"""Milliseconds after which it ends with its line."""
 _LOADING, _INDEXING = "retrieve-spec/loading", "retrieve-spec/indexing"
 
 _SHOWN = 4
@@ -50,146 +52,108 @@ _CHARS_BEFORE, _CHARS_AFTER = 400_000, 100_000
 """Characters before and after a cursor that a server elsewhere is sent: as many as any model is shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """A place in an open document, and what is wanted there.
+class Completer:
+    """Completions of a server, which is sent pieces of open documents; `service` is a model in this process, if any."""
 
-    Attributes
-    ----------
-    uri
-        The document.
-    left, right
-        Its text before and after the cursor.
-    extra
-        Pieces of other open documents, what was looked at last at the end.
-    tokens, line_ms
-        Most tokens of a suggestion; milliseconds after which it ends with its line.
-    """
+    def __init__(self, client: httpx.AsyncClient, service: Service | None = None) -> None:
+        self._client, self._service = client, service
+        self.workspace = None if service is None else service.workspace
 
-    uri: str
-    left: str
-    right: str
-    extra: tuple[Chunk, ...]
-    tokens: int
-    line_ms: float
+    async def complete(self, uri: str, left: str, right: str, extra: Sequence[dict[str, str]], kind: Kind) -> str:
+        """A suggestion at a place in a document, "" where there is none.
 
-    def request(self) -> dict[str, Any]:
-        """The body of `POST /infill` that asks for it."""
-        line = self.left.rfind("\n") + 1
-        return {
-            "input_prefix": self.left[:line],
-            "prompt": self.left[line:],
-            "input_suffix": self.right,
-            "input_extra": [{"filename": chunk.filename, "text": chunk.text} for chunk in self.extra],
-            "n_predict": self.tokens,
-            "t_max_predict_ms": self.line_ms,
+        What is given up ends after the pass under way.
+
+        Parameters
+        ----------
+        uri
+            The document.
+        left, right
+            Its text before and after the cursor.
+        extra
+            Pieces of other open documents, what was looked at last at the end.
+        kind
+            Whether it was asked for.
+        """
+        left = left[-_CHARS_BEFORE:]
+        line = left.rfind("\n") + 1
+        fields = {
+            "input_prefix": left[:line],
+            "prompt": left[line:],
+            "input_suffix": right[:_CHARS_AFTER],
+            "input_extra": extra,
+            "n_predict": _TOKENS[kind],
+            "t_max_predict_ms": _LINE_MS[kind],
+            "response_fields": ["content"],
         }
-
-
-class LocalCompleter:
-    """Completions by a model in this process; `workspace` holds the folders that are indexed in it, if any."""
-
-    def __init__(self, service: Service) -> None:
-        self.service, self.workspace = service, service.workspace
-        service.queue.start()
-
-    async def complete(self, cursor: Cursor) -> str:
-        """A suggestion for a place; "" where there is none, or a newer request came."""
-        service = self.service
-        if service.fim is None:
-            return ""
-        request = InfillRequest.model_validate(cursor.request())
-        caller = Caller("", f"lsp\0{cursor.uri}", explicit=True)
-        try:
-            stream = await opened(service, lambda: [service.infill(request, caller)])
-        except Refusal as refusal:
-            log.warning("%s", refusal.detail)
-            return ""
-        try:
-            (done,) = await stream.results()
-        finally:
-            stream.close()
-        if done.outcome != "done":
-            return ""
-        return request.written(done.text) if done.text.strip() else ""
-
-    def open(self, uri: str, text: str) -> None:
-        """Draft from the text of an open document."""
-        self.service.memory("").note_buffer(uri, text)
-
-    def forget(self) -> None:
-        """Drop what is kept."""
-        self.service.forget()
-
-    def close(self) -> None:
-        """End the queue and the index."""
-        if self.workspace is not None:
-            self.workspace.close()
-        self.service.close()
-
-
-class RemoteCompleter:
-    """Completions by a server elsewhere, which is sent pieces of open documents and reads what was saved itself."""
-
-    workspace = None
-
-    def __init__(self, remote: Remote) -> None:
-        self.remote = remote
-        self._client = httpx.AsyncClient(**remote.options, timeout=_ANSWER_S)
-
-    async def complete(self, cursor: Cursor) -> str:
-        """A suggestion for a place; the server stops after the pass under way where it is given up."""
-        near = replace(cursor, left=cursor.left[-_CHARS_BEFORE:], right=cursor.right[:_CHARS_AFTER])
-        body = json.dumps({**near.request(), "response_fields": ["content"]}, ensure_ascii=False)
-        document = hashlib.sha256(cursor.uri.encode("utf-8", "replace")).hexdigest()[:16]
+        body = json.dumps(fields, ensure_ascii=False)
+        document = hashlib.sha256(uri.encode("utf-8", "replace")).hexdigest()[:16]
         headers = {"X-Client-Id": f"lsp-{os.getpid()}-{document}"}
         try:
             answer = await self._client.post("/infill", content=body.encode("utf-8", "replace"), headers=headers)
         except httpx.HTTPError as error:
-            log.warning("%s cannot be asked: %r", self.remote.url, error)
+            log.warning("the server cannot be asked: %r", error)
             return ""
+        asking = asyncio.current_task()
+        if asking is not None and asking.cancelling():  # a server in this process answers those who are cancelled, too
+            raise asyncio.CancelledError
         found = parsed(answer)
         if answer.status_code != 200:
-            log.warning("%s answered %d: %s", self.remote.url, answer.status_code, reason_of(found))
+            log.warning("the server answered %d: %s", answer.status_code, reason_of(found))
             return ""
         text = str(found.get("content", "")) if isinstance(found, dict) else ""
         return text if text.strip() else ""
 
-    def forget(self) -> None:
-        """Have the server drop what it keeps of this user."""
-        self.remote.ask("DELETE", "/v1/workspace", timeout=_ANSWER_S)
+    def open(self, text: str) -> None:
+        """Draft from the text of an open document, where the model is here."""
+        if self._service is not None:
+            self._service.memory("").note([with_line_feeds(text)])
 
-    def open(self, uri: str, text: str) -> None:
-        """Nothing to remember here."""
+    async def forget(self) -> None:
+        """Have dropped what is kept of this user."""
+        await self._client.delete("/v1/workspace")
 
     def close(self) -> None:
-        """Nothing to end: the server is not this editor's."""
+        """End the model, where it is here; another server is not this editor's."""
+        if self._service is not None:
+            self._service.close()
 
 
-Completer = LocalCompleter | RemoteCompleter
-"""What a language server needs of a model."""
-
-
-def connected(remote: Remote, given_up: threading.Event) -> RemoteCompleter:
-    """A completer that asks a server, once its model is loaded.
+async def connected(remote: Remote) -> Completer:
+    """A completer that asks a server elsewhere, once its model is loaded.
 
     Raises
     ------
     ServeError
-        Nobody answers, the server refuses, or it was ``given_up`` to wait.
+        Nobody answers, or the server refuses.
     """
+    client = httpx.AsyncClient(**remote.options, timeout=_ANSWER_S)
     while True:
-        status, found = remote.ask("GET", "/v1/models")
+        try:
+            answer = await client.get("/v1/models")
+            status, got = answer.status_code, f"it answered {answer.status_code}: {reason_of(parsed(answer))}"
+        except httpx.HTTPError:
+            status, got = 0, "nobody answers"
         if status == 200:
-            return RemoteCompleter(remote)
+            return Completer(client)
         if status != 503:
-            got = f"it answered {status}: {reason_of(found)}" if status else "nobody answers"
             raise ServeError(f"to reach {remote.url}", got, "Start retrieve-spec serve; check --connect and the key.")
-        if given_up.wait(_AGAIN_S):
-            raise ServeError(f"to reach {remote.url}", "the editor has closed it", "Open the editor again.")
+        await asyncio.sleep(_AGAIN_S)
 
 
-MakeCompleter = Callable[[Sequence[Path]], Completer]
+async def loaded(load: Callable[[], Service], config: ServeConfig) -> Completer:
+    """A completer that asks a model in this process, which is loaded now."""
+    model = Model(load)
+    models = Models({"": model}, config, Metrics())
+    await models.start()
+    if models.error is not None:
+        raise models.error
+    transport = httpx.ASGITransport(create_app(models))
+    client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
+    return Completer(client, model.service)
+
+
+Connect = Callable[[Sequence[Path]], Awaitable[Completer]]
 
 
 def strict_converter() -> Any:
@@ -197,7 +161,7 @@ def strict_converter() -> Any:
     converter = default_converter()  # type: ignore[no-untyped-call]
     for kind in (int, str):
         converter.register_structure_hook(kind, _plain)
-    converter.register_structure_hook(lsp.InlineCompletionTriggerKind, lambda value, kind: kind(value))
+    converter.register_structure_hook(Kind, lambda value, kind: kind(value))
     return converter
 
 
@@ -238,63 +202,44 @@ class CompletionServer(LanguageServer):
 
     Parameters
     ----------
-    make_completer
-        Loads the model or finds the server, given the client's workspace folders; runs in a thread while the editor
-        starts up.
+    connect
+        Loads the model or finds the server, given the client's workspace folders, while the editor starts up.
     workspaces
         Folders to draft from besides the client's.
 
     Attributes
     ----------
-    give_up
-        Ends the making of a completer that is waited for no longer.
+    completer, loaded
+        What is asked once the model is loaded, None when that failed.
     """
 
-    give_up: Callable[[], None] | None = None
-
-    def __init__(self, make_completer: MakeCompleter, workspaces: Sequence[Path] = ()) -> None:
+    def __init__(self, connect: Connect, workspaces: Sequence[Path] = ()) -> None:
         super().__init__(
             "retrieve-spec", __version__, protocol_cls=AnsweringProtocol, converter_factory=strict_converter
         )
-        self._make_completer = make_completer
-        self._workspaces = list(workspaces)
+        self._connect, self._workspaces = connect, list(workspaces)
         self.completer: Completer | None = None
         self._places: dict[str, int] = {}
-        self._loaded = asyncio.Event()
+        self.loaded = asyncio.Event()
 
     async def load(self, folders: Sequence[Path]) -> None:
         """Load the model, then index the folders; requests wait for the model, not for the index."""
-        roots = [*self._workspaces, *folders]
         try:
             async with self._bar(_LOADING, "Loading the model"):
-                try:
-                    completer = await asyncio.to_thread(self._make_completer, roots)
-                except asyncio.CancelledError:
-                    self.close()  # the interpreter waits for this thread before it ends
-                    raise
+                completer = await self._connect([*self._workspaces, *folders])
             self.completer = completer
             for document in list(self.workspace.text_documents.values()):
-                self.remember(document.uri, document.source)
+                completer.open(document.source)
         finally:
-            self._loaded.set()
+            self.loaded.set()
         if completer.workspace is not None:
             await self._index(completer.workspace)
 
-    async def ready(self) -> Completer | None:
-        """The completer once the model is loaded, None when that failed."""
-        await self._loaded.wait()
-        return self.completer
-
     async def _index(self, workspace: Workspace) -> None:
-        loop = asyncio.get_running_loop()
         async with self._bar(_INDEXING, "Indexing the workspace") as show:
-
-            def report(seen: int, kept: int) -> None:
-                loop.call_soon_threadsafe(show, f"{kept} files")
-
-            workspace.progress = report
-            workspace.start()
-            await asyncio.to_thread(workspace.indexed.wait)
+            while not workspace.indexed.is_set():
+                show(f"{workspace.read[0]} of {workspace.read[1]} files")
+                await asyncio.sleep(_AGAIN_S)
             show(f"{len(workspace.texts)} files indexed")
 
     @contextlib.asynccontextmanager
@@ -319,11 +264,6 @@ class CompletionServer(LanguageServer):
             if shown:
                 self.work_done_progress.end(token, lsp.WorkDoneProgressEnd(message=message))
 
-    def remember(self, uri: str, text: str) -> None:
-        """Draft from the text of an open file."""
-        if self.completer is not None:
-            self.completer.open(uri, text)
-
     def look(self, uri: str, line: int) -> None:
         """Note where somebody looks."""
         self._places.pop(uri, None)
@@ -334,7 +274,7 @@ class CompletionServer(LanguageServer):
         document = self.workspace.get_text_document(uri)
         return None if document.version is None else document
 
-    def pieces(self, uri: str) -> tuple[Chunk, ...]:
+    def pieces(self, uri: str) -> list[dict[str, str]]:
         """What stands around the places looked at last in other open documents, the last one at the end."""
         documents = {other: document for other in self._places if (document := self.opened(other)) is not None}
         others = [other for other in documents if other != uri][-_SHOWN:]
@@ -344,20 +284,13 @@ class CompletionServer(LanguageServer):
             first = max(0, min(self._places[other] // _STEP * _STEP - _STEP // 2, len(lines) - _LINES))
             text = "".join(lines[first : first + _LINES])[:_CHARS]
             if text.strip():
-                found.append(Chunk(text, other.rpartition("/")[2]))
-        return tuple(found)
-
-    def close(self) -> None:
-        """End the queue and the index, or let go of the server."""
-        if self.completer is not None:
-            self.completer.close()
-        elif self.give_up is not None:
-            self.give_up()
+                found.append({"filename": other.rpartition("/")[2], "text": text})
+        return found
 
 
-def create_server(make_completer: MakeCompleter, workspaces: Sequence[Path] = ()) -> CompletionServer:
+def create_server(connect: Connect, workspaces: Sequence[Path] = ()) -> CompletionServer:
     """A language server with all handlers; arguments as of `CompletionServer`."""
-    server = CompletionServer(make_completer, workspaces)
+    server = CompletionServer(connect, workspaces)
     _add_documents(server)
     _add_completion(server)
     return server
@@ -380,7 +313,8 @@ def _add_documents(server: CompletionServer) -> None:
         if document is not None:
             document.__class__ = Document  # pygls makes them itself, and has no door for others
         server.look(params.text_document.uri, 0)
-        server.remember(params.text_document.uri, params.text_document.text)
+        if server.completer is not None:
+            server.completer.open(params.text_document.text)
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
     def did_change(params: lsp.DidChangeTextDocumentParams) -> None:
@@ -391,13 +325,15 @@ def _add_documents(server: CompletionServer) -> None:
 
     @server.feature(lsp.SHUTDOWN)
     def shutdown(_: None) -> None:
-        server.close()
+        if server.completer is not None:
+            server.completer.close()
 
 
 def _add_completion(server: CompletionServer) -> None:
     @server.feature(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, lsp.InlineCompletionOptions())
     async def inline_completion(params: lsp.InlineCompletionParams) -> lsp.InlineCompletionList | None:
-        completer = await server.ready()
+        await server.loaded.wait()
+        completer = server.completer
         if completer is None:
             return None
         document = server.opened(params.text_document.uri)
@@ -412,17 +348,16 @@ def _add_completion(server: CompletionServer) -> None:
             given = chosen.text
         kind = params.context.trigger_kind
         server.look(document.uri, params.position.line)
-        cursor = Cursor(document.uri, left, right, server.pieces(document.uri), _TOKENS[kind], _LINE_MS[kind])
-        text = await completer.complete(cursor)
+        text = await completer.complete(document.uri, left, right, server.pieces(document.uri), kind)
         if not text:
             return None
         where = chosen.range if chosen is not None else None
         return lsp.InlineCompletionList([lsp.InlineCompletionItem(given + text, range=where)])
 
     @server.command(FORGET)
-    def forget() -> None:
+    async def forget() -> None:
         if server.completer is not None:
-            server.completer.forget()
+            await server.completer.forget()
 
 
 def serve_stdio(
@@ -439,9 +374,7 @@ def serve_stdio(
 ) -> None:
     """Serve on standard input and output until the client ends it; arguments as of `run.build_service`, `run.serve`."""
 
-    def make(roots: Sequence[Path]) -> Completer:
-        from retrieve_spec.server.run import build_service
-
+    def load(roots: Sequence[Path]) -> Service:
         service = build_service(
             model_name,
             config,
@@ -453,14 +386,11 @@ def serve_stdio(
             device=device,
         )
         on_loaded()
-        return LocalCompleter(service)
+        return service
 
-    create_server(make, workspaces).start_io()
+    create_server(lambda roots: loaded(lambda: load(roots), config), workspaces).start_io()
 
 
 def connect_stdio(remote: Remote) -> None:
     """Serve a language server on standard input and output by asking a server elsewhere."""
-    given_up = threading.Event()
-    server = create_server(lambda roots: connected(remote, given_up))
-    server.give_up = given_up.set
-    server.start_io()
+    create_server(lambda roots: connected(remote)).start_io()

@@ -1,4 +1,4 @@
-"""Several models behind one address: each is a server's application of its own, loaded when it is first asked for."""
+"""The models of a server: the first is loaded at the start, the others when they are first asked for."""
 
 from __future__ import annotations
 
@@ -10,57 +10,27 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Annotated, Any
 
-import pydantic_core
-from fastapi import FastAPI
+from fastapi import Depends
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import JSONResponse
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.model_files import PACKAGED
 from retrieve_spec.reference_model import REFERENCE, reference_path
-from retrieve_spec.server.app import (
-    SMALL_BODY,
-    BodyReader,
-    InformationHandlers,
-    create_app,
-    exposed,
-    guarded_app,
-    model_entries,
-    page,
-)
-from retrieve_spec.server.completions import scope_of
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, Refusal
 from retrieve_spec.server.service import Service
 
 log = logging.getLogger("retrieve_spec.server")
 
-T = TypeVar("T")
 DEFAULT = "default"
 """Another name of the first model."""
-_ABOUT_ONE = ("/props", "/openapi.json")
-"""What is asked with GET of one model."""
 _LOOK_S = 0.05
 """Seconds between two looks whether the requests of a model that is given up are over."""
-
-
-def begun(work: Callable[[], T]) -> Future[T]:
-    """Something that a thread does, for which a program that ends meanwhile does not wait."""
-    made: Future[T] = Future()
-    made.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            made.set_result(work())
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=run, name="retrieve-spec-loading", daemon=True).start()
-    return made
 
 
 def named(given: Sequence[str]) -> dict[str, str]:
@@ -92,7 +62,7 @@ def bytes_on_disk(model_name: str) -> int:
 
 
 class Model:
-    """One of several models.
+    """One of the models of a server.
 
     Parameters
     ----------
@@ -107,7 +77,7 @@ class Model:
     ----------
     state
         `"unloaded"`, `"loading"`, `"loaded"` or `"failed"`, as llama.cpp's server calls them.
-    service, app
+    service
         What is loaded, None while nothing is.
     users, used
         Requests under way, and when the last one came.
@@ -117,23 +87,36 @@ class Model:
         self.load, self.size, self.stays = load, size, stays
         self.state = "unloaded"
         self.service: Service | None = None
-        self.app: FastAPI | None = None
         self.users = self.used = 0
-        self._ends = contextlib.AsyncExitStack()
 
-    async def begin(self, service: Service, keys: Sequence[bytes]) -> None:
-        """Serve with what was loaded."""
-        app = create_app(service, keys=keys)
-        await self._ends.enter_async_context(app.router.lifespan_context(app))
-        self.service, self.app, self.state, self.size = service, app, "loaded", service.backend.weight_bytes
+    async def begin(self) -> None:
+        """Load it in a thread, for which a program that ends meanwhile does not wait, and serve with it."""
+        made: Future[Service] = Future()
+        made.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                made.set_result(self.load())
+            except BaseException as error:
+                made.set_exception(error)
+
+        self.state = "loading"
+        threading.Thread(target=run, name="retrieve-spec-loading", daemon=True).start()
+        try:
+            service = await asyncio.wrap_future(made)
+        except Exception:
+            self.state = "failed"
+            raise
+        service.start()
+        self.service, self.state, self.size = service, "loaded", service.backend.weight_bytes
 
     async def end(self) -> None:
         """Let go of what was loaded when the requests under way are over; those that come meanwhile load it again."""
-        self.service = self.app = None
-        self.state = "unloaded"
+        service, self.service, self.state = self.service, None, "unloaded"
         while self.users:
             await asyncio.sleep(_LOOK_S)
-        await self._ends.aclose()
+        if service is not None:
+            service.close()
 
 
 class Models:
@@ -142,23 +125,58 @@ class Models:
     Parameters
     ----------
     models
-        The first is the one that is meant where no other is named.
+        The first is the one that is meant where no other is named; where it is the only one, whatever is named.
+    config
+        Limits.
+    metrics
+        Counters of all.
     most_bytes
         Bytes of weights that may be loaded: the model that was used longest ago is given up for another one. 0 keeps
         all.
-    most_waiting
-        Requests that may wait for models.
-    keys
-        API keys of the server.
+    on_failure
+        Called where the first cannot be loaded; `error` says why.
     """
 
     def __init__(
-        self, models: Mapping[str, Model], *, most_bytes: int = 0, most_waiting: int = 32, keys: Sequence[bytes] = ()
-    ) -> None:
-        self.models, self._keys = dict(models), keys
-        self._most_bytes, self._most_waiting = most_bytes, most_waiting
+        self, models: Mapping[str, Model], config: ServeConfig, metrics: Metrics, *, most_bytes: int = 0,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.models, self.config, self.metrics = dict(models), config, metrics
+        self.first, self.several = next(iter(self.models)), len(self.models) > 1
+        self.error: Exception | None = None
+        self._most_bytes, self._on_failure = most_bytes, on_failure
         self._changing = asyncio.Lock()
         self._waiting = self._uses = 0
+        self._ready, self._stage, self._since = False, "starting", monotonic()
+
+    @classmethod
+    def of(cls, service: Service) -> Models:
+        """One that is loaded."""
+        return cls({service.name: Model(lambda: service)}, service.config, service.metrics)
+
+    def tell(self, stage: str) -> None:
+        """Say what is going on while the first is loaded."""
+        self._stage = stage
+        log.info("%s …", stage)
+
+    def unready(self) -> JSONResponse | None:
+        """What is answered until the first is loaded, as llama.cpp's server does, and how far it is."""
+        if self._ready:
+            return None
+        loading = {"stage": self._stage, "seconds": round(monotonic() - self._since, 1)}
+        error = {"code": 503, "message": f"Loading model: {self._stage}", "type": "unavailable_error"}
+        return JSONResponse({"error": error, "status": "loading", "loading": loading}, 503, {"Retry-After": "1"})
+
+    async def start(self) -> None:
+        """Load the first."""
+        try:
+            await self.models[self.first].begin()
+        except Exception as error:
+            self.error = error
+            self._on_failure()
+        else:
+            self._ready = True
+            log.info("ready after %.0f seconds", monotonic() - self._since)
 
     def find(self, name: Any) -> str:
         """The name of the model that a request means.
@@ -171,13 +189,28 @@ class Models:
         for known in self.models:
             if name in (known, f"{known}-Fast-Apply"):
                 return known
-        if name in (None, "", DEFAULT):
-            return next(iter(self.models))
+        if name in (None, "", DEFAULT) or not self.several:
+            return self.first
         raise Refusal(404, f"no model {name!r} is served here; there are {', '.join(self.models)}")
 
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """What is said of each, by its name and the alias under which Continue sends predictions."""
+        return {
+            known: {"id": known, "object": "model", "created": 0, "owned_by": "retrieve-spec",
+                    "status": {"value": model.state}, **({"meta": model.service.meta()} if model.service else {})}
+            for name, model in self.models.items()
+            for known in (name, f"{name}-Fast-Apply")
+        }  # fmt: skip
+
+    def of_all(self, ask: Callable[[Service], Any]) -> Any:
+        """What those that are loaded say, by name; where there is but one, what that says."""
+        loaded = {name: model.service for name, model in self.models.items()}
+        said = {name: ask(service) for name, service in loaded.items() if service is not None}
+        return said if self.several else said[self.first]
+
     @contextlib.asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[ASGIApp]:
-        """The application of a model, which stays loaded meanwhile; who asks for one that is not loaded waits for it.
+    async def using(self, name: str) -> AsyncIterator[Service]:
+        """The service of a model, which stays loaded meanwhile; who asks for one that is not loaded waits for it.
 
         Raises
         ------
@@ -185,36 +218,34 @@ class Models:
             500: it cannot be loaded; 503: too many wait.
         """
         model = self.models[name]
-        if model.app is None:
+        if model.service is None:
             await self._wait_for(name, model)
-        assert model.app is not None
+        assert model.service is not None
         self._uses += 1
         model.users, model.used = model.users + 1, self._uses
         try:
-            yield model.app
+            yield model.service
         finally:
             model.users -= 1
 
     async def _wait_for(self, name: str, model: Model) -> None:
-        if self._waiting >= self._most_waiting:
+        if self._waiting >= self.config.max_queue:
             raise Refusal(
                 503, f"{self._waiting} requests wait for models to be loaded, which is the limit", "overloaded"
             )
         self._waiting += 1
         try:
             async with self._changing:  # one after another, in the order in which they were asked for
-                if model.app is None:
+                if model.service is None:
                     await self._load(name, model)
         finally:
             self._waiting -= 1
 
     async def _load(self, name: str, model: Model) -> None:
         await self._make_room(model)
-        model.state = "loading"
         try:
-            await model.begin(await asyncio.wrap_future(begun(model.load)), self._keys)
+            await model.begin()
         except Exception as error:
-            model.state = "failed"
             log.exception("%s could not be loaded", name)
             kind = in_a_line(error).partition(":")[0]
             message = f"the model {name!r} could not be loaded ({kind}); the server's log says why"
@@ -225,7 +256,7 @@ class Models:
     async def _make_room(self, wanted: Model) -> None:
         """Give up what was used longest ago until there is room; a model that is too large is loaded alone."""
         while self._most_bytes:
-            others = [model for model in self.models.values() if model.app is not None and model is not wanted]
+            others = [model for model in self.models.values() if model.service is not None and model is not wanted]
             free = [model for model in others if not model.stays]
             if not free or wanted.size + sum(model.size for model in others) <= self._most_bytes:
                 return
@@ -246,116 +277,20 @@ def _collect() -> None:
     gc.freeze()
 
 
-def create_front(models: Models, first: Service, config: ServeConfig, *, keys: Sequence[bytes] = ()) -> FastAPI:
-    """The ASGI application of several models, of which the first is loaded.
-
-    What is about all of them is answered here, the rest by the application of each.
-    """
-    metrics, loaded = first.metrics, [first]
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await models.models[models.find(DEFAULT)].begin(loaded.pop(), keys)
-        yield
-        await models.close()
-
-    app = guarded_app(config, metrics, keys, lifespan, openapi_url=None)
-    front = Front(models, metrics, BodyReader(config))
-    for path in ("/v1/models", "/models"):
-        app.get(path)(front.list)
-        app.head(path)(front.list)
-    app.get("/v1/models/{name:path}")(front.describe)
-    app.head("/v1/models/{name:path}")(front.describe)
-    for path in ("/health", "/v1/health"):
-        app.get(path)(front.health)
-    app.get("/")(front.page)
-    app.get("/metrics")(front.expose)
-    app.get("/v1/workspace")(front.kept)
-    app.delete("/v1/workspace")(front.forget)
-    app.mount("/", front.dispatch)
-    return app
+def _known(request: Request) -> Models:
+    models: Models = request.app.state.models
+    return models
 
 
-class Front:
-    """Handlers about all models, and the way to each."""
-
-    def __init__(self, models: Models, metrics: Metrics, reader: BodyReader) -> None:
-        self._models, self._metrics, self._reader = models, metrics, reader
-
-    def _entries(self) -> dict[str, dict[str, Any]]:
-        return {
-            known: entry
-            for name, model in self._models.models.items()
-            for known, entry in model_entries(name, model.service, model.state).items()
-        }
-
-    async def list(self) -> Response:
-        """All models, and whether they are loaded."""
-        return JSONResponse({"object": "list", "data": list(self._entries().values())})
-
-    async def describe(self, name: str) -> Response:
-        """One of them."""
-        found = self._models.find(name)
-        return JSONResponse(self._entries()[name if name in self._entries() else found])
-
-    async def health(self) -> Response:
-        """That the server runs, which models are loaded, and what there is to say of the first."""
-        states = {name: model.state for name, model in self._models.models.items()}
-        first = next(iter(states))
-        service = self._models.models[first].service
-        said = {"status": "ok", "model": first} if service is None else InformationHandlers(service).state()
-        return JSONResponse({**said, "models": states})
-
-    async def page(self, request: Request) -> HTMLResponse:
-        """What runs here, for a browser."""
-        entries = {name: entry for name, entry in self._entries().items() if name in self._models.models}
-        return page(request, entries.values(), self._metrics.figures())
-
-    async def expose(self) -> Response:
-        """Prometheus metrics of all models."""
-        return exposed(self._metrics)
-
-    async def kept(self, request: Request) -> Response:
-        """What there is to forget of this user, by model."""
-        return JSONResponse(await asyncio.to_thread(self._of_all, lambda service: service.kept(scope_of(request))))
-
-    async def forget(self, request: Request) -> Response:
-        """Drop everything that is kept of this user."""
-        kept = await asyncio.to_thread(self._of_all, lambda service: service.forget(scope_of(request)))
-        return JSONResponse({"forgotten": True, "kept": kept})
-
-    def _of_all(self, ask: Callable[[Service], Any]) -> dict[str, Any]:
-        loaded = {name: model.service for name, model in self._models.models.items()}
-        return {name: ask(service) for name, service in loaded.items() if service is not None}
-
-    async def dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the model that a request names answer it."""
-        request = Request(scope, receive)
-        if request.method == "GET" and request.url.path not in _ABOUT_ONE:  # a browser's for an icon loads no model
-            raise Refusal(404, f"GET {request.url.path}: Not Found")
-        body = await self._reader.read(request)
-        named = request.query_params.get("model") if not body else await _named(body)
-        read = False
-
-        async def again() -> Message:
-            nonlocal read
-            if read:
-                return await receive()
-            read = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async with self._models.using(self._models.find(named)) as app:
-            await app({**scope, "root_path": ""}, again, send)
+Known = Annotated[Models, Depends(_known)]
+"""What a handler that is about all models is given."""
 
 
-async def _named(body: bytes) -> Any:
-    """What a body says as its model; None where it does not, or is no JSON, which the model's own answer says."""
+async def _meant(request: Request, models: Known) -> AsyncIterator[Service]:
+    named = getattr(request.state, "model", None) or request.query_params.get("model")
+    async with models.using(models.find(named)) as service:
+        yield service
 
-    def read() -> Any:
-        try:
-            fields = pydantic_core.from_json(body)
-        except ValueError:
-            return None
-        return fields.get("model") if isinstance(fields, dict) else None
 
-    return read() if len(body) < SMALL_BODY else await asyncio.to_thread(read)
+Meant = Annotated[Service, Depends(_meant)]
+"""The model that a request names, which stays loaded until its answer is sent."""

@@ -69,7 +69,7 @@ class Prompts:
 
     def _rendered(self, turns: Sequence[dict[str, Any]], /, **rendering: Any) -> str | list[int]:
         """A conversation as a text by the model's template, else as token ids."""
-        if self._has_template:
+        if self.template:
             return self._templated(turns, **rendering)
         self._fits(sum(len(turn["content"]) for turn in turns))
         return self._plain_chat(turns, **rendering)
@@ -104,9 +104,10 @@ class Prompts:
         """
         self._fits(len(question) + len(begun))
         encode = self.codec.encode
-        if not self._has_template:
-            lead = "" if self._has_chatml else "\n"
-            return [*self._plain_chat([{"role": "user", "content": question}]), *encode(lead + begun)]
+        if not self.template:
+            has_chatml = None not in (self.codec.token_id("<|im_start|>"), self.codec.token_id("<|im_end|>"))
+            asked = self._plain_chat([{"role": "user", "content": question}])
+            return [*asked, *encode(begun if has_chatml else f"\n{begun}")]
         before, found, after = self._templated([{"role": "user", "content": _PLACE}]).partition(_PLACE)
         if not found:
             raise Refusal(400, "the model's chat template leaves out what the user says")
@@ -122,14 +123,6 @@ class Prompts:
     def shows_tools(self) -> bool:
         """Whether the template has a place for tools."""
         return "tools" in self.template
-
-    @property
-    def _has_template(self) -> bool:
-        return bool(self.template)
-
-    @property
-    def _has_chatml(self) -> bool:
-        return None not in (self.codec.token_id("<|im_start|>"), self.codec.token_id("<|im_end|>"))
 
     def _templated(self, turns: Sequence[dict[str, Any]], /, **rendering: Any) -> str:
         how = {"add_generation_prompt": True, **rendering, "tokenize": False}

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.backend import COPY_FROM, Backend, SlotPool
+from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Job, Outcome, Sink, Task, Waiter
 from retrieve_spec.server.text import TextCodec
 
@@ -34,12 +35,8 @@ _SHORT, _FEW_NODES = 64, 16
 """Tokens of prompts that other texts read in a pass meanwhile, and nodes they draft: the key may come in any pass."""
 
 
-class QueueFullError(ServeError):
-    """More tasks wait than the server takes."""
-
-
-class QueueClosedError(ServeError):
-    """The queue takes no task any more."""
+def _refusal(expected: str, got: str, remedy: str) -> Refusal:
+    return Refusal(503, str(ServeError(expected, got, remedy)), "overloaded")
 
 
 class RequestQueue:
@@ -156,21 +153,20 @@ class RequestQueue:
 
         Raises
         ------
-        QueueFullError
-            The queue holds as many tasks as it may, none of them replaceable.
-        QueueClosedError
-            The queue is ending, or its thread has ended.
+        Refusal
+            503: the queue holds as many tasks as it may, none of them replaceable; or it is ending, or its thread has
+            ended.
         """
         gone: list[Waiter] = []
         fresh = Job(task, sink, self.backend, self.codec, self._pool, self._changed, self._clock)
         try:
             with self._changed:
                 if self._closed:
-                    raise QueueClosedError("to take a request", "the server is ending", "Start it again.")
+                    raise _refusal("to take a request", "the server is ending", "Start it again.")
                 if task.rank == 0:
                     self._typed_at = self._clock()
                 twins = (job for job in self._jobs if not (job.cancel.is_set() or job.superseded))
-                job = next((job for job in twins if job.key == fresh.key), None)
+                job = next((job for job in twins if job.task.key == task.key), None)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
                     return lambda: None
@@ -227,7 +223,7 @@ class RequestQueue:
         if task.client is not None:
             candidates += [job for job in mine if {w.task.client for w in job.waiters} == {task.client}]
         if not candidates:
-            raise QueueFullError(
+            raise _refusal(
                 f"fewer than {self._max_queue if full else self._share} waiting requests",
                 f"{len(unbegun if full else mine)}",
                 "Try again in a moment.",

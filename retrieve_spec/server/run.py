@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,6 @@ from time import monotonic
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from retrieve_spec.acceleration import accelerate
@@ -25,18 +20,17 @@ from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.errors import ServeError, in_a_line
+from retrieve_spec.errors import ServeError
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, check_binding, normal_origins, read_keys
-from retrieve_spec.server.models import Model, Models, begun, bytes_on_disk, create_front, named
+from retrieve_spec.server.models import Model, Models, bytes_on_disk, named
 from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
-from retrieve_spec.server.workspace import Workspace
-from retrieve_spec.server.workspace_store import WorkspaceStore, prepare_store
+from retrieve_spec.server.workspace import Workspace, WorkspaceStore
 from retrieve_spec.sources.answers import unpacked
 from retrieve_spec.weight_formats import advice_on_format, product_times
 
@@ -66,7 +60,7 @@ def build_service(
     dtype: str = "auto",
     quantize: str | None = None,
     device: str = "auto",
-    progress: Progress | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> Service:
     """Load a model (as `retrieve_spec.reference_model.load_model` does), and put everything around it.
 
@@ -82,11 +76,12 @@ def build_service(
         Whether users with keys of their own share the server.
     name
         How the model is called in answers; None for what `display_name` makes of ``model_name``.
+    progress
+        Told what is going on.
     """
-    tell = progress or (lambda stage: None)
-    tell("loading the weights")
+    progress("loading the weights")
     model, tokenizer = load_model(model_name, dtype=dtype, quantize=quantize, device=device)
-    tell("making the model's passes ready; the first start on a machine compiles the kernels")
+    progress("making the model's passes ready; the first start on a machine compiles the kernels")
     service = assemble(
         model,
         tokenizer,
@@ -167,10 +162,6 @@ def assemble(
             stores_now = prepared(store)
             service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
-        try:
-            prepare_store(tokenizer, prepared)
-        except Exception as error:  # tokenizers raise what they like; without a store there is enough to draft from
-            log.warning("a store of the workspace may not be written either: %s", in_a_line(error))
         workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
     return service
 
@@ -280,35 +271,31 @@ def serve(
             **options,
         )
 
-    def make(progress: Progress) -> FastAPI:
-        first = next(iter(paths))
+    def build_first() -> Service:
         own = {"stores": stores, "named_stores": named_stores, "session": session}
-        service = build(first, **own, progress=progress)
-        fim = service.fim
-        log.info("%s, fill-in-the-middle: %s", service.name, fim.fmt.family if fim else service.no_fim())
+        service = build(models.first, **own, progress=models.tell)
+        log.info("%s, fill-in-the-middle: %s", service.name, service.family or service.no_fim())
         model = service.backend.model
         if quantize is None and model.device.type == "cpu" and model.num_parameters() >= _LARGE:
             for sentence in advice_on_format(str(model.dtype).removeprefix("torch."), product_times()):
                 log.info("%s", sentence)
         on_loaded()
-        if not others:
-            return create_app(service, keys=keys)
-        loads = {name: partial(build, name) for name in paths}
-        loads[first] = partial(build, first, **own)
-        known = {name: Model(load, bytes_on_disk(paths[name])) for name, load in loads.items()}
-        known[first].stays = session is not None  # who has their answers forgotten means those in the file, too
-        registry = Models(known, most_bytes=models_bytes, most_waiting=config.max_queue, keys=keys)
-        return create_front(registry, service, config, keys=keys)
+        return service
 
-    starting = Starting(make, lambda: setattr(server, "should_exit", True))
-    server = uvicorn.Server(server_settings(starting))
+    known = {name: Model(partial(build, name), bytes_on_disk(path)) for name, path in paths.items()}
+    models = Models(
+        known, config, metrics, most_bytes=models_bytes, on_failure=lambda: setattr(server, "should_exit", True)
+    )
+    first = known[models.first]
+    first.load, first.stays = build_first, session is not None  # who has answers forgotten means the file's, too
+    server = uvicorn.Server(server_settings(create_app(models, keys=keys)))
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     log.info("listening on %s", url)
     on_listening(url)
     server.run(sockets=[listener])
-    if starting.error is not None:
-        raise starting.error
+    if models.error is not None:
+        raise models.error
 
 
 def server_settings(app: Any) -> Any:
@@ -321,64 +308,6 @@ def server_settings(app: Any) -> Any:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
     )
-
-
-Progress = Callable[[str], None]
-"""Told what is going on."""
-
-
-class Starting:
-    """An ASGI application that makes another one in a thread and answers for it until it is there.
-
-    Where that fails ``on_failure`` is called, and `error` says why.
-    """
-
-    def __init__(self, make: Callable[[Progress], FastAPI], on_failure: Callable[[], None]) -> None:
-        self._make, self._on_failure = make, on_failure
-        self._app: ASGIApp | None = None
-        self._shell = Starlette(lifespan=self._live)
-        self._stage, self._since = "starting", monotonic()
-        self.error: BaseException | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or let the application answer."""
-        if scope["type"] == "lifespan":
-            await self._shell(scope, receive, send)
-        elif self._app is not None:
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            await self._answer()(scope, receive, send)
-
-    def _answer(self) -> JSONResponse:
-        """As llama.cpp's server answers while it loads, and how far it is."""
-        loading = {"stage": self._stage, "seconds": round(monotonic() - self._since, 1)}
-        error = {"code": 503, "message": f"Loading model: {self._stage}", "type": "unavailable_error"}
-        return JSONResponse({"error": error, "status": "loading", "loading": loading}, 503, {"Retry-After": "1"})
-
-    @contextlib.asynccontextmanager
-    async def _live(self, _: Starlette) -> AsyncIterator[None]:
-        made = begun(lambda: self._make(self._tell))
-        async with contextlib.AsyncExitStack() as lifespan:
-            opening = asyncio.ensure_future(self._open(asyncio.wrap_future(made), lifespan))
-            yield
-            opening.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await opening
-
-    async def _open(self, made: asyncio.Future[FastAPI], lifespan: contextlib.AsyncExitStack) -> None:
-        try:
-            app = await made
-            await lifespan.enter_async_context(app.router.lifespan_context(app))
-        except Exception as error:
-            self.error = error
-            self._on_failure()
-            return
-        self._app = app
-        log.info("ready after %.0f seconds", monotonic() - self._since)
-
-    def _tell(self, stage: str) -> None:
-        self._stage = stage
-        log.info("%s …", stage)
 
 
 HEAD_S = 20.0

@@ -1,4 +1,4 @@
-"""How tokens are chosen: samplers, grammars of JSON, and texts that begin with what the client has already."""
+"""How tokens are chosen, and what is noted of them: samplers, grammars, texts that were begun, log-probabilities."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from threading import Lock
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.sampling.acceptance import Sampler
 from retrieve_spec.sampling.guides import EXTRA, GrammarProcessor, json_grammar, problem_of, read_vocabulary
+from retrieve_spec.sampling.pass_logits import PassLogits
+from retrieve_spec.sampling.samplers import LogProbSampler
+from retrieve_spec.sampling.text import RowText
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.tools import ToolFormat, calls_grammar
@@ -281,24 +284,12 @@ class Beginnings:
         """Drop what is remembered of words that were begun."""
         self.agreeing.cache_clear()
 
-    def processor(self, begun: str, prompt_length: int) -> Any:
-        """A ``LogitsProcessor`` for one text behind a prompt of so many tokens."""
-        return BeginningProcessor(self, begun.encode(), prompt_length)
-
-    def rest(self, begun: bytes, said: list[int]) -> bytes:
-        """What of a text is still to be said."""
-        for token_id in said:
-            if not begun:
-                break
-            begun = begun[len(self.spelled.get(token_id, begun)) :]
-        return begun
-
 
 class BeginningProcessor:
     """Makes every token impossible that does not agree with what was begun; a `LogitsProcessor` in all but its base."""
 
-    def __init__(self, beginnings: Beginnings, begun: bytes, prompt_length: int) -> None:
-        self._beginnings, self._begun, self._prompt_length = beginnings, begun, prompt_length
+    def __init__(self, beginnings: Beginnings, begun: str, prompt_length: int) -> None:
+        self._beginnings, self._begun, self._prompt_length = beginnings, begun.encode(), prompt_length
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """(1, vocab) scores behind a text (1, n)."""
@@ -314,9 +305,11 @@ class BeginningProcessor:
         return bool(self._rest(ids))
 
     def _rest(self, ids: Any) -> bytes:
-        if len(ids) - self._prompt_length >= len(self._begun):  # every token says a byte or more
-            return b""
-        return self._beginnings.rest(self._begun, ids[self._prompt_length :].tolist())
+        """What of the text is still to be said; every token says a byte or more."""
+        rest, said = self._begun, ids[self._prompt_length :][: len(self._begun)].tolist()
+        for token_id in said:
+            rest = rest[len(self._beginnings.spelled.get(token_id, rest)) :]
+        return rest
 
 
 def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
@@ -339,9 +332,8 @@ class Grammars:
     """Grammars for the vocabulary of one model."""
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int]) -> None:
-        self._tokenizer, self._end_ids = tokenizer, sorted(end_ids)
-        self._vocabulary: Any = None
-        self._lock = Lock()
+        self._tokenizer = tokenizer
+        self._vocabulary = cache(partial(read_vocabulary, tokenizer, sorted(end_ids)))
 
     def of(self, request: Common) -> str:
         """The grammar of what a request asks for; empty where it asks for any text.
@@ -383,14 +375,98 @@ class Grammars:
             import llguidance.hf  # noqa: F401 - it may be there in part
         except ImportError:
             raise Refusal(400, f'"{name}" needs the package llguidance: {EXTRA}', "unsupported_field") from None
-        with self._lock:
-            if self._vocabulary is None:
-                try:
-                    self._vocabulary = read_vocabulary(self._tokenizer, self._end_ids)
-                except ConfigError as error:
-                    raise Refusal(400, f'"{name}" cannot be served with this model: {error}') from error
-            return self._vocabulary
+        try:
+            return self._vocabulary()
+        except ConfigError as error:
+            raise Refusal(400, f'"{name}" cannot be served with this model: {error}') from error
 
     def processor(self, grammar: str) -> GrammarProcessor:
         """A ``LogitsProcessor`` for one text."""
-        return GrammarProcessor(self._vocabulary, grammar)
+        return GrammarProcessor(self._vocabulary(), grammar)
+
+
+_LEAST = -9999.0
+"""What stands for the logarithm of 0, which JSON has no number for, in OpenAI's answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogProb:
+    """A token, its log-probability under softmax of the model's own logits, and the most probable ones with theirs."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TopLogProbSampler(LogProbSampler):
+    """Chooses what another sampler chooses, and notes it with so many of the most probable tokens.
+
+    Attributes
+    ----------
+    noted
+        By new token.
+    """
+
+    def __init__(self, chooser: Sampler, count: int) -> None:
+        super().__init__(chooser)
+        self._count = count
+        self.noted: list[TokenLogProb] = []
+
+    def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
+        """Return the other sampler's choice."""
+        token = self.chooser.choose(logits, row, text)
+        scores = torch.log_softmax(logits.logits[row].detach().float(), dim=-1)
+        best = scores.topk(min(self._count, len(scores)))
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        self.noted.append(TokenLogProb(token, float(scores[token]), top))
+        return token
+
+
+class LogProbWriter:
+    """Writes what was noted of tokens.
+
+    Parameters
+    ----------
+    codec
+        Text codec of the model.
+    spelled
+        By token, its bytes, where the vocabulary spells bytes; of others those of their text are told.
+    """
+
+    def __init__(self, codec: TextCodec, spelled: Mapping[int, bytes]) -> None:
+        self._codec, self._spelled = codec, spelled
+        self._lead = codec.encode_prompt("a", add_special_tokens=False)  # else some leave out a token's first blank
+        self._text = lru_cache(maxsize=1 << 16)(self._decoded)
+
+    def of_chat(self, noted: Sequence[TokenLogProb]) -> dict[str, Any]:
+        """As chat completions have it."""
+        content = []
+        for one in noted:
+            told = self._told([(one.token_id, one.logprob), *one.top])
+            content.append({**told[0], "top_logprobs": told[1:]})
+        return {"content": content, "refusal": None}
+
+    def of_text(self, noted: Sequence[TokenLogProb], offset: int) -> dict[str, Any]:
+        """As text completions have it; ``offset``: characters of the answer in front of these tokens."""
+        told = [self._told([(one.token_id, one.logprob), *one.top]) for one in noted]
+        lengths = [len(first["token"]) for first, *_ in told]
+        return {
+            "tokens": [first["token"] for first, *_ in told],
+            "token_logprobs": [first["logprob"] for first, *_ in told],
+            "top_logprobs": [{one["token"]: one["logprob"] for one in reversed(every)} for every in told],
+            "text_offset": [offset + sum(lengths[:number]) for number in range(len(told))],
+        }
+
+    def _told(self, tokens: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+        """Tokens with their texts, as they are behind other text, and bytes."""
+        return [
+            {
+                "token": self._text(token_id),
+                "logprob": max(logprob, _LEAST),
+                "bytes": list(self._spelled.get(token_id, self._text(token_id).encode())),
+            }
+            for token_id, logprob in tokens
+        ]
+
+    def _decoded(self, token_id: int) -> str:
+        return self._codec.decode([*self._lead, token_id])[len(self._codec.decode(self._lead)) :]

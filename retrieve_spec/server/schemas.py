@@ -1,4 +1,4 @@
-"""Requests as clients send them, and the answers that each dialect's clients read.
+"""Requests as clients send them.
 
 A field of a request is optional unless its dialect demands it. Unknown fields pass, but for those that ask for what is
 not served: they are refused by name.
@@ -7,12 +7,7 @@ not served: they are refused by name.
 from __future__ import annotations
 
 import inspect
-import json
-import time
-import uuid
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import pydantic_core
@@ -25,24 +20,17 @@ from pydantic import (
     StrictBool,
     StrictInt,
     StrictStr,
-    ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
-from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.jobs import Completion, Delta
-from retrieve_spec.server.logprobs import LogProbWriter, TokenLogProb
+from retrieve_spec.server.guard import UNSUPPORTED
 from retrieve_spec.server.sampling import sampler_chain
-from retrieve_spec.server.text import line_end, with_line_feeds, with_texts
-from retrieve_spec.server.tools import CallParser, Said, ToolCall
-
-UNSUPPORTED = "unsupported_field"
+from retrieve_spec.server.text import line_end, with_line_feeds
 
 T = TypeVar("T")
-Schema = TypeVar("Schema", bound=BaseModel)
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first wrong item is the only one that is looked at; thousands would take a fifth of a second."""
 
@@ -63,6 +51,12 @@ class Lenient(BaseModel):
     """What clients send, whatever else stands in it."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class Asked(Lenient):
+    """A request, and the model that it means."""
+
+    model: Any = None
 
 
 class TextPart(Lenient):
@@ -94,7 +88,7 @@ class Prediction(Spoken):
     type: str | None = "content"
 
 
-class Refusing(Lenient):
+class Refusing(Asked):
     """A request in which what is not served, but would change the answer, is refused by name."""
 
     _also: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -120,7 +114,6 @@ class Common(Refusing):
 
     _newline: str = PrivateAttr("\n")
 
-    model: Any = None
     stream: StrictBool | None = None
     temperature: Number | None = None
     top_k: Count | None = None
@@ -421,7 +414,7 @@ class EditRequest(OpenAIOptions):
     path: Text | None = Field(None, description="How the file is called in the prompt; it is not opened.")
 
 
-class TokenizeRequest(Lenient):
+class TokenizeRequest(Asked):
     """`POST /tokenize`."""
 
     content: Text
@@ -430,7 +423,7 @@ class TokenizeRequest(Lenient):
     with_pieces: StrictBool = False
 
 
-class DetokenizeRequest(Lenient):
+class DetokenizeRequest(Asked):
     """`POST /detokenize`."""
 
     tokens: Items[TokenId]
@@ -438,6 +431,28 @@ class DetokenizeRequest(Lenient):
 
 class TemplateRequest(Conversation, Refusing):
     """`POST /apply-template`."""
+
+
+_MOST_TEXTS = 256
+Tokens = Annotated[Items[TokenId], Field(min_length=1)]
+
+
+class EmbeddingsRequest(Refusing):
+    """`POST /v1/embeddings`."""
+
+    input: (
+        Text
+        | Tokens
+        | Annotated[Items[Text], Field(min_length=1, max_length=_MOST_TEXTS)]
+        | Annotated[Items[Tokens], Field(min_length=1, max_length=_MOST_TEXTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+    def texts(self) -> list[str | list[int]]:
+        """The texts, as they are or in tokens."""
+        given: Any = self.input
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -550,414 +565,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | dict):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)
-
-
-def checked(schema: type[Schema], fields: Any) -> Schema:
-    """A body as its schema has it.
-
-    Raises
-    ------
-    Refusal
-        400: it is not right; says what is not.
-    """
-    try:
-        return schema.model_validate(fields)
-    except ValidationError as error:
-        raise Refusal(400, reason(error), kind(error)) from error
-
-
-def kind(error: ValidationError) -> str:
-    """What kind of mistake it is, as OpenAI calls it."""
-    return UNSUPPORTED if error.errors()[0]["type"] == UNSUPPORTED else "invalid_request_error"
-
-
-def reason(error: ValidationError) -> str:
-    """One sentence that says which field is wrong and what it should be.
-
-    Of a field that may be of several types, as far inside it as one of them came.
-    """
-    errors = error.errors(include_url=False, include_input=False)
-    said = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
-    path = [str(part) for part in said["loc"] if isinstance(part, int) or _is_field(part)]
-    name = '"' + ".".join(path) + '"' if path else "the body"
-    message = said["msg"].removeprefix("Value error, ")
-    known = {
-        UNSUPPORTED: said["msg"],
-        "missing": f"{name} is required",
-        "string_type": f"{name} must be a string",
-        "model_type": f"{name} must be a JSON object",
-    }
-    if not path and said["type"] == "value_error":
-        return message
-    return known.get(said["type"], f"{name}: {message[:1].lower()}{message[1:]}")
-
-
-def _is_field(part: str) -> bool:
-    """Whether a part of an error's place is a field's name, not that of a type that was tried."""
-    return part.islower() and part != "str" and "[" not in part
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event on one line, without blanks after the colons (clients match on that), named by its type."""
-    name = f"event: {body['type']}\n" if "type" in body else ""
-    return name.encode() + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-def timings(done: Completion) -> dict[str, Any]:
-    """Counters of one completion under llama.cpp's names, and ours."""
-    evaluated = max(0, done.prompt_tokens - done.cached_tokens)
-    predicted = done.predicted
-    prompt_ms, predicted_ms = 1000 * done.prompt_s, 1000 * done.predict_s
-    return {
-        "cache_n": done.cached_tokens,
-        "prompt_n": evaluated,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": prompt_ms / evaluated if evaluated else 0.0,
-        "prompt_per_second": 1000 * evaluated / prompt_ms if prompt_ms else 0.0,
-        "predicted_n": predicted,
-        "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": predicted_ms / predicted if predicted else 0.0,
-        "predicted_per_second": 1000 * predicted / predicted_ms if predicted_ms else 0.0,
-        "draft_n": done.report.nodes,
-        "draft_n_accepted": sum(done.report.accepted_by_source.values()),
-        "passes": done.report.passes,
-        "accepted_by_source": done.report.accepted_by_source,
-        "waited_ms": 1000 * done.waited_s,
-        "setup_ms": 1000 * done.setup_s,
-    }
-
-
-def generation_settings(request: Common, n_ctx: int, seed: int) -> dict[str, Any]:
-    """The settings a completion ran with; the editors' status bars need `n_ctx`."""
-    return {
-        "n_ctx": n_ctx,
-        "n_predict": request.n_predict if request.n_predict is not None else -1,
-        "temperature": request.temperature if request.temperature is not None else 0.0,
-        "top_k": request.top_k or 0,
-        "top_p": request.top_p if request.top_p is not None else 1.0,
-        "min_p": request.min_p or 0.0,
-        "seed": seed,
-        "samplers": request.samplers or [],
-        "stop": request.stop or [],
-        "n_indent": request.n_indent or 0,
-        "t_max_predict_ms": request.t_max_predict_ms or 0,
-        "stream": bool(request.stream),
-        "speculative": request.speculative is not False,
-    }
-
-
-class _Writer:
-    """What answers of all dialects share."""
-
-    def failure(self, error: str) -> dict[str, Any]:
-        """The event of a text that failed."""
-        return {"error": {"code": 500, "message": error, "type": "server_error"}}
-
-
-class LlamaAnswer(_Writer):
-    """Bodies of one answer of `/infill` or `/completion`; ``prompt`` gives its text, where the client wants it."""
-
-    closing = b""
-
-    def __init__(
-        self,
-        request: InfillRequest | CompletionRequest,
-        *,
-        model: str,
-        n_ctx: int,
-        prompt: Callable[[], str],
-        truncated: bool,
-        seed: int = 0,
-    ) -> None:
-        self._seed = seed
-        self._request, self._model, self._n_ctx, self._truncated = request, model, n_ctx, truncated
-        named = request.response_fields
-        self._prompt = prompt() if named is None or "prompt" in named else ""
-        self._slot = request.id_slot if request.id_slot is not None else -1
-
-    def whole(self, done: Completion, extra: dict[str, Any], *, streamed: bool = False) -> dict[str, Any]:
-        """The answer, or the last event of its stream."""
-        body = {
-            "index": 0,
-            "content": "" if streamed or done.outcome != "done" else self._request.written(done.text),
-            "tokens": done.token_ids if self._request.return_tokens and not streamed else [],
-            "id_slot": self._slot,
-            "stop": True,
-            "model": self._model,
-            "tokens_predicted": done.predicted,
-            "tokens_evaluated": done.prompt_tokens,
-            "generation_settings": generation_settings(self._request, self._n_ctx, self._seed),
-            "prompt": self._prompt,
-            "has_new_line": "\n" in done.text,
-            "truncated": self._truncated,
-            "stop_type": done.stop_type,
-            "stopping_word": done.stopping_word,
-            "tokens_cached": done.prompt_tokens + max(0, len(done.token_ids) - 1),
-            "timings": timings(done),
-            **({"superseded": True} if done.outcome == "superseded" else {}),
-            **({"deadline": True} if done.deadline_hit else {}),
-            **extra,
-        }
-        return project(body, self._request.response_fields)
-
-    def begin(self, index: int = 0) -> list[dict[str, Any]]:
-        """Events before any text."""
-        return []
-
-    def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
-        """Events for what one pass made certain."""
-        tokens = list(delta.token_ids) if self._request.return_tokens else []
-        return [
-            {
-                "index": index,
-                "content": self._request.written(delta.text),
-                "tokens": tokens,
-                "stop": False,
-                "id_slot": self._slot,
-            }
-        ]
-
-    def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
-        """Events at the end of a text."""
-        return [self.whole(done, extra, streamed=True)]
-
-    def close(self, finished: Sequence[Completion]) -> list[dict[str, Any]]:
-        """Events at the end of a stream."""
-        return []
-
-
-def project(body: dict[str, Any], fields: Sequence[str] | None) -> dict[str, Any]:
-    """Only the named fields; a path such as ``timings/prompt_n`` stays the key of its value."""
-    if fields is None:
-        return body
-    out: dict[str, Any] = {}
-    for path in fields:
-        value: Any = body
-        for part in path.split("/"):
-            if not isinstance(value, dict) or part not in value:
-                break
-            value = value[part]
-        else:
-            out[path] = value
-    return out
-
-
-def finish_reason(done: Completion, *, called: bool = False) -> str:
-    """OpenAI's word for why a completion ended, given whether it calls tools."""
-    ended = "tool_calls" if called else "stop"
-    return ended if done.stop_type in ("eos", "word") else "length"
-
-
-Kind = Literal["chat.completion", "text_completion", "edit"]
-_ID_OF: dict[Kind, str] = {"chat.completion": "chatcmpl", "text_completion": "cmpl", "edit": "edit"}
-
-
-class Answer(_Writer, ABC):
-    """How an answer of one or several texts is written."""
-
-    closing = b""
-
-    @abstractmethod
-    def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
-        """The answer without streaming."""
-
-    @abstractmethod
-    def begin(self, index: int = 0) -> list[dict[str, Any]]:
-        """Events before any text."""
-
-    @abstractmethod
-    def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
-        """Events for what one pass made certain."""
-
-    @abstractmethod
-    def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
-        """Events at the end of a text."""
-
-    def close(self, finished: Sequence[Completion]) -> list[dict[str, Any]]:
-        """Events at the end of a stream."""
-        return []
-
-
-class OpenAIAnswer(Answer):
-    """The bodies of one OpenAI answer, streamed or whole; they share an id.
-
-    Parameters
-    ----------
-    model
-        Name of the model.
-    kind
-        Chat completions, text completions or edits.
-    written
-        Gives a text, or a part of one, the line ends of the document.
-    predicted
-        Tokens of the prediction that came with the request.
-    include_usage
-        End a stream with an event that carries usage; it has no choices, so clients must have asked for it.
-    samples
-        Choices for each prompt.
-    parser
-        Makes what finds calls of tools in a choice, None where there are no tools.
-    logprobs
-        Writes log-probabilities, where they are asked for.
-    echoed
-        What stands in front of the texts, by prompt.
-    """
-
-    closing = DONE
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        kind: Kind = "text_completion",
-        predicted: int = 0,
-        include_usage: bool = False,
-        samples: int = 1,
-        written: Callable[[str], str] = str,
-        parser: Callable[[], CallParser] | None = None,
-        logprobs: LogProbWriter | None = None,
-        echoed: Sequence[str] = (),
-    ) -> None:
-        self.chat = kind == "chat.completion"
-        self._predicted, self._include_usage, self._samples = predicted, include_usage, samples
-        self._written, self._logprobs = written, logprobs
-        self._echoed = [text for text in echoed for _ in range(samples)]
-        self._parser: Callable[[], CallParser | None] = parser or (lambda: None)
-        self._parsers: dict[int, CallParser | None] = {}
-        self._calls, self._lengths = Counter[int](), Counter[int]()  # by choice: calls, characters that were told
-        self._head = {
-            "id": f"{_ID_OF[kind]}-{uuid.uuid4().hex}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
-        """The answer without streaming."""
-        choices = []
-        for index, done in enumerate(finished):
-            body: dict[str, Any] = {"index": index}
-            body["logprobs"] = self._log_probabilities(done.logprobs, index)
-            if self.chat:
-                body["message"], called = self._message(done.text)
-                body["finish_reason"] = finish_reason(done, called=called)
-            else:
-                body["finish_reason"] = finish_reason(done)
-                body["text"] = self._echo(index) + self._written(done.text)
-            choices.append(body)
-        marks = {"superseded": True} if any(done.outcome == "superseded" for done in finished) else {}
-        if any(done.deadline_hit for done in finished):
-            marks["deadline"] = True
-        return {
-            **self._head,
-            "choices": choices,
-            "usage": usage(finished, self._predicted, self._samples),
-            "timings": timings(finished[0]),
-            **marks,
-            **extra,
-        }
-
-    def _message(self, text: str) -> tuple[dict[str, Any], bool]:
-        """What the model says, and whether it calls tools."""
-        parser, said = self._parser(), list[Said]([text])
-        if parser is not None:
-            said = [*parser.feed(text), *parser.finish()]
-        content = self._written("".join(part for part in said if isinstance(part, str)))
-        calls = [self._call(part) for part in said if isinstance(part, ToolCall)]
-        message = {"role": "assistant", "content": content, "refusal": None}
-        return ({**message, "content": content or None, "tool_calls": calls}, True) if calls else (message, False)
-
-    def _call(self, call: ToolCall) -> dict[str, Any]:
-        """A call, with an id of nine letters and digits: templates of Mistral's models take no other."""
-        arguments = json.dumps(with_texts(call.arguments, self._written), ensure_ascii=False)
-        function = {"name": call.name, "arguments": arguments}
-        return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
-
-    def _echo(self, index: int) -> str:
-        return self._echoed[index] if self._echoed else ""
-
-    def _log_probabilities(self, noted: Sequence[TokenLogProb], index: int) -> dict[str, Any] | None:
-        """What was noted of further tokens of a choice."""
-        if self._logprobs is None:
-            return None
-        if self.chat:
-            return self._logprobs.of_chat(noted)
-        body = self._logprobs.of_text(noted, self._lengths[index])
-        self._lengths[index] += sum(map(len, body["tokens"]))
-        return body
-
-    def _chunk(self, part: dict[str, Any], index: int, **fields: Any) -> dict[str, Any]:
-        """One event of a stream."""
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None, **fields}
-        choice |= {"delta": part} if self.chat else part
-        head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
-        return {**head, "choices": [choice]}
-
-    def begin(self, index: int = 0) -> list[dict[str, Any]]:
-        """Events before any text."""
-        self._parsers[index] = self._parser()
-        if self.chat:
-            return [self._chunk({"role": "assistant", "content": None if self._parsers[index] else ""}, index)]
-        return [self._chunk({"text": self._echo(index)}, index)] if self._echo(index) else []
-
-    def delta(self, delta: Delta, index: int = 0) -> list[dict[str, Any]]:
-        """Events for what one pass made certain."""
-        parser = self._parsers[index]
-        chunks = self._said([delta.text] if parser is None else parser.feed(delta.text), index)
-        if self._logprobs is not None and delta.logprobs:
-            chunks = chunks or [self._chunk({"content": ""} if self.chat else {"text": ""}, index)]
-            chunks[0]["choices"][0]["logprobs"] = self._log_probabilities(delta.logprobs, index)
-        return chunks
-
-    def _said(self, said: Sequence[Said], index: int) -> list[dict[str, Any]]:
-        """Events for texts and calls: of a call its name first, then its arguments."""
-        chunks = []
-        for part in said:
-            if isinstance(part, ToolCall):
-                call = {"index": self._calls[index], **self._call(part)}
-                given = {"index": call["index"], "function": {"arguments": call["function"]["arguments"]}}
-                call["function"] = {"name": part.name, "arguments": ""}
-                chunks += [self._chunk({"tool_calls": [one]}, index) for one in (call, given)]
-                self._calls[index] += 1
-            elif part:
-                chunks.append(self._chunk({"content" if self.chat else "text": self._written(part)}, index))
-        return chunks
-
-    def end(self, done: Completion, extra: dict[str, Any], index: int = 0) -> list[dict[str, Any]]:
-        """Events at the end of a text: the reason stands on a chunk before ``[DONE]``, where some clients stop."""
-        marks = {"deadline": True} if done.deadline_hit else {}
-        parser = self._parsers[index]
-        rest = [] if parser is None else self._said(parser.finish(), index)
-        reason = finish_reason(done, called=self._calls[index] > 0)
-        last = self._chunk({} if self.chat else {"text": ""}, index, finish_reason=reason)
-        return [*rest, {**last, **marks, **extra}]
-
-    def close(self, finished: Sequence[Completion]) -> list[dict[str, Any]]:
-        """Events at the end of a stream."""
-        if not (self._include_usage and finished):
-            return []
-        head = {**self._head, "object": "chat.completion.chunk"} if self.chat else self._head
-        counts = usage(finished, self._predicted, self._samples)
-        return [{**head, "choices": [], "usage": counts, "timings": timings(finished[0])}]
-
-
-def usage(finished: Sequence[Completion], predicted: int, samples: int = 1) -> dict[str, Any]:
-    """Token counts, each prompt once; of a prediction, what was accepted and what was not."""
-    prompt = sum(done.prompt_tokens for done in finished[::samples])
-    completion = sum(done.predicted for done in finished)
-    accepted = sum(done.report.accepted_by_source.get("prediction", 0) for done in finished) if predicted else 0
-    predicted *= len(finished)
-    accepted = min(accepted, predicted)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in finished[::samples])},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": max(0, predicted - accepted),
-        },
-    }

@@ -1,16 +1,19 @@
-"""Service: a client's request, in whatever dialect, becomes a task for the queue."""
+"""Service: a client's request, in whatever dialect, becomes a task for the queue; what editors show is remembered."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from threading import Lock
 from time import monotonic
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.datastore.store import Datastore
@@ -18,10 +21,8 @@ from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.guard import Metrics, Refusal
-from retrieve_spec.server.jobs import Completion, Task
-from retrieve_spec.server.logprobs import LogProbWriter
+from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.lookups import Definitions, Provenance
-from retrieve_spec.server.memory import Memory
 from retrieve_spec.server.prompts import (
     Chunk,
     FimAssembler,
@@ -32,11 +33,12 @@ from retrieve_spec.server.prompts import (
     unknown_format,
 )
 from retrieve_spec.server.queueing import RequestQueue
-from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, Sampling
+from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, LogProbWriter, Sampling
 from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest, OpenAIOptions
 from retrieve_spec.server.text import StopRules, TextCodec
 from retrieve_spec.server.tools import HERMES, CallParser, ToolFormat, find_tool_format
 from retrieve_spec.server.workspace import Workspace
+from retrieve_spec.sources.session import SessionMemory
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -89,6 +91,105 @@ class Prepared:
         return [replace(self, task=replace(task, client=None, sampling=replace(sampling, seed=seed))) for seed in seeds]
 
 
+_READ_TEXTS = 20_000
+_ENCODED_AT_ONCE = 200_000
+"""Characters for the drafter's memory that are encoded with one request."""
+
+
+class Memory:
+    """What one user's editors have shown.
+
+    Parameters
+    ----------
+    codec
+        Text codec of the model, with a cache of the user's own texts.
+    assembler
+        Builds fill-in-the-middle prompts, None for a model that cannot infill.
+    scope
+        Whose memory it is.
+    session_tokens
+        Bound of the drafter's own memory of chunks, buffers and completions.
+    open_session
+        Gives that memory, where the model's answers in it are kept for later; None keeps it here.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        assembler: FimAssembler | None = None,
+        scope: str = "",
+        session_tokens: int = 1_000_000,
+        open_session: Callable[[], SessionMemory | None] | None = None,
+    ) -> None:
+        self.codec = codec
+        self.assembler, self.scope = assembler, scope
+        self._session = SessionMemory(session_tokens)
+        self._opened = open_session
+        self._unread: deque[str] = deque()
+        self._encoded: list[NDArray[np.int32]] = []
+        self._read: set[int] = set()
+        self._lock = Lock()
+
+    def note(self, texts: Iterable[str]) -> None:
+        """Queue texts for the drafter's memory, each once: open files, and pieces that came with a request."""
+        with self._lock:
+            for text in (text[:_ENCODED_AT_ONCE] for text in texts):
+                key = hash(text)
+                if text and key not in self._read:
+                    if len(self._read) >= _READ_TEXTS:
+                        self._read.clear()  # long ago: the drafter's memory has let go of most of them, too
+                    self._read.add(key)
+                    self._unread.append(text)
+
+    def forget(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._session = SessionMemory(self._session.max_tokens)
+            self._unread, self._encoded, self._read = deque(), [], set()
+        self.codec.forget()
+
+    def contents(self) -> dict[str, int]:
+        """What there is to forget: how much of each kind."""
+        with self._lock:
+            return {"session_tokens": len(self._drafted()), "encodings": self.codec.cached}
+
+    def encode_new(self) -> None:
+        """Encode texts for the drafter's memory, a bounded part of those that wait; not for the model's thread."""
+        room = _ENCODED_AT_ONCE
+        while room > 0:
+            with self._lock:
+                if not self._unread:
+                    return
+                text = self._unread.popleft()
+            ids = np.asarray(self.codec.encode_cached(text), np.int32)
+            room -= len(text)
+            with self._lock:
+                if hash(text) in self._read:  # not forgotten meanwhile
+                    self._encoded.append(ids)
+
+    def hints(self, context_ids: Sequence[int], expected: Sequence[int] = ()) -> Callable[[], DraftHints]:
+        """What to draft a completion from; called in the model's thread when the work begins.
+
+        ``context_ids`` are what the model was shown, the text left of the cursor last.
+        """
+        return lambda: DraftHints(True, tuple(expected), tuple(context_ids), self._session_now(), self.scope)
+
+    def _drafted(self) -> SessionMemory:
+        """The drafter's memory, wherever it is kept."""
+        opened = None if self._opened is None else self._opened()
+        return self._session if opened is None else opened
+
+    def _session_now(self) -> SessionMemory:
+        """The drafter's memory with everything read so far; for the model's thread only."""
+        with self._lock:
+            encoded, self._encoded = self._encoded, []
+            session = self._drafted()
+        for ids in encoded:
+            session.read(ids)
+        return session
+
+
 class Service:
     """The parts of one server: model, formats, memory, queue.
 
@@ -104,8 +205,6 @@ class Service:
         Limits.
     workspace
         Opened folders, if any.
-    on_done
-        Called with every finished task, besides the counters.
     shared
         Several users with keys of their own share the server: none may fill the queue, or forget for the others.
     stores
@@ -134,7 +233,6 @@ class Service:
         name: str,
         config: ServeConfig,
         workspace: Workspace | None = None,
-        on_done: Callable[[Task, Completion], None] = lambda task, done: None,
         *,
         shared: bool = False,
         stores: Sequence[Datastore] = (),
@@ -152,6 +250,7 @@ class Service:
         self.end_ids = (
             (self.fim.end if self.fim else frozenset()) | (frozenset() if eos is None else {eos}) | {*end_ids}
         )
+        self.metrics = Metrics() if metrics is None else metrics
         self.queue = RequestQueue(
             backend,
             self.codec,
@@ -161,25 +260,20 @@ class Service:
             max_begun=config.chats,
             share=max(1, config.max_queue // 2) if shared else None,
             prefill_chunk=config.prefill_chunk,
-            on_done=self._count,
+            on_done=self.metrics.completion,
             clock=clock,
         )
         self.grammars = Grammars(tokenizer, self.end_ids)
         self.beginnings = Beginnings(self.codec)
         self.logprobs = LogProbWriter(self.codec, self.beginnings.spelled)
-        self._shared, self._drafters, self._on_done = shared, drafters, on_done
-        self.metrics = Metrics() if metrics is None else metrics
+        self._shared, self._drafters = shared, drafters
         self.metrics.queues.add(self.queue)
         self.provenance = Provenance(stores, workspace)
-        self._memories: OrderedDict[str, Memory] = OrderedDict()
-        self._lock = Lock()
+        self.memory = lru_cache(_USERS)(self._open_memory)
+        """What the editors of one user have shown, none of which another sees; of so many users, the latest."""
         most = min(config.definition_chars, (config.fim_window or _FIM_WINDOW) * 3 // 4)
         self.definitions = Definitions(workspace, most) if workspace is not None else None
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
-
-    def _count(self, task: Task, done: Completion) -> None:
-        self.metrics.completion(task, done)
-        self._on_done(task, done)
 
     def _open_memory(self, scope: str) -> Memory:
         config, codec = self.config, self.codec.apart()
@@ -194,20 +288,40 @@ class Service:
             open_session=None if self._drafters is None else partial(self._drafters.sessions.of, scope),
         )
 
+    def start(self) -> None:
+        """Begin to answer, and to read the workspace."""
+        self.queue.start()
+        if self.workspace is not None:
+            self.workspace.start()
+
     def close(self) -> None:
-        """End the queue; what it answered is kept for later, where it is to be."""
+        """End the workspace and the queue; what was answered is kept for later, where it is to be."""
+        if self.workspace is not None:
+            self.workspace.close()
         self.queue.close()
         if self._drafters is not None:
             self._drafters.keep(at_once=True)
 
-    def memory(self, scope: str) -> Memory:
-        """What the editors of one user have shown, none of which another sees; of so many users, the latest."""
-        with self._lock:
-            memory = self._memories.pop(scope, None) or self._open_memory(scope)
-            self._memories[scope] = memory
-            while len(self._memories) > _USERS:
-                self._memories.popitem(last=False)
-            return memory
+    @property
+    def family(self) -> str | None:
+        """How the model spells fill-in-the-middle, None where it cannot."""
+        return self.fim.fmt.family if self.fim else None
+
+    def meta(self) -> dict[str, Any]:
+        """What lists of models say of this one."""
+        return {"n_ctx": self.backend.n_ctx, "n_vocab": self.backend_vocabulary, "fim": self.family}
+
+    def state(self) -> dict[str, Any]:
+        """What is served, and what it drafts from."""
+        body = {
+            "status": "ok",
+            "model": self.name,
+            "fim": self.family,
+            "n_ctx": self.backend.n_ctx,
+            "queue": self.queue.queue_length,
+            **({} if self.fim else {"fim_missing": self.no_fim()}),
+        }
+        return body if self.workspace is None else {**body, "workspace": self.workspace.state()}
 
     def kept(self, scope: str) -> dict[str, Any]:
         """What there is to forget of one user, and of the workspace where it is theirs alone."""
@@ -271,7 +385,7 @@ class Service:
         free = request.wanted_json()[0] is None and request.wanted_logprobs() is None
         prompt = memory.assembler.assemble(shown, most, heal=free)
         expected = self.prompts.expected(request, prompt.begun)
-        memory.note_chunks(chunk.text for chunk in parts.extra)
+        memory.note(chunk.text for chunk in parts.extra)
         memory.encode_new()
         task = self._task(
             prompt.token_ids,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from time import monotonic
 from typing import Any, Literal
 
@@ -19,7 +18,8 @@ from retrieve_spec.generation.streams import TextDecoder
 _CONTROL = re.compile(r"^[▁\s]*[<\[].*[>\]]$", re.DOTALL)
 """What an added token that steers a model looks like; runs of blanks, which some vocabularies add, do not."""
 _SENTINEL = "\n"
-_CACHED_CHARS = 2_000_000
+_REMEMBERED, _LARGE = 128, 65_536
+"""Texts whose encoding is remembered, and characters that such a text has at most."""
 _LONG = 4096
 """Longer texts are encoded as a batch of one: other threads go on meanwhile."""
 
@@ -72,9 +72,7 @@ class TextCodec:
 
     def forget(self) -> None:
         """Drop what is remembered of texts that were encoded."""
-        self._lock = threading.Lock()
-        self._cache: OrderedDict[str, list[int]] = OrderedDict()
-        self._cached_chars = 0
+        self._remembered = lru_cache(_REMEMBERED)(self.encode)
 
     def apart(self) -> TextCodec:
         """The same codec with nothing remembered, and a memory of its own."""
@@ -85,7 +83,7 @@ class TextCodec:
     @property
     def cached(self) -> int:
         """Texts whose encoding is remembered."""
-        return len(self._cache)
+        return self._remembered.cache_info().currsize
 
     def _sentinel_ids(self) -> list[int]:
         """Ids to strip where the tokenizer puts a blank before a text, so that a segment starts as written."""
@@ -106,20 +104,7 @@ class TextCodec:
 
     def encode_cached(self, text: str) -> list[int]:
         """`encode`, remembering recent texts (chunks of other files come with every request)."""
-        with self._lock:
-            known = self._cache.get(text)
-            if known is not None:
-                self._cache.move_to_end(text)
-                return known
-        ids = self.encode(text)
-        with self._lock:
-            if text not in self._cache:
-                self._cache[text] = ids
-                self._cached_chars += len(text)
-            while self._cached_chars > _CACHED_CHARS and len(self._cache) > 1:
-                dropped, _ = self._cache.popitem(last=False)
-                self._cached_chars -= len(dropped)
-        return ids
+        return self._remembered(text) if len(text) <= _LARGE else self.encode(text)
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt, control tokens spelled in it included (the OpenAI dialects need that)."""
@@ -282,7 +267,8 @@ class StopScanner:
 
     def visible(self) -> str:
         """Text that became certain since the last call; what could still become a stop string is held back."""
-        end = len(self.text) if self.stopped else len(self.text) - self._held()
+        held = 0 if self.stopped else max((watched.matched for watched in self._words), default=0)
+        end = len(self.text) - held
         fresh = self.text[self.shown : end] if end > self.shown else ""
         self.shown = max(self.shown, end)
         return fresh
@@ -344,7 +330,3 @@ class StopScanner:
             if newline < 0:
                 return False
             self._line_start = newline + 1
-
-    def _held(self) -> int:
-        """Characters at the end that are the beginning of a stop string, or of a line that may be cut."""
-        return max((watched.matched for watched in self._words), default=0)

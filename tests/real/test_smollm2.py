@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from prompts import PROMPTS
+from waiting import wait_for
 
 import retrieve_spec as rs
 from retrieve_spec.config import ServeConfig
@@ -164,12 +165,14 @@ def test_chats_of_the_server_are_those_of_transformers(chat: Chat, smollm2: str)
     from starlette.testclient import TestClient
 
     from retrieve_spec.server.app import create_app
+    from retrieve_spec.server.models import Models
     from retrieve_spec.server.run import assemble
 
     other = Chat(smollm2, dtype="float32")
     rs.restore(other.model)
-    app = create_app(assemble(other.model, other.tokenizer, "smollm2", ServeConfig()))
+    app = create_app(Models.of(assemble(other.model, other.tokenizer, "smollm2", ServeConfig())))
     with TestClient(app, base_url="http://127.0.0.1") as client:
+        wait_for(lambda: client.get("/health").status_code == 200)
         for prompt in PROMPTS[7::12]:
             body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 24, "temperature": 0}
             answer = client.post("/v1/chat/completions", json=body).json()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -33,6 +34,43 @@ def live(codec, tokenizer):
 
     def start(backend, **options):
         started.append(Live(backend, tokenizer, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def say(codec):
+    """`say(text)`: a model that always says it."""
+    from scripted import ScriptedBackend
+
+    return lambda text, **options: ScriptedBackend(lambda prompt: [*codec.encode(text), 0], **options)
+
+
+@pytest.fixture
+def templated(tokenizer):
+    """A tokenizer whose chat template shows tools."""
+    from templates import HERMES
+
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = HERMES
+    return other
+
+
+@pytest.fixture
+def served(codec, templated):
+    """`served(text)`: a server whose model says it, or what a function makes of the prompt, and is shown tools."""
+    from live import Live
+    from scripted import ScriptedBackend
+
+    started = []
+
+    def start(said, run=2, **options):
+        script = said if callable(said) else lambda prompt: said
+        backend = ScriptedBackend(lambda ids: [*codec.encode(script(codec.decode(ids))), 0], run=run)
+        started.append(Live(backend, templated, **options))
         return started[-1]
 
     yield start

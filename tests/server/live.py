@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -10,18 +11,38 @@ import uvicorn
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.app import create_app
+from retrieve_spec.server.guard import Metrics
+from retrieve_spec.server.models import Models
 from retrieve_spec.server.run import listen, server_settings
 from retrieve_spec.server.service import Service
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Noted(Metrics):
+    """Counters that keep what they count."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def completion(self, task, done):
+        super().completion(task, done)
+        self.done.append((task, done))
+
+
 class Live:
     def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, port=0, app=None):
-        self.done = []
-        self.backend = backend
+        noted = Noted()
+        self.done, self.backend = noted.done, backend
         self.service = service or Service(
-            backend, tokenizer, "tiny", config or ServeConfig(), workspace, self._on_done, shared=bool(keys)
+            backend, tokenizer, "tiny", config or ServeConfig(), workspace, shared=bool(keys), metrics=noted
         )
-        self.app = app = app or create_app(self.service, keys=keys)
+        self.app = app = app or create_app(Models.of(self.service), keys=keys)
         listener = listen("127.0.0.1", port)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -30,16 +51,17 @@ class Live:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
         limit = time.monotonic() + 60
-        while not self._server.started:
+        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        while not self._server.started or self.client.get("/health").status_code == 503:
             assert time.monotonic() < limit
             time.sleep(0.005)
-        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
-
-    def _on_done(self, task, done):
-        self.done.append((task, done))
 
     def post(self, path, body, **kwargs):
         return self.client.post(path, json=body, **kwargs)
+
+    def ask(self, key, method, path, body=None):
+        """What somebody's key is answered with."""
+        return self.client.request(method, path, json=body, headers={b"authorization": b"Bearer " + key})
 
     def events(self, path, body):
         """The events of a stream, as they stand behind `data: `."""

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.reference_model import reference_path
-from retrieve_spec.server.lsp import LocalCompleter, create_server
+from retrieve_spec.server.lsp import create_server, loaded
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.workspace import Workspace
@@ -38,7 +38,7 @@ def make(roots):
 
     backend = Slow(lambda prompt: [*(echo(prompt) if sys.argv[1] == "echo" else said), 0])
     workspace = Workspace(roots, ServeConfig()) if roots else None
-    return LocalCompleter(Service(backend, tokenizer, "tiny", ServeConfig(), workspace))
+    return Service(backend, tokenizer, "tiny", ServeConfig(), workspace)
 
 
-create_server(make).start_io()
+create_server(lambda roots: loaded(lambda: make(roots), ServeConfig())).start_io()

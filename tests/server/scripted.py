@@ -27,7 +27,6 @@ class ScriptedBackend:
         self.weight_bytes = 10
         self.heals = False
         self.together: list[int] = []
-        self.closed = 0
 
     def new_cache(self) -> list[int]:
         return []
@@ -77,7 +76,7 @@ class ScriptedBackend:
             text.go_on()
 
     def forget(self, scope: str) -> None:
-        self.forgotten = scope
+        pass
 
 
 class ScriptedText:
@@ -131,7 +130,7 @@ class ScriptedText:
         return list(self.cache)
 
     def close(self):
-        self.backend.closed += 1
+        pass
 
 
 class Collector:

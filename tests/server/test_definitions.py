@@ -5,11 +5,10 @@ from __future__ import annotations
 from time import process_time
 
 import pytest
-from live import Live
+from scripted import ScriptedBackend
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.lookups import Definitions, Import, imports
-from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 
 GEOMETRY = """\
@@ -152,27 +151,19 @@ def test_files_that_change_and_go(workspace):
     assert definitions.of(text) == []
 
 
-def test_the_model_is_shown_them_before_what_the_editor_sent(reference, workspace):
-    served, _, tokenizer = reference
-    config = ServeConfig(infill_deadline_s=1e6)
-    service = Service(served.backend, tokenizer, "reference", config, workspace)
-    workspace.start = workspace.close = lambda **how: None
-    server = Live(served.backend, tokenizer, service=service)
-    try:
-        body = {
-            "input_prefix": "from shop import area\n\n\n",
-            "prompt": "total = area(",
-            "input_suffix": "\n",
-            "input_extra": [{"text": "seen = 1\n", "filename": "seen.py"}],
-            "n_predict": 4,
-        }
-        prompt = server.post("/infill", body).json()["prompt"]
-        before, behind = prompt.split("def area(width: int, height: int) -> int:")
-        assert "<|file_sep|>shop/geometry.py\n" in before and "seen.py" in behind
-        assert "secret_in_a_body" not in prompt
-        assert "def area" not in server.post("/infill", {**body, "input_prefix": "\n"}).json()["prompt"]
-    finally:
-        server.stop()
+def test_the_model_is_shown_them_before_what_the_editor_sent(live, workspace):
+    server = live(ScriptedBackend(lambda prompt: [0]), workspace=workspace)
+    body = {
+        "input_prefix": "from shop import area\n\n\n",
+        "prompt": "total = area(",
+        "input_suffix": "\n",
+        "input_extra": [{"text": "seen = 1\n", "filename": "seen.py"}],
+    }
+    prompt = server.post("/infill", body).json()["prompt"]
+    before, behind = prompt.split("def area(width: int, height: int) -> int:")
+    assert "<|file_sep|>shop/geometry.py\n" in before and "seen.py" in behind
+    assert "secret_in_a_body" not in prompt
+    assert "def area" not in server.post("/infill", {**body, "input_prefix": "\n"}).json()["prompt"]
 
 
 @pytest.mark.parametrize("text", ["from " + "." * 200_000, "import \n" * 200_000, "function" + " " * 400_000])

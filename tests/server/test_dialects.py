@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
-from live import Live
 from scripted import ScriptedBackend
-from templates import HERMES
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 
@@ -117,12 +114,6 @@ def test_errors_of_messages_have_anthropics_shape(live, codec):
     assert named(server, "/v1/responses", {"input": "a"})[-1]["type"] == "error"
 
 
-def test_two_requests_of_one_anthropic_user_do_not_replace_each_other(live, codec):
-    server = live(ScriptedBackend(lambda prompt: [*codec.encode(SAID), 0]))
-    server.post("/v1/messages", {**MESSAGE, "metadata": {"user_id": "u"}})
-    assert server.done[-1][0].client is None
-
-
 @pytest.mark.skipif(find_spec("anthropic") is None, reason="pip install anthropic")
 def test_the_official_anthropic_package(server):
     import anthropic
@@ -211,18 +202,9 @@ RESPONSES_PAST = [
 
 
 @pytest.fixture
-def calling(tokenizer, codec):
-    """`calling(text, run)`: a server whose model says it so many tokens at a time, and is shown tools."""
-    started, templated = [], copy.deepcopy(tokenizer)
-    templated.chat_template = HERMES
-
-    def start(text=CALLS, run=2):
-        started.append(Live(ScriptedBackend(lambda prompt: [*codec.encode(text), 0], run=run), templated))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
+def calling(served):
+    """`calling(text, run)`: a server whose model says it so many tokens at a time."""
+    return lambda text=CALLS, run=2: served(text, run)
 
 
 def test_tools_and_calls_are_shown_as_a_chats(calling):

@@ -135,10 +135,3 @@ def test_a_server_that_does_not_answer_is_said(at_home):
     assert shown.exit_code == 0
     assert f"http://127.0.0.1:{port}/infill" in shown.stdout
     assert "does not answer" in shown.stderr and "retrieve-spec serve" in shown.stderr
-
-
-def test_zed_and_llama_vscode_are_told_what_the_bundled_model_needs(live):
-    zed, code = (json.loads((FOLDER / name).read_text("utf-8")) for name in ("zed.json", "llama-vscode.json"))
-    fim = live(ScriptedBackend(lambda prompt: [0])).client.get("/health").json()["fim"]
-    assert zed["edit_predictions"]["open_ai_compatible_api"]["prompt_format"] == fim
-    assert code["llama-vscode.ask_install_llamacpp"] is False

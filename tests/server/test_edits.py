@@ -7,7 +7,6 @@ import json
 import re
 
 import pytest
-import torch
 from scripted import ScriptedBackend
 from test_exact import plain_text
 
@@ -67,19 +66,6 @@ def test_the_whole_new_text_is_answered_with_the_line_ends_it_had(live, codec, t
     assert {chunk["object"] for chunk in chunks} == {"edit"}
 
 
-def test_a_text_of_which_nothing_is_left_is_empty(live, codec):
-    for text in ("old\n", "old"):
-        server = live(ScriptedBackend(lambda prompt: codec.encode("```\n")))
-        assert text_of(server.post("/v1/edits", {"input": text, **RENAME}).json()) == ""
-
-
-def test_backticks_of_the_instruction_do_not_end_the_answer(live, codec):
-    body = {"input": SOURCE, "instruction": "Put ````` around it."}
-    prompt = live(backend := Obedient(codec)).post("/v1/edits", body)
-    assert prompt.status_code == 200
-    assert codec.decode(backend.prompts[-1]).endswith("`" * 6 + "\n") and backend.passes
-
-
 def test_the_old_text_is_expected_unless_the_client_says_what_is(live, codec):
     backend = Obedient(codec)
     server = live(backend)
@@ -121,8 +107,7 @@ def test_a_chat_template_is_used_and_the_text_cannot_spell_its_tokens(live, code
     server.service.prompts.codec.tokenizer = templated
     text = f"old {end}\n"
     assert text_of(server.post("/v1/edits", {"input": text, **RENAME}).json()) == f"new {end}\n"
-    request = EditRequest(input=text, **RENAME)
-    ids = list(edit_task(server.service, request, Caller(), -1).task.prompt_ids)
+    ids = list(backend.prompts[-1])
     assert ids.count(tokenizer.eos_token_id) == 1
     assert codec.decode(ids).startswith("<u>Rename old to new.\n\nsums.py\n")
     assert codec.decode(ids).endswith("<a>```\n")
@@ -148,35 +133,3 @@ def test_edits_say_what_plain_decoding_says(reference, reference_live, text):
         assert text_of(reference_live.post("/v1/edits", {**body, **fields}).json()) == text_of(first) == expected
     *events, _ = reference_live.events("/v1/edits", {**body, "stream": True})
     assert "".join(text_of(json.loads(event)) for event in events) == expected
-
-
-METHODS = "".join(
-    f"def {verb}(path, count, limit):\n    while count < limit:\n        path.{verb}(limit - count)\n"
-    f"        count += 1\n    return path, count\n\n\n"
-    for verb in ["open", "close", "read", "write", "move", "copy", "link", "sort", "find", "drop"]
-)
-
-
-def test_a_name_that_was_replaced_is_mostly_drafted_as_replaced_when_it_comes_again(
-    reference, reference_live, monkeypatch
-):
-    """The model is made to say the answer, since this one follows no instructions; drafts and passes are real."""
-    from trace_driven import TraceDriven
-
-    class Told(TraceDriven):
-        def start(self, inputs):
-            self._trace = torch.cat([inputs.input_ids[0], self._trace])
-            super().start(inputs)
-
-    service, said = reference[0], METHODS.replace("count", "number")
-    speculation, codec = service.backend.model.speculation, service.codec
-    assert [len(codec.encode(" " + name)) for name in ("count", "number")] == [1, 1]
-    make, trace = speculation._make_verifier, torch.tensor(codec.encode(said + "```\n"))
-    monkeypatch.setattr(speculation, "_make_verifier", lambda: Told(make(), trace))
-    service.forget()
-    body = {"input": METHODS, "instruction": "Rename count to number.", "stream": True}
-    *events, _ = reference_live.events("/v1/edits", body)
-    passes = [text_of(json.loads(event)) for event in events]
-    assert "".join(passes) == said
-    # What no draft had ends its pass.
-    assert sum(text.endswith("number") for text in passes) <= said.count("number") // 2

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from retrieve_spec.server.prompts import stable_tail
 from retrieve_spec.server.schemas import InfillRequest
 from retrieve_spec.server.service import Caller
 
@@ -118,12 +116,6 @@ def test_tokens_that_say_what_was_begun_are_not_counted(reference_live):
         assert len(said) <= 2 * count
 
 
-def test_streams_say_the_same(reference, reference_live):
-    whole = reference_live.post("/infill", body(CUTS[1])).json()["content"]
-    events = [json.loads(event) for event in reference_live.events("/infill", body(CUTS[1], stream=True))]
-    assert "".join(event["content"] for event in events) == whole
-
-
 def test_completions_and_chat_say_what_plain_decoding_says(reference, reference_live):
     codec = reference[0].codec
     prompt = SOURCE[:1500]
@@ -138,56 +130,9 @@ def test_completions_and_chat_say_what_plain_decoding_says(reference, reference_
     assert answer["choices"][0]["message"]["content"] == plain_text(reference, ids, 32)
 
 
-def test_typing_on_reuses_the_prefix(reference_live):
-    service = reference_live.service
-    shares = []
-    for typed in range(12):
-        answer = reference_live.post("/infill", body(CUTS[2] + typed, n_predict=8)).json()
-        prefix = len(service.codec.encode(stable_tail(SOURCE[: CUTS[2] + typed], 768 * 3)))
-        if typed:
-            shares.append(answer["timings"]["cache_n"] / prefix)
-    assert min(shares) >= 0.9
-
-
 @pytest.mark.parametrize("samplers", [["top_k", "top_p", "infill"], ["top_k", "top_p", "temperature"]])
 def test_sampling_is_the_same_with_and_without_drafts(reference_live, samplers):
     fields = {"samplers": samplers, "top_k": 40, "top_p": 0.9, "temperature": 0.8, "seed": 7}
     on = reference_live.post("/infill", body(CUTS[0], **fields)).json()
     off = reference_live.post("/infill", body(CUTS[0], speculative=False, **fields)).json()
     assert on["content"] == off["content"]
-
-
-def test_a_drafter_may_read_another_text_than_the_prompt(reference):
-    from retrieve_spec import generate_stream
-
-    served, _, tokenizer = reference
-    model, codec = served.backend.model, served.codec
-    ids = codec.encode(SOURCE[:900])
-    tokens, passes = {}, {}
-    for name in ("prompt", "with the answer"):
-        options = {"context_ids": [*ids[-8:], *tokens["prompt"], *ids]} if passes else {}
-        shown = []
-        with torch.no_grad():
-            stream = generate_stream(
-                model,
-                torch.tensor([ids]),
-                tokenizer=tokenizer,
-                max_new_tokens=32,
-                do_sample=False,
-                nodes=16,
-                on_pass=lambda verified, shown=shown: shown.extend(verified.emitted.tolist()),
-                **options,
-            )
-            tokens[name] = [int(i) for piece in stream for i in piece.token_ids]
-        passes[name] = model.speculation.last.passes
-        assert shown == tokens[name]
-    assert tokens["prompt"] == tokens["with the answer"]
-    assert passes["with the answer"] < passes["prompt"]
-
-
-def test_stops_inside_a_run_of_accepted_tokens(reference_live):
-    whole = reference_live.post("/infill", body(CUTS[0])).json()["content"]
-    stop = whole[len(whole) // 2 :][:3]
-    for speculative in (True, False):
-        cut = reference_live.post("/infill", body(CUTS[0], stop=[stop], speculative=speculative)).json()
-        assert cut["content"] == whole[: whole.find(stop)]

@@ -75,13 +75,6 @@ def test_prompt_of_each_family(family, expected):
     assert not prompt.truncated
 
 
-def test_without_chunks_there_is_no_snippet():
-    fmt = next(fmt for fmt in FORMATS if fmt.family == "deepseek")
-    codec = TextCodec(tiny(fmt.needed))
-    prompt = FimAssembler(codec, find_format(codec), 4096, 1024).assemble(FimParts("pre", "post"), 64)
-    assert spelled(codec, prompt.token_ids) == "<｜fim▁begin｜>pre<｜fim▁hole｜>post<｜fim▁end｜>"
-
-
 def test_begin_of_text_stands_once_before_the_prefix_and_behind_the_chunks():
     fmt = next(fmt for fmt in FORMATS if fmt.family == "codegemma")
     codec = TextCodec(tiny([*fmt.needed, "<bos>"], bos="<bos>"))
@@ -148,28 +141,3 @@ def test_lines_near_the_cursor_stand_behind_the_suffix_and_what_was_begun_nowher
     assert before.split("<|fim_prefix|>")[1] + middle == code + "    retur"
     assert 96 < len(middle) <= 768 + len("    retur")
     assert codec.decode(prompt.context_ids).endswith(middle.removesuffix(prompt.begun))
-
-
-def test_what_is_typed_is_read_behind_what_was_read(codec):
-    """Of the tokens of four hundred prompts few are not where the prompt before had them."""
-    assembler = FimAssembler(codec, find_format(codec), 2048, 1024, beginnings=Beginnings(codec))
-    code = "".join(f"value_{i * 7919 % 100} = compute({i})\n" for i in range(80))
-    before, read = [], []
-    for at in range(1000, 1400):
-        ids = assembler.assemble(FimParts(code[:at], code[1500:2000]), 64).token_ids
-        before, shared = ids, next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), None)
-        read.append(len(ids) - (min(len(before), len(ids)) if shared is None else shared))
-    assert sum(count > 16 for count in read[1:]) < 4
-    assert sum(read[1:]) / len(read) < 3
-
-
-def test_a_long_line_and_a_long_run_of_strange_characters_stand_before_the_suffix(codec):
-    assembler = FimAssembler(codec, find_format(codec), 2048, 1024, beginnings=Beginnings(codec))
-    for text in ("x = [" + "1, " * 400, "# " + "\N{PILE OF POO}" * 150, ""):
-        prompt = assembler.assemble(FimParts(text, "\n]"), 64)
-        assert len(prompt.token_ids) <= 1024 + 16
-        assert whole(codec, prompt).endswith("<|fim_middle|>" + prompt.begun)
-
-
-def test_table_spells_each_token_once():
-    assert len({fmt.needed for fmt in FORMATS}) == len(FORMATS)

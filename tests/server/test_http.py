@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,20 +9,7 @@ from scripted import ScriptedBackend
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.errors import ServeError
-from retrieve_spec.server.guard import check_binding, read_keys
-from retrieve_spec.server.run import listen
 from retrieve_spec.server.workspace import Workspace
-
-
-@pytest.fixture
-def say(codec):
-    """A backend that always says the same text."""
-
-    def make(text, **options):
-        return ScriptedBackend(lambda prompt: [*codec.encode(text), 0], **options)
-
-    return make
 
 
 @pytest.fixture
@@ -94,14 +80,6 @@ def test_infill_stream_ends_with_an_empty_stop_event(server, codec):
     assert events[-1]["prompt"] == whole["prompt"] == codec.decode(server.backend.prompts[0])
 
 
-def test_indentation_and_stop_words(live, say):
-    server = live(say("x = 1\n        y = 2\n    z = 3\n"))
-    body = server.post("/infill", {**INFILL, "n_indent": 8}).json()
-    assert body["content"] == "x = 1\n        y = 2\n    "
-    body = server.post("/infill", {**INFILL, "stop": ["= 2"]}).json()
-    assert (body["content"], body["stop_type"], body["stopping_word"]) == ("x = 1\n        y ", "word", "= 2")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -139,15 +117,6 @@ def test_a_model_without_fim_says_501_and_what_is_missing(live, say, tokenizer, 
 # ── /v1/completions and /v1/chat/completions ──
 
 
-def test_openai_completion_has_what_strict_clients_require(server):
-    body = server.post("/v1/completions", {"prompt": "def f", "max_tokens": 20}).json()
-    assert {"id", "object", "created", "model", "choices", "usage"} <= set(body)
-    assert body["object"] == "text_completion"
-    assert body["choices"][0] == {"text": "urn a + b\n", "index": 0, "logprobs": None, "finish_reason": "stop"}
-    usage = body["usage"]
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-
-
 def test_raw_prompts_spell_control_tokens(server, codec):
     text = "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
     server.post("/v1/completions", {"prompt": text, "max_tokens": 5})
@@ -180,16 +149,6 @@ def test_stream_puts_the_reason_before_done_and_usage_only_on_request(server):
     assert last["usage"]["completion_tokens"] > 0
 
 
-def test_chat_with_a_prediction(server, codec):
-    prediction = {"type": "content", "content": [{"type": "text", "text": "urn a + b\n"}]}
-    request = {"messages": [{"role": "user", "content": "hi"}], "prediction": prediction, "max_tokens": 20}
-    body = server.post("/v1/chat/completions", request).json()
-    assert body["choices"][0]["message"]["content"] == "urn a + b\n"
-    details = body["usage"]["completion_tokens_details"]
-    assert details["accepted_prediction_tokens"] > 0
-    assert codec.decode(server.backend.hints[0].prediction) == "urn a + b\n"
-
-
 def test_a_chat_is_chatml_without_injection_and_its_stream_begins_with_the_role(server, codec):
     request = {"messages": [{"role": "user", "content": "<|im_end|>"}], "stream": True, "max_tokens": 20}
     bodies = [json.loads(event) for event in server.events("/v1/chat/completions", request)[:-1]]
@@ -199,12 +158,6 @@ def test_a_chat_is_chatml_without_injection_and_its_stream_begins_with_the_role(
     assert bodies[0]["choices"][0]["delta"]["role"] == "assistant"
     assert bodies[0]["object"] == "chat.completion.chunk"
     assert "".join(body["choices"][0]["delta"].get("content", "") for body in bodies) == "urn a + b\n"
-
-
-def test_prompt_beyond_the_context_is_refused(live, say):
-    raw = live(say("x", n_ctx=64)).post("/v1/completions", {"prompt": "word " * 100})
-    assert raw.status_code == 400
-    assert "64" not in raw.json()["error"]["message"] or "at most 63" in raw.json()["error"]["message"]
 
 
 def test_as_many_tokens_as_fit(live, codec):
@@ -230,20 +183,6 @@ def test_llama_cpp_takes_openais_limit_of_tokens_too(live, codec, path):
     assert server.post(path, {**body, "max_tokens": 3, "n_predict": 5}).json()["tokens_predicted"] == 5
 
 
-def test_samplers_by_letter_are_those_by_name(server):
-    """llama.vscode's edit with AI sends the letters."""
-    body = {"messages": HELLO, "temperature": 0.05, "top_k": 40, "samplers": "edkypmxt", "seed": 1}
-    server.post("/v1/chat/completions", body)
-    task, _ = server.done[-1]
-    kwargs = task.sampling.generate_kwargs()
-    assert (kwargs["temperature"], kwargs["top_k"]) == (0.05, 40)
-    server.post("/v1/chat/completions", {"messages": HELLO, "temperature": 1, "top_p": 0})
-    assert server.done[-1][0].sampling.greedy
-    server.post("/v1/chat/completions", {"messages": HELLO, "temperature": 1, "top_k": 1, "samplers": "t"})
-    assert not server.done[-1][0].sampling.greedy
-    assert "min_keep" in server.post("/v1/chat/completions", {"messages": HELLO, "min_keep": 3}).text
-
-
 def test_deadlines_are_asked_for_or_the_operators(live, say):
     def deadlines(**options):
         server = live(say("x"), config=ServeConfig(**options))
@@ -254,17 +193,6 @@ def test_deadlines_are_asked_for_or_the_operators(live, say):
 
     assert deadlines() == [None, 10, 90, 90]
     assert deadlines(deadline_s=5) == [5, 5, 90, 90]
-
-
-@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
-def test_what_a_history_says_of_tools_is_refused_by_name(server, field):
-    past = {"role": "assistant", "content": "", field: [{"id": "1", "type": "function"}]}
-    raw = server.post("/v1/chat/completions", {"messages": [*HELLO, past]})
-    assert raw.status_code == 400
-    assert f"messages.1.{field}" in raw.json()["error"]["message"]
-    raw = server.post("/apply-template", {"messages": HELLO, "tools": [{"type": "function"}]})
-    assert raw.status_code == 400 and "tools" in raw.json()["error"]["message"]
-    assert server.post("/v1/chat/completions", {"messages": [*HELLO, {**past, field: None}]}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -346,15 +274,6 @@ def test_a_stream_has_comments_while_a_long_prompt_is_read(live, say, ping_s):
     assert ": ping" not in seen[first:]
 
 
-def test_keys(live, say):
-    server = live(say("x"), keys=(b"one", b"two"))
-    assert server.post("/infill", INFILL).status_code == 401
-    assert server.post("/infill", INFILL, headers={"Authorization": "Bearer three"}).status_code == 401
-    assert server.post("/infill", INFILL, headers={"Authorization": "Bearer two"}).status_code == 200
-    assert server.client.get("/metrics").status_code == 401
-    assert server.client.get("/health").status_code == 200
-
-
 def test_what_keeps_a_workspace_from_being_followed_names_no_files_to_everybody(live, say, tmp_path):
     workspace = Workspace([tmp_path], ServeConfig())
     workspace.trouble = f"PermissionError: [Errno 13] Permission denied: '{tmp_path}/private plans.py'"
@@ -403,54 +322,7 @@ def test_deeply_nested_and_broken_json(server):
         assert raw.json()["error"]["message"]
 
 
-def test_a_host_others_can_reach_needs_a_key(tmp_path):
-    with pytest.raises(ServeError, match="--api-key-file"):
-        check_binding("0.0.0.0", ())
-    check_binding("0.0.0.0", (b"k",))
-    for host in ("127.0.0.1", "::1", "localhost"):
-        check_binding(host, ())
-    keys = tmp_path / "keys"
-    keys.write_text("# comment\n\nabc \n")
-    assert read_keys(keys) == (b"abc",)
-    keys.write_text("\n")
-    with pytest.raises(ServeError, match="at least one"):
-        read_keys(keys)
-
-
 # ── giving up ──
-
-
-def test_as_many_as_share_a_server_keep_their_prompts_warm(live, say):
-    server = live(say("x"))
-    texts = [f"value_{number} = {number}\n" * 20 for number in range(12)]
-    for begin in ("", "a"):
-        reused = [
-            server.post("/infill", {"input_prefix": text, "input_suffix": "", "prompt": begin, "n_predict": 1}).json()[
-                "timings"
-            ]["cache_n"]
-            for text in texts
-        ]
-    assert min(reused) > 100
-
-
-def test_closed_connection_costs_at_most_one_pass(live, say):
-    backend = say("word " * 200, run=1)
-    backend.gate = threading.Semaphore(0)
-    server = live(backend)
-    body = json.dumps(INFILL).encode()
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        head = f"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        connection.sendall(head + body)
-        wait_for(lambda: server.service.queue.begun)
-        backend.gate.release(3)
-        wait_for(lambda: backend.passes == 3)
-        (job,) = server.service.queue._jobs
-    wait_for(lambda: job.cancel.is_set())
-    spent = backend.passes
-    backend.gate.release(1000)
-    wait_for(lambda: not server.service.queue.begun)
-    assert backend.passes <= spent + 1
-    assert server.done[-1][1].outcome == "cancelled"
 
 
 @pytest.mark.parametrize("path", ["/infill", "/v1/completions"])
@@ -488,30 +360,3 @@ def test_an_ending_engine_answers_503_in_every_dialect(server):
             raw = server.post(path, {**body, **fields})
             assert raw.status_code == 503, (path, raw.text)
             assert raw.headers["retry-after"] and "ending" in raw.json()["error"]["message"]
-
-
-def test_busy_server_answers_503(live, say):
-    backend = say("done")
-    backend.gate = threading.Semaphore(0)
-    server = live(backend, config=ServeConfig(max_queue=1))
-    with ThreadPoolExecutor() as threads:
-        for number in range(2):
-            threads.submit(server.post, "/v1/completions", {"prompt": f"p{number}", "max_tokens": 3})
-            wait_for(lambda number=number: _seen(server) > number)
-        raw = server.post("/v1/completions", {"prompt": "p9", "max_tokens": 3})
-        backend.gate.release(1000)
-    assert raw.status_code == 503
-    assert raw.headers["retry-after"] == "1"
-
-
-def test_failure_of_the_model_is_a_500_with_a_reason(live, say):
-    backend = say("x")
-    backend.fail = True
-    raw = live(backend).post("/infill", INFILL)
-    assert raw.status_code == 500
-    assert "out of memory" in raw.json()["error"]["message"]
-
-
-def test_small_answers_do_not_wait_for_the_clients_acknowledgement():
-    with listen("127.0.0.1", 0) as listener:
-        assert listener.proto == socket.IPPROTO_TCP  # only then asyncio sends them at once

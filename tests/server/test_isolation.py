@@ -31,19 +31,14 @@ def shared(reference):
 @pytest.fixture(autouse=True)
 def clean(shared):
     for key in (ALICE, BOB):
-        assert ask(shared, key, "DELETE", "/v1/workspace").status_code == 200
+        assert shared.ask(key, "DELETE", "/v1/workspace").status_code == 200
 
 
 ALICE, BOB = b"alice", "bänker".encode()
 
 
-def ask(server, key, method, path, body=None):
-    headers = {b"authorization": b"Bearer " + key}
-    return httpx.request(method, server.url + path, json=body, headers=headers, timeout=120, trust_env=False)
-
-
 def infill(server, key, **fields):
-    answer = ask(server, key, "POST", "/infill", {**INFILL, **fields})
+    answer = server.ask(key, "POST", "/infill", {**INFILL, **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -105,11 +100,11 @@ def test_each_key_forgets_its_own(shared):
     chunk = [{"text": "def helper():\n    return 42\n", "filename": "h.py"}]
     for key in (ALICE, BOB):
         infill(shared, key, input_extra=chunk)
-    kept = ask(shared, ALICE, "GET", "/v1/workspace").json()
+    kept = shared.ask(ALICE, "GET", "/v1/workspace").json()
     assert kept["caches"] >= 1 and kept["session_tokens"] > 0 and kept["encodings"] > 0
-    told = ask(shared, ALICE, "DELETE", "/v1/workspace").json()
+    told = shared.ask(ALICE, "DELETE", "/v1/workspace").json()
     assert told == {"forgotten": True, "kept": kept}
-    left = ask(shared, ALICE, "GET", "/v1/workspace").json()
+    left = shared.ask(ALICE, "GET", "/v1/workspace").json()
     assert set(left.values()) == {0}
     assert shared.service.beginnings.agreeing.cache_info().currsize == 0, "words that were begun"
     assert infill(shared, BOB, input_extra=chunk)["timings"]["cache_n"] > 100
@@ -119,17 +114,10 @@ def test_each_key_forgets_its_own(shared):
 def test_forgetting_holds_for_what_is_under_way(shared):
     chat = {"messages": [{"role": "user", "content": SOURCE}], "max_tokens": 150}
     answers = []
-    talk = threading.Thread(target=lambda: answers.append(ask(shared, ALICE, "POST", "/v1/chat/completions", chat)))
+    talk = threading.Thread(target=lambda: answers.append(shared.ask(ALICE, "POST", "/v1/chat/completions", chat)))
     talk.start()
     wait_for(lambda: shared.service.queue.begun)
-    ask(shared, ALICE, "DELETE", "/v1/workspace")
+    shared.ask(ALICE, "DELETE", "/v1/workspace")
     talk.join(120)
     assert answers[0].status_code == 200
-    assert set(ask(shared, ALICE, "GET", "/v1/workspace").json().values()) == {0}
-
-
-def test_keys_of_other_characters(shared):
-    assert ask(shared, BOB, "GET", "/v1/models").status_code == 200
-    for wrong in ("banker", "bänker".encode("latin-1"), "bänke"):
-        wrong = wrong if isinstance(wrong, bytes) else wrong.encode()
-        assert ask(shared, wrong, "GET", "/v1/models").status_code == 401
+    assert set(shared.ask(ALICE, "GET", "/v1/workspace").json().values()) == {0}

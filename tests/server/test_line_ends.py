@@ -7,10 +7,7 @@ import json
 import pytest
 from scripted import ScriptedBackend
 
-from retrieve_spec.config import ServeConfig
-from retrieve_spec.datastore.entry_filter import EntryFilter
 from retrieve_spec.server.text import line_end, with_line_feeds
-from retrieve_spec.server.workspace import Workspace
 
 SAID = "one\n    two\n"
 ABOVE, LINE, BELOW = "import os\ndef f():\n", "    ret", "\n\nx = 1\n"
@@ -60,11 +57,3 @@ def test_most_lines_say_how_a_document_ends_its_own():
     assert line_end("a\r\nb\r\n", "c\n") == "\r\n"
     assert line_end("a\r\n", "b\nc\n") == line_end("a") == "\n"
     assert with_line_feeds({"a": ["b\r\n", 1, None]}) == {"a": ["b\n", 1, None]}
-
-
-def test_files_are_read_with_line_feeds(tmp_path):
-    (tmp_path / "a.py").write_bytes(b"def compute(items):\r\n    return sum(items)\r\n")
-    workspace = Workspace([tmp_path], ServeConfig())
-    workspace.scan()
-    assert workspace.texts[tmp_path / "a.py"] == "def compute(items):\n    return sum(items)\n"
-    assert "\r" not in EntryFilter([tmp_path]).read(tmp_path / "a.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import subprocess
 import sys
@@ -87,42 +88,43 @@ class Session:
         self.client.text_document_did_change(lsp.DidChangeTextDocumentParams(document, [event]))
 
 
-def run(coroutine):
-    asyncio.run(asyncio.wait_for(coroutine, 400))
+def in_a_loop(test):
+    """Run an asynchronous test."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(asyncio.wait_for(test(**fixtures), 400))
+
+    return run
 
 
-def test_initialise_complete_and_forget():
-    async def scenario():
-        async with Session("urn a + b") as s:
-            capabilities = s.initialised.capabilities
-            assert capabilities.inline_completion_provider
-            answer = await s.complete(1, 19)  # UTF-16: the emoji counts two
-            (item,) = answer.items
-            assert item.insert_text == "urn a + b"
-            (command,) = capabilities.execute_command_provider.commands
-            await s.client.workspace_execute_command_async(lsp.ExecuteCommandParams(command))
-            assert len((await s.complete(1, 19, invoked=True)).items) == 1
-
-    run(scenario())
+@in_a_loop
+async def test_initialise_complete_and_forget():
+    async with Session("urn a + b") as s:
+        capabilities = s.initialised.capabilities
+        assert capabilities.inline_completion_provider
+        answer = await s.complete(1, 19)  # UTF-16: the emoji counts two
+        (item,) = answer.items
+        assert item.insert_text == "urn a + b"
+        (command,) = capabilities.execute_command_provider.commands
+        await s.client.workspace_execute_command_async(lsp.ExecuteCommandParams(command))
+        assert len((await s.complete(1, 19, invoked=True)).items) == 1
 
 
-def test_nothing_is_read_that_the_client_has_not_opened(tmp_path):
+@in_a_loop
+async def test_nothing_is_read_that_the_client_has_not_opened(tmp_path):
     other = tmp_path / "other.py"
     other.write_text("private = 1\nret")
-
-    async def scenario():
-        async with Session("urn a + b") as s:
-            kind = lsp.InlineCompletionTriggerKind.Automatic
-            document = lsp.TextDocumentIdentifier(other.as_uri())
-            request = lsp.InlineCompletionParams(lsp.InlineCompletionContext(kind), document, lsp.Position(1, 3))
-            asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
-            assert await asyncio.wait_for(asked, 60) is None
-            item = lsp.TextDocumentItem(other.as_uri(), "python", 1, other.read_text())
-            s.client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
-            asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
-            assert (await asyncio.wait_for(asked, 60)).items
-
-    run(scenario())
+    async with Session("urn a + b") as s:
+        kind = lsp.InlineCompletionTriggerKind.Automatic
+        document = lsp.TextDocumentIdentifier(other.as_uri())
+        request = lsp.InlineCompletionParams(lsp.InlineCompletionContext(kind), document, lsp.Position(1, 3))
+        asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
+        assert await asyncio.wait_for(asked, 60) is None
+        item = lsp.TextDocumentItem(other.as_uri(), "python", 1, other.read_text())
+        s.client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
+        asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
+        assert (await asyncio.wait_for(asked, 60)).items
 
 
 def test_malformed_parameters_are_an_error():
@@ -159,88 +161,72 @@ def test_malformed_parameters_are_an_error():
         server.communicate()
 
 
-def test_a_document_keeps_its_line_ends():
-    async def scenario():
-        async with Session("urn a\n    x = 1\n", text=TEXT.replace("\n", "\r\n")) as s:
-            assert (await s.complete(1, 19)).items[0].insert_text == "urn a\r\n    x = 1\r\n"
-
-    run(scenario())
+@in_a_loop
+async def test_a_document_keeps_its_line_ends():
+    async with Session("urn a\n    x = 1\n", text=TEXT.replace("\n", "\r\n")) as s:
+        assert (await s.complete(1, 19)).items[0].insert_text == "urn a\r\n    x = 1\r\n"
 
 
 @pytest.mark.parametrize("uri", ["file:///a%20b/%C3%BC.py", "file:///c%3A/a.py", "untitled:Untitled-1"])
-def test_a_document_may_have_any_address(uri):
-    async def scenario():
-        async with Session("urn a + b", uri=uri) as s:
-            assert (await s.complete(1, 19)).items
-
-    run(scenario())
+@in_a_loop
+async def test_a_document_may_have_any_address(uri):
+    async with Session("urn a + b", uri=uri) as s:
+        assert (await s.complete(1, 19)).items
 
 
-def test_only_line_feeds_and_carriage_returns_end_lines():
+@in_a_loop
+async def test_only_line_feeds_and_carriage_returns_end_lines():
     """Files of Python's library have form feeds between their parts."""
-
-    async def scenario():
-        async with Session("echo", text="a = '\x0c\u2028\x85'\r\n    b = 1\nc = 2\n") as s:
-            for line, text in enumerate(("    b = 1", "c = 2"), 1):
-                assert (await s.complete(line, len(text))).items[0].insert_text == text
-            s.change(2, " + d", lsp.Position(2, 5))
-            assert (await s.complete(2, 9)).items[0].insert_text == "c = 2 + d"
-
-    run(scenario())
+    async with Session("echo", text="a = '\x0c\u2028\x85'\r\n    b = 1\nc = 2\n") as s:
+        for line, text in enumerate(("    b = 1", "c = 2"), 1):
+            assert (await s.complete(line, len(text))).items[0].insert_text == text
+        s.change(2, " + d", lsp.Position(2, 5))
+        assert (await s.complete(2, 9)).items[0].insert_text == "c = 2 + d"
 
 
-def test_what_the_popup_selected_begins_the_item():
-    async def scenario():
-        async with Session("(a, b)") as s:
-            span = lsp.Range(lsp.Position(1, 16), lsp.Position(1, 19))
-            answer = await s.complete(1, 19, selected=lsp.SelectedCompletionInfo(span, "return"))
-            (item,) = answer.items
-            assert item.insert_text == "return(a, b)"
-            assert item.range == span
-
-    run(scenario())
+@in_a_loop
+async def test_what_the_popup_selected_begins_the_item():
+    async with Session("(a, b)") as s:
+        span = lsp.Range(lsp.Position(1, 16), lsp.Position(1, 19))
+        answer = await s.complete(1, 19, selected=lsp.SelectedCompletionInfo(span, "return"))
+        (item,) = answer.items
+        assert item.insert_text == "return(a, b)"
+        assert item.range == span
 
 
-def test_a_newer_request_ends_the_older_one():
-    async def scenario():
-        async with Session("urn a + b", "0.2") as s:
-            older = s.request(1, 18)
-            await asyncio.sleep(0.05)
-            s.change(2, TEXT.replace("ret\n", "retu\n"))
-            newer = s.request(1, 20)
-            assert (await asyncio.wait_for(newer, 60)).items
-            assert await asyncio.wait_for(older, 60) is None
-
-    run(scenario())
+@in_a_loop
+async def test_a_newer_request_ends_the_older_one():
+    async with Session("urn a + b", "0.2") as s:
+        older = s.request(1, 18)
+        await asyncio.sleep(0.05)
+        s.change(2, TEXT.replace("ret\n", "retu\n"))
+        newer = s.request(1, 20)
+        assert (await asyncio.wait_for(newer, 60)).items
+        assert await asyncio.wait_for(older, 60) is None
 
 
-def test_a_cancelled_request_is_cancelled():
-    async def scenario():
-        from pygls.exceptions import JsonRpcRequestCancelled
+@in_a_loop
+async def test_a_cancelled_request_is_cancelled():
+    from pygls.exceptions import JsonRpcRequestCancelled
 
-        async with Session("urn a + b", "0.2") as s:
-            future = s.request(1, 19)
-            await asyncio.sleep(0.1)
-            (identity,) = [i for i, f in s.client.protocol._request_futures.items() if not f.done()]
-            s.client.protocol.notify(lsp.CANCEL_REQUEST, lsp.CancelParams(identity))
-            with pytest.raises(JsonRpcRequestCancelled):
-                await asyncio.wait_for(future, 60)
-            assert (await s.complete(1, 18)).items
-
-    run(scenario())
+    async with Session("urn a + b", "0.2") as s:
+        future = s.request(1, 19)
+        await asyncio.sleep(0.1)
+        (identity,) = [i for i, f in s.client.protocol._request_futures.items() if not f.done()]
+        s.client.protocol.notify(lsp.CANCEL_REQUEST, lsp.CancelParams(identity))
+        with pytest.raises(JsonRpcRequestCancelled):
+            await asyncio.wait_for(future, 60)
+        assert (await s.complete(1, 18)).items
 
 
-def test_progress_while_the_workspace_is_indexed(tmp_path):
+@in_a_loop
+async def test_progress_while_the_workspace_is_indexed(tmp_path):
     (tmp_path / "b.py").write_text("def helper():\n    return 1\n")
-
-    async def scenario():
-        async with Session("urn a + b", folder=tmp_path) as s:
-            # The bar of the model ends before that of the workspace begins: only the second end is the last word.
-            async with asyncio.timeout(60):
-                while [value["kind"] for value in s.progress].count("end") < 2:
-                    await asyncio.sleep(0.05)
-            titles = [value["title"] for value in s.progress if value["kind"] == "begin"]
-            assert titles == ["Loading the model", "Indexing the workspace"]
-            assert s.progress[-1]["message"] == "1 files indexed"
-
-    run(scenario())
+    async with Session("urn a + b", folder=tmp_path) as s:
+        # The bar of the model ends before that of the workspace begins: only the second end is the last word.
+        async with asyncio.timeout(60):
+            while [value["kind"] for value in s.progress].count("end") < 2:
+                await asyncio.sleep(0.05)
+        titles = [value["title"] for value in s.progress if value["kind"] == "begin"]
+        assert titles == ["Loading the model", "Indexing the workspace"]
+        assert s.progress[-1]["message"] == "1 files indexed"

@@ -13,8 +13,9 @@ from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
+from retrieve_spec.server.app import create_app
 from retrieve_spec.server.guard import Metrics
-from retrieve_spec.server.models import Model, Models, bytes_on_disk, create_front, named
+from retrieve_spec.server.models import Model, Models, named
 from retrieve_spec.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -36,10 +37,9 @@ class Several:
             backend = ScriptedBackend(lambda prompt: [*codec.encode(f"I am {name}"), 0], run=1)
             return Service(backend, tokenizer, name, config, shared=bool(keys), metrics=metrics)
 
-        self.models = Models({name: Model(lambda name=name: load(name), 10) for name in names}, keys=keys, **options)
-        first = load("a")
-        front = create_front(self.models, first, config, keys=keys)
-        self.server = live(first.backend, service=first, app=front)
+        models = {name: Model(lambda name=name: load(name), 10) for name in names}
+        self.models = Models(models, config, metrics, **options)
+        self.server = live(None, service="its models'", app=create_app(self.models, keys=keys))
 
     def ask(self, name, **fields):
         return self.server.post("/v1/chat/completions", {"model": name, "messages": HELLO, **fields})
@@ -89,14 +89,6 @@ def test_another_name_is_404(several, name):
     assert s.loads == ["a"]
 
 
-def test_a_message_to_another_model_is_404_in_its_dialect(several):
-    s = several()
-    raw = s.server.post("/v1/messages", {"model": "d", "max_tokens": 5, "messages": HELLO})
-    assert raw.status_code == 404 and raw.json()["error"]["type"] == "not_found_error"
-    said = s.server.post("/v1/messages", {"model": "b", "max_tokens": 9, "messages": HELLO}).json()
-    assert (said["model"], said["content"][0]["text"]) == ("b", "I am b")
-
-
 @pytest.mark.parametrize("body", [b"", b"{nope", b"[]", b"null"])
 def test_what_is_no_request_is_400(several, body):
     assert several().server.client.post("/v1/chat/completions", content=body).status_code == 400
@@ -105,7 +97,6 @@ def test_what_is_no_request_is_400(several, body):
 def test_what_was_used_longest_ago_is_given_up(several):
     s = several(most_bytes=20)
     gone = weakref.ref(s.backend("a"))
-    s.server.backend = s.server.service = None
     for name in "bac":
         s.said(name)
     assert s.states == {"a": "loaded", "b": "unloaded", "c": "loaded"}
@@ -160,7 +151,7 @@ def test_a_request_under_way_keeps_its_model(several):
 
 
 def test_who_waits_for_a_model_is_answered_and_only_so_many_may_wait(several):
-    s = several(most_waiting=3)
+    s = several(config=ServeConfig(max_queue=3))
     s.gate = threading.Semaphore(0)
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(s.said, "b") for _ in range(3)]
@@ -217,15 +208,3 @@ def test_models_have_names_of_their_own(tmp_path):
     for wrong in (["x/m", "y/m"], ["a="], ["=x"], ["a=x", "a=y"]):
         with pytest.raises(ServeError, match="names of their own"):
             named(wrong)
-
-
-@pytest.mark.parametrize(
-    ("name", "least"),
-    [("reference", 1 << 20), ("smollm2", 270 << 20), ("~/model", 9), ("~/model/w.gguf", 4), ("a/b", 0)],
-)
-def test_room_is_made_for_a_model_before_it_is_loaded(tmp_path, monkeypatch, name, least):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    for file, size in (("1.safetensors", 4), ("2.safetensors", 5), ("w.gguf", 4)):
-        (tmp_path / "model" / file).write_bytes(bytes(size))
-    assert bytes_on_disk(name) >= least and bool(bytes_on_disk(name)) == bool(least)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from click.testing import CliRunner
 from live import Live
@@ -33,9 +32,7 @@ def served(reference_live, tmp_path_factory):
 
 
 def ask(server, key, **fields):
-    body = {"prompt": PROMPT, "max_tokens": 48, **fields}
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=120, trust_env=False)
+    return server.ask(key.encode(), "POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 48, **fields})
 
 
 def test_a_request_drafts_from_the_store_it_names(served):

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 import pytest
 from scripted import ScriptedBackend
 
+from retrieve_spec.server import app, completions, translations
+
 THOROUGH = os.environ.get("RETRIEVE_SPEC_THOROUGH", "") == "1"
 """Every documented boundary value as well: about 2,000 requests."""
 
@@ -18,7 +20,8 @@ def test_every_route_is_described(live):
     server = live(ScriptedBackend(lambda prompt: [100, 0]))
     described = server.client.get("/openapi.json").json()
     aliases = {"/completions", "/chat/completions", "/models", "/v1/edit", "/v1/health", "/openapi.json"}
-    assert {route.path_format for route in server.app.routes} - aliases == set(described["paths"])
+    routes = [route for module in (app, completions, translations) for route in module.router.routes]
+    assert {route.path_format for route in routes} - aliases == set(described["paths"])
     infill = described["paths"]["/infill"]["post"]
     assert "text/event-stream" in infill["responses"]["200"]["content"]
     assert {"400", "401", "403", "413", "501", "503"} <= set(infill["responses"])

@@ -205,11 +205,3 @@ def test_what_is_not_served_is_refused_by_name(server, path, fields, told):
     raw = server.post(path, {**body, **fields})
     assert raw.status_code == 400
     assert told in raw.json()["error"]["message"]
-
-
-def test_neutral_values_ask_for_nothing(server):
-    neutral = {"logprobs": False, "echo": False, "logit_bias": None, "presence_penalty": 0, "best_of": 1, "n": 1}
-    assert server.post("/v1/completions", {"prompt": "x", **neutral}).status_code == 200
-    neutral |= {"top_logprobs": 0, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
-    messages = [{"role": "user", "content": "x"}]
-    assert server.post("/v1/chat/completions", {"messages": messages, **neutral}).status_code == 200

@@ -5,12 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from scripted import Collector
-
-import retrieve_spec.server.backend as backend_module
-from retrieve_spec.server.jobs import Task
-from retrieve_spec.server.sampling import Sampling
-from retrieve_spec.server.text import StopRules
 
 pytestmark = pytest.mark.threads
 
@@ -53,22 +47,6 @@ def test_several_samples_differ_and_a_seed_repeats_them(reference_live, path, bo
     assert first["usage"]["prompt_tokens"] == reference_live.post(path, body).json()["usage"]["prompt_tokens"]
     greedy = reference_live.post(path, {**body, "n": 2, "temperature": 0}).json()
     assert len(set(texts(greedy))) == 1
-
-
-def test_several_samples_are_streamed_beside_one_another(reference_live):
-    body = {**CHAT, "n": 3, "seed": 11}
-    whole = texts(reference_live.post("/v1/chat/completions", body).json())
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    *events, done = reference_live.events("/v1/chat/completions", {**body, **options})
-    assert done == "[DONE]"
-    streamed, reasons = ["", "", ""], [None] * 3
-    for event in map(json.loads, events):
-        for choice in event["choices"]:
-            streamed[choice["index"]] += choice["delta"].get("content", "")
-            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
-    assert streamed == whole
-    assert all(reasons)
-    assert [bool(json.loads(event)["choices"]) for event in events].count(False) == 1
 
 
 def test_without_a_seed_every_answer_is_another_sample(reference_live):
@@ -122,22 +100,3 @@ def test_a_deadline_that_ends_something_says_so(reference_live):
     body = {"prompt": SOURCE * 20, "n_predict": 400, "deadline_ms": 1}
     assert reference_live.post("/completion", body).json()["deadline"] is True
     assert "deadline" not in reference_live.post("/completion", COMPLETION).json()
-
-
-def test_a_text_that_fails_beside_others_fails_alone_where_the_original_generate_decodes(reference_live, monkeypatch):
-    def broken(**_):
-        def processor(ids, scores):
-            raise RuntimeError("no such token")
-
-        return processor
-
-    service, sinks = reference_live.service, [Collector(), Collector()]
-    monkeypatch.setattr(backend_module, "open_sequence", lambda *_, **__: None)
-    monkeypatch.setattr(service.backend, "_infill", broken)
-    prompt, rules = tuple(service.codec.encode(SOURCE)), StopRules(max_tokens=4)
-    fails = Task(prompt, rules, Sampling(temperature=1.0, chain=("infill",)), scope="one")
-    with service.queue._changed:  # both begin before the first pass
-        service.queue.submit(fails, sinks[0])
-        service.queue.submit(Task(prompt, rules, scope="other"), sinks[1])
-    assert "no such token" in sinks[0].result().error
-    assert sinks[1].result().outcome == "done"

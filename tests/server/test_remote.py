@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -20,14 +19,20 @@ from waiting import wait_for
 
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.editors import Remote
-from retrieve_spec.server.lsp import CompletionServer, Cursor, connected
-from retrieve_spec.server.prompts import Chunk
+from retrieve_spec.server.lsp import CompletionServer, connected
 
-CURSOR = Cursor("file:///a.py", "def add(a, b):\n    ret", "\n", (Chunk("other = 1\n", "b.py"),), 16, 250.0)
+EXTRA = [{"text": "other = 1\n", "filename": "b.py"}]
+KIND = lsp.InlineCompletionTriggerKind.Automatic
+CURSOR = ("file:///a.py", "def add(a, b):\n    ret", "\n", EXTRA, KIND)
 
 
-def editor(server, key=""):
-    return connected(Remote(server.url, key), threading.Event())
+def with_editor(server, ask, key=""):
+    """What `ask` brings of an editor that asks a server."""
+
+    async def run():
+        return await ask(await connected(Remote(server.url, key)))
+
+    return asyncio.run(run())
 
 
 def saying(codec, text):
@@ -37,8 +42,8 @@ def saying(codec, text):
 
 def test_two_editors_share_a_server(live, codec):
     server = live(saying(codec, "urn a + b"))
-    for one in (editor(server), editor(server)):
-        assert asyncio.run(one.complete(CURSOR)) == "urn a + b"
+    for _ in range(2):
+        assert with_editor(server, lambda one: one.complete(*CURSOR)) == "urn a + b"
     assert "other = 1" in codec.decode(server.backend.prompts[0])
 
 
@@ -46,17 +51,16 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, codec):
     backend = saying(codec, "word " * 100)
     backend.gate = threading.Semaphore(0)
     server = live(backend)
-    one = editor(server)
 
-    async def give_up():
-        asked = asyncio.ensure_future(one.complete(CURSOR))
+    async def give_up(one):
+        asked = asyncio.ensure_future(one.complete(*CURSOR))
         while not server.service.queue.begun:
             await asyncio.sleep(0.002)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
 
-    asyncio.run(give_up())
+    with_editor(server, give_up)
     wait_for(lambda: all(job.cancel.is_set() for job in server.service.queue._jobs))
     backend.gate.release(1000)
     wait_for(lambda: bool(server.done))
@@ -65,19 +69,18 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, codec):
 
 def test_of_a_large_document_what_a_prompt_needs_is_sent(live, codec):
     server = live(saying(codec, "urn 1"))
-    large = replace(CURSOR, left="a = 'é'\n" * 700_000 + CURSOR.left, right="b = 2\n" * 700_000)
-    assert asyncio.run(editor(server).complete(large)) == "urn 1"
+    large = (CURSOR[0], "a = 'é'\n" * 700_000 + CURSOR[1], "b = 2\n" * 700_000, EXTRA, KIND)
+    assert with_editor(server, lambda one: one.complete(*large)) == "urn 1"
     assert codec.decode(server.backend.prompts[-1]).count("a = 'é'") > 100
 
 
 def test_a_wrong_key_is_said(live, codec):
     server = live(saying(codec, "urn 1"), keys=("schlüssel-ключ".encode(),))
     with pytest.raises(ServeError, match=r"401.*API key"):
-        editor(server, "wrong")
-    right = editor(server, "schlüssel-ключ")
-    assert asyncio.run(right.complete(CURSOR)) == "urn 1"
+        with_editor(server, None, "wrong")
+    assert with_editor(server, lambda one: one.complete(*CURSOR), "schlüssel-ключ") == "urn 1"
     assert server.service.kept("schlüssel-ключ")["session_tokens"] > 0
-    right.forget()
+    with_editor(server, lambda one: one.forget(), "schlüssel-ключ")
     assert server.service.kept("schlüssel-ключ")["session_tokens"] == 0
 
 
@@ -85,7 +88,7 @@ def test_where_nobody_answers_the_remedy_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(ServeError, match=r"nobody answers.*retrieve-spec serve"):
-        connected(Remote(url), threading.Event())
+        asyncio.run(connected(Remote(url)))
 
 
 @pytest.fixture
@@ -152,11 +155,11 @@ def test_pieces_of_other_documents_stand_around_the_places_looked_at_last():
         server.look(f"file:///{name}.py", 0)
     server.look("file:///b.py", 200)
     pieces = server.pieces("file:///g.py")
-    assert [piece.filename for piece in pieces] == ["d.py", "e.py", "f.py", "b.py"]
-    assert pieces[0].text.startswith("d_0 = 0\n") and pieces[0].text.count("\n") == 64
-    assert "b_200 = 200\n" in pieces[-1].text and pieces[-1].text.count("\n") == 64
+    assert [piece["filename"] for piece in pieces] == ["d.py", "e.py", "f.py", "b.py"]
+    assert pieces[0]["text"].startswith("d_0 = 0\n") and pieces[0]["text"].count("\n") == 64
+    assert "b_200 = 200\n" in pieces[-1]["text"] and pieces[-1]["text"].count("\n") == 64
     for line in (192, 210, 223):  # keystrokes nearby leave the piece, and what the model has read of it
         server.look("file:///b.py", line)
         assert server.pieces("file:///g.py") == pieces
     server.workspace.remove_text_document("file:///b.py")
-    assert "b.py" not in [piece.filename for piece in server.pieces("file:///g.py")]
+    assert "b.py" not in [piece["filename"] for piece in server.pieces("file:///g.py")]

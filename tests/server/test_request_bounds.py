@@ -11,20 +11,14 @@ import time
 
 import pytest
 from pydantic import ValidationError
-from scripted import ScriptedBackend
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server import app, run, schemas
+from retrieve_spec.server import run, schemas
 from retrieve_spec.server.guard import normal_origins
 
 INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
-
-
-@pytest.fixture
-def say(codec):
-    return lambda text, **options: ScriptedBackend(lambda prompt: [*codec.encode(text), 0], **options)
 
 
 def connect(server, data):
@@ -180,14 +174,6 @@ def test_prompts_that_cannot_fit_are_refused_by_their_length(live, say, monkeypa
         assert "600" in raw.json()["error"]["message"]
 
 
-def test_a_text_that_takes_seconds_to_encode_is_refused_by_its_length(live, say, monkeypatch):
-    server = live(say("x"))
-    monkeypatch.setattr(server.service.codec, "encode", lambda *_, **__: pytest.fail("encoded it"))
-    raw = server.post("/tokenize", {"content": "x = 1\n" * 400_000})
-    assert raw.status_code == 400
-    assert "2400000 characters" in raw.json()["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -241,24 +227,6 @@ def test_what_is_no_origin_is_refused(origin):
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [("/infill", INFILL), ("/v1/completions", {"prompt": "x"})],
-)
-def test_large_bodies_are_not_read_on_the_event_loop(live, say, monkeypatch, path, body):
-    threads = []
-    read = app.pydantic_core.from_json
-
-    def noted(*given, **how):
-        threads.append(threading.current_thread())
-        return read(*given, **how)
-
-    monkeypatch.setattr(app.pydantic_core, "from_json", noted)
-    server = live(say("x"))
-    assert server.post(path, {**body, "ignored": "y" * (64 << 10)}).status_code == 200
-    assert threads and server._thread not in threads
-
-
-@pytest.mark.parametrize(
     ("schema", "name", "of"),
     [
         (schemas.InfillRequest, "input_extra", lambda items: items),
@@ -275,22 +243,3 @@ def test_of_many_wrong_items_only_the_first_is_looked_at(schema, name, of):
     with pytest.raises(ValidationError) as caught:
         schema.model_validate({"input_prefix": "", "input_suffix": "", name: of([{"text": 1}] * 1000)})
     assert caught.value.error_count() <= 3
-
-
-@pytest.mark.parametrize(
-    ("schema", "fields", "said"),
-    [
-        (schemas.CompletionRequest, {"prompt": [1, -1]}, '"prompt.1": input should be greater than'),
-        (schemas.CompletionRequest, {"prompt": 7}, '"prompt" must be a string'),
-        (schemas.OpenAICompletionRequest, {"prompt": "", "stop": [1]}, '"stop.0" must be a string'),
-        (
-            schemas.ChatRequest,
-            {"messages": [{"role": "user", "content": [{"text": 1}]}]},
-            '"messages.0.content.0.text" must be a string',
-        ),
-    ],
-)
-def test_what_is_wrong_is_named_as_the_client_calls_it(schema, fields, said):
-    with pytest.raises(ValidationError) as caught:
-        schema.model_validate(fields)
-    assert schemas.reason(caught.value).startswith(said)

@@ -38,20 +38,6 @@ def test_chain_of_stock_clients():
     assert Sampling(0.0, 1, chain=("top_k", "infill")).greedy
     assert Sampling(0.0).greedy
     assert Sampling(0.8, top_p=0.0).greedy
-    assert not Sampling(0.8, top_p=0.0, chain=("temperature",)).greedy
-    kwargs = Sampling(0.7, 40, 0.9, chain=("top_k", "top_p")).generate_kwargs()
-    assert (kwargs["temperature"], kwargs["top_k"], kwargs["top_p"]) == (1.0, 40, 0.9)
-
-
-def test_processor_masks_rows_on_their_own(codec):
-    processor = InfillProcessor(codec, frozenset({0}), 0, top_k=40, top_p=1.0)
-    scores = torch.full((2, 8192), -20.0)
-    x, y = codec.encode("x")[0], codec.encode("y")[0]
-    scores[0, x], scores[0, y] = 5.0, 4.5
-    scores[1, 0], scores[1, x] = 5.0, 4.0
-    out = processor(torch.zeros((2, 1), dtype=torch.long), scores)
-    assert torch.isfinite(out[0]).nonzero().flatten().tolist() == sorted([x, y])
-    assert torch.isfinite(out[1]).nonzero().flatten().tolist() == [0]
 
 
 def test_the_infill_rule_does_not_end_a_text_that_may_not_end(codec):

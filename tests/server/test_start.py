@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
 from click.testing import CliRunner
+from live import free_port
 from waiting import wait_for
 
 from retrieve_spec.cli import cli
@@ -19,25 +20,21 @@ from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundErr
 from retrieve_spec.server import run
 
 
-def test_a_folder_that_is_no_store_is_refused_at_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({"stores": ["."]}, StoreNotFoundError, r"no manifest\.json"),
+        ({"session": Path("notes.txt")}, StoreCorruptError, r"a file of answers in .*notes\.txt"),
+        ({"config": ServeConfig(port=0, origins=("*",))}, ServeError, "origin"),
+    ],
+)
+def test_what_is_no_store_session_or_origin_is_refused_at_once(tmp_path, monkeypatch, given, error, told):
     monkeypatch.setattr(run, "build_service", lambda *_, **__: pytest.fail("loaded a model"))
-    with pytest.raises(StoreNotFoundError, match=r"no manifest\.json"):
-        run.serve("reference", ServeConfig(port=0), stores=[tmp_path])
-
-
-def test_a_file_that_holds_no_session_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "build_service", lambda *_, **__: pytest.fail("loaded a model"))
-    path = tmp_path / "notes.txt"
-    path.write_text("not answers")
-    with pytest.raises(StoreCorruptError, match=r"a file of answers in .*notes\.txt"):
-        run.serve("reference", ServeConfig(port=0), session=path)
-    assert path.read_text() == "not answers"
-
-
-def test_an_origin_that_never_matches_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr(run, "build_service", lambda *_, **__: pytest.fail("loaded a model"))
-    with pytest.raises(ServeError, match="origin"):
-        run.serve("reference", ServeConfig(port=0, origins=("*",)))
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("not answers")
+    with pytest.raises(error, match=told):
+        run.serve("reference", **{"config": ServeConfig(port=0), **given})
+    assert Path("notes.txt").read_text() == "not answers"
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path):
@@ -57,12 +54,6 @@ def test_forgetting_says_that_nothing_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
     assert "Nothing is kept" in CliRunner().invoke(cli, ["forget"]).output
     assert "Nothing was kept" in CliRunner().invoke(cli, ["forget", str(tmp_path)]).output
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_requests_before_the_model_is_there_are_told_so_at_once():

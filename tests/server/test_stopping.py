@@ -21,12 +21,6 @@ def scan(codec, text, rules, step=3, clock=lambda: 0.0):
     return scanner
 
 
-def test_end_token_ends_and_is_not_shown(codec):
-    scanner = StopScanner(codec, StopRules(end_ids=frozenset({0})))
-    assert scanner.push([*codec.encode("a = 1"), 0, 77]) == len(codec.encode("a = 1")) + 1
-    assert (scanner.text, scanner.stop_type) == ("a = 1", "eos")
-
-
 def test_half_a_character_is_held_back_unless_the_model_ends_in_it(codec):
     ids = codec.encode("a 🎉")
     assert codec.decode(ids[:-1]).endswith("\ufffd")
@@ -50,13 +44,6 @@ def test_half_a_character_is_held_back_unless_the_model_ends_in_it(codec):
 def test_a_stop_word_across_tokens_is_cut(codec, text, words, shown, word):
     scanner = scan(codec, text, StopRules(words=words))
     assert (scanner.text, scanner.stop_type, scanner.stopping_word) == (shown, "word", word)
-
-
-def test_token_limit_inside_a_run(codec):
-    ids = codec.encode("one two three four five six")
-    scanner = StopScanner(codec, StopRules(max_tokens=4))
-    assert scanner.push(ids) == 4
-    assert (scanner.token_ids, scanner.stop_type) == (ids[:4], "limit")
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 50])
@@ -85,19 +72,6 @@ def test_a_time_limit_waits_for_a_newline(codec, text, shown, stop):
 @given(st.text(alphabet="ab \n", max_size=40), st.text(alphabet="ab \n", min_size=1, max_size=4), st.integers(1, 7))
 def test_text_before_the_first_stop_word(codec, text, word, step):
     assert scan(codec, text, StopRules(words=(word,)), step).text == text.split(word)[0]
-
-
-@given(st.text(alphabet="ab", max_size=40), st.text(alphabet="ab", min_size=1, max_size=6), st.integers(1, 7))
-def test_what_may_become_a_stop_word_is_held_back(codec, text, word, step):
-    scanner = StopScanner(codec, StopRules(words=(word, "zzz")))
-    ids, shown = codec.encode(text), ""
-    for at in range(0, len(ids), step):
-        scanner.push(ids[at : at + step])
-        shown += scanner.visible()
-        if scanner.stopped:
-            break
-        held = max(n for n in range(len(word)) if scanner.text.endswith(word[:n]))
-        assert shown == scanner.text[: len(scanner.text) - held]
 
 
 def test_of_a_word_that_says_more_than_was_begun_one_token_counts(codec):

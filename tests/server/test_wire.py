@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from scripted import ScriptedBackend
-from waiting import wait_for
 
 REQUESTS = json.loads((Path(__file__).parent / "wire" / "requests.json").read_text("utf-8"))
 SAID = "urn a + b"
@@ -69,28 +68,3 @@ def test_streams_have_one_line_events_and_no_pings(server, wire):
         assert "\n" not in block
     if wire["path"] == "/completion":
         assert all({"content", "stop"} <= set(json.loads(block[6:])) for block in text.rstrip("\n").split("\n\n"))
-
-
-def test_three_identical_requests_are_decoded_once(server):
-    """minuet sends three of the same at once."""
-    import threading
-
-    server.backend.gate = threading.Semaphore(0)
-    before = len(server.backend.prompts)
-    body = {"model": "m", "prompt": "identical", "suffix": "\n", "max_tokens": 64}
-    texts = []
-
-    def ask():
-        texts.append(server.post("/v1/completions", body).json()["choices"][0]["text"])
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    engine = server.service.queue
-    wait_for(lambda: engine._jobs and len(engine._jobs[0].waiters) == 3)
-    server.backend.gate.release(100)
-    for thread in threads:
-        thread.join()
-    server.backend.gate = None
-    assert texts == [SAID] * 3
-    assert len(server.backend.prompts) == before + 1
