@@ -14,7 +14,7 @@ import click
 EXTRAS = {
     "serve": (
         *("fastapi", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "pygls", "watchfiles"),
-        "httpx",
+        *("httpx", "regex"),
     ),
     "share": ("fsspec",),
     "parquet": ("pyarrow",),

@@ -180,7 +180,7 @@ PASS = PassConfig()
 
 EDITORS = ("vscode", "vim", "neovim", "minuet", "zed", "continue")
 """Whose settings `retrieve-spec editor` knows."""
-TOOL_FORMATS = ("hermes", "llama", "mistral", "mistral-args", "functionary")
+TOOL_FORMATS = ("hermes", "qwen-coder", "glm", "llama", "mistral", "mistral-args", "functionary")
 """Ways in which models write calls of tools."""
 
 

@@ -278,6 +278,15 @@ class Function(_Whole):
     description: Text | None = None
     parameters: dict[str, Any] | None = None
 
+    @field_validator("parameters")
+    @classmethod
+    def _describe_an_object(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Refuse what is no JSON schema of arguments."""
+        schema = given or {}
+        if not (isinstance(schema.get("properties", {}), dict) and isinstance(schema.get("required", []), list)):
+            raise ValueError('expected "properties" by name, and a list of those that are "required"')
+        return given
+
 
 class Tool(_Whole):
     """A function with its type, the only one there is."""

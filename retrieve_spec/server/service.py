@@ -554,7 +554,8 @@ class Service:
         Refusal
             400: nobody knows how the model writes calls.
         """
-        return partial(CallParser, self._known_tool_format(), tuple(request.offered)) if request.offered else None
+        schemas = {name: tool.function.parameters for name, tool in request.offered.items()}
+        return partial(CallParser, self._known_tool_format(), schemas) if schemas else None
 
     def _known_tool_format(self) -> ToolFormat:
         """How the model writes calls."""

@@ -7,11 +7,33 @@ error and its text is lost, an argument that spells the closing tag ends the cal
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pydantic_core
+import regex
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How arguments are written that are no JSON: each in tags, as it is where it is a string. Ends of lines may lack.
+
+    Attributes
+    ----------
+    head, key
+        What stands in front of all arguments, and of the value of one; `{}` is the function's name, and the argument's.
+    value_close
+        What a value ends with.
+    end
+        What stands behind all arguments.
+    """
+
+    head: str
+    key: str
+    value_close: str
+    end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +58,8 @@ class ToolFormat:
         The first call may begin without anything in front, and others behind a semicolon.
     listed
         All calls stand in one JSON list.
+    tags
+        What stands between `opens` and `close` where arguments are no JSON.
     """
 
     name: str
@@ -46,6 +70,7 @@ class ToolFormat:
     arguments: str = "arguments"
     bare: bool = False
     listed: bool = False
+    tags: Tags | None = None
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "<tool_call>", close="</tool_call>")
@@ -53,19 +78,23 @@ HERMES = ToolFormat("hermes", "<tool_call>", "<tool_call>", close="</tool_call>"
 FORMATS = (
     ToolFormat("mistral-args", "[ARGS]", "[TOOL_CALLS]", named="[ARGS]"),
     ToolFormat("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", listed=True),
+    ToolFormat(
+        "qwen-coder", "<parameter=", "<tool_call>", close="</tool_call>",
+        tags=Tags("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>", "</function>\n"),
+    ),
+    ToolFormat(
+        "glm", "<arg_key>", "<tool_call>", close="</tool_call>",
+        tags=Tags("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),
+    ),
     HERMES,
     ToolFormat("functionary", "<function=", "<function=", named=">", close="</function>"),
     ToolFormat("llama", "<|python_tag|>", "<|python_tag|>", arguments="parameters", bare=True),
     ToolFormat("llama", '"parameters": ', "<|python_tag|>", arguments="parameters", bare=True),
-)
-_XML = "<parameter="
-"""Stands in templates whose calls have their arguments in tags (Qwen3-Coder), which are not read."""
+)  # fmt: skip
 
 
 def find_tool_format(template: str, name: str | None = None) -> ToolFormat | None:
     """The format of that name, else the one that a chat template tells of, None for one that is not known."""
-    if name is None and _XML in template:
-        return None
     return next((fmt for fmt in FORMATS if (fmt.name == name if name else fmt.tell in template)), None)
 
 
@@ -111,6 +140,8 @@ class ToolCall:
 Said = str | ToolCall
 _UNSURE, _NONE = -1, 0
 _DECODER = json.JSONDecoder()
+_BLANKS = {"x-guidance": {"whitespace_pattern": " ?"}}
+_PYTHON = {"True": True, "False": False, "None": None}
 
 
 class CallParser:
@@ -123,12 +154,13 @@ class CallParser:
     ----------
     fmt
         How the model writes calls.
-    names
-        Functions that may be called; what names another one is text.
+    schemas
+        By function that may be called, the JSON schema of its arguments; what names another function is text.
     """
 
-    def __init__(self, fmt: ToolFormat, names: Collection[str]) -> None:
-        self._fmt, self._names = fmt, tuple(names)
+    def __init__(self, fmt: ToolFormat, schemas: Mapping[str, Any]) -> None:
+        self._fmt, self._schemas = fmt, schemas
+        self._tagged = None if fmt.tags is None else _tagged_call(fmt.tags, fmt.close, schemas)
         self._held = ""
         self._at = -1  # where in what is held a call begins, if one does
         self._bare = fmt.bare  # a call may begin here with nothing in front
@@ -191,15 +223,14 @@ class CallParser:
         fmt, name = self._fmt, ""
         begun = self._held[self._at :].removeprefix(fmt.opens)
         if fmt.named:
-            heads = [known + fmt.named for known in self._names]
+            heads = [known + fmt.named for known in self._schemas]
             head = next((head for head in heads if begun.startswith(head)), "")
             if not head:
                 return _UNSURE if any(head.startswith(begun) for head in heads) else _NONE, []
             name, begun = head.removesuffix(fmt.named), begun[len(head) :]
         body = begun.lstrip()
         try:
-            pydantic_core.from_json(body or "{", allow_partial=True, allow_inf_nan=False)
-            value, end = _DECODER.raw_decode(body)
+            value, end = self._read_tagged(body) if self._tagged else _read_json(body)
         except json.JSONDecodeError:
             return _UNSURE, []
         except ValueError:
@@ -221,12 +252,91 @@ class CallParser:
         known = [call for call in calls if call is not None]
         return (len(self._held) - len(rest), known) if known and len(known) == len(calls) else (_NONE, [])
 
+    def _read_tagged(self, body: str) -> tuple[Any, int]:
+        """A function's name and arguments, and where they end; errors are those of `_read_json`."""
+        assert self._tagged is not None
+        found = self._tagged.match(body, partial=True)
+        if found is None:
+            raise ValueError
+        if found.partial:
+            raise json.JSONDecodeError("more is to come", body, len(body))
+        name = found["name"]
+        pairs = zip(found.captures("key"), found.captures("value"), strict=True)
+        arguments = {key: _value(text, _takes_text(self._schemas[name], key)) for key, text in pairs}
+        return {"name": name, "arguments": arguments}, found.end()
+
     def _call(self, value: Any) -> ToolCall | None:
         """A call as JSON has it, None where it is none."""
-        if not isinstance(value, dict) or value.get("name") not in self._names:
+        if not isinstance(value, dict) or value.get("name") not in self._schemas:
             return None
         arguments = value.get("arguments", value.get("parameters"))
         return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _read_json(body: str) -> tuple[Any, int]:
+    """What stands at the beginning of a text, and where it ends.
+
+    Raises
+    ------
+    json.JSONDecodeError
+        More may make something of it.
+    ValueError
+        Nothing can.
+    """
+    pydantic_core.from_json(body or "{", allow_partial=True, allow_inf_nan=False)
+    return _DECODER.raw_decode(body)
+
+
+def _tagged_call(tags: Tags, close: str, names: Collection[str]) -> regex.Pattern[str]:
+    """What finds the name and the arguments of a call; a value ends where another argument, or none, follows."""
+
+    def spelled(text: str, group: str = "") -> str:
+        parts = [r"\s*".join(map(regex.escape, part.strip("\n").split("\n"))) for part in text.split("{}")]
+        return group.join(parts)
+
+    name = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
+    key, end = spelled(tags.key, "(?P<key>[^<>]+)"), spelled(tags.end) or rf"(?=\s*{regex.escape(close)})"
+    begun, ended = ("\n?" if "\n" in edge else "" for edge in (tags.key[-1], tags.value_close[0]))
+    next_key = spelled(tags.key.partition("{}")[0])
+    one = rf"(?>\s*{key}{begun}(?P<value>.*?){ended}{spelled(tags.value_close)}(?=\s*(?:{next_key}|{end})))"
+    return regex.compile(rf"{spelled(tags.head, f'(?P<name>{name})')}{one}*\s*{end}", regex.DOTALL)
+
+
+def _takes_text(schema: Any, argument: str) -> bool | None:
+    """Whether an argument may be a string, None where the schema does not say so, or is none."""
+    try:
+        return _may_be_text(schema["properties"][argument], schema)
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+def _may_be_text(schema: Any, root: Any, depth: int = 8) -> bool | None:
+    """Whether a value may be a string by its schema, None where that does not say so."""
+    if not isinstance(schema, dict) or not depth:
+        return None
+    if isinstance(path := schema.get("$ref"), str):
+        part = root
+        for name in path.removeprefix("#/").split("/"):
+            part = part.get(name) if isinstance(part, dict) else None
+        return _may_be_text(part, root, depth - 1)
+    if (kinds := schema.get("type")) is not None:
+        return "string" in ([kinds] if isinstance(kinds, str) else kinds)
+    if given := [schema["const"]] if "const" in schema else schema.get("enum"):
+        return any(isinstance(value, str) for value in given)
+    options = [_may_be_text(option, root, depth - 1) for option in schema.get("anyOf") or schema.get("oneOf") or ()]
+    return any(options) if options else None
+
+
+def _value(text: str, may_be_text: bool | None) -> Any:
+    """What stands between tags: a string, or else what it is in JSON, or in Python, as templates show such values."""
+    if may_be_text:
+        return text
+    try:
+        return (
+            _PYTHON.get(text.strip()) if text.strip() in _PYTHON else pydantic_core.from_json(text, allow_inf_nan=False)
+        )
+    except ValueError:
+        return text
 
 
 def calls_grammar(fmt: ToolFormat, schemas: Mapping[str, Any], mark: Callable[[str], str], *, several: bool) -> str:
@@ -245,16 +355,49 @@ def calls_grammar(fmt: ToolFormat, schemas: Mapping[str, Any], mark: Callable[[s
     """
     rules, opens = [], "" if fmt.bare else mark(fmt.opens)
     for number, (name, schema) in enumerate(schemas.items()):
+        call = f"call_{number}"
+        if fmt.tags is not None:
+            rules += _tagged_rules(call, name, schema or {}, fmt.tags, mark)
+            continue
         closed = {} if schema and "properties" not in schema else {"additionalProperties": False}
-        given = {"type": "object", **closed, **(schema or {}), "x-guidance": {"whitespace_pattern": " ?"}}
+        given = {"type": "object", **closed, **(schema or {}), **_BLANKS}
         spelled = json.dumps(name, ensure_ascii=False)
         head, tail = f"{spelled} {mark(fmt.named)} GAP?" if fmt.named else "", ""
         if not fmt.named:
             head, tail = json.dumps(f'{{"name": {spelled}, "{fmt.arguments}": ', ensure_ascii=False), '"}"'
-        rules += [f"call_{number}: {head} arguments_{number} {tail}", f"arguments_{number}: %json {json.dumps(given)}"]
+        rules += [f"{call}: {head} {call}_arguments {tail}", f"{call}_arguments: %json {json.dumps(given)}"]
     one = " | ".join(f"call_{number}" for number in range(len(schemas)))
     further = ('("," GAP? one)*' if fmt.listed else "(GAP? whole)*") if several and not fmt.bare else ""
     start = f'{opens} GAP? "[" one {further} "]"' if fmt.listed else f"whole {further}"
-    whole = f"{opens} {'' if fmt.named else 'GAP?'} one" + (f" GAP? {mark(fmt.close)}" if fmt.close else "")
+    gap = "" if fmt.named or fmt.tags else "GAP?"
+    whole = f"{opens} {gap} one" + (f" GAP? {mark(fmt.close)}" if fmt.close else "")
     rules += [f"start: {start}", f"whole: {whole}", f"one: {one}"]
     return "\n".join(["%llguidance {}", "GAP: /[ \\n]/", *rules, ""])
+
+
+def _tagged_rules(call: str, name: str, schema: Mapping[str, Any], tags: Tags, mark: Callable[[str], str]) -> list[str]:
+    """Rules for a call whose arguments stand in tags, in the order of the schema."""
+
+    required = schema.get("required", ())
+
+    def spelled(text: str) -> str:
+        return " ".join(mark(part) for part in re.split("(<[^<>]*>)", text) if part)
+
+    arguments, rules, close = list[str](), list[str](), spelled(tags.value_close)
+    for number, (key, given) in enumerate(schema.get("properties", {}).items()):
+        value, end = f"{call}_{number}", close
+        constants = given.get("enum") if isinstance(given, dict) else None
+        if constants and isinstance(constants, list) and all(isinstance(constant, str) for constant in constants):
+            rules.append(f"{value}: {' | '.join(map(mark, constants))}")
+        elif not _takes_text(schema, key):
+            named = {part: schema[part] for part in ("$defs", "definitions") if part in schema}
+            wanted = {**given, **named, **_BLANKS} if isinstance(given, dict) else {}
+            rules.append(f"{value}: %json {json.dumps(wanted)}")
+        elif "<[" in close:  # a token, which is no part of any text
+            rules.append(f"{value}: /(?s:.*)/")
+        else:
+            rules.append(f"{value}[suffix={json.dumps(tags.value_close)}]: /(?s:.*)/")
+            end = ""
+        argument = f'{spelled(tags.key.replace("{}", key))} {value} {end} "\\n"'
+        arguments.append(argument if key in required else f"({argument})?")
+    return [f"{call}: {' '.join([spelled(tags.head.replace('{}', name)), *arguments, spelled(tags.end)])}", *rules]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from live import Live
@@ -12,15 +13,17 @@ from templates import CHATML, HERMES, TOOLS, is_right
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.server.run import assemble
-from retrieve_spec.server.tools import FORMATS, CallParser, ToolCall, find_tool_format
+from retrieve_spec.server.tools import FORMATS, CallParser, ToolCall, calls_grammar, find_tool_format
 
 F, G = ToolCall("f", {"a": "</tool_call> ]}"}), ToolCall("get", {"b": [1, {"c": None}], "é": "\n"})
-NAMES = ("f", "fu", "get")
+NAMES = dict.fromkeys(("f", "fu", "get"))
 
 
 def spelled(fmt, calls):
     """Calls as models of a format write them."""
     listed = [{"name": call.name, fmt.arguments: call.arguments} for call in calls]
+    if fmt.tags:
+        return "\n".join(map(partial(in_tags, fmt), calls))
     if fmt.listed:
         return f"{fmt.opens} {json.dumps(listed)}"
     if fmt.named:
@@ -28,6 +31,15 @@ def spelled(fmt, calls):
     if fmt.bare:
         return "; ".join(map(json.dumps, listed))
     return "\n".join(f"{fmt.opens}\n{json.dumps(one)}\n{fmt.close}" for one in listed)
+
+
+def in_tags(fmt, call, end="\n"):
+    """A call whose arguments stand in tags, each as it is where it is a string."""
+    spelled = fmt.tags.head.replace("{}", call.name)
+    for key, value in call.arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        spelled += fmt.tags.key.replace("{}", key) + text + fmt.tags.value_close + end
+    return f"{fmt.opens}{spelled}{fmt.tags.end}{fmt.close}"
 
 
 def said(fmt, pieces):
@@ -68,19 +80,80 @@ def test_calls_are_found_wherever_the_text_is_cut(fmt):
 def test_what_is_no_call_is_text_to_the_last_character(fmt):
     whole = spelled(fmt, [F])
     texts = [whole[:-size] for size in range(len(fmt.close) + 2, len(whole), 3)]
-    texts += [
-        spelled(fmt, [ToolCall("other", {})]),
-        whole.replace(":", "=") + " \n",
-        f"{fmt.opens} is how",
-        " \n ",
-        "{",
-    ]
-    texts += [whole.replace('"a"', '"\\ud800"'), whole.replace('"</tool_call> ]}"', "NaN"), fmt.opens + "[" * 2000]
+    texts += [spelled(fmt, [ToolCall("other", {})]), f"{fmt.opens} is how", " \n ", "{", fmt.opens + "[" * 2000]
+    if fmt.tags:
+        texts.append(whole.replace("function=", "function:").replace("key>", "kay>"))
+        texts.append(whole.replace("=a>", "=a<b>").replace(">a<", ">a<b<"))
+    else:
+        texts += [whole.replace(":", "=") + " \n", whole.replace('"a"', '"\\ud800"')]
+        texts.append(whole.replace('"</tool_call> ]}"', "NaN"))
     for text in texts:
         assert [*said(fmt, [text]), ""][0] == text
         assert "".join(said(fmt, text)) == text
     broken = f"{fmt.opens} {{]\n"
     assert cut_everywhere(fmt, broken + fmt.opens.join(["", spelled(fmt, [F]).removeprefix(fmt.opens)]))[-1] == F
+
+
+SCHEMA = {
+    "$defs": {"size": {"type": "integer"}},
+    "properties": {
+        "path": {"type": "string"}, "text": {"type": ["null", "string"]}, "count": {"$ref": "#/$defs/size"},
+        "deep": {"type": "array"}, "on": {"type": "boolean"}, "mode": {"enum": ["r", "w"]}, "any": {},
+        "loop": {"$ref": "#/properties/loop"}, "one": {"anyOf": [{"type": "number"}, {"type": "string"}]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_values_in_tags_are_what_their_schema_says(name, end):
+    fmt = find_tool_format("", name)
+    close = fmt.tags.value_close
+    arguments = {
+        "path": "12", "text": f"if a < b:\n    print('{close}')\n\n", "count": 7, "deep": [1, {"a": "</b>"}],
+        "on": True, "mode": "w", "any": {"b": None}, "loop": "a\u2028b", "one": "3", "more": 2.5,
+    }  # fmt: skip
+    parser = CallParser(fmt, {"f": SCHEMA})
+    assert parser.feed(in_tags(fmt, ToolCall("f", arguments), end)) == [ToolCall("f", arguments)]
+    shown = in_tags(fmt, ToolCall("f", {"on": "False", "count": "None", "deep": "no list"}), end)
+    assert CallParser(fmt, {"f": SCHEMA}).feed(shown) == [
+        ToolCall("f", {"on": False, "count": None, "deep": "no list"})
+    ]
+
+
+@pytest.mark.parametrize("steered", [False, True])
+@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+def test_a_grammar_of_tags_lets_calls_through(name, steered):
+    """Also where tags are tokens, which no text has in it."""
+    llguidance = pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
+    hf = pytest.importorskip("llguidance.hf")
+    fmt, (_, tokenizer) = find_tool_format("", name), load_model("reference")
+    if steered:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "<arg_key>", "</arg_value>"]})
+    added = tokenizer.get_added_vocab()
+    schema = SCHEMA | {"required": ["path", "count"], "properties": dict(list(SCHEMA["properties"].items())[:6])}
+    grammar = calls_grammar(
+        fmt, {"f": schema}, lambda text: f"<[{added[text]}]>" if text in added else json.dumps(text), several=False
+    )
+    vocabulary = hf.from_tokenizer(tokenizer)
+
+    def takes(arguments):
+        matcher = llguidance.LLMatcher(vocabulary, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert takes({"path": "a\n<b>", "count": 3})
+    assert takes({"path": "", "text": "x", "count": 3, "mode": "w"})
+    assert not takes({"path": "a"}) and not takes({"path": "a", "count": "x"})
+    assert not takes({"path": "a", "count": 1, "mode": "x"})
+
+
+def test_damage_in_tags_costs_no_time():
+    fmt = find_tool_format("", "qwen-coder")
+    many = in_tags(fmt, ToolCall("f", {f"a{i}": "</parameter>" * 20 for i in range(200)}))
+    text = many.replace("</function>", "</fun>")
+    assert said(fmt, [text]) == [text]
 
 
 def test_a_format_is_told_by_a_template_or_named():
@@ -89,7 +162,7 @@ def test_a_format_is_told_by_a_template_or_named():
         assert find_tool_format(f"… {fmt.tell} …") is fmt
         assert find_tool_format("…", fmt.name).name == fmt.name
     assert find_tool_format(CHATML) is None
-    assert find_tool_format("<tool_call><function=f><parameter=a>1</parameter>") is None
+    assert find_tool_format("<tool_call><function=f><parameter=a>1</parameter>").name == "qwen-coder"
 
 
 # ── over HTTP, with scripted answers ──
@@ -232,7 +305,7 @@ def test_a_template_that_shows_tools_only_at_times_refuses_them_by_name(served, 
 def test_calls_in_an_unknown_format_are_refused_unless_it_is_named(served, templated):
     templated.chat_template = HERMES.replace("tool_call>", "call>")
     raw = served("Hi.").post("/v1/chat/completions", BODY)
-    assert raw.status_code == 400 and "--tool-format hermes|llama" in raw.json()["error"]["message"]
+    assert raw.status_code == 400 and "--tool-format hermes|qwen-coder" in raw.json()["error"]["message"]
     server = served(SAID, config=ServeConfig(tool_format="hermes"))
     assert server.post("/v1/chat/completions", BODY).json()["choices"][0]["finish_reason"] == "tool_calls"
 
@@ -245,6 +318,10 @@ def test_calls_in_an_unknown_format_are_refused_unless_it_is_named(served, templ
         ({"messages": [*ASK, {"role": "assistant", "content": "", "function_call": {"name": "f"}}]}, "1.function_call"),
         ({"tools": [{"type": "web_search"}]}, '"tools.0.type"'),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, '"tools.0.function.name"'),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": []}}}]},
+            '"tools.0.function.parameters"',
+        ),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: two have the same name"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
