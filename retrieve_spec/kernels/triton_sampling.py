@@ -69,7 +69,7 @@ def _contenders(  # type: ignore[no-untyped-def]
     u = (bits.to(tl.float32) + 0.5) * (1.0 / 9007199254740992.0)
     t = ((9007199254740991 - bits).to(tl.float32) + 0.5) * (1.0 / 9007199254740992.0)
     weight = tl.exp(tl.max(scaled, 0) - scaled)
-    most = tl.min(weight * t / tl.sqrt(u), 0)
+    most = tl.min(weight * t * tl.rsqrt(u), 0)
     able = weight * (2.0 * t / (2.0 - t)) <= most * 1.001  # far more than float32 rounds
     wrong = (tl.sum((values < float("inf")).to(tl.int32), 0) < BLOCK) | (tl.sum(able.to(tl.int32), 0) > SLOTS)
     able |= wrong
@@ -137,7 +137,8 @@ def _draw(  # type: ignore[no-untyped-def]
     sure = tl.sum((values < float("inf")).to(tl.int32), 0) == COUNT
     if top_k > 0:
         keep &= level >= _least_key(level, tl.where(i < count, 1.0, 0.0).to(tl.float64), top_k.to(tl.float64), 32)
-        sure &= WHOLE | (tl.min(tl.where(keep, level, 1 << 32), 0) > last)
+        if not WHOLE:
+            sure &= tl.min(tl.where(keep, level, 1 << 32), 0) > last
     if top_p < 1.0:
         mass = tl.where(keep, tl.exp(scaled - top), 0.0)
         total = tl.sum(mass, 0)
@@ -158,7 +159,8 @@ def _draw(  # type: ignore[no-untyped-def]
     distance = scaled - top - log_min_p
     keep &= distance >= 0.0
     sure &= tl.sum((tl.abs(distance) <= _MARGIN).to(tl.int32), 0) == 0
-    sure &= WHOLE | (tl.min(tl.where(keep, level, 1 << 32), 0) > last)
+    if not WHOLE:
+        sure &= tl.min(tl.where(keep, level, 1 << 32), 0) > last
     u = (_noise(key, ids).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
     noisy = tl.where(keep, scaled - tl.log(-tl.log(u)), -float("inf"))
     best = tl.max(noisy, 0)
