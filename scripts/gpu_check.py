@@ -50,8 +50,8 @@ from retrieve_spec.bench.runner import parting
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.sampling.acceptance import RandomSampler, Warpers
-from retrieve_spec.sampling.device_acceptance import DeviceSampler, draw
-from retrieve_spec.sampling.pass_logits import read_logits, read_packed
+from retrieve_spec.sampling.device_acceptance import DeviceSampler, draw, draws_alike
+from retrieve_spec.sampling.pass_logits import packing, read_logits, read_packed
 from retrieve_spec.sampling.text import RowText
 from retrieve_spec.verify.verifier import VerifierInputs
 
@@ -161,7 +161,10 @@ def choice(check: Check, rows: int, vocab: int) -> dict[str, Any]:
     scores, text = spread.to(check.device, torch.bfloat16), RowText(torch.ones((1, 1), dtype=torch.long))
     tree = DraftTree.from_paths([list(range(rows - 1))]) if rows > 1 else DraftTree()
     host_logits = read_logits(scores.cpu(), 1)
-    found: dict[str, Any] = {"read": check.milliseconds(lambda: read_packed(scores, 8, None))}
+    found: dict[str, Any] = {
+        "by kernels": {"drawn": draws_alike(check.device), "read": packing(check.device).__name__ == "pack_largest"},
+        "read": check.milliseconds(lambda: read_packed(scores, 8, None)),
+    }
     for name, warpers in RULES.items():
         host = RandomSampler(warpers, seed=7)
         rules = DeviceSampler(host).rules(text, tree)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from retrieve_spec.kernels.triton_topk import level_of, order_of
+
 _FIELDS: tl.constexpr = tl.constexpr(5)
 """What a row is drawn by, 64 bits each: key of the noise, temperature, top-k, top-p, logarithm of min-p."""
 _MARGIN: tl.constexpr = tl.constexpr(1e-9)
@@ -125,11 +127,10 @@ def _draw(  # type: ignore[no-untyped-def]
     top_p = tl.load(rules + row * _FIELDS + 3).to(tl.float64, bitcast=True)
     log_min_p = tl.load(rules + row * _FIELDS + 4).to(tl.float64, bitcast=True)
     i = tl.arange(0, COUNT)
-    values = tl.load(given + row * count + i, i < count, -float("inf")).to(tl.float32) + 0.0  # -0 is 0
+    values = tl.load(given + row * count + i, i < count, -float("inf")).to(tl.float32)
     ids = tl.load(given_ids + row * count + i, i < count, 0)
-    bits = values.to(tl.int32, bitcast=True)
-    level = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648  # ordered as the values are
-    order = (level << 31) | (0x7FFFFFFF - ids)  # equal values by id, as the host orders them
+    level = level_of(values)
+    order = order_of(level, ids)
     last = tl.min(tl.where(i < count, level, 1 << 32), 0)  # tokens that are no candidates are at most this
     scaled = tl.div_rn(values, temperature.to(tl.float32)).to(tl.float64)
     top = tl.max(scaled, 0)

@@ -6,7 +6,6 @@ not sure of is left to the host (-1).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -20,7 +19,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.sampling import noise_key
 from retrieve_spec.sampling.acceptance import GreedySampler, RandomSampler, Warpers
-from retrieve_spec.sampling.pass_logits import PassLogits, read_logits, read_packed
+from retrieve_spec.sampling.pass_logits import PassLogits, on_device, read_logits, read_packed
 from retrieve_spec.sampling.text import RowText
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ def draw(scores: torch.Tensor, rules: NDArray[np.void]) -> torch.Tensor:
     """(rows,) int64 drawn on the device from (rows, vocab) scores by (rows,) `RULES`; -1 where the host must decide."""
     from retrieve_spec.kernels.triton_sampling import sample_rows
 
-    with torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext():
+    with on_device(scores.device):
         return sample_rows(scores, rules)
 
 
@@ -86,8 +85,9 @@ class DeviceSampler:
             scores = self._forbid_end(scores, tree, text.length)
         greedy = isinstance(self.host, GreedySampler)
         chosen = scores.argmax(dim=-1) if greedy else draw(scores, self.rules(text, tree))
-        before = chosen.new_full((first_row,), -1)
-        return read_packed(logits, top_k, torch.cat([before, chosen]))
+        if first_row:
+            chosen = torch.cat([chosen.new_full((first_row,), -1), chosen])
+        return read_packed(logits, top_k, chosen)
 
     def reads_along(self, text: RowText) -> bool:
         """Whether rows of other texts can be read along (`read_sampled`): the rules do not look at the text."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
-from drawn_by_host import triton_sampling_twin
+from drawn_by_host import triton_sampling_twin, triton_topk_twin
 from pretend_cuda import PretendCuda, triton_stand_in
 
 import retrieve_spec.kernels
 from retrieve_spec import attention
 from retrieve_spec.recorded import packed_pass
-from retrieve_spec.sampling import device_acceptance
+from retrieve_spec.sampling import device_acceptance, pass_logits
 
 TRIALS = (
-    attention.why_not_triton, attention.processors, packed_pass.why_not_packed, device_acceptance.draws_alike
+    attention.why_not_triton, attention.processors, packed_pass.why_not_packed, device_acceptance.draws_alike,
+    pass_logits.packing,
 )  # fmt: skip
 
 
@@ -29,16 +31,19 @@ def gpu() -> Iterator[PretendCuda]:
         trial.cache_clear()
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Let a module stand for the one of its name."""
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(retrieve_spec.kernels, module.__name__.rpartition(".")[2], module, raising=False)
+
+
 @pytest.fixture
 def drawn_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = triton_sampling_twin()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(retrieve_spec.kernels, "triton_sampling", module, raising=False)
+    stand_in(monkeypatch, triton_sampling_twin())
+    stand_in(monkeypatch, triton_topk_twin())
 
 
 @pytest.fixture
 def with_triton(gpu: PretendCuda, drawn_by_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = triton_stand_in(gpu)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(retrieve_spec.kernels, "triton_tree_attention", module, raising=False)
+    stand_in(monkeypatch, triton_stand_in(gpu))
     monkeypatch.setattr(attention, "has_triton", lambda: True)

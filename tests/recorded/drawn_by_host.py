@@ -1,4 +1,4 @@
-"""What the Triton kernels that draw tokens compute, by the host's sampler: the slow, obvious twin."""
+"""What the Triton kernels that choose tokens compute, by the host's sampler and by a sort: slow, obvious twins."""
 
 from __future__ import annotations
 
@@ -45,4 +45,24 @@ def triton_sampling_twin() -> ModuleType:
         return torch.ops.pretended.draw(scores, described)
 
     module.sample_rows = sample_rows
+    return module
+
+
+@torch.library.custom_op("pretended::pack_largest", mutates_args=())
+def pack_rows(logits: torch.Tensor, k: int, chosen: torch.Tensor | None) -> torch.Tensor:
+    """(rows, 2 + 2 · k) int32; NaN is not looked at."""
+    values, ids = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
+    last = ids[:, :1] if chosen is None else chosen[:, None]
+    return torch.cat([ids[:, :1], ids[:, :k], values[:, :k].view(torch.int32), last], -1).int()
+
+
+def triton_topk_twin() -> ModuleType:
+    """What `retrieve_spec.kernels.triton_topk` computes, on any device."""
+    module: Any = ModuleType("retrieve_spec.kernels.triton_topk")
+
+    def pack_largest(logits: torch.Tensor, k: int, chosen: torch.Tensor | None) -> torch.Tensor:
+        assert logits.stride(1) == 1
+        return torch.ops.pretended.pack_largest(logits, k, chosen)
+
+    module.pack_largest = pack_largest
     return module

@@ -16,9 +16,10 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 import retrieve_spec as rs
+import retrieve_spec.kernels
 from retrieve_spec.drafting.tree import DraftTree, unpacked
 from retrieve_spec.engine import joining
-from retrieve_spec.sampling import device_acceptance, samplers
+from retrieve_spec.sampling import device_acceptance, pass_logits, samplers
 from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Warpers, walk
 from retrieve_spec.sampling.device_acceptance import DeviceSampler, path_tokens
 from retrieve_spec.sampling.pass_logits import read_logits
@@ -99,6 +100,19 @@ def test_a_device_that_draws_otherwise_is_not_asked(
     monkeypatch.setattr(device_acceptance, "draw", wrong)
     assert type(sampler()) is RandomSampler
     assert "drawn on the host" in caplog.text
+
+
+def test_most_probable_tokens_are_torchs_where_a_kernel_finds_others(
+    gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logits = torch.randn(3, 50).to("cuda")
+    expected = read_logits(logits, 4).top_ids
+    assert not caplog.text and gpu.ran["pretended.pack_largest.default"] == 2, "a trial, and the kernel"
+    pass_logits.packing.cache_clear()
+    zeros = torch.zeros((2, 18), dtype=torch.int32, device="cuda")
+    monkeypatch.setattr(retrieve_spec.kernels.triton_topk, "pack_largest", lambda *_: zeros)
+    assert read_logits(logits, 4).top_ids.tolist() == expected.tolist()
+    assert "found by torch" in caplog.text
 
 
 def test_paths_hold_the_tokens_above_a_node() -> None:

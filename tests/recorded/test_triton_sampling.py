@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from triton_process import COMPILER, run
 
 pytest.importorskip("triton")
 
@@ -132,16 +130,6 @@ print("distributed")
 """
 
 
-def run(script: str, **extra: str) -> str:
-    """In a process of its own: Triton decides at import whether it interprets."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra}
-    if "TRITON_INTERPRET" not in extra:
-        environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
-
-
 SCRIPTS = {"undecided": AGREE, "extreme": EXTREME, "distributed": DISTRIBUTION}
 
 
@@ -151,47 +139,25 @@ def test_tokens_are_those_of_the_host(said: str) -> None:
 
 
 COMPILED = """
-import re, subprocess, tempfile
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from retrieve_spec.kernels import triton_sampling as kernels
 
 TYPES = dict.fromkeys(("rules", "ids_out", "given_ids", "drawn"), "*i64") | {"values_out": "*fp32", "masses": "*fp64"}
-DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-def compiled(kernel, constants, architecture, dtype, warps):
-    given = TYPES | {"scores": "*" + dtype, "given": "*" + dtype} | dict.fromkeys(constants, "constexpr")
-    types = {name: given.get(name, "i32") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if types[name] != "constexpr"}
-    target = GPUTarget("cuda", architecture, 32)
-    made = triton.compile(ASTSource(kernel, types, constants, aligned), target=target, options={"num_warps": warps})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        told = subprocess.run([DISASSEMBLER, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    used = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\\d+)", told.stdout + told.stderr)}
-    assert used["STACK"] == used["LOCAL"] == 0, (kernel, constants, used)  # nothing is spilled
-    assert used["REG"] * warps * 32 <= 65536 / 2, (kernel, constants, used)  # two programs at least run at once
-    assert made.metadata.shared <= 16 * 1024
-    ptx = made.asm["ptx"]
-    assert "div.rn.f32" in ptx, "logits are divided by the temperature as on the host"
-    return ptx
 
 for architecture in (80, 90):
     for dtype in ("fp32", "bf16"):
+        types = TYPES | {"scores": "*" + dtype, "given": "*" + dtype}
         block = {"BLOCK": kernels._BLOCK}
-        found = compiled(kernels._contenders, block | {"SLOTS": kernels._SLOTS}, architecture, dtype, 4)
-        assert "fma.rn.f64" not in found, "logarithms in float64, which many GPUs are slow at, are for few tokens"
-        compiled(kernels._masses, block, architecture, dtype, 4)
-    for dtype, count, masses in (("fp32", 512, False), ("bf16", 128, False), ("bf16", 2048, True)):
-        constants = {"COUNT": count, "BLOCKS": 256, "MASSES": masses, "WHOLE": count == 512}
-        compiled(kernels._draw, constants, architecture, dtype, max(1, min(8, count // 256)))
+        ptx = compiled(kernels._contenders, types, block | {"SLOTS": kernels._SLOTS}, architecture, 4)
+        assert "fma.rn.f64" not in ptx, "logarithms in float64, which many GPUs are slow at, are for few tokens"
+        assert "div.rn.f32" in ptx, "logits are divided by the temperature as on the host"
+        assert "div.rn.f32" in compiled(kernels._masses, types, block, architecture, 4)
+        for count, masses, warps in ((512, False, 2), (128, False, 1), (2048, True, 8)):
+            constants = {"COUNT": count, "BLOCKS": 256, "MASSES": masses, "WHOLE": count == 512}
+            assert "div.rn.f32" in compiled(kernels._draw, types, constants, architecture, warps)
 print("compiled")
 """
 
 
 def test_kernels_compile_without_spills(tmp_path: Path) -> None:
     """By Triton's compiler and assembler, which need no GPU."""
-    assert run(COMPILED, TRITON_CACHE_DIR=str(tmp_path)) == "compiled"
+    assert run(COMPILER + COMPILED, TRITON_CACHE_DIR=str(tmp_path)) == "compiled"
