@@ -53,7 +53,7 @@ def _scaled_block(scores, rules, stride, vocab, row, BLOCK: tl.constexpr):  # ty
 def _contenders(  # type: ignore[no-untyped-def]
     scores,  # (rows, vocab), stride given
     rules,  # (rows, _FIELDS) int64
-    values_out,  # (rows, blocks · SLOTS) float32, -inf
+    values_out,  # (rows, blocks · SLOTS) float32, -inf where no token stands
     ids_out,  # the same, int64
     stride,
     vocab,
@@ -76,9 +76,11 @@ def _contenders(  # type: ignore[no-untyped-def]
     wrong = (tl.sum((values < float("inf")).to(tl.int32), 0) < BLOCK) | (tl.sum(able.to(tl.int32), 0) > SLOTS)
     able |= wrong
     place = tl.cumsum(able.to(tl.int32), 0) - 1
-    at = (row * tl.num_programs(1) + tl.program_id(1)) * SLOTS + place
-    tl.store(values_out + at, tl.where(wrong, float("inf"), values), able & (place < SLOTS))
-    tl.store(ids_out + at, ids.to(tl.int64), able & (place < SLOTS))
+    at = (row * tl.num_programs(1) + tl.program_id(1)) * SLOTS
+    slot = tl.arange(0, SLOTS)
+    tl.store(values_out + at + slot, -float("inf"), slot >= tl.sum(able.to(tl.int32), 0))
+    tl.store(values_out + at + place, tl.where(wrong, float("inf"), values), able & (place < SLOTS))
+    tl.store(ids_out + at + place, ids.to(tl.int64), able & (place < SLOTS))
 
 
 @triton.jit
@@ -204,7 +206,7 @@ def sample_rows(scores: torch.Tensor, rules: NDArray[np.void]) -> torch.Tensor:
             _masses[(rows, blocks)](scores, described, masses, scores.stride(0), vocab, **block)
     else:
         count, whole, with_masses = blocks * _SLOTS, True, False
-        values = torch.full((rows, count), -torch.inf, device=device)
+        values = torch.empty((rows, count), dtype=torch.float32, device=device)
         ids = torch.empty((rows, count), dtype=torch.long, device=device)
         _contenders[(rows, blocks)](scores, described, values, ids, scores.stride(0), vocab, SLOTS=_SLOTS, **block)
     drawn = torch.empty(rows, dtype=torch.long, device=device)
