@@ -4,6 +4,9 @@
 
 kernels
     The kernels of rows against torch, bit for bit, attention over several texts, and how fast memory is.
+choice
+    Milliseconds that choosing tokens takes by rows, vocabulary and rules, and reading the most probable ones; how many
+    tokens are the host's, and how many are left to it.
 families
     Tiny random models in float32: texts alone and in a batch, past their windows, as plain `generate` writes them.
 chat
@@ -22,7 +25,9 @@ on a CPU; its figures then mean nothing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import statistics
 import time
 import traceback
@@ -44,6 +49,10 @@ import retrieve_spec as rs
 from retrieve_spec.bench.runner import parting
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.sampling.acceptance import RandomSampler, Warpers
+from retrieve_spec.sampling.device_acceptance import DeviceSampler, draw, draws_alike
+from retrieve_spec.sampling.pass_logits import packing, read_logits, read_packed
+from retrieve_spec.sampling.text import RowText
 from retrieve_spec.verify.verifier import VerifierInputs
 
 PROMPTS = (
@@ -97,6 +106,15 @@ class Check:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def milliseconds(self, run: Callable[[], Any]) -> float:
+        """Of the device, for a call that is repeated."""
+        if self.dry:
+            run()
+            return 0.0
+        from triton.testing import do_bench
+
+        return round(float(do_bench(run)), 4)
+
 
 def kernels(check: Check) -> dict[str, Any]:
     """The kernels against torch, and how fast memory is copied, in bytes read and written per second."""
@@ -126,6 +144,36 @@ def kernels(check: Check) -> dict[str, Any]:
     block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(block)
     found["bytes_per_s"] = 2 * block.nbytes / do_bench(lambda: target.copy_(block)) * 1e3
+    return found
+
+
+RULES = {
+    "T": Warpers(0.7),
+    "top-k": Warpers(0.7, top_k=50),
+    "top-p": Warpers(0.7, top_p=0.9),
+    "min-p": Warpers(0.7, min_p=0.05),
+}
+
+
+def choice(check: Check, rows: int, vocab: int) -> dict[str, Any]:
+    """What choosing at every row of a pass costs, and whether tokens are the host's."""
+    spread = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * 3
+    scores, text = spread.to(check.device, torch.bfloat16), RowText(torch.ones((1, 1), dtype=torch.long))
+    tree = DraftTree.from_paths([list(range(rows - 1))]) if rows > 1 else DraftTree()
+    host_logits = read_logits(scores.cpu(), 1)
+    found: dict[str, Any] = {
+        "by kernels": {"drawn": draws_alike(check.device), "read": packing(check.device).__name__ == "pack_largest"},
+        "read": check.milliseconds(lambda: read_packed(scores, 8, None)),
+    }
+    for name, warpers in RULES.items():
+        host = RandomSampler(warpers, seed=7)
+        rules = DeviceSampler(host).rules(text, tree)
+        drawn, same = draw(scores, rules).tolist(), 0
+        for row in range(rows):
+            so_far = RowText(torch.ones((1, 1 + row), dtype=torch.long))
+            same += drawn[row] == host.choose(host_logits, row, so_far)
+        milliseconds = check.milliseconds(lambda rules=rules: draw(scores, rules))
+        found[name] = {"ms": milliseconds, "same": same, "left": drawn.count(-1)}
     return found
 
 
@@ -359,9 +407,16 @@ def main() -> None:
     options = arguments(__doc__, **places, seconds=300.0, dry_run=False)
     torch.set_grad_enabled(False)
     check = Check(options)
-    wanted = options.only if any(options.only) else ["kernels", "families", "chat", "8b"]
+    wanted = options.only if any(options.only) else ["kernels", "choice", "families", "chat", "8b"]
     if "kernels" in wanted and not check.dry:
         check.part("kernels", lambda: kernels(check))
+    if "choice" in wanted:
+        if check.dry:
+            os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
+        for rows, vocab in itertools.product(
+            (1, 3) if check.dry else (1, 17, 65), (3000,) if check.dry else (49152, 128256)
+        ):
+            check.part(f"choice {rows} x {vocab}", partial(choice, check, rows, vocab))
     if "families" in wanted:
         for name in ("llama",) if check.dry else ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "mixtral"):
             check.part(f"family {name}", lambda name=name: family(check, name))

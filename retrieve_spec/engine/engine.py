@@ -29,7 +29,6 @@ from retrieve_spec.engine.sequence import Sequence, autocast_key
 from retrieve_spec.engine.step_lock import StepLock
 from retrieve_spec.engine.threads import PassThreads, using
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_together
-from retrieve_spec.sampling.acceptance import Warpers
 from retrieve_spec.sampling.device_acceptance import DeviceSampler, read_sampled
 from retrieve_spec.sampling.pass_logits import PassLogits, read_side_by_side
 from retrieve_spec.verify.hf import HFVerifier
@@ -324,19 +323,19 @@ def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
 
 def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
     """Let sequences read the logits of their pass: once for all that look for the same."""
-    alike: dict[Warpers | None, list[Sequence]] = {}
+    alike: dict[bool | None, list[Sequence]] = {}  # whether rules truncate; None for plain reading
     for sequence in batch:
         sampler = sequence.sampler
         if sampler.reads_plainly:
             alike.setdefault(None, []).append(sequence)
-        elif isinstance(sampler, DeviceSampler) and (rules := sampler.alike(sequence.text)) is not None:
-            alike.setdefault(rules, []).append(sequence)
+        elif isinstance(sampler, DeviceSampler) and sampler.reads_along(sequence.text):
+            alike.setdefault(sampler.truncates, []).append(sequence)
     read: dict[int, PassLogits] = {}
-    for rules, together in alike.items():
+    for together in alike.values():
         if len(together) == 1:
             continue  # it reads alone
         try:
-            found = _read(together, rules)
+            found = _read(together)
         except Exception:
             logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
             continue
@@ -344,15 +343,14 @@ def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
     return each(batch, Sequence.read_logits, [read.get(id(sequence)) for sequence in batch])
 
 
-def _read(batch: list[Sequence], rules: Warpers | None) -> list[PassLogits]:
-    """What sequences look for in the logits of their pass, chosen by the same `rules`, or plainly."""
+def _read(batch: list[Sequence]) -> list[PassLogits]:
+    """What sequences that read alike look for in the logits of their pass."""
     parts, top_k = [sequence.seen.every_logit for sequence in batch], max(sequence.top_k for sequence in batch)
-    if rules is None:
-        found = read_side_by_side(parts, top_k)
+    drawing = [(s.seen, s.sampler.rules(s.text, s.seen.tree)) for s in batch if isinstance(s.sampler, DeviceSampler)]
+    if drawing:
+        found = read_sampled(parts, [seen.first_row for seen, _ in drawing], [rules for _, rules in drawing], top_k)
     else:
-        noises = [noise for sequence in batch if (noise := sequence.sampler.noise_at(sequence.text)) is not None]
-        firsts, trees = zip(*((sequence.seen.first_row, sequence.seen.tree) for sequence in batch), strict=True)
-        found = read_sampled(parts, firsts, trees, noises, rules, top_k)
+        found = read_side_by_side(parts, top_k)
     for sequence, read in zip(batch, found, strict=True):
         if sequence.top_k < top_k:  # a drafter learns from as many as it asks for, whatever others do
             read.top_ids = np.ascontiguousarray(read.top_ids[:, : sequence.top_k])

@@ -303,10 +303,6 @@ class RecordedPass:
                 for kinds in self._states
             ]
 
-    def on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Make its GPU the current one, to which kernels and graphs go; nothing on a CPU."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
     def run(
         self,
         input_ids: torch.Tensor,

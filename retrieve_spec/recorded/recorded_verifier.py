@@ -20,6 +20,7 @@ from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_pass import LaidOut, PackedPass, PassGraphs, packs, shape_of
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
+from retrieve_spec.sampling.pass_logits import on_device
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier, SignatureModes
 from retrieve_spec.verify.verifier import Mode, PassKind, Ran, VerifierInputs, VerifierOutput
@@ -137,7 +138,7 @@ class RecordedVerifier:
             output = self.own.forward(root_ids, tree, keep=least, want_hidden=want_hidden)
             rows = slice(least - keep, None)
             return VerifierOutput(output.logits[rows], None if output.hidden is None else output.hidden[rows])
-        with self.recorded.on_device():
+        with on_device(self.recorded.device):
             if self._unread > 0:
                 root_ids = self._read(root_ids, keep)
             keeps = None if keep == len(root_ids) else [keep]
@@ -281,7 +282,7 @@ def forward_together(
         wanted = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
     parts = [verifier.attend for verifier in verifiers]
     recorded = verifiers[0].recorded
-    with recorded.on_device():
+    with on_device(recorded.device):
         logits, hidden, ran = run_pass(recorded, laid, parts, wanted, verifiers[0].graphs)
     outputs, begin = [], 0
     for end, count in zip(ends, counts, strict=True):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.topk import BLOCK, row_topk
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -99,17 +105,47 @@ def _put_nan_first(host: NDArray[np.float32], ids: NDArray[np.int32]) -> None:
         ids[r] = np.concatenate([[nan], ids[r][ids[r] != nan]])[: ids.shape[1]]
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Make a GPU the current one, to which kernels and graphs go; nothing on a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+Pack = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+"""`kernels.triton_topk.pack_largest`, or what does the same."""
+
+
 def read_packed(logits: torch.Tensor, top_k: int, chosen: torch.Tensor | None) -> PassLogits:
     """Copy the `top_k` largest entries of every row and the tokens `chosen` (rows,) on the device at once."""
     k = min(max(top_k, 1), logits.shape[-1])
-    values_, ids_ = torch.topk(logits, k, dim=-1)
-    best = logits.argmax(dim=-1, keepdim=True)  # ties go to the lowest id, which topk does not promise
-    parts = [best.int(), ids_.int(), values_.float().view(torch.int32)]
-    if chosen is not None:
-        parts.append(chosen.int()[:, None])
-    packed = torch.cat(parts, dim=-1).cpu().numpy()  # the one wait for the device in a step
+    with on_device(logits.device):
+        packed = packing(logits.device.type)(logits, k, chosen).cpu().numpy()  # the one wait for the device in a step
     ids = np.ascontiguousarray(packed[:, 1 : k + 1])
     for r in np.flatnonzero(ids[:, 0] != packed[:, 0]):
         ids[r] = np.concatenate([packed[r, :1], ids[r][ids[r] != packed[r, 0]]])[:k]
     values = np.ascontiguousarray(packed[:, k + 1 : 2 * k + 1]).view(np.float32)
     return PassLogits(logits, ids, values, chosen=None if chosen is None else packed[:, -1])
+
+
+@functools.cache
+def packing(device: str) -> Pack:
+    """What packs the largest entries on a kind of device: on a GPU Triton's kernels, if they give what torch gives."""
+    if device != "cuda":
+        return _pack
+    try:
+        from retrieve_spec.kernels.triton_topk import pack_largest
+
+        logits = torch.arange(5000.0, device=device).roll(700).view(2, 2500)
+        if not torch.equal(pack_largest(logits, 8, logits[:, 0].long()), _pack(logits, 8, logits[:, 0].long())):
+            raise ValueError("other tokens than by torch")
+    except Exception as error:  # whatever the compiler raises: torch packs the same
+        logger.warning("the most probable tokens are found by torch: %s", in_a_line(error))
+        return _pack
+    return pack_largest
+
+
+def _pack(logits: torch.Tensor, k: int, chosen: torch.Tensor | None) -> torch.Tensor:
+    """`pack_largest` by torch, but for the order of equal logits."""
+    values, ids = torch.topk(logits, k, dim=-1)
+    best = logits.argmax(dim=-1)  # ties go to the lowest id, which topk does not promise
+    parts = [best.int()[:, None], ids.int(), values.float().view(torch.int32)]
+    return torch.cat([*parts, (best if chosen is None else chosen).int()[:, None]], dim=-1)

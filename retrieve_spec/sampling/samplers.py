@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -25,7 +24,7 @@ from retrieve_spec.sampling.acceptance import (
     Warpers,
     log_softmax_at,
 )
-from retrieve_spec.sampling.device_acceptance import DeviceSampler
+from retrieve_spec.sampling.device_acceptance import DeviceSampler, draws_alike
 from retrieve_spec.sampling.guides import GrammarProcessor
 from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.text import RowText
@@ -137,7 +136,7 @@ def make_sampler(
     log_probs
         Note the log-probabilities of every chosen token: the sampler is a `LogProbSampler`.
     device
-        Where the logits are. On a GPU with float64 known rules are applied there, to all rows at once; on the host,
+        Where the logits are. On a GPU with Triton known rules are applied there, to all rows at once; on the host,
         rows are looked at one by one as the walk gets to them, which is less work.
     """
     if log_probs:
@@ -153,19 +152,7 @@ def make_sampler(
     host = GreedySampler(warpers) if seed is None else RandomSampler(warpers, seed, row)
     if isinstance(host, GreedySampler) and warpers.penalty == 1.0:
         return host  # the argmax of every row is read anyway
-    return DeviceSampler(host) if device is not None and draws_exactly(device.type) else host
-
-
-@functools.cache
-def draws_exactly(device: str) -> bool:
-    """Whether a kind of device, other than the host, computes in float64, which the noise of a token is counted in."""
-    if device in ("cpu", "cuda"):
-        return device == "cuda"
-    try:
-        torch.zeros(1, dtype=torch.float64, device=device)
-    except (TypeError, RuntimeError, NotImplementedError):
-        return False
-    return True
+    return DeviceSampler(host) if device is not None and draws_alike(device.type) else host
 
 
 def processors_of_row(processors: Any, row: int) -> LogitsProcessorList:

@@ -13,8 +13,6 @@ from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.errors import DistributionError
-from retrieve_spec.sampling.acceptance import Warpers
-from retrieve_spec.sampling.device_acceptance import sample_rows
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
@@ -181,12 +179,3 @@ def test_sampling_from_no_distribution_is_an_error(
     for given in ({}, own):
         with pytest.raises(DistributionError, match="scores to sample from"):
             model.generate(prompt, **given, **options)
-
-
-@pytest.mark.parametrize("rules", [Warpers(), Warpers(top_k=5), Warpers(top_p=0.9), Warpers(min_p=0.1)], ids=str)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_device_leaves_rows_without_a_distribution_to_the_host(value: float, rules: Warpers) -> None:
-    scores = 5 * torch.randn(3, 3000, generator=torch.Generator().manual_seed(0))
-    scores[1, 2999] = value
-    drawn = sample_rows(scores, torch.tensor([3, 4, 5]), rules)
-    assert (drawn >= 0).tolist() == [True, False, True]

@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
+from drawn_by_host import triton_sampling_twin, triton_topk_twin
 from pretend_cuda import PretendCuda, triton_stand_in
 
 import retrieve_spec.kernels
 from retrieve_spec import attention
 from retrieve_spec.recorded import packed_pass
+from retrieve_spec.sampling import device_acceptance, pass_logits
+
+TRIALS = (
+    attention.why_not_triton, attention.processors, packed_pass.why_not_packed, device_acceptance.draws_alike,
+    pass_logits.packing,
+)  # fmt: skip
 
 
 @pytest.fixture
 def gpu() -> Iterator[PretendCuda]:
-    attention.why_not_triton.cache_clear()
-    packed_pass.why_not_packed.cache_clear()
-    attention.processors.cache_clear()
+    for trial in TRIALS:
+        trial.cache_clear()
     with PretendCuda() as pretended:
         yield pretended
-    attention.why_not_triton.cache_clear()
-    packed_pass.why_not_packed.cache_clear()
-    attention.processors.cache_clear()
+    for trial in TRIALS:
+        trial.cache_clear()
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Let a module stand for the one of its name."""
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(retrieve_spec.kernels, module.__name__.rpartition(".")[2], module, raising=False)
 
 
 @pytest.fixture
-def with_triton(gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = triton_stand_in(gpu)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(retrieve_spec.kernels, "triton_tree_attention", module, raising=False)
+def drawn_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, triton_sampling_twin())
+    stand_in(monkeypatch, triton_topk_twin())
+
+
+@pytest.fixture
+def with_triton(gpu: PretendCuda, drawn_by_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, triton_stand_in(gpu))
     monkeypatch.setattr(attention, "has_triton", lambda: True)

@@ -27,7 +27,7 @@ class Placed:
     def __init__(self, gpu: PretendCuda, family: str = "llama", index: int = 0) -> None:
         self.host = build(family)
         self.gpu, self.device = gpu, torch.device("cuda", index)
-        self.begins: list[tuple[Counter[str], Counter[str]]] = []
+        self.begins: list[tuple[Counter[str], ...]] = []
         recorded = RecordedPass(self.host, 2)
         self.model = copy.deepcopy(self.host).to(self.device)
         move_recording(recorded, self.model, index)
@@ -44,7 +44,7 @@ class Placed:
 
         class Counted(RecordedVerifier):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
-                placed.begins.append((Counter(placed.gpu.waits), Counter(placed.gpu.uploads)))
+                placed.begins.append(tuple(map(Counter, (placed.gpu.waits, placed.gpu.uploads, placed.gpu.ran))))
                 return super().forward(*args, **kwargs)
 
         model.speculation._make_verifier = lambda: Counted(model, HFVerifier(model, interface), recorded, captured)
@@ -56,7 +56,7 @@ class Placed:
         assert isinstance(out, CudaTensor) and out.device == self.device
         return out.host
 
-    def steps(self) -> list[tuple[Counter[str], Counter[str]]]:
-        """What every step but the prompt's and the last one counted: waits and uploads."""
+    def steps(self) -> list[tuple[Counter[str], ...]]:
+        """What every step but the prompt's and the last one counted: waits, uploads, operations beside replays."""
         pairs = zip(self.begins[1:-1], self.begins[2:], strict=True)
-        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
+        return [tuple(a - b for a, b in zip(after, before, strict=True)) for before, after in pairs]

@@ -173,6 +173,8 @@ class PretendCuda(TorchDispatchMode):
         Copies from the host, by whether the host waited ("blocking"), memory was pinned, or neither ("pageable").
     launches
         Launches of the attention kernel's stand-in, while graphs are captured, too.
+    ran
+        Operations that compute something, but for those of replays.
     """
 
     def __init__(self) -> None:
@@ -180,6 +182,7 @@ class PretendCuda(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
         self.uploads: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
+        self.ran: Counter[str] = Counter()
         self.current = self.target = 0
         self.in_flight: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.pinned: dict[int, Any] = {}
@@ -358,6 +361,8 @@ class PretendCuda(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         if kwargs.get("device") == META:
             kwargs["device"] = torch.device("cpu")
+        if func._schema.is_mutable:
+            self.ran[str(func)] += 1
         if graph is not None and func._schema.is_mutable:
             graph.steps.append((func, args, kwargs, None))
             changed = kwargs["out"] if "out" in kwargs else args[0]
@@ -368,9 +373,10 @@ class PretendCuda(TorchDispatchMode):
             args = (args[0].float(), *args[1:])
         out = func(*args, **kwargs)
         flat = [a for a in tree_flatten(out)[0] if isinstance(a, torch.Tensor)]
-        if graph is not None:
-            held = {a.untyped_storage().data_ptr() for a in tree_flatten((args, kwargs))[0] if hasattr(a, "shape")}
-            if not all(a.untyped_storage().data_ptr() in held for a in flat):
+        held = {a.untyped_storage().data_ptr() for a in tree_flatten((args, kwargs))[0] if hasattr(a, "shape")}
+        if not all(a.untyped_storage().data_ptr() in held for a in flat):
+            self.ran[str(func)] += 1
+            if graph is not None:
                 graph.steps.append((func, args, kwargs, flat))
                 graph.made += flat
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretend_cuda import PretendCuda
 from scripted_drafter import ScriptedDrafter
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 import retrieve_spec as rs
+import retrieve_spec.kernels
 from retrieve_spec.drafting.tree import DraftTree, unpacked
 from retrieve_spec.engine import joining
-from retrieve_spec.kernels import sampling
-from retrieve_spec.sampling import device_acceptance, samplers
+from retrieve_spec.sampling import device_acceptance, pass_logits, samplers
 from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Warpers, walk
-from retrieve_spec.sampling.device_acceptance import DeviceSampler, noise_keys, path_tokens, sample_rows, uniform
+from retrieve_spec.sampling.device_acceptance import DeviceSampler, path_tokens
 from retrieve_spec.sampling.pass_logits import read_logits
 from retrieve_spec.sampling.samplers import make_sampler
 from retrieve_spec.sampling.text import RowText
+
+pytestmark = pytest.mark.usefixtures("drawn_by_host")
 
 RULES = st.builds(
     Warpers,
@@ -76,40 +80,39 @@ def test_a_walk_goes_where_the_hosts_goes(
         prompt = texts[0].ids.tolist()
 
 
-def test_noise_is_that_of_the_kernel_bit_for_bit() -> None:
-    rng = np.random.default_rng(0)
-    tree = DraftTree.from_paths([[1, 2, 3], [4]])
-    for seed in (0, 1, 2**62 - 1, *rng.integers(0, 2**62, 20).tolist()):
-        keys = noise_keys((seed, 3, 17), tree)
-        tokens = torch.from_numpy(rng.integers(0, 300_000, 500))
-        got = uniform(keys[:, None], tokens[None])
-        for row, depth in enumerate((0, 1, 2, 3, 1)):
-            key = np.uint64(sampling.noise_key(seed, 3, 17 + depth))
-            assert int(keys[row]) & (2**64 - 1) == int(key)
-            assert got[row].tolist() == [sampling.uniform(key, int(token)) for token in tokens]
-
-
-def test_most_rows_are_decided_on_the_device() -> None:
-    """The margin is for last digits only; equal logits at the k-th place are no reason to ask the host."""
-    torch.manual_seed(0)
-    keys = noise_keys((5, 0, 9), DraftTree())
-    for dtype in (torch.float32, torch.bfloat16):
-        scores = (torch.randn(60, 32_000) * 3).to(dtype).float()
-        for rules in (Warpers(0.8), Warpers(0.8, 50), Warpers(0.8, 50, 0.9), Warpers(0.6, 0, 0.8), Warpers(min_p=0.05)):
-            undecided = int((sample_rows(scores, keys.expand(60), rules) < 0).sum())
-            assert undecided <= 3, (dtype, rules)
-    ties = sample_rows(torch.zeros(1, 300), keys, Warpers(top_k=5))
-    assert ties.tolist() == [-1], "more tokens tie for the last place than are looked at"
-
-
 def test_unsure_rows_are_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_acceptance, "_MARGIN", 1e3)
+    monkeypatch.setattr(device_acceptance, "draw", lambda scores, rules: torch.full((len(scores),), -1))
     logits = torch.randn(1, 300)
     device = DeviceSampler(host := RandomSampler(Warpers(), 5))
     text = text_of([1, 2, 3])
     read = device.read(logits, 0, DraftTree(), text, 1)
     assert read.chosen is not None and read.chosen.tolist() == [-1]
     assert device.choose(read, 0, text) == host.choose(read, 0, text)
+
+
+@pytest.mark.parametrize("wrong", [lambda scores, rules: torch.full((len(scores),), 7), lambda scores, rules: 1 / 0])
+def test_a_device_that_draws_otherwise_is_not_asked(
+    gpu: PretendCuda, wrong: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = partial(make_sampler, [TEMPERATURE], 1, device=torch.device("cuda"))
+    assert type(sampler()) is DeviceSampler
+    device_acceptance.draws_alike.cache_clear()
+    monkeypatch.setattr(device_acceptance, "draw", wrong)
+    assert type(sampler()) is RandomSampler
+    assert "drawn on the host" in caplog.text
+
+
+def test_most_probable_tokens_are_torchs_where_a_kernel_finds_others(
+    gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logits = torch.randn(3, 50).to("cuda")
+    expected = read_logits(logits, 4).top_ids
+    assert not caplog.text and gpu.ran["pretended.pack_largest.default"] == 2, "a trial, and the kernel"
+    pass_logits.packing.cache_clear()
+    zeros = torch.zeros((2, 18), dtype=torch.int32, device="cuda")
+    monkeypatch.setattr(retrieve_spec.kernels.triton_topk, "pack_largest", lambda *_: zeros)
+    assert read_logits(logits, 4).top_ids.tolist() == expected.tolist()
+    assert "found by torch" in caplog.text
 
 
 def test_paths_hold_the_tokens_above_a_node() -> None:
@@ -151,7 +154,7 @@ LEAST = hf.MinLengthLogitsProcessor(5, 1)
         ([penalty_behind(3)], None, "cpu", ProcessorSampler),
     ],
 )
-def test_who_chooses(processors: list[Any], seed: int | None, device: str, kind: type) -> None:
+def test_who_chooses(gpu: PretendCuda, processors: list[Any], seed: int | None, device: str, kind: type) -> None:
     sampler = make_sampler(LogitsProcessorList(processors), seed, device=torch.device(device))
     assert type(sampler) is kind
     assert type(make_sampler(processors, seed, device=torch.device(device), keep_raw=True)) is ProcessorSampler
@@ -203,6 +206,7 @@ def test_generations_are_those_of_the_host(
         assert torch.equal(host, plain)
     rs.accelerate(tiny, drafter=ScriptedDrafter(host[0], "branchy"), nodes=24)
     made: list[Any] = []
+    monkeypatch.setattr(samplers, "draws_alike", lambda device: True)
 
     def on_device(*arguments: Any, **named: Any) -> Any:
         made.append(make_sampler(*arguments, **{**named, "device": torch.device("cuda")}))
@@ -216,20 +220,20 @@ def test_generations_are_those_of_the_host(
 
 
 def test_rows_of_several_texts_are_chosen_as_each_alone() -> None:
-    """Texts with the same rules are read at once, whatever rows stand in front of their roots."""
+    """Texts are read at once, whatever their rules are and whatever rows stand in front of their roots."""
     rng, parts, trees, texts, samplers = np.random.default_rng(7), [], [], [], []
-    warpers = Warpers(0.8, top_p=0.9)
-    for i, first in enumerate((0, 2, 1)):
+    for i, (first, warpers) in enumerate([(0, Warpers(0.8, top_p=0.9)), (2, Warpers(0.5, 5)), (1, Warpers(min_p=0.1))]):
         trees.append(random_tree(rng, 3 * i, 300))
         parts.append(torch.from_numpy(rng.standard_normal((first + 1 + 3 * i, 300)).astype(np.float32) * 4))
         texts.append(text_of(rng.integers(0, 300, 5 + i).tolist()))
         samplers.append(DeviceSampler(RandomSampler(warpers, 11, row=i)))
     firsts = [len(part) - 1 - len(tree) for part, tree in zip(parts, trees, strict=True)]
-    assert all(sampler.alike(text) == warpers for sampler, text in zip(samplers, texts, strict=True))
-    noises = [sampler.noise_at(text) for sampler, text in zip(samplers, texts, strict=True)]
-    together = device_acceptance.read_sampled(parts, firsts, trees, noises, warpers, 4)  # type: ignore[arg-type]
+    assert all(sampler.reads_along(text) for sampler, text in zip(samplers, texts, strict=True))
+    rules = [sampler.rules(text, tree) for sampler, text, tree in zip(samplers, texts, trees, strict=True)]
+    together = device_acceptance.read_sampled(parts, firsts, rules, 4)
     for read, part, first, tree, text, sampler in zip(together, parts, firsts, trees, texts, samplers, strict=True):
         alone = sampler.read(part, first, tree, text, 4)
         assert alone.chosen is not None and read.chosen is not None
         assert read.chosen.tolist() == alone.chosen.tolist() and read.top_ids.tolist() == alone.top_ids.tolist()
-    assert DeviceSampler(RandomSampler(Warpers(penalty=1.2), 1)).alike(texts[0]) is None
+    assert not DeviceSampler(RandomSampler(Warpers(penalty=1.2), 1)).reads_along(texts[0])
+    assert not DeviceSampler(GreedySampler(Warpers(penalty=1.2))).reads_along(texts[0])

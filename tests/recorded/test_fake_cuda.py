@@ -19,6 +19,7 @@ from retrieve_spec.recorded.packed_pass import CudaGraphCapture, DeviceFields
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 
 DEVICE = torch.device("cuda", 0)
+OPTIONS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "top_k": 0, "draft": "off"}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -53,7 +54,7 @@ def check_steps(placed: Placed, graphs: bool) -> None:
         assert placed.model.speculation.last.tokens_per_pass > 1.5
     steps = placed.steps()
     assert len(steps) > 8
-    for waits, uploads in steps:
+    for waits, uploads, _ in steps:
         assert waits == {"copy to the host": 1}
         assert not uploads["blocking"]
         if graphs:  # the pass brings the rows that the last commit moves
@@ -86,11 +87,44 @@ def test_tokens_chosen_on_the_device_come_in_one_copy(
     placed.accelerate(expected[0])
     for _ in range(2):
         assert torch.equal(placed.generate(ids(30), **options), expected)
-    asked = [waits["copy to the host"] - 1 for waits, _ in placed.steps()]
-    assert sum(asked) <= 2, "rows that the host decides are rare"
-    for waits, uploads in placed.steps():
-        assert set(waits) == {"copy to the host"}
+    for waits, uploads, _ in placed.steps():
+        assert waits == {"copy to the host": 1}
         assert not uploads["blocking"]
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.9}, {"top_p": 0.9}])
+def test_a_replayed_step_launches_nothing_but_its_choice(
+    gpu: PretendCuda, with_triton: None, sampled: dict[str, float]
+) -> None:
+    placed = Placed(gpu)
+    rules = {"do_sample": True, "seed": 3, **sampled} if sampled else {"do_sample": False}
+    answer = placed.host.generate(ids(30), max_new_tokens=40, do_sample=False)
+    placed.accelerate(answer[0])
+    for _ in range(2):
+        placed.generate(ids(30), max_new_tokens=40, **rules)
+    replayed = [ran for *_, ran in placed.steps() if "aten.mm.default" not in ran]  # those of a capture run it
+    choice = {"pretended.pack_largest.default": 1} | ({"pretended.draw.default": 1} if sampled else {})
+    assert len(replayed) > 8 and all(ran == choice for ran in replayed)
+
+
+def test_texts_with_different_rules_are_drawn_at_once(gpu: PretendCuda, with_triton: None) -> None:
+    """Those that truncate apart from those that do not: a step of four texts asks twice."""
+    rules = [{"temperature": 0.7}, {"temperature": 1.3}, {"temperature": 0.9, "top_k": 9}, {"top_p": 0.8}]
+    placed = Placed(gpu)
+
+    def told(model: Any) -> list[list[int]]:
+        streams = [
+            rs.generate_stream(model, ids(20 + i).to(model.device), seed=i, **{**OPTIONS, **own})
+            for i, own in enumerate(rules)
+        ]
+        steps = zip(*streams, strict=True)
+        return [[piece.token_ids.tolist() for piece in pieces] for pieces in steps]
+
+    rs.accelerate(placed.host, recorded_pass="off")
+    expected = told(placed.host)
+    placed.accelerate(ids(30)[0])
+    assert told(placed.model) == expected
+    assert gpu.ran["pretended.draw.default"] <= 3 + 4 + 2 * 12, "the trial, texts that begin one by one, steps"
 
 
 def test_slabs_grow_under_captured_passes(gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:

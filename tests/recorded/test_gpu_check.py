@@ -38,3 +38,10 @@ def test_a_dry_run_has_every_figure(tmp_path: Path) -> None:
 def test_a_part_that_fails_is_named(tmp_path: Path) -> None:
     found = run(tmp_path / "out.json", "--only", "families", "--seconds", "1")
     assert "no time left" in found["family llama"]["error"]
+
+
+def test_tokens_chosen_are_those_of_the_host(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    found = run(tmp_path / "out.json", "--only", "choice")
+    rules = [found[f"choice {rows} x 3000"][name] for rows in (1, 3) for name in ("T", "top-k", "top-p", "min-p")]
+    assert [told["same"] + told["left"] for told in rules] == [1] * 4 + [3] * 4

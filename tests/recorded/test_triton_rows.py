@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from triton_process import run
 
 pytest.importorskip("triton")
 
@@ -88,16 +86,6 @@ assert "fma" not in turned, "each product is rounded before the sum, as torch do
 compiles(kernels._gate, {"BLOCK": 1024})
 print("compiled")
 """
-
-
-def run(script: str, **extra: str) -> str:
-    """In a process of its own: Triton decides at import whether it interprets."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra}
-    if "TRITON_INTERPRET" not in extra:
-        environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])  # the interpreter cuts bfloat16 off where a GPU rounds

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from triton_process import run
 
 pytest.importorskip("triton")
 
@@ -192,26 +190,16 @@ print("same", len(cases))
 
 def test_several_texts_in_one_launch_are_each_alone() -> None:
     """Texts, trees, slabs and padding of any size: what the kernel says of one text, and where it writes."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PACKED], env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["same", "6"]
+    assert run(PACKED, TRITON_INTERPRET="1") == "same 6"
 
 
 def test_bucket_passes_agree_with_the_model() -> None:
     """Padding, slots and replay of the CUDA graph buckets, with a plain call in place of the graph."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", BUCKETS], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["same", "40"] * 2
+    assert run(BUCKETS, TRITON_INTERPRET="1").split() == ["same", "40"] * 2
 
 
 def test_kernel_agrees_with_torch() -> None:
-    """In a process of its own: Triton decides at import whether it interprets."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "same 9"
+    assert run(SCRIPT, TRITON_INTERPRET="1") == "same 9"
 
 
 COMPILED = """
@@ -262,10 +250,4 @@ print("compiled")
 
 def test_kernels_compile_within_the_shared_memory_of_gpus(tmp_path: Path) -> None:
     """By Triton's compiler and assembler, which need no GPU."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "compiled"
+    assert run(COMPILED, TRITON_CACHE_DIR=str(tmp_path)) == "compiled"

@@ -1,0 +1,218 @@
+"""Triton kernels of the sampler: the token drawn at every row of a pass, token for token that of `kernels.sampling`.
+
+Noise is the same 53 bits. Tokens that cannot win are left out by what two divisions say of a logarithm, the others are
+compared in float64, and a row that the last digits of a logarithm or of a sum could decide is left to the host (-1).
+No result hangs on a rounding that contraction to fused multiply-add would leave out. With TRITON_INTERPRET=1 the
+kernels run on the CPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.triton_topk import level_of, order_of
+
+_FIELDS: tl.constexpr = tl.constexpr(5)
+"""What a row is drawn by, 64 bits each: key of the noise, temperature, top-k, top-p, logarithm of min-p."""
+_MARGIN: tl.constexpr = tl.constexpr(1e-9)
+"""Distance at which two float64 results may be ordered differently on two devices."""
+_BLOCK = 1024
+_SLOTS = 4
+"""Contenders of a block; even where a few tokens share all that is likely, one in 10,000 has more."""
+_CANDIDATES = 1024
+"""Tokens of a row that top-p and min-p look at; a row that needs more is left to the host."""
+_TIES = 64
+"""Tokens looked at beyond `top_k`, as all that equal the last one stay."""
+_MOST = 2048
+"""Tokens of a row that are looked at in any case."""
+
+
+@triton.jit
+def _noise(key, ids):  # type: ignore[no-untyped-def]
+    """53 bits of noise: `kernels.sampling.noise_bits`."""
+    x = key.to(tl.uint64) + (ids.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return (x ^ (x >> 31)) >> 11
+
+
+@triton.jit
+def _scaled_block(scores, rules, stride, vocab, row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Token ids of a program's block, their logits and these by temperature; -inf behind the last one."""
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(scores + row * stride + ids, ids < vocab, -float("inf")).to(tl.float32)
+    heat = tl.load(rules + row * _FIELDS + 1).to(tl.float64, bitcast=True).to(tl.float32)
+    return ids, values, tl.div_rn(values, heat)
+
+
+@triton.jit
+def _contenders(  # type: ignore[no-untyped-def]
+    scores,  # (rows, vocab), stride given
+    rules,  # (rows, _FIELDS) int64
+    values_out,  # (rows, blocks · SLOTS) float32, -inf where no token stands
+    ids_out,  # the same, int64
+    stride,
+    vocab,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Write the tokens of a block that may win in it: infinities where these are too many or no numbers.
+
+    Token i wins where E_i · w_i is least, E being -log u of its noise u, w its distance from the highest score, e to
+    that power. With t = 1 - u, 2 t / (2 - t) <= E <= t / √u.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    ids, values, scaled = _scaled_block(scores, rules, stride, vocab, row, BLOCK)
+    bits = _noise(tl.load(rules + row * _FIELDS), ids)
+    u = (bits.to(tl.float32) + 0.5) * (1.0 / 9007199254740992.0)
+    t = ((9007199254740991 - bits).to(tl.float32) + 0.5) * (1.0 / 9007199254740992.0)
+    weight = tl.exp(tl.max(scaled, 0) - scaled)
+    most = tl.min(weight * t * tl.rsqrt(u), 0)
+    able = weight * (2.0 * t / (2.0 - t)) <= most * 1.001  # far more than float32 rounds
+    wrong = (tl.sum((values < float("inf")).to(tl.int32), 0) < BLOCK) | (tl.sum(able.to(tl.int32), 0) > SLOTS)
+    able |= wrong
+    place = tl.cumsum(able.to(tl.int32), 0) - 1
+    at = (row * tl.num_programs(1) + tl.program_id(1)) * SLOTS
+    slot = tl.arange(0, SLOTS)
+    tl.store(values_out + at + slot, -float("inf"), slot >= tl.sum(able.to(tl.int32), 0))
+    tl.store(values_out + at + place, tl.where(wrong, float("inf"), values), able & (place < SLOTS))
+    tl.store(ids_out + at + place, ids.to(tl.int64), able & (place < SLOTS))
+
+
+@triton.jit
+def _masses(scores, rules, masses, stride, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write to (rows, blocks, 2) float64 a block's highest scaled score, and its sum of exponentials beside that."""
+    row = tl.program_id(0).to(tl.int64)
+    _, _, scaled = _scaled_block(scores, rules, stride, vocab, row, BLOCK)
+    wide = scaled.to(tl.float64)
+    top = tl.max(wide, 0)
+    at = masses + (row * tl.num_programs(1) + tl.program_id(1)) * 2
+    tl.store(at, top)
+    tl.store(at + 1, tl.where(top > -float("inf"), tl.sum(tl.exp(wide - top), 0), 0.0))
+
+
+@triton.jit
+def _least_key(keys, weights, wanted, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest key at and above which weights add up to what is wanted; 0 where all do not."""
+    found = tl.full((), 0, tl.int64)
+    step = tl.full((), 1 << (BITS - 1), tl.int64)
+    for _ in range(BITS):
+        above = tl.sum(tl.where(keys >= found + step, weights, 0.0), 0)
+        found = tl.where(above >= wanted, found + step, found)
+        step = step >> 1
+    return found
+
+
+@triton.jit
+def _draw(  # type: ignore[no-untyped-def]
+    given,  # (rows, count): candidates' logits
+    given_ids,  # (rows, count) int64
+    rules,  # (rows, _FIELDS) int64
+    masses,  # MASSES: (rows, blocks, 2) float64, of all tokens
+    drawn,  # (rows,) int64
+    count,
+    blocks,
+    COUNT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MASSES: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether no other token may come
+):
+    """Draw one of a row's candidates that its rules leave; -1 where that is not sure."""
+    row = tl.program_id(0).to(tl.int64)
+    key = tl.load(rules + row * _FIELDS)
+    temperature = tl.load(rules + row * _FIELDS + 1).to(tl.float64, bitcast=True)
+    top_k = tl.load(rules + row * _FIELDS + 2)
+    top_p = tl.load(rules + row * _FIELDS + 3).to(tl.float64, bitcast=True)
+    log_min_p = tl.load(rules + row * _FIELDS + 4).to(tl.float64, bitcast=True)
+    i = tl.arange(0, COUNT)
+    values = tl.load(given + row * count + i, i < count, -float("inf")).to(tl.float32)
+    ids = tl.load(given_ids + row * count + i, i < count, 0)
+    level = level_of(values)
+    order = order_of(level, ids)
+    last = tl.min(tl.where(i < count, level, 1 << 32), 0)  # tokens that are no candidates are at most this
+    scaled = tl.div_rn(values, temperature.to(tl.float32)).to(tl.float64)
+    top = tl.max(scaled, 0)
+    keep = values > -float("inf")
+    sure = tl.sum((values < float("inf")).to(tl.int32), 0) == COUNT
+    if top_k > 0:
+        keep &= level >= _least_key(level, tl.where(i < count, 1.0, 0.0).to(tl.float64), top_k.to(tl.float64), 32)
+        if not WHOLE:
+            sure &= tl.min(tl.where(keep, level, 1 << 32), 0) > last
+    if top_p < 1.0:
+        mass = tl.where(keep, tl.exp(scaled - top), 0.0)
+        total = tl.sum(mass, 0)
+        if MASSES:
+            block = tl.arange(0, BLOCKS)
+            at = masses + (row * blocks + block) * 2
+            tops = tl.load(at, block < blocks, -float("inf"))
+            whole = tl.sum(tl.load(at + 1, block < blocks, 0.0) * tl.exp(tops - top), 0)
+            total = tl.where(top_k > 0, total, whole)
+        least = tl.maximum(top_p, 2.0 * _MARGIN)  # the first token always stays
+        end = _least_key(order, mass, least * total, 63)
+        keep &= order >= end
+        reached = tl.sum(tl.where(order >= end, mass, 0.0), 0) / total
+        before = tl.sum(tl.where(order > end, mass, 0.0), 0) / total
+        sure &= (tl.abs(reached - least) > _MARGIN) & (tl.abs(before - least) > _MARGIN)
+    elif top_k <= 0:
+        keep &= values >= ((top + log_min_p) * temperature).to(tl.float32)  # as the host looks for them
+    distance = scaled - top - log_min_p
+    keep &= distance >= 0.0
+    sure &= tl.sum((tl.abs(distance) <= _MARGIN).to(tl.int32), 0) == 0
+    if not WHOLE:
+        sure &= tl.min(tl.where(keep, level, 1 << 32), 0) > last
+    u = (_noise(key, ids).to(tl.float64) + 0.5) * (1.0 / 9007199254740992.0)
+    noisy = tl.where(keep, scaled - tl.log(-tl.log(u)), -float("inf"))
+    best = tl.max(noisy, 0)
+    sure &= (best > -float("inf")) & (tl.sum((noisy >= best - _MARGIN).to(tl.int32), 0) == 1)
+    tl.store(drawn + row, tl.where(sure, tl.sum(tl.where(noisy == best, ids, 0), 0), -1))
+
+
+def sample_rows(scores: torch.Tensor, rules: NDArray[np.void]) -> torch.Tensor:
+    """Draw one token per row (Gumbel-max with counted noise).
+
+    Parameters
+    ----------
+    scores
+        (rows, vocab), last axis contiguous; the penalty has been applied.
+    rules
+        (rows,) on the host: `key` uint64, `temperature` float64, `top_k` int64, `top_p` and `log_min_p` float64, of
+        which 0, 1 and -inf truncate nothing. Rows that are truncated and rows that are not are better drawn apart.
+
+    Returns
+    -------
+    Tensor
+        (rows,) int64; -1 where the host must decide.
+    """
+    (rows, vocab), device = scores.shape, scores.device
+    limit = np.where(rules["top_k"] < vocab, rules["top_k"], 0)
+    rules = rules.copy()
+    rules["top_k"] = limit
+    open_ended = (limit == 0) & ((rules["top_p"] < 1.0) | (rules["log_min_p"] > -np.inf))
+    described = torch.from_numpy(rules.view(np.int64)).to(device, non_blocking=True)
+    blocks = triton.cdiv(vocab, _BLOCK)
+    block = {"BLOCK": _BLOCK, "num_warps": 4}
+    masses = described
+    if limit.any() or open_ended.any():
+        least = max(int(limit.max()) + _TIES, _CANDIDATES if open_ended.any() else 0)
+        count = min(vocab, _MOST, triton.next_power_of_2(least))
+        values, ids = torch.topk(scores, count, dim=1, sorted=False)
+        whole = count == vocab
+        if with_masses := not whole and bool(open_ended.any()):
+            masses = torch.empty((rows, blocks, 2), dtype=torch.float64, device=device)
+            _masses[(rows, blocks)](scores, described, masses, scores.stride(0), vocab, **block)
+    else:
+        count, whole, with_masses = blocks * _SLOTS, True, False
+        values = torch.empty((rows, count), dtype=torch.float32, device=device)
+        ids = torch.empty((rows, count), dtype=torch.long, device=device)
+        _contenders[(rows, blocks)](scores, described, values, ids, scores.stride(0), vocab, SLOTS=_SLOTS, **block)
+    drawn = torch.empty(rows, dtype=torch.long, device=device)
+    size = triton.next_power_of_2(count)
+    _draw[(rows,)](
+        values, ids, described, masses, drawn, count, blocks, COUNT=size, BLOCKS=triton.next_power_of_2(blocks),
+        MASSES=with_masses, WHOLE=whole, num_warps=max(1, min(8, size // 256)),
+    )  # fmt: skip
+    return drawn
