@@ -316,3 +316,8 @@ def test_rows_attend_to_what_they_see(
         result = attend(query[at].contiguous(), keys[at].contiguous(), values[at].contiguous(), line)
         assert torch.equal(result[-1], out[begin + n - 1])
         begin += n
+    bad = int(random.integers(count))  # what overflowed is nothing to rows that do not see it
+    keys[bad] = values[bad] = torch.inf
+    again = attend(query, keys, values, RowTexts(rows, seen, [places_of(slab, held) for slab in slabs]))
+    others = ~torch.block_diag(*map(torch.from_numpy, seen)).bool()[:, bad]
+    assert torch.equal(again[others], out[others])
