@@ -276,6 +276,14 @@ class RecordedPass:
                 for kinds in self._states
             ]
 
+    def goes_on_behind(self, cache: Any) -> bool:
+        """Whether what a cache holds is in the formats of the keys and values of this pass."""
+        layers = [(layer.keys, layer.values) for layer in cache.layers if layer.is_initialized]
+        return all(
+            state.dtype == kind for states, kinds in zip(layers, self._states, strict=False)
+            for state, (_, _, kind) in zip(states, kinds, strict=True)
+        )  # fmt: skip
+
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Make its GPU the current one, to which kernels and graphs go; nothing on a CPU."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
