@@ -51,12 +51,20 @@ def bigrams_of(model: Any, verifier: Verifier, tokenizer: Any) -> Bigrams:
     """
     path = cache_dir() / "bigrams" / f"{model_fingerprint(model).partition(':')[2]}.npy"
     entries, began = _kept(path, embedded_tokens(model)), perf_counter()
-    _ask(model, verifier, tokenizer("\n", add_special_tokens=False)["input_ids"][-1:], entries)
+    _ask(model, verifier, _line_end(tokenizer), entries)
     if perf_counter() - began > _NEVER_KEPT:
         with contextlib.suppress(OSError):  # which is logged when the file cannot be written
             path.parent.mkdir(parents=True, exist_ok=True)
         put_array(path, entries, "bigrams")
     return Bigrams(entries)
+
+
+def _line_end(tokenizer: Any) -> list[int]:
+    """The token that ends a line; none of a vocabulary that has no such sign."""
+    try:
+        return [int(token) for token in tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]]
+    except Exception:  # some tokenizers fail on what they do not know
+        return []
 
 
 def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
@@ -65,7 +73,7 @@ def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
     try:
         with open(path, "rb") as file:
             entries = np.lib.format.read_array(file, allow_pickle=False)
-    except (OSError, ValueError):
+    except Exception:  # a damaged head fails as anything that parses Python can
         entries = np.empty((0, 0), np.int32)
     whole = entries.shape == (vocabulary, 2 * k) and entries.dtype == np.int32 and (entries[:, :k] < vocabulary).all()
     return entries if whole else np.full((vocabulary, 2 * k), -1, np.int32)
