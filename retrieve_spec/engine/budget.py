@@ -208,7 +208,7 @@ class Backoff:
 
 def within(tree: DraftTree, vocabulary: int) -> DraftTree:
     """The nodes of a tree that a model of so many tokens can read, without those behind others."""
-    kept = tree.token_ids.view(np.uint32) < vocabulary  # one that is negative is no token either
+    kept = tree.token_ids.astype(np.uint32) < vocabulary  # one that is negative is no token either
     if kept.all():
         return tree
     for i in range(len(tree)):
