@@ -203,6 +203,15 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else _constant(functional.pad(bias.detach(), (0, -len(bias) % LANES)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, n) of (…, k) bfloat16."""
+        """(…, n) of (…, k) bfloat16.
+
+        Raises
+        ------
+        UnsupportedModelError
+            The model casts what it gives a layer to the format of the layer's weights, as Mamba does for its head.
+        """
+        if not x.is_floating_point():
+            got = f"{str(x.dtype).removeprefix('torch.')}, the format of packed weights"
+            raise UnsupportedModelError("a model that gives its layers floats", got, "Load it without quantize.")
         out = torch.ops.retrieve_spec.packed_product(x, self.weight, self.bias)
         return out if self.out_features % LANES == 0 else out[..., : self.out_features]  # type: ignore[no-any-return]
