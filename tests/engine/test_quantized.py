@@ -238,8 +238,10 @@ def test_a_model_that_casts_to_the_format_of_its_weights_is_refused() -> None:
     config = AutoConfig.for_model("mamba", vocab_size=250, hidden_size=64, num_hidden_layers=1, pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config)
     pack_model(model, WeightOnlyConfig(8))
-    with pytest.raises(UnsupportedModelError, match="gives its layers floats, got uint8"):
+    with pytest.raises(UnsupportedModelError, match="rows of 64 floats, got rows of 64 uint8"):
         model(PROMPT)
+    with pytest.raises(UnsupportedModelError, match="rows of 64 floats, got rows of 96 bfloat16"):
+        PackedLinear(nn.Linear(64, 16), 8)(torch.ones(1, 96, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q8_0"])
