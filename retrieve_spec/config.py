@@ -37,10 +37,18 @@ def cache_dir() -> Path:
 
     `RETRIEVE_SPEC_CACHE` names it; otherwise it follows the XDG rule: `$XDG_CACHE_HOME/retrieve-spec`, by default
     `~/.cache/retrieve-spec`.
+
+    Raises
+    ------
+    ConfigError
+        Neither is set, and there is no home: of a user without a name, as containers have them.
     """
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrieve-spec"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrieve-spec"
+    except RuntimeError as error:
+        raise ConfigError("a folder for the cache", "a user without a home", f"Set {CACHE_VARIABLE}.") from error
 
 
 @dataclass(frozen=True, slots=True)

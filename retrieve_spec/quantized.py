@@ -203,6 +203,17 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else _constant(functional.pad(bias.detach(), (0, -len(bias) % LANES)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, n) of (…, k) bfloat16."""
+        """(…, n) of (…, k) bfloat16.
+
+        Raises
+        ------
+        UnsupportedModelError
+            The model casts what it gives a layer to the format of the layer's weights, as Mamba does for its head; or
+            its layers do not fit each other.
+        """
+        if not x.is_floating_point() or x.shape[-1] != self.in_features:
+            wanted = f"a model that gives a layer rows of {self.in_features} floats"
+            got = f"rows of {x.shape[-1]} {str(x.dtype).removeprefix('torch.')}"
+            raise UnsupportedModelError(wanted, got, "Load it without quantize.")
         out = torch.ops.retrieve_spec.packed_product(x, self.weight, self.bias)
         return out if self.out_features % LANES == 0 else out[..., : self.out_features]  # type: ignore[no-any-return]

@@ -240,7 +240,10 @@ def model_fingerprint(model: Any) -> str:
             digest.update(f"{name} {tuple(weight.shape)}".encode())
             if weight.device.type == "meta":  # offloaded
                 continue
-            flat = weight.detach().reshape(-1)
+            try:
+                flat = weight.detach().reshape(-1)
+            except (RuntimeError, NotImplementedError):  # made of other tensors, as quantised ones of torchao are
+                continue
             at = torch.linspace(0, len(flat) - 1, min(WEIGHTS_SAMPLED, len(flat)), dtype=torch.float64).long()
             sample = flat[at.to(flat.device)].to(torch.bfloat16).view(torch.int16)
             digest.update(sample.cpu().numpy().astype("<i2").tobytes())

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,7 +169,7 @@ def put_array(target: Path, array: NDArray[Any], what: str = "calibration", priv
 
     Nobody else may read a `private` one, unless its owner has let them.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial = target.with_name(f".{target.name}.{uuid4().hex}")  # containers have equal process ids
     try:
         with open(partial, "wb") as file:
             if private:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,12 +16,15 @@ from retrieve_spec.config import MAX_NODES, cache_dir
 from retrieve_spec.datastore.dense import model_fingerprint
 from retrieve_spec.drafting.calibration import put_array
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.sources.bigrams import Bigrams
 from retrieve_spec.verify.interface import input_device
 from retrieve_spec.verify.probe import start
 from retrieve_spec.verify.verifier import Verifier
+
+logger = logging.getLogger(__name__)
 
 SECONDS = 1.0
 """How long a model is asked each time that it is accelerated, until all its tokens are known."""
@@ -49,24 +53,34 @@ def bigrams_of(model: Any, verifier: Verifier, tokenizer: Any) -> Bigrams:
     Bigrams
         With those that were kept before.
     """
-    path = cache_dir() / "bigrams" / f"{model_fingerprint(model).partition(':')[2]}.npy"
+    try:
+        path = cache_dir() / "bigrams" / f"{model_fingerprint(model).partition(':')[2]}.npy"
+    except ConfigError as error:
+        logger.warning("bigrams are not kept: %s", error)
+        path = None
     entries, began = _kept(path, embedded_tokens(model)), perf_counter()
-    _ask(model, verifier, tokenizer("\n", add_special_tokens=False)["input_ids"][-1:], entries)
-    if perf_counter() - began > _NEVER_KEPT:
+    _ask(model, verifier, _line_end(tokenizer), entries)
+    if path is not None and perf_counter() - began > _NEVER_KEPT:
         with contextlib.suppress(OSError):  # which is logged when the file cannot be written
             path.parent.mkdir(parents=True, exist_ok=True)
         put_array(path, entries, "bigrams")
     return Bigrams(entries)
 
 
-def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
-    """(vocabulary, 2k) int32 entries of `Bigrams` that a file has; none are known where it is another or no file."""
-    k = min(MOST, vocabulary)
+def _line_end(tokenizer: Any) -> list[int]:
+    """The token that ends a line; none of a vocabulary that has no such sign."""
     try:
-        with open(path, "rb") as file:
+        return [int(token) for token in tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]]
+    except Exception:  # some tokenizers fail on what they do not know
+        return []
+
+
+def _kept(path: Path | None, vocabulary: int) -> NDArray[np.int32]:
+    """(vocabulary, 2k) int32 entries of `Bigrams` that a file has; none are known where it is another or no file."""
+    k, entries = min(MOST, vocabulary), np.empty((0, 0), np.int32)
+    if path is not None:
+        with contextlib.suppress(Exception), open(path, "rb") as file:  # a damaged head is read as Python, and so fails
             entries = np.lib.format.read_array(file, allow_pickle=False)
-    except (OSError, ValueError):
-        entries = np.empty((0, 0), np.int32)
     whole = entries.shape == (vocabulary, 2 * k) and entries.dtype == np.int32 and (entries[:, :k] < vocabulary).all()
     return entries if whole else np.full((vocabulary, 2 * k), -1, np.int32)
 

@@ -206,6 +206,16 @@ class Backoff:
         return batch[first : first + self._few]
 
 
+def within(tree: DraftTree, vocabulary: int) -> DraftTree:
+    """The nodes of a tree that a model of so many tokens can read, without those behind others."""
+    kept = tree.token_ids.astype(np.uint32) < vocabulary  # one that is negative is no token either
+    if kept.all():
+        return tree
+    for i in range(len(tree)):
+        kept[i] &= tree.parent[i] < 0 or kept[tree.parent[i]]
+    return pruned(tree, kept)
+
+
 def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:
     """The nodes of a tree that are `kept`, (n,) bool; parents of kept nodes are kept."""
     count = int(kept.sum())

@@ -126,6 +126,7 @@ def sequences_of(
     if together is None and len(rows) > 1:
         together = SharedPrompts(cache_name)
     verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then interface
+    config, interface, whole = speculation.config, speculation.interface, prepared.inputs
     wants_dict = bool(prepared.config.return_dict_in_generate)
     call = uuid4().hex if len(rows) > 1 else None
     # One that others watch, or that must see every pass, comes at once.
@@ -133,8 +134,7 @@ def sequences_of(
     may_wait &= most is None and ranks is None and on_pass is None and on_loan is None
     shared: list[Family | None] = [None] * len(rows)
     if siblings != "off" and most != 0 and draft != OFF:
-        shared = families(rows, speculation.drafters, draft, cache_name, speculation.vocabulary, scope or "", stores)
-    config, interface, whole = speculation.config, speculation.interface, prepared.inputs
+        shared = families(rows, speculation.drafters, draft, cache_name, interface.vocabulary, scope or "", stores)
     unseen = 0 if whole.holds_past else whole.past_length
     ends = [interface.max_positions] if interface.max_positions else []
     if interface.rope_switch and not interface.rope_rescans:
@@ -171,6 +171,7 @@ def sequences_of(
                 positions=interface.max_positions,
                 padding=row.padding - unseen,  # which take no positions
                 bytes_per_token=speculation.bytes_per_token,
+                vocabulary=interface.vocabulary,
             ),
             ids=row.ids,
             on_end=give_back,

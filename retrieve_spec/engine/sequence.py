@@ -20,7 +20,7 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.forced import Guide, forced_run, with_forced
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import Progress, keep_best
+from retrieve_spec.engine.budget import Progress, keep_best, within
 from retrieve_spec.engine.drafters import DrafterLease
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.rows import SharedPrompt
@@ -140,6 +140,8 @@ class Limits:
         Tokens in front of the text that take no positions.
     bytes_per_token
         Memory that keys and values of a token take.
+    vocabulary
+        Tokens that the model has: what is remembered of others, of before it lost them, is not drafted.
     """
 
     nodes: int | None
@@ -154,6 +156,7 @@ class Limits:
     positions: int = 0
     padding: int = 0
     bytes_per_token: int = 0
+    vocabulary: int = 1 << 31
 
 
 class Sequence:
@@ -364,6 +367,7 @@ class Sequence:
                 most_deep = len(budget.ahead) + budget.max_depth
                 tree = with_forced(tree, self._guide, self.text.ids, budget.ahead, most_deep)
                 tree = keep_best(tree, budget.cost, budget.max_nodes)
+            tree = within(tree, self.limits.vocabulary)
             self.tree = tree.first_branch() if self.verifier.mode == "chain" and not tree.is_chain else tree
         return self.tree
 

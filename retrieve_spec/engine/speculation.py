@@ -64,8 +64,6 @@ class Speculation:
         Makes an empty cache for the model.
     bytes_per_token
         Memory that keys and values of one token take.
-    vocabulary
-        Tokens that the model embeds.
     prepare_seconds
         How long kernels took to get ready at `accelerate` (compiled, or loaded from Numba's cache).
     """
@@ -89,7 +87,6 @@ class Speculation:
         self.model_key = model_key
         self.prepare_seconds = 0.0
         self.bytes_per_token = 0
-        self.vocabulary = vocabulary
         self.new_cache: Callable[[], Any] = DynamicCache
         self.check_stores: Callable[[Many[Any]], None] = lambda stores: None
         self.open_stores: Callable[[Any], list[Any]] = lambda store: []

@@ -21,7 +21,7 @@ from retrieve_spec.drafting.batch import BatchRow, Slots
 from retrieve_spec.drafting.calibration import Calibration, kept_calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import pruned, share_out
+from retrieve_spec.engine.budget import share_out, within
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.integrations.pace import Pace
 from retrieve_spec.kernels.batch import CONTEXT, DEEPEST, PLAN, STEPS, VOCABULARY
@@ -388,7 +388,8 @@ class ServingDrafter:
         cost = seconds if len(rows) == 1 else None
         found = []
         for state, most, depth in zip(rows, nodes, depths, strict=True):
-            found.append(self._known(state.row.look(Budget(most, depth, cost), chains)))
+            tree = state.row.look(Budget(most, depth, cost), chains)
+            found.append(tree if self.vocabulary is None else within(tree, self.vocabulary))
         trees = share_out(found, seconds, MAX_NODES, np.ones(len(rows)))
         for state, tree in zip(rows, trees, strict=True):  # only a draft that does not pay is judged by its first token
             unknown = self.vocabulary is not None and state.row.first_token >= self.vocabulary
@@ -396,15 +397,6 @@ class ServingDrafter:
                 state.row.drop_first()
         self._pace.stepped(len(rows), sum(map(len, trees)), context, sampled, seconds is not None)
         return trees
-
-    def _known(self, tree: DraftTree) -> DraftTree:
-        """The nodes of a tree that the model has tokens for, without those behind others."""
-        if self.vocabulary is None or not len(tree) or max(tree.token_ids.tolist()) < self.vocabulary:
-            return tree
-        kept = tree.token_ids < self.vocabulary
-        for i in range(len(tree)):
-            kept[i] &= tree.parent[i] < 0 or kept[tree.parent[i]]
-        return pruned(tree, kept)
 
     def measured(self, seconds: float) -> None:
         """Say what the engine's step over the last drafts took; leave it out of steps that read prompts too.

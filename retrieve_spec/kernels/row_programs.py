@@ -338,8 +338,9 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, b
     rows = x.numel() // width
     out = x.new_empty((padded(rows), outputs))
     program = _product_program(x.dtype, width, bits, outputs, bias is not None)
-    tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
-    program.run(rows, [tensor.data_ptr() for tensor in tensors])
+    tensors = (x, weight, out) if bias is None else (x, weight, out, bias.to(x.dtype).contiguous())
+    if rows:  # an expert that no row chose has none
+        program.run(rows, [tensor.data_ptr() for tensor in tensors])
     return out[:rows].view(*x.shape[:-1], outputs)
 
 

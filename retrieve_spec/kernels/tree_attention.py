@@ -113,7 +113,8 @@ def attend_part(
                 own[j] = -np.inf
         view_f32(asks + 4 * q, 1)[0] = np.float32(1.0) / _share(own, scale)
     for i in range(0, dv, LANES):
-        mix_block(like, block, scores, 4 * stride, values + size * i, size * dv, last, mixed + 4 * i, 4 * dv)
+        of, to = values + size * i, mixed + 4 * i
+        mix_block(like, block, scores, 4 * stride, of, size * dv, held, last - held, to, 4 * dv)
     for q in range(count):
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
         factor, sums = view_f32(asks + 4 * q, 1)[0], view_f32(mixed + 4 * q * dv, dv)

@@ -415,31 +415,44 @@ def _narrow(builder: Any, floats: Any) -> Any:
 
 @intrinsic
 def mix_block(
-    _context: Any, like: Any, rows: Any, shares: Any, stride: Any, values: Any, row_bytes: Any, count: Any, out: Any,
-    out_stride: Any,
+    _context: Any, like: Any, rows: Any, shares: Any, stride: Any, values: Any, row_bytes: Any, held: Any, count: Any,
+    out: Any, out_stride: Any,
 ) -> Any:  # fmt: skip
     """Add up 16 numbers of values by shares.
 
     Its parameters: a number of the values' format; rows (of `BLOCKS`); the address of the first row's float32 shares,
-    and how many bytes the next row's lie behind; the same of values; how many; and of float32 results.
+    and how many bytes the next row's lie behind; the same of values; how many all rows see, and how many there are
+    behind these, one at least; and of float32 results.
     """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        _, rows, shares, stride, values, row_bytes, times, out, out_stride = args
+        _, rows, shares, stride, values, row_bytes, held, times, out, out_stride = args
 
-        def code(count: int) -> None:
+        def code(count: int, any_held: bool) -> None:
             starts = [_place(builder, shares, row, stride) for row in range(count)]
 
-            def add(index: Any, totals: list[Any]) -> list[Any]:
+            def add(index: Any, totals: list[Any], hidden: bool = False) -> list[Any]:
                 address = builder.add(values, builder.mul(row_bytes, index))
                 value, at = _load_numbers(builder, address, like == types.float32), builder.mul(index, _LONG(4))
                 mine = [_every(builder, _load(builder, builder.add(start, at), 0, _FLOAT, 4)) for start in starts]
-                return [_multiply_add(builder, share, value, total) for share, total in zip(mine, totals, strict=True)]
+                added = [_multiply_add(builder, share, value, total) for share, total in zip(mine, totals, strict=True)]
+                if not hidden:
+                    return added
+                seen = [builder.fcmp_unordered("!=", share, _ZEROS) for share in mine]  # 0 · inf is no number
+                return list(map(builder.select, seen, added, totals))
 
-            for row, total in enumerate(_loop(builder, times, [_ZEROS] * count, add)):
+            def add_seen(index: Any, totals: list[Any]) -> list[Any]:
+                return add(builder.add(held, index), totals, hidden=True)
+
+            totals = [_ZEROS] * count
+            if any_held:
+                totals = _loop(builder, held, totals, add)
+            for row, total in enumerate(_loop(builder, times, totals, add_seen)):
                 _store(builder, total, _place(builder, out, row, out_stride), 4)
 
-        _switch(builder, rows, {count: partial(code, count) for count in BLOCKS})
+        first = builder.select(builder.icmp_signed("==", held, _LONG(0)), _LONG(0), _LONG(LANES))
+        cases = {count + LANES * some: partial(code, count, some) for count in BLOCKS for some in (True, False)}
+        _switch(builder, builder.add(rows, first), cases)
         return context.get_dummy_value()
 
-    return types.void(like, *[types.int64] * 8), codegen
+    return types.void(like, *[types.int64] * 9), codegen

@@ -303,6 +303,14 @@ class RecordedPass:
                 for kinds in self._states
             ]
 
+    def goes_on_behind(self, cache: Any) -> bool:
+        """Whether what a cache holds is in the formats of the keys and values of this pass."""
+        layers = [(layer.keys, layer.values) for layer in cache.layers if layer.is_initialized]
+        return all(
+            state.dtype == kind for states, kinds in zip(layers, self._states, strict=False)
+            for state, (_, _, kind) in zip(states, kinds, strict=True)
+        )  # fmt: skip
+
     def run(
         self,
         input_ids: torch.Tensor,

@@ -117,6 +117,8 @@ class RecordedVerifier:
         positions = inputs.model_kwargs.get("position_ids")
         if positions is not None and len(positions[..., -1].unique()) > 1:
             return "positions differ from axis to axis"
+        if self._cache is not None and not self.recorded.goes_on_behind(self._cache):
+            return "the cache holds numbers of another format"
         if self._state is not None and not self._state.holds():
             return "the model has changed since this generation was set up"
         return ""

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.model_layers import decoder_blocks
+from retrieve_spec.model_layers import decoder_blocks, embedded_tokens
 from retrieve_spec.verify.mixers import Mixer
 from retrieve_spec.verify.positions import Place
 from retrieve_spec.verify.verifier import CACHE_NAMES, Mode
@@ -83,6 +83,8 @@ class ModelInterface:
         Whether rows with padding in front are verified so, too; else they are decoded plainly.
     takes_pieces
         Whether a prompt that comes in pieces is read as one that comes at once.
+    vocabulary
+        Tokens that the model embeds.
     """
 
     cache_name: str
@@ -102,6 +104,7 @@ class ModelInterface:
     places: tuple[Place, ...] = ()
     takes_padding: bool = True
     takes_pieces: bool = True
+    vocabulary: int = 1 << 31
 
     @property
     def derives_positions(self) -> bool:
@@ -171,6 +174,7 @@ def read_interface(model: Any) -> ModelInterface:
         scale_step=int(getattr(config, "floor_scale", 0) or 0) if getattr(config, "attn_temperature_tuning", 0) else 0,
         recurrent=recurrent,
         has_encoder=bool(model.config.is_encoder_decoder),
+        vocabulary=embedded_tokens(model),
     )
 
 

@@ -119,6 +119,14 @@ def test_merged_stores_are_embedded_and_must_agree(model, store, tokenizer, reco
         merge_datastores(tmp_path / "n", [store, tmp_path / "other"])
 
 
+def test_weights_made_of_other_tensors_have_a_fingerprint(model):
+    """As those that torchao quantises: what they are made of is not looked at."""
+    base, _ = load_model(model)
+    before, weight = model_fingerprint(base), base.model.layers[0].mlp.up_proj
+    weight.weight = torch.nn.Parameter(weight.weight.detach().to_sparse(), requires_grad=False)
+    assert model_fingerprint(base) != before
+
+
 def test_another_model_is_an_error_naming_both(model, store, tmp_path):
     record = open_datastore(store).manifest.dense
     other = save_model(tmp_path / "other", seed=1)

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from retrieve_spec.drafting.calibration import Calibration, calibration_for
+from retrieve_spec.drafting.calibration import Calibration, calibration_for, put_array
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.calibration import NUM_SOURCES
@@ -96,6 +97,16 @@ def test_a_full_disk_does_not_end_a_generation(tmp_path, monkeypatch, caplog):
     assert "No space left" in caplog.text
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["kept.npy"], "no half-written file stays"
+
+
+def test_threads_that_write_at_once_leave_a_whole_file(tmp_path):
+    path, arrays = tmp_path / "kept.npy", [np.full(200_000, number) for number in (1, 2)]
+    put_array(path, arrays[0])
+    with ThreadPoolExecutor(2) as writers:
+        writing = [writers.submit(lambda a=array: [put_array(path, a) for _ in range(50)]) for array in arrays]
+        while not all(each.done() for each in writing):
+            assert len(set(np.load(path)[[0, 100_000, -1]])) == 1
+    assert os.listdir(tmp_path) == ["kept.npy"]
 
 
 def test_statistics_by_source(tmp_path):

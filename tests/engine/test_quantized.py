@@ -26,7 +26,7 @@ from retrieve_spec.errors import ConfigError, UnsupportedModelError
 from retrieve_spec.kernels.packed_products import GROUP, unpack
 from retrieve_spec.kernels.row_programs import CAN_RUN
 from retrieve_spec.kernels.vector_code import has_bfloat16_products
-from retrieve_spec.quantized import Int8Embedding, PackedLinear, WeightOnlyConfig, pack
+from retrieve_spec.quantized import Int8Embedding, PackedLinear, WeightOnlyConfig, pack, pack_model
 from retrieve_spec.reference_model import load_model, reference_path
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="products have no form in Python")
@@ -231,6 +231,17 @@ def test_what_cannot_be_packed_is_said(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4)).save_pretrained(folder)
     with pytest.raises(UnsupportedModelError, match="most of whose weights are linear layers"):
         load_model(folder, device="cpu", quantize="int8")
+
+
+def test_a_model_that_casts_to_the_format_of_its_weights_is_refused() -> None:
+    """Numbers that were rounded to whole ones would be no error, and no text."""
+    config = AutoConfig.for_model("mamba", vocab_size=250, hidden_size=64, num_hidden_layers=1, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)
+    pack_model(model, WeightOnlyConfig(8))
+    with pytest.raises(UnsupportedModelError, match="rows of 64 floats, got rows of 64 uint8"):
+        model(PROMPT)
+    with pytest.raises(UnsupportedModelError, match="rows of 64 floats, got rows of 96 bfloat16"):
+        PackedLinear(nn.Linear(64, 16), 8)(torch.ones(1, 96, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q8_0"])

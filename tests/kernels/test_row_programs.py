@@ -20,7 +20,7 @@ from numba import config, njit
 from retrieve_spec.kernels import row_programs
 from retrieve_spec.kernels.number_formats import LIKE
 from retrieve_spec.kernels.packed_products import unpack
-from retrieve_spec.kernels.row_programs import ZEROS, RowProgram, RowTexts, Step, packed_product, padded
+from retrieve_spec.kernels.row_programs import ZEROS, RowProgram, RowTexts, Step, packed_product, padded, row_product
 from retrieve_spec.kernels.vector_code import (
     GROUP,
     LYING,
@@ -106,6 +106,17 @@ def test_numbers_that_are_none_stay_so_in_their_own_row(bits: int) -> None:
     x[0, 40], x[2, 3] = torch.inf, torch.nan
     result = packed_product(x, weight)
     assert not result[[0, 2]].isfinite().any() and result[1].isfinite().all()
+
+
+@pytest.mark.filterwarnings("error")  # as what compiled code raises comes
+@pytest.mark.parametrize("rows", [0, 3])
+def test_what_is_added_may_lie_otherwise_and_there_may_be_no_rows(rows: int) -> None:
+    """Biases that are part of another tensor, or in float32 beside packed weights; experts that no token chose."""
+    x, weight, others = torch.randn(rows, 64), torch.randn(48, 64), torch.randn(48, 3)
+    result = row_product(x, weight, others[:, 1])
+    packed = packed_product(x.to(torch.bfloat16), pack(weight, 8), others[:, 1])
+    torch.testing.assert_close(result, x @ weight.T + others[:, 1])
+    torch.testing.assert_close(packed.float(), result, rtol=0.05, atol=0.5)
 
 
 @functools.cache
@@ -316,3 +327,8 @@ def test_rows_attend_to_what_they_see(
         result = attend(query[at].contiguous(), keys[at].contiguous(), values[at].contiguous(), line)
         assert torch.equal(result[-1], out[begin + n - 1])
         begin += n
+    bad = int(random.integers(count))  # what overflowed is nothing to rows that do not see it
+    keys[bad] = values[bad] = torch.inf
+    again = attend(query, keys, values, RowTexts(rows, seen, [places_of(slab, held) for slab in slabs]))
+    others = ~torch.block_diag(*map(torch.from_numpy, seen)).bool()[:, bad]
+    assert torch.equal(again[others], out[others])

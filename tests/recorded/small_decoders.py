@@ -57,12 +57,12 @@ def accelerate(model: Any, recorded_pass: str = "always") -> Any:
     return rs.accelerate(model, drafter=drafter, nodes=6, recorded_pass=recorded_pass)
 
 
-def says(model: Any) -> torch.Tensor:
+def says(model: Any, prompt: torch.Tensor | None = None) -> torch.Tensor:
     """What an accelerated model says by itself."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ours = base.__dict__.pop("generate")
     try:
-        said: torch.Tensor = model.generate(input_ids=ids(20), **OPTIONS)
+        said: torch.Tensor = model.generate(input_ids=ids(20) if prompt is None else prompt, **OPTIONS)
         return said
     finally:
         base.__dict__["generate"] = ours

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_decoders import OPTIONS, VOCAB, accelerate, build, check, ids
+from small_decoders import OPTIONS, VOCAB, accelerate, build, check, ids, says
 from test_quantised import WeightOnly
 from torch import nn
 from torch.nn.utils import parametrize
@@ -107,6 +107,19 @@ def test_another_attention_is_followed_where_passes_are_the_models_own() -> None
         model.set_attn_implementation(name)
         check(model, "model's own")
         assert model.speculation.last.mode == "tree"
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+def test_tokens_that_the_model_lost_are_not_drafted(recorded_pass: str) -> None:
+    """Though a memory of earlier answers has them."""
+    model = rs.accelerate(build("llama"), session=True, nodes=8, recorded_pass=recorded_pass)
+    prompt = ids(20) % 40
+    said = model.generate(prompt, **OPTIONS)
+    lost = said[:, 20:][said[:, 20:] >= 50]
+    assert len(lost)
+    model.resize_token_embeddings(50)
+    for _ in range(2):
+        assert torch.equal(model.generate(prompt, **OPTIONS), says(model, prompt))
 
 
 def test_training_and_hooks_for_a_while() -> None:

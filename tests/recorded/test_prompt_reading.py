@@ -166,3 +166,17 @@ def test_prompts_are_read_where_most_weights_are_multiplied_by_programs(sizes):
     model = build(LlamaConfig(**SIZES | sizes))
     rs.accelerate(model, recorded_pass="always")
     assert model.speculation.verifiers()[0].recorded.reads_prompts == (not sizes)
+
+
+@pytest.mark.parametrize("length", [10, 19])
+def test_a_cache_in_another_format_is_read_by_the_model(model, length):
+    """Which plain generate makes one in the model's format with the first rows that it adds."""
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for cache in caches:
+        model(ids(20)[:, :length], past_key_values=cache)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.half(), layer.values.half()
+    plain = model.generate(ids(20), max_new_tokens=12, do_sample=False, past_key_values=caches[0])
+    rs.accelerate(model, nodes=8, recorded_pass="always")
+    assert torch.equal(model.generate(ids(20), max_new_tokens=12, do_sample=False, past_key_values=caches[1]), plain)
+    assert model.speculation.last.pass_reason == "the cache holds numbers of another format"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import retrieve_spec as rs
+from retrieve_spec.config import cache_dir
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.engine import bigrams as model_bigrams
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.bigrams import Bigrams
 
@@ -73,7 +77,13 @@ def test_a_model_is_asked_on_where_it_was_left(reference_model, reference_tokeni
 
 
 @pytest.mark.parametrize(
-    "spoil", [lambda entries: entries * 0 + 10**6, lambda entries: entries[:, :3], lambda _: b"no array"]
+    "spoil",
+    [
+        lambda entries: entries * 0 + 10**6,
+        lambda entries: entries[:, :3],
+        lambda _: b"no array",
+        lambda _: b"\x93NUMPY\x01\x00\x1a\x00{'descr': '<i4', 'shape': (\n",
+    ],
 )
 def test_a_file_that_is_another_is_learned_anew(reference_model, reference_tokenizer, cache, monkeypatch, spoil):
     monkeypatch.setattr(model_bigrams, "_NEVER_KEPT", 0.0)
@@ -93,8 +103,25 @@ def test_a_cache_that_cannot_be_written_is_done_without(reference_model, referen
     assert len(known(reference_model))
 
 
+def test_users_without_a_home_do_without_a_cache(reference_model, reference_tokenizer, cache, monkeypatch):
+    for name in ("RETRIEVE_SPEC_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}[0])  # as of a container's user
+    with pytest.raises(ConfigError, match="RETRIEVE_SPEC_CACHE"):
+        cache_dir()
+    rs.accelerate(reference_model, tokenizer=reference_tokenizer)
+    assert len(known(reference_model))
+
+
 @pytest.mark.parametrize(("options", "named"), [({}, False), ({"draft": "off"}, True), ({"draft": "sam"}, True)])
 def test_models_are_not_asked_in_vain(reference_model, reference_tokenizer, cache, options, named):
     rs.accelerate(reference_model, tokenizer=reference_tokenizer if named else None, **options)
     assert reference_model.speculation.drafters.bigrams is None
     assert not cache.exists()
+
+
+def test_a_tokenizer_that_fails_on_ends_of_lines_leaves_a_model_without(reference_model, cache):
+    letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("ACGT")}))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    rs.accelerate(reference_model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=letters))
+    assert not len(known(reference_model))
