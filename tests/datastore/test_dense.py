@@ -10,7 +10,7 @@ from dense_models import save_model
 from retrieve_spec.cli import run
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.dense import check_model
+from retrieve_spec.datastore.dense import check_model, model_fingerprint
 from retrieve_spec.datastore.dense_build import HiddenStates
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents
 from retrieve_spec.datastore.inspection import search_dense, verify_datastore
@@ -117,6 +117,13 @@ def test_merged_stores_are_embedded_and_must_agree(model, store, tokenizer, reco
     assert sum(index.count for _, index in merged.dense) > open_datastore(store).dense[0][1].count
     with pytest.raises(BuildError, match="layer 1"):
         merge_datastores(tmp_path / "n", [store, tmp_path / "other"])
+
+
+def test_fingerprints_tell_models_apart_and_not_dtypes(model, tmp_path):
+    fingerprint = model_fingerprint(load_model(model)[0])
+    assert fingerprint.startswith("sha256:")
+    assert model_fingerprint(load_model(model, dtype="bfloat16")[0]) == fingerprint
+    assert model_fingerprint(load_model(save_model(tmp_path / "other", seed=1))[0]) != fingerprint
 
 
 def test_weights_made_of_other_tensors_have_a_fingerprint(model):
