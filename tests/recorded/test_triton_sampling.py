@@ -40,7 +40,7 @@ AGREE = """
 rng = np.random.default_rng(0)
 pick = lambda *given: given[rng.integers(len(given))]
 undecided = rows = 0
-for case in range(60):
+for case in range(24):
     vocab, count = pick(3, 64, 300, 1023, 1024, 1025, 3000), int(rng.integers(1, 6))
     scores = torch.from_numpy(rng.standard_normal((count, vocab)).astype(np.float32)) * pick(0.5, 3.0, 8.0)
     scores = scores.to(pick(torch.float32, torch.bfloat16, torch.float16))
@@ -57,7 +57,7 @@ for case in range(60):
     else:
         check(scores, rules, seed=case)  # right, if not all on the device
 print("undecided", undecided, "of", rows)
-assert undecided <= rows * 0.02
+assert undecided <= 1
 """
 
 EXTREME = """
@@ -79,7 +79,7 @@ for name, row in {
     "masked": masked, "lone": lone, "ahead": ahead, "tied": tied, "zeros": zeros, "flat": torch.full((V,), -7.5),
     "great": base * 1e6, "tiny": base * 1e-30, "low": base - 1e4,
 }.items():
-    undecided = [check(row.expand(4, V), [own] * 4, seed=3) for own in EVERY]
+    undecided = [check(row.expand(2, V), [own] * 2, seed=3) for own in EVERY]
     flat = name in ("flat", "zeros", "tiny")  # more tokens tie than are looked at
     assert undecided[0] == 0 and (flat or sum(undecided) == 0), (name, undecided)
     assert name != "tied" or not check(row.expand(3, V), [Warpers(top_k=3)] * 3)
@@ -92,9 +92,9 @@ for wrong, at in itertools.product((math.nan, math.inf), (0, 1024, V - 1)):  # t
 nothing = torch.full((1, V), -torch.inf)
 for own in EVERY:
     assert draw(nothing, DeviceSampler(RandomSampler(own, 5)).rules(TEXT, DraftTree())).tolist() == [-1]
-small = torch.tensor([[0.5, -torch.inf, 1.0]]).expand(40, 3)
+small = torch.tensor([[0.5, -torch.inf, 1.0]]).expand(12, 3)
 for own in EVERY:
-    assert check(small, [own] * 40) == 0
+    assert check(small, [own] * 12) == 0
 print("extreme")
 """
 
@@ -112,7 +112,7 @@ for key in (0, 1, 2**63, 2**64 - 1, 0x123456789ABCDEF0):
     assert out.tolist() == [int(sampling.noise_bits(np.uint64(key), i * 700)) for i in range(512)]
 
 logits = torch.tensor([2.0, 1.5, 1.5, 0.0, -1.0, 0.7, -3.0, 1.9])
-for own, left, draws in ((Warpers(0.8), 8, 2000), (Warpers(1.3, 3, min_p=0.1), 4, 500), (Warpers(top_p=0.8), 4, 300)):
+for own, left, draws in ((Warpers(0.8), 8, 400), (Warpers(1.3, 3, min_p=0.1), 4, 200), (Warpers(top_p=0.8), 4, 150)):
     rules = np.concatenate([DeviceSampler(RandomSampler(own, 9)).rules(TEXT, DraftTree())] * draws)
     rules["key"] = [sampling.noise_key(9, 0, position) for position in range(draws)]
     tokens = draw(logits.expand(draws, 8), rules).numpy()
