@@ -138,6 +138,7 @@ def _show(folder: Path, as_json: bool) -> None:
 @DTYPE
 @QUANTIZE
 @DEVICE
+@click.option("--hidden", metavar="last|N", help="Keep the hidden states of a layer, too, for dense indexes.")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE.npz", help="What to write."
 )

@@ -19,11 +19,13 @@ from retrieve_spec.bench.methods import FreshDrafter, sampling
 from retrieve_spec.bench.workloads import Prompt, encode, read_prompts, subtask
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import ROOT, DraftTree
-from retrieve_spec.errors import TokenizerMismatchError, TraceError, in_a_line
+from retrieve_spec.errors import TokenizerMismatchError, TraceError, in_a_line, require
+from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.sources.bigrams import Bigrams
+from retrieve_spec.verify.interface import catch_hidden
 
 Ids = NDArray[np.int32]
 TOP = 16
@@ -84,11 +86,14 @@ class Shown:
         What the model has read, and the context that the prompt ends with.
     noise
         (3,) int64 seed, row and position of the first token where tokens were sampled; a position below 0 where not.
+    states
+        (t, d) float16 hidden states that the answer's t tokens were chosen from, where they were recorded.
     """
 
     contexts: Contexts
     end: int
     noise: NDArray[np.int64]
+    states: NDArray[np.float16] | None = None
 
     def of_prompt(self) -> tuple[Ids, Ids, NDArray[np.float32]]:
         """The prompt's last tokens that a pass has looked at, and the top tokens behind each."""
@@ -103,6 +108,10 @@ class Shown:
         """Noise that the answer's token number `at` was drawn with."""
         seed, row, position = self.noise.tolist()
         return (seed, row, position + at) if position >= 0 else None
+
+    def state_at(self, at: int) -> NDArray[np.float32] | None:
+        """(d,) hidden state that the answer's token number `at` was chosen from."""
+        return None if self.states is None or at >= len(self.states) else self.states[at].astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +142,22 @@ class LogitTrace:
         Those of all rows.
     bigrams
         Of the model, those of tokens that occur.
+    layer
+        Whose hidden states are kept, None where none are.
     """
 
-    def __init__(self, fingerprint: str, rows: list[TraceRow], contexts: Contexts, bigrams: Bigrams) -> None:
+    def __init__(
+        self, fingerprint: str, rows: list[TraceRow], contexts: Contexts, bigrams: Bigrams, layer: Layer | None = None
+    ) -> None:
         self.fingerprint, self.rows, self.contexts, self.bigrams = fingerprint, rows, contexts, bigrams
+        self.layer = layer
 
     def save(self, path: str | Path) -> None:
         """Write one compressed file of NumPy arrays (.npz), logits as float16."""
         contexts = self.contexts
         found = [(row, row.segments[0][0], row.shown) for row in self.rows if row.shown is not None]
+        states = [shown.states for _, _, shown in found if shown.states is not None]
+        kept: dict[str, Any] = {"states": np.concatenate(states), "layer": self.layer} if states else {}
         np.savez_compressed(
             path,
             fingerprint=np.array(self.fingerprint),
@@ -154,6 +170,7 @@ class LogitTrace:
             top_ids=contexts.top_ids,
             top_logits=contexts.top_logits.astype(np.float16),
             bigrams=self.bigrams.entries,
+            **kept,
         )
 
     @classmethod
@@ -173,12 +190,17 @@ class LogitTrace:
             top = data["top_logits"].astype(np.float32)
             contexts = Contexts(data["parent"], data["token"], data["top_ids"], top)
             parts = np.split(data["tokens"], np.cumsum(data["lengths"][:, :2]))
-            named = zip(data["names"].tolist(), parts[::2], parts[1::2], data["lengths"], data["noise"], strict=False)
+            ends, states = np.cumsum(data["lengths"][:, 1])[:-1], data.get("states")
+            by_row = [None] * len(data["names"]) if states is None else np.split(states, ends)
+            named = zip(
+                data["names"].tolist(), parts[::2], parts[1::2], data["lengths"], data["noise"], by_row, strict=False
+            )
             rows = [
-                TraceRow(task, prompt, [(output, True)], group, Shown(contexts, int(end), noise))
-                for (task, group), prompt, output, (_, _, end), noise in named
+                TraceRow(task, prompt, [(output, True)], group, Shown(contexts, int(end), noise, own))
+                for (task, group), prompt, output, (_, _, end), noise, own in named
             ]
-            trace = cls(str(data["fingerprint"]), rows, contexts, Bigrams(data["bigrams"]))
+            layer = data["layer"].item() if "layer" in data else None
+            trace = cls(str(data["fingerprint"]), rows, contexts, Bigrams(data["bigrams"]), layer)
         except (OSError, ValueError, KeyError, BadZipFile, EOFError) as error:
             remedy = "Record it again with `retrieve-spec bench record`."
             raise TraceError(f"recorded answers with logits in {path}", in_a_line(error), remedy) from error
@@ -282,6 +304,7 @@ def record(
     nodes: Sequence[int] = (60, MAX_NODES),
     max_new_tokens: int = 160,
     seed: int = 0,
+    layer: Layer | None = None,
     progress: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> LogitTrace:
@@ -300,6 +323,8 @@ def record(
         Per turn.
     seed
         For torch before every answer.
+    layer
+        Keep its hidden states, too, as float16 (`"last"`: what goes into the output embeddings).
     progress
         Called after each prompt.
     options
@@ -310,6 +335,9 @@ def record(
     LogitTrace
         One row for every turn.
     """
+    blocks = () if layer in (None, "last") else decoder_blocks(model)
+    named = isinstance(layer, int) and 0 < layer <= len(blocks)
+    require(layer in (None, "last") or named, f"'last', or a layer from 1 to {len(blocks)}", layer, "Give 'last'.")
     notes = Notes()
     for number in nodes:
         recorder = Recorder(notes, tokenizer)
@@ -326,12 +354,23 @@ def record(
                 said.append(tokenizer.decode(parts[1], skip_special_tokens=True).strip())
             progress()
     contexts = notes.contexts()
-    rows = [
-        TraceRow(task, ids, [(output, True)], group, Shown(contexts, end, np.array(noise, np.int64)))
-        for task, group, ids, output, end, noise in answered
-    ]
+    rows = []
+    for task, group, ids, output, end, noise in answered:
+        states = None if layer is None else _states(model, layer, ids, output)
+        shown = Shown(contexts, end, np.array(noise, np.int64), states)
+        rows.append(TraceRow(task, ids, [(output, True)], group, shown))
     bigrams = Bigrams(_of_tokens(recorder.bigrams, contexts.token))
-    return LogitTrace(tokenizer_fingerprint(load_tokenizer(tokenizer)), rows, contexts, bigrams)
+    return LogitTrace(tokenizer_fingerprint(load_tokenizer(tokenizer)), rows, contexts, bigrams, layer)
+
+
+@torch.no_grad()
+def _states(model: Any, layer: Layer, prompt: Ids, output: Ids) -> NDArray[np.float16]:
+    """(t, d) hidden states that an answer's tokens were chosen from."""
+    ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
+    with catch_hidden(model, layer) as caught:
+        model(ids[None].to(model.device))
+    found: NDArray[np.float16] = caught[0][0, len(prompt) - 1 : -1].half().cpu().numpy()
+    return found
 
 
 def _of_tokens(bigrams: Bigrams | None, tokens: Ids) -> Ids:
@@ -358,14 +397,18 @@ def record_prompts(
     dtype: str,
     quantize: str | None,
     device: str,
+    hidden: str | None,
     quiet: bool,
 ) -> int:
     """Record what the options of `bench record` say into the file `out`; returns how many answers there are."""
     logging.disable_progress_bar()
     questions = read_prompts(prompts, limit, tasks.split(",") if tasks else None)
     lm, tokenizer = load_model(model, dtype=dtype, quantize=quantize, device=device)
-    how = {"nodes": nodes, "max_new_tokens": max_new_tokens, "seed": seed, **sampling(temperature, top_p)}
+    layer: Any = int(hidden) if hidden is not None and hidden.isdigit() else hidden
     with tqdm(total=len(questions) * len(nodes), unit="prompt", disable=quiet or None) as bar:
-        found = record(lm, tokenizer, questions, progress=bar.update, **how)
+        found = record(
+            lm, tokenizer, questions, nodes=nodes, max_new_tokens=max_new_tokens, seed=seed, layer=layer,
+            progress=bar.update, **sampling(temperature, top_p),
+        )  # fmt: skip
     found.save(out)
     return len(found.rows)

@@ -123,7 +123,7 @@ class Replay:
         if shown is not None:  # the prompt's pass brings a token
             at, context = 1, shown.contexts.behind(shown.end, output[:1].tolist())
             self.drafter.observe_prompt(*shown.of_prompt())
-            self.drafter.observe(VerifiedPass(NO_DRAFT, NO_DRAFT.parent, output[:1]))
+            self.drafter.observe(VerifiedPass(NO_DRAFT, NO_DRAFT.parent, output[:1], hidden=shown.state_at(0)))
             tally.update(passes=1, tokens=1)
         while at < len(output):
             noise = None if shown is None else shown.noise_at(at)
@@ -135,6 +135,7 @@ class Replay:
             verified = VerifiedPass(tree, path, emitted)
             if shown is not None:
                 verified = shown.contexts.shown(context, tree, path, emitted)
+                verified.hidden = shown.state_at(at + len(path))
                 context = shown.contexts.behind(context, emitted.tolist())
             middle = time.perf_counter()
             self.drafter.observe(verified)
@@ -270,6 +271,10 @@ def replay_trace(
         raise ConfigError("a preset that can be fed text it did not draft", repr(draft), remedy)
     if Path(path).suffix == ".npz":
         trace = LogitTrace.load(path, encoder)
+        wanted = fresh.drafter.wants_hidden
+        if None not in (wanted, trace.layer) and wanted != trace.layer:
+            remedy = f"Record with --hidden {wanted}."
+            raise TraceError(f"hidden states of layer {wanted} in {path}", f"those of {trace.layer}", remedy)
         fresh.bigrams, rows = trace.bigrams, iter(trace.rows[:limit])
     else:
         rows = read_trace(path, encoder, limit)

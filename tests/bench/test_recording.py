@@ -14,7 +14,8 @@ from retrieve_spec.bench.methods import FreshDrafter, sampling
 from retrieve_spec.bench.recording import TOP, LogitTrace, record
 from retrieve_spec.bench.replay import Replay
 from retrieve_spec.bench.workloads import Prompt, encode
-from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.config import DenseConfig, SpeculationConfig, StoreConfig
+from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.engine import bigrams as model_bigrams
 from retrieve_spec.errors import TokenizerMismatchError, TraceError
 
@@ -89,6 +90,39 @@ def test_turns_follow_the_answers_before_them(reference_model, reference_tokeniz
     said = reference_tokenizer.decode(first.segments[0][0], skip_special_tokens=True).strip()
     assert second.prompt.tolist() == encode(reference_tokenizer, PROMPTS[0], [said])[0].tolist()
     assert (first.group, first.task) == (second.group, second.task) == ("two turns", "mt_bench")
+
+
+def test_dense_indexes_are_looked_into_by_recorded_states(reference_model, reference_tokenizer, tmp_path, capsys):
+    questions, text = tmp_path / "questions.jsonl", tmp_path / "text.py"
+    questions.write_text(json.dumps({"prompt": CODE}))
+    text.write_text(CODE + "    return width * height * depth\n\n\n" + CODE)
+    config = StoreConfig(dense=DenseConfig("reference", dims=32))
+    build_datastore(tmp_path / "store", str(text), reference_tokenizer, config=config)
+    words = ["--prompts", str(questions), "--nodes", "16", "--max-new-tokens", "24", "--device", "cpu", "--quiet"]
+
+    def looked_up(*hidden):
+        out = tmp_path / "trace.npz"
+        assert cli.run(["bench", "record", *words, *hidden, "--out", str(out)]) == 0
+        return LogitTrace.load(out, reference_tokenizer), ["bench", "replay", str(out), "--tokenizer", "reference"]
+
+    trace, replay = looked_up("--hidden", "last")
+    (row,) = trace.rows
+    whole = torch.as_tensor([*row.prompt.tolist(), *row.segments[0][0].tolist()])[None]
+    with torch.no_grad():
+        wanted = reference_model(whole, output_hidden_states=True).hidden_states[-1][0, len(row.prompt) - 1 : -1]
+    np.testing.assert_allclose(row.shown.states, wanted.numpy(), atol=0.02, rtol=0.01)
+    options = ["--store", str(tmp_path / "store"), "--json", "--quiet", "--draft", "dresd"]
+    counts = []
+    for hidden in (("--hidden", "last"), ()):
+        _, replay = looked_up(*hidden)
+        capsys.readouterr()
+        assert cli.run([*replay, *options]) == 0
+        counts.append(json.loads(capsys.readouterr().out.splitlines()[-1])["accepted_by_source"].get("dense", 0))
+    assert counts[0] > 0 == counts[1]
+    _, replay = looked_up("--hidden", "1")
+    assert cli.run([*replay, *options]) == 1 and "--hidden last" in capsys.readouterr().err
+    assert cli.run(["bench", "record", *words, "--hidden", "99", "--out", str(tmp_path / "x.npz")]) == 1
+    assert "from 1 to" in capsys.readouterr().err
 
 
 def test_commands_record_and_replay(tmp_path, capsys):
