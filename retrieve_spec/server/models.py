@@ -277,7 +277,7 @@ def _collect() -> None:
     gc.freeze()
 
 
-def _known(request: Request) -> Models:
+async def _known(request: Request) -> Models:  # FastAPI gives plain functions a thread
     models: Models = request.app.state.models
     return models
 
