@@ -283,6 +283,8 @@ class Function(_Whole):
     def _describe_an_object(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
         """Refuse what is no JSON schema of arguments."""
         schema = given or {}
+        if schema.get("type", "object") not in ("object", ["object"]):
+            raise ValueError('expected the "type" "object": arguments have names')
         if not (isinstance(schema.get("properties", {}), dict) and isinstance(schema.get("required", []), list)):
             raise ValueError('expected "properties" by name, and a list of those that are "required"')
         return given
