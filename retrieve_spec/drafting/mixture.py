@@ -20,7 +20,18 @@ from retrieve_spec.kernels.calibration import LENGTH_CLASSES, NUM_SOURCES, begin
 from retrieve_spec.kernels.compiled_code import compiling_logged
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
-from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources import (
+    ALIGNMENT,
+    BIGRAMS,
+    CONTEXT,
+    DENSE,
+    EXACT,
+    NGRAM,
+    PHRASES,
+    PREDICTION,
+    RECYCLING,
+    SESSION,
+)
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.bigrams import Bigrams
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
@@ -35,21 +46,6 @@ _NO_COST = np.empty(0, np.float32)
 _NO_TOKENS = np.empty(0, np.int32)
 _NO_IDS = np.empty((0, 1), np.int32)
 _NO_LOGITS = np.empty((0, 1), np.float32)
-CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, PHRASES, ALIGNMENT, BIGRAMS = (
-    SOURCE_NAMES.index(name)
-    for name in (
-        "context",
-        "session",
-        "prediction",
-        "recycling",
-        "ngram",
-        "exact",
-        "dense",
-        "phrases",
-        "alignment",
-        "bigrams",
-    )
-)
 _NO_HASHES = np.empty((2, 0), np.uint64)
 _NO_BLOCK = NO_DRAFT.block
 _BOUNDARY = np.array([BOUNDARY], np.int32)

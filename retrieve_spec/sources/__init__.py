@@ -15,3 +15,6 @@ SOURCE_NAMES = (
     "forced",
 )
 """Names by the number stored in `DraftTree.source`; statistics are reported by these names."""
+(CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, SCRIPT, PHRASES, ALIGNMENT, BIGRAMS, FORCED) = range(
+    len(SOURCE_NAMES)
+)

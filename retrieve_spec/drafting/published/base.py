@@ -13,15 +13,11 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import ROOT, DraftTree
-from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
-CONTEXT, SESSION, RECYCLING, NGRAM, EXACT, DENSE = (
-    SOURCE_NAMES.index(name) for name in ("context", "session", "recycling", "ngram", "exact", "dense")
-)
 COPY_P = 0.7
 """Chance credited to each token of a copied run by rules that estimate none."""
 TINY_P = 1e-6

@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.drafting.published.base import (
-    CONTEXT,
     FULL,
-    RECYCLING,
     Gram,
     NgramIndex,
     PublishedDrafter,
     TreeBuilder,
 )
 from retrieve_spec.drafting.tree import ROOT, DraftTree
+from retrieve_spec.sources import CONTEXT, RECYCLING
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.drafter import VerifiedPass
-from retrieve_spec.drafting.published.base import CONTEXT, FULL, NGRAM, RECYCLING, Gram, PublishedDrafter, TreeBuilder
+from retrieve_spec.drafting.published.base import FULL, Gram, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.kernels.ngram import ngram_hash
+from retrieve_spec.sources import CONTEXT, NGRAM, RECYCLING
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:

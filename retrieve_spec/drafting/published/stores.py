@@ -14,12 +14,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.drafting.drafter import Layer, VerifiedPass
 from retrieve_spec.drafting.published.base import (
-    CONTEXT,
     COPY_P,
-    DENSE,
-    EXACT,
     FULL,
-    SESSION,
     Gram,
     PublishedDrafter,
     TreeBuilder,
@@ -28,6 +24,7 @@ from retrieve_spec.drafting.published.logits import TokenRecycling, keep_newest
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.errors import MissingSourceError
 from retrieve_spec.kernels.suffix_array import SEPARATOR, sa_longest, sa_narrow, sa_successors
+from retrieve_spec.sources import CONTEXT, DENSE, EXACT, SESSION
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes
 from retrieve_spec.sources.session import SessionMemory

@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.drafting.published.base import CONTEXT, SESSION, Gram, NgramIndex, PublishedDrafter, TreeBuilder
+from retrieve_spec.drafting.published.base import Gram, NgramIndex, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.kernels.suffix_decoding import speculate
+from retrieve_spec.sources import CONTEXT, SESSION
 from retrieve_spec.sources.automaton import SuffixAutomaton
 
 
