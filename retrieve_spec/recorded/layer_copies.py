@@ -13,10 +13,8 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind, TensorArgument
 
 from retrieve_spec.errors import UnsupportedModelError
+from retrieve_spec.recorded.graph_passes import Node, is_call, value
 from retrieve_spec.verify.shrink import layer_kinds
-
-Node = Any
-"""An `fx.Node`; its arguments are of any type, which a static checker cannot follow."""
 
 
 def copied_layers(model: Any) -> list[int]:
@@ -76,7 +74,7 @@ def append_copies(program: torch.export.ExportedProgram, path: str, like: Sequen
                 if not all(given in new or given in shared or _counts(given) for given in node.all_input_nodes):
                     raise NotImplementedError("a layer takes more than hidden states")
                 new[node] = graph.node_copy(node, lambda given, new=new: new.get(given, given))
-                if node.target is torch.ops.retrieve_spec.attend.default:
+                if is_call(node, torch.ops.retrieve_spec.attend.default):
                     new[node].update_arg(3, layer)
         hidden = new[handed_on[at]]
     for reader in readers:
@@ -95,7 +93,7 @@ def _nodes_by_layer(graph: fx.Graph, path: str, count: int) -> list[list[Node]]:
 
 def _counts(node: Node) -> bool:
     """Whether a node is a number of rows or made of it, and the same in all layers."""
-    return isinstance(node.meta.get("val"), int | torch.SymInt)
+    return isinstance(value(node), int | torch.SymInt)
 
 
 def _handed_on(layer: list[Node]) -> Node:

@@ -306,8 +306,7 @@ def first_layers(model: Any) -> Any:
 
 def _enough(model: Any) -> int:
     """How many layers have one of every kind among them."""
-    kinds = layer_kinds(model)
-    sharing = len(kinds) - int(getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0) or 0)
+    kinds, sharing = layer_kinds(model), _first_sharing(model)
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
     if count > _MOST_LAYERS or count > sharing:
         raise ValueError(f"its first {_MOST_LAYERS} layers are not of every kind")
@@ -324,12 +323,17 @@ def layer_kinds(model: Any) -> list[str]:
     UnsupportedModelError
         The decoder has no list of layers.
     """
-    blocks, text = decoder_blocks(model), model.config.get_text_config(decoder=True)
-    said = layer_lists(text, len(blocks))
-    sharing = len(blocks) - int(getattr(text, "num_kv_shared_layers", 0) or 0)
+    blocks, sharing = decoder_blocks(model), _first_sharing(model)
+    said = layer_lists(model.config.get_text_config(decoder=True), len(blocks))
     return [
         repr((_modules(block), [value[i] for value in said.values()], i >= sharing)) for i, block in enumerate(blocks)
     ]
+
+
+def _first_sharing(model: Any) -> int:
+    """Number of the first layer that reads keys and values of another one; that of layers where none does."""
+    shared = getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
+    return len(decoder_blocks(model)) - int(shared or 0)
 
 
 def _modules(block: nn.Module) -> list[tuple[str, type, list[Any], list[Any]]]:
