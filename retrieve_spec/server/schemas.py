@@ -351,6 +351,11 @@ class Conversation(Lenient):
         return {} if self.tool_choice == "none" else {tool.function.name: tool for tool in self.tools or ()}
 
     @property
+    def argument_schemas(self) -> dict[str, dict[str, Any] | None]:
+        """The JSON schemas of what the tools that may be called are given, by name."""
+        return {name: tool.function.parameters for name, tool in self.offered.items()}
+
+    @property
     def named(self) -> str | None:
         """The one function that must be called."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None

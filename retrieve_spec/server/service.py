@@ -540,7 +540,7 @@ class Service:
         """What the answer must be: JSON, or calls of tools; empty for any text."""
         if not isinstance(request, ChatRequest) or not (request.named or request.tool_choice == "required"):
             return self.grammars.of(request)
-        schemas = {name: tool.function.parameters for name, tool in request.offered.items()}
+        schemas = request.argument_schemas
         if request.named:
             schemas = {request.named: schemas[request.named]}
         several = not request.named and request.parallel_tool_calls is not False
@@ -554,7 +554,7 @@ class Service:
         Refusal
             400: nobody knows how the model writes calls.
         """
-        schemas = {name: tool.function.parameters for name, tool in request.offered.items()}
+        schemas = request.argument_schemas
         return partial(CallParser, self._known_tool_format(), schemas) if schemas else None
 
     def _known_tool_format(self) -> ToolFormat:
