@@ -61,6 +61,11 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+def layer_of(name: str) -> int | str:
+    """A layer by its number, or by name."""
+    return int(name) if name.isdigit() else name
+
+
 TEXT = Text()
 PLACE = Place(path_type=Path)
 COUNT = WholeRange(1, 1_000_000)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from retrieve_spec.cli_common import PLACE, TEXT, WholeRange, counted, loading_bars
+from retrieve_spec.cli_common import PLACE, TEXT, WholeRange, counted, layer_of, loading_bars
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
@@ -137,7 +137,9 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 @click.option(
     "--dense", metavar="MODEL", help="Also index the model's hidden states; folder, hub id, 'smollm2' or 'reference'."
 )
-@click.option("--layer", default="last", show_default=True, metavar="last|N", help="Layer of the dense keys.")
+@click.option(
+    "--layer", type=layer_of, default="last", show_default=True, metavar="last|N", help="Layer of the dense keys."
+)
 @click.option(
     "--dims", type=WholeRange(min=1), default=64, show_default=True, metavar="N", help="Numbers of a dense key."
 )
@@ -157,7 +159,7 @@ def build(
     recipe: Path | None,
     indexes: tuple[str, ...],
     dense: str | None,
-    layer: str,
+    layer: int | str,
     dims: int,
     max_vectors: int | None,
     part: tuple[int, int] | None,
@@ -189,8 +191,7 @@ def build(
     config = replace(config, index=index) if index else config
     kind: Any = _only(indexes, _DENSE_INDEXES)
     if dense is not None:
-        where: int | str = int(layer) if layer.isdigit() else layer
-        config = replace(config, dense=DenseConfig(dense, where, dims, kind or "auto", max_vectors or 0))
+        config = replace(config, dense=DenseConfig(dense, layer, dims, kind or "auto", max_vectors or 0))
     elif kind or any(map(_was_given, ("layer", "dims", "max_vectors"))):
         names = f"--layer, --dims, --max-vectors and --index {'|'.join(_DENSE_INDEXES)}"
         raise click.UsageError(f"Give --dense MODEL with {names}.")

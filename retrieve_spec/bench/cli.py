@@ -11,7 +11,17 @@ from typing import Any
 
 import click
 
-from retrieve_spec.cli_common import COUNT, DEVICE, DTYPE, MODEL_NAMES, QUANTIZE, SEED, FiniteRange, WholeRange
+from retrieve_spec.cli_common import (
+    COUNT,
+    DEVICE,
+    DTYPE,
+    MODEL_NAMES,
+    QUANTIZE,
+    SEED,
+    FiniteRange,
+    WholeRange,
+    layer_of,
+)
 from retrieve_spec.config import MAX_NODES
 
 
@@ -138,7 +148,9 @@ def _show(folder: Path, as_json: bool) -> None:
 @DTYPE
 @QUANTIZE
 @DEVICE
-@click.option("--hidden", metavar="last|N", help="Keep the hidden states of a layer, too, for dense indexes.")
+@click.option(
+    "--hidden", type=layer_of, metavar="last|N", help="Keep the hidden states of a layer, too, for dense indexes."
+)
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE.npz", help="What to write."
 )

@@ -397,17 +397,16 @@ def record_prompts(
     dtype: str,
     quantize: str | None,
     device: str,
-    hidden: str | None,
+    hidden: Layer | None,
     quiet: bool,
 ) -> int:
     """Record what the options of `bench record` say into the file `out`; returns how many answers there are."""
     logging.disable_progress_bar()
     questions = read_prompts(prompts, limit, tasks.split(",") if tasks else None)
     lm, tokenizer = load_model(model, dtype=dtype, quantize=quantize, device=device)
-    layer: Any = int(hidden) if hidden is not None and hidden.isdigit() else hidden
     with tqdm(total=len(questions) * len(nodes), unit="prompt", disable=quiet or None) as bar:
         found = record(
-            lm, tokenizer, questions, nodes=nodes, max_new_tokens=max_new_tokens, seed=seed, layer=layer,
+            lm, tokenizer, questions, nodes=nodes, max_new_tokens=max_new_tokens, seed=seed, layer=hidden,
             progress=bar.update, **sampling(temperature, top_p),
         )  # fmt: skip
     found.save(out)
