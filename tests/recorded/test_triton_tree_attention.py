@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_process import run
+from triton_process import COMPILER, run
 
 pytest.importorskip("triton")
 
@@ -203,9 +203,6 @@ def test_kernel_agrees_with_torch() -> None:
 
 
 COMPILED = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from retrieve_spec.kernels import triton_tree_attention as kernels
 from retrieve_spec.kernels.triton_tree_attention import launch_options
 
@@ -213,15 +210,11 @@ INTS = ("words", "depths", "prefix", "starts", "tiles", "text_of", "places", "so
 POINTERS = dict.fromkeys(INTS, "*i32") | {"slabs": "*i64", "lse": "*fp32", "parts": "*fp32"}
 ALIGNED = ("query", "keys", "values", "out", "lse")
 
-def compiled(kernel, dtype, constants, architecture, **options):
-    given = {"out": "*fp32"} | POINTERS | {"scale": "fp32", "softcap": "fp32"}
-    given |= {name: "*" + dtype for name in ("query", "keys", "values", "sinks", "kind")}
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature = {name: given.get(name, "i32") for name in names} | dict.fromkeys(constants, "constexpr")
-    aligned = [i for i, name in enumerate(kernel.arg_names) if name in ALIGNED or name.endswith("stride")]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}  # as torch's tensors are
-    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+def of(kernel, dtype, constants, architecture, **options):
+    types = {"out": "*fp32"} | POINTERS | {"scale": "fp32", "softcap": "fp32"}
+    types |= {name: "*" + dtype for name in ("query", "keys", "values", "sinks", "kind")}
+    aligned = [name for name in kernel.arg_names if name in ALIGNED or name.endswith("stride")]
+    return made(kernel, types, constants, architecture, aligned, **options)
 
 for architecture, dtype, size, width, window, capped in (
     (90, "bf16", 2, 128, 0, False), (86, "bf16", 2, 256, 64, True), (86, "fp32", 4, 128, 64, False),
@@ -231,23 +224,23 @@ for architecture, dtype, size, width, window, capped in (
         options = launch_options(260, width, size)
         stages = options.pop("num_stages")
         constants = {"D": width, "WINDOW": window, "CAPPED": capped, "PACKED": packed, **options}
-        made = compiled(kernels.attend_split, dtype, constants, architecture, num_stages=stages)
-        held = made.metadata.shared
+        done = of(kernels.attend_split, dtype, constants, architecture, num_stages=stages)
+        held = done.metadata.shared
         assert held <= {86: 99, 90: 227}[architecture] * 1024, (dtype, width, packed, held)
-        lines = [line for line in made.asm["ptx"].splitlines() if "cp.async" in line and ".shared.global" in line]
+        lines = [line for line in done.asm["ptx"].splitlines() if "cp.async" in line and ".shared.global" in line]
         wide.append(sum("0x10" in line for line in lines))
         if size == 2:  # keys and values come in 16 bytes at a time, from addresses read from memory, too; bits are few
             assert len(lines) - wide[-1] < wide[-1] / 2 and wide[-1] > 8, (width, packed, wide, len(lines))
     assert wide[0] == wide[1], wide
 for sinks in (False, True):
     constants = {"D": 128, "BLOCK_D": 128, "BLOCK_S": 32, "SINKS": sinks}
-    assert compiled(kernels.merge_splits, "bf16", constants, 90).metadata.shared <= 48 * 1024
-assert "st.global.v2" in compiled(kernels.store_rows, "bf16", {"D": 128, "BLOCK_D": 128}, 90, num_warps=1).asm["ptx"]
-assert compiled(kernels.move_kept_rows, "bf16", {"D": 128, "BLOCK_D": 128}, 90, num_warps=1).metadata.shared == 0
+    assert of(kernels.merge_splits, "bf16", constants, 90).metadata.shared <= 48 * 1024
+assert "st.global.v2" in of(kernels.store_rows, "bf16", {"D": 128, "BLOCK_D": 128}, 90, num_warps=1).asm["ptx"]
+assert of(kernels.move_kept_rows, "bf16", {"D": 128, "BLOCK_D": 128}, 90, num_warps=1).metadata.shared == 0
 print("compiled")
 """
 
 
 def test_kernels_compile_within_the_shared_memory_of_gpus(tmp_path: Path) -> None:
     """By Triton's compiler and assembler, which need no GPU."""
-    assert run(COMPILED, TRITON_CACHE_DIR=str(tmp_path)) == "compiled"
+    assert run(COMPILER + COMPILED, TRITON_CACHE_DIR=str(tmp_path)) == "compiled"

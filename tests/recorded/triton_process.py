@@ -26,21 +26,26 @@ from triton.compiler import ASTSource
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
-def compiled(kernel, types, constants, architecture, warps):
-    # the code of a kernel that spills nothing and leaves room for another program beside it
+def made(kernel, types, constants, architecture, aligned=None, **options):
+    # a kernel compiled for a GPU; arguments are aligned as torch's tensors are, all of them or those given
     given = types | dict.fromkeys(constants, "constexpr")
     types = {name: given.get(name, "i32") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if types[name] != "constexpr"}
-    target = GPUTarget("cuda", architecture, 32)
-    made = triton.compile(ASTSource(kernel, types, constants, aligned), target=target, options={"num_warps": warps})
+    aligned = [name for name in types if types[name] != "constexpr"] if aligned is None else aligned
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name in aligned}
+    source = ASTSource(kernel, types, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+def compiled(kernel, types, constants, architecture, warps):
+    # the code of a kernel that spills nothing and leaves room for another program beside it
+    done = made(kernel, types, constants, architecture, num_warps=warps)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(done.asm["cubin"])
         file.flush()
         told = subprocess.run([DISASSEMBLER, "-res-usage", file.name], capture_output=True, text=True, check=True)
     used = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\\d+)", told.stdout + told.stderr)}
     assert used["STACK"] == used["LOCAL"] == 0, (kernel, constants, used)
     assert used["REG"] * warps * 32 <= 65536 / 2, (kernel, constants, used)
-    assert made.metadata.shared <= 24 * 1024, made.metadata.shared
-    return made.asm["ptx"]
+    assert done.metadata.shared <= 24 * 1024, done.metadata.shared
+    return done.asm["ptx"]
 """
 """Triton's compiler and assembler, which need no GPU."""
