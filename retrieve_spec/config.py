@@ -178,7 +178,7 @@ class PassConfig:
     graph_logits: int = 64
     cuda_graphs: bool = True
     fused_rows: bool = True
-    graph_rows: tuple[int, ...] = (1, 3, 5, 9, 17, 25, 33, 49, 65, 97, 129, 257, 512)
+    graph_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 257, 512)
     min_parameters: int = 1_000_000
 
 

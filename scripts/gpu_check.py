@@ -370,7 +370,7 @@ def curve(check: Check, make: Callable[[], Any], model: Any, context: int) -> di
     verifier.start(VerifierInputs(ids, kwargs, max_length=context + 700))
     verifier.forward(ids[0].cpu().numpy().astype(np.int32))
     verifier.commit(NOTHING)
-    for nodes in (0, 4) if check.dry else (0, 1, 4, 16, 64, 128, 255):
+    for nodes in (0, 3) if check.dry else (0, 1, 3, 15, 31, 63, 64, 127, 255):
         main = list(range(20, 20 + (nodes + 1) // 2))
         sides = [[model.config.vocab_size - 1 - i] for i in range(nodes - len(main))]
         tree, took = DraftTree.from_paths([main, *sides]) if nodes else None, []

@@ -253,7 +253,7 @@ class Speculation:
 
 
 _CONTEXT = 128
-_WIDTHS = (0, 4, 16, 64)
+_WIDTHS = (0, 3, 15, 63)
 _REPEATS = 3
 _SECONDS = 0.6
 _ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)

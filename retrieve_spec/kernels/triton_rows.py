@@ -6,6 +6,8 @@ exponential is added up in another order. With TRITON_INTERPRET=1 the kernels ru
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -13,10 +15,26 @@ import triton.language as tl
 _ELEMENTS = 1024
 
 
+@functools.cache
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Options of launches that come ready while the ones before them end, where a GPU has these (from Hopper on)."""
+    if device.type == "cpu" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
+        return {}
+    return {"OVERLAP": True, "launch_pdl": True}
+
+
+@triton.jit
+def take_turn(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a kernel does before it reads or writes: wait for the launch before it, and let the next one come ready."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 @triton.jit(do_not_specialize=["x_stride", "other_stride"])
 def _rms_norm(  # type: ignore[no-untyped-def]
     x,  # (rows, D), stride given
-    other,  # SUM: the same, added to x
+    other,  # SUM: (PARTS, rows, D), whose sum is rounded, then added to x; stride of a row given
     weight,
     total,  # SUM: (rows, D), x + other
     out,  # (rows, D)
@@ -26,13 +44,18 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SUM: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     given = tl.load(x + row * x_stride + d, d < D, 0.0)
     if SUM:
         added = tl.load(other + row * other_stride + d, d < D, 0.0)
-        given = (given.to(tl.float32) + added.to(tl.float32)).to(given.dtype)
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(other + (part * tl.num_programs(0) + row) * other_stride + d, d < D, 0.0)
+        given = (given.to(tl.float32) + added.to(given.dtype).to(tl.float32)).to(given.dtype)
         tl.store(total + row * D + d, given, d < D)
     wide = given.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
@@ -58,7 +81,9 @@ def _rotate(  # type: ignore[no-untyped-def]
     keys_row_stride,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
+    take_turn(OVERLAP)
     head = tl.program_id(0)
     row = tl.program_id(1)
     if head >= heads:
@@ -84,7 +109,8 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["size"])
-def _gate(gate, up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate(gate, up, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    take_turn(OVERLAP)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(gate + i, i < size, 0.0)
     wide = given.to(tl.float32)
@@ -100,7 +126,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x + other` of one shape (…, d), and the RMS normalisation of that, in one launch."""
+    """`x + other` of one shape (…, d), and the RMS normalisation of that, in one launch.
+
+    `other` can also be (parts, …, d), what its sum is rounded from.
+    """
     return _normalised(x, other, weight, eps)
 
 
@@ -115,7 +144,8 @@ def _normalised(
     block = triton.next_power_of_2(width)
     _rms_norm[(len(flat),)](
         flat, added, weight, total, out, flat.stride(0), added.stride(0), eps,
-        D=width, BLOCK_D=block, SUM=other is not None, num_warps=min(16, max(1, block // 512)),
+        D=width, BLOCK_D=block, SUM=other is not None, PARTS=len(added) // len(flat),
+        num_warps=min(16, max(1, block // 512)), **overlap(x.device),
     )  # fmt: skip
     return total, out
 
@@ -163,6 +193,7 @@ def _rotated(
         x, keys, cos.contiguous(), sin.contiguous(), out, keys_out, rows, heads, keys.shape[1],
         x.stride(1), x.stride(2), keys.stride(1), keys.stride(2),
         HALF=width // 2, BLOCK_HALF=triton.next_power_of_2(width // 2), num_warps=1, enable_fp_fusion=False,
+        **overlap(x.device),
     )  # fmt: skip
     return out.transpose(1, 2), keys_out.transpose(1, 2)
 
@@ -171,5 +202,5 @@ def gate(gated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`silu(gated) · up` of one shape in one launch (SwiGLU; Shazeer, 2020)."""
     gated, up = gated.contiguous(), up.contiguous()
     out = torch.empty_like(gated)
-    _gate[(triton.cdiv(out.numel(), _ELEMENTS),)](gated, up, out, out.numel(), BLOCK=_ELEMENTS)
+    _gate[(triton.cdiv(out.numel(), _ELEMENTS),)](gated, up, out, out.numel(), BLOCK=_ELEMENTS, **overlap(out.device))
     return out

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from retrieve_spec.kernels.triton_rows import overlap, take_turn
+
 MAX_SPLITS = 32
 _KEYS_PER_SPLIT = 256
 
@@ -145,7 +147,7 @@ def packed_tree_attention(
     store_rows[(rows, kv_heads)](
         keys, values, text_of, starts, prefix, slabs, layer,
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        D=width, BLOCK_D=options["BLOCK_D"], num_warps=1,
+        D=width, BLOCK_D=options["BLOCK_D"], num_warps=1, **overlap(keys.device),
     )  # fmt: skip
     described = (words, depths, prefix, starts, tiles, slabs)
     return _launch(
@@ -180,7 +182,7 @@ def move_rows(
     width = kind.shape[-1]
     move_kept_rows[(places.shape[1], kind.shape[-3], slabs.shape[1])](
         kind, places, slabs, prefix, starts, sources,
-        D=width, BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=1,
+        D=width, BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=1, **overlap(slabs.device),
     )  # fmt: skip
 
 
@@ -209,11 +211,12 @@ def _launch(
         query, keys, values, *described, parts, lse,
         scale, softcap, rows, heads // kv_heads, described[0].shape[1], layer,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        D=width, WINDOW=window, CAPPED=softcap > 0.0, PACKED=packed, **options,
+        D=width, WINDOW=window, CAPPED=softcap > 0.0, PACKED=packed, **options, **overlap(query.device),
     )  # fmt: skip
     merge_splits[(height, kv_heads)](
         parts, lse, out if sinks is None else sinks, out, rows, height, splits,
         D=width, BLOCK_D=options["BLOCK_D"], BLOCK_S=max(2, triton.next_power_of_2(splits)), SINKS=sinks is not None,
+        **overlap(query.device),
     )  # fmt: skip
     return out
 
@@ -263,7 +266,7 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     starts,  # PACKED: (texts + 1,) int32: where a text's rows begin
     tiles,  # PACKED: (tiles, 2) int32: text and first query of a program's block, text -1 where there is none
     slabs,  # PACKED: (texts, 3) int64: addresses of keys and values (layers, kv_heads, capacity, d), capacity
-    out,  # (splits, kv_heads, groups * total, d) float32
+    out,  # (splits, kv_heads, groups * total, d) float32, not written where a share holds no key
     lse,  # (splits, kv_heads, groups * total) float32
     scale,
     softcap,
@@ -284,8 +287,10 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Attention of a block of queries to a share of the keys, and the logarithm of its softmax denominator."""
+    take_turn(OVERLAP)
     head = tl.program_id(0).to(tl.int64)  # a long cache of many heads has more elements than 32 bits count
     split = tl.program_id(2)
     splits = tl.num_programs(2)
@@ -331,6 +336,11 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     stop = tl.minimum(start + share, past)
     if WINDOW > 0:  # no row sees further back than the first one
         start = tl.maximum(start, tl.maximum(past - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
+    m_out = m // rows * total + begin + row if PACKED else m
+    at_out = (split * tl.num_programs(0) + head) * groups * total + m_out
+    if (start >= stop) & (split < splits - 1):
+        tl.store(lse + at_out, float("-inf"), m < height)
+        return
     for first in range(start, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         inside = n < stop
@@ -359,8 +369,6 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
         s = tl.where(seen, s, float("-inf"))
         best, weight, acc = _fold(s, values, value_row, n, inside, d, best, weight, acc, D)
 
-    m_out = m // rows * total + begin + row if PACKED else m
-    at_out = (split * tl.num_programs(0) + head) * groups * total + m_out
     share_of_row = tl.where(weight > 0.0, weight, 1.0)
     tl.store(
         out + at_out[:, None] * D + d[None, :], acc / share_of_row[:, None], (m[:, None] < height) & (d[None, :] < D)
@@ -381,8 +389,10 @@ def merge_splits(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Partial outputs weighed by their share of the softmax denominator."""
+    take_turn(OVERLAP)
     m = tl.program_id(0)  # of a model with one key head there may be more than the 65,535 of another axis
     head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
@@ -399,7 +409,8 @@ def merge_splits(  # type: ignore[no-untyped-def]
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp(sink - best)
-    part = tl.load(parts + at[:, None] * D + d[None, :], (s[:, None] < splits) & (d[None, :] < D), 0.0)
+    written = (share > float("-inf"))[:, None] & (d[None, :] < D)
+    part = tl.load(parts + at[:, None] * D + d[None, :], written, 0.0)
     merged = tl.sum(part * weight[:, None], 0) / total
     tl.store(out + ((m % rows) * kv_heads * groups + head * groups + m // rows) * D + d, merged, d < D)
 
@@ -419,8 +430,10 @@ def store_rows(  # type: ignore[no-untyped-def]
     value_row_stride,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Write one row's keys and values of one head behind what its text's slab holds."""
+    take_turn(OVERLAP)
     row = tl.program_id(0)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
@@ -442,11 +455,13 @@ def move_kept_rows(  # type: ignore[no-untyped-def]
     sources,  # int32, ascending: where the last rows held still stand, counted from the first of them
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Move the last rows held of one text, of one head of a layer, to where they belong.
 
     No source lies before its row, so that going through them in order overwrites none that is still to be read.
     """
+    take_turn(OVERLAP)
     layer = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     text = tl.program_id(2)

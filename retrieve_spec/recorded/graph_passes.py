@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from retrieve_spec.attention import LayerRule
@@ -117,6 +118,8 @@ def compile_program(
         fuse_rows(graph, dtype)
     left = sum(sizes.get(node, 0) for node in graph.nodes if node.target is aten.linear.default)
     by_programs = 1 - left / max(sum(sizes.values()), 1)
+    if row_kernels is not None and row_kernels is not layer_rows:
+        fuse_linears(graph, row_kernels.add_rms_norm)
     return CompiledPass(_function(program, graph), run_rows, weights, by_programs)
 
 
@@ -354,6 +357,41 @@ def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
             _take(graph, both, (total, norm))
 
 
+def fuse_linears(graph: fx.Graph, add_rms_norm: Callable[..., Any]) -> None:
+    """Let 16-bit linear layers of one input run in one launch, and those behind which a sum is normalised with it."""
+    from retrieve_spec.kernels import triton_products
+
+    for norm in nodes_of(graph):
+        if not is_call(norm, add_rms_norm):
+            continue
+        for layer, other in (norm.args[:2], norm.args[1::-1]):
+            if _is_served(layer, triton_products.STEP) and len(layer.args) == 2 and len(layer.users) == 1:
+                norm.target = triton_products.linear_add_rms_norm
+                norm.args = (*layer.args, other, *norm.args[2:])
+                graph.erase_node(layer)
+                break
+    groups: dict[tuple[Node, bool], list[Node]] = {}
+    for layer in nodes_of(graph):
+        if _is_served(layer, triton_products.STEP):
+            groups.setdefault((layer.args[0], len(layer.args) == 2), []).append(layer)
+    for (x, _), layers in groups.items():
+        for at in range(0, len(layers), triton_products.LAYERS):
+            group = layers[at : at + triton_products.LAYERS]
+            weights, biases = ([layer.args[i] if i < len(layer.args) else None for layer in group] for i in (1, 2))
+            with graph.inserting_before(group[0]):
+                _take(graph, graph.call_function(triton_products.linears, (x, weights, biases)), group)
+    graph.eliminate_dead_code()
+
+
+def _is_served(node: Node, step: int) -> bool:
+    """Whether a node is a linear layer that `triton_products` takes."""
+    if not is_call(node, aten.linear.default) or node.args[1].op != "placeholder":
+        return False
+    x, weight = value(node.args[0]), value(node.args[1])
+    plain = isinstance(weight, FakeTensor) and weight.is_contiguous() and weight.dtype.itemsize == 2
+    return plain and x.dtype == weight.dtype and x.ndim == 3 and weight.shape[1] % step == 0
+
+
 def _pair_rotary(graph: fx.Graph, kernels: Any) -> None:
     """Let queries and keys with the same angles be rotated in one launch."""
     waiting: dict[tuple[Node, Node], Node] = {}
@@ -370,11 +408,11 @@ def _pair_rotary(graph: fx.Graph, kernels: Any) -> None:
             _take(graph, both, (first, node))
 
 
-def _take(graph: fx.Graph, both: Node, nodes: tuple[Node, Node]) -> None:
-    """Let the results of one call stand for two nodes."""
+def _take(graph: fx.Graph, call: Node, nodes: Sequence[Node]) -> None:
+    """Let the results of one call stand for some nodes."""
     for i, node in enumerate(nodes):
-        with graph.inserting_after(both):
-            _replace(node, graph.call_function(operator.getitem, (both, i)))
+        with graph.inserting_after(call):
+            _replace(node, graph.call_function(operator.getitem, (call, i)))
 
 
 def _is_by_heads(x: Node, cos: Node, sin: Node) -> bool:

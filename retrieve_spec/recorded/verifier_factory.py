@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from retrieve_spec.attention import why_not_triton
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
@@ -190,6 +191,8 @@ def check_asked(model: Any, config: SpeculationConfig) -> None:
         raise RecordingError(f"the model has fewer than {PASS.min_parameters:,} parameters")
 
 
+_READY_MADE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""What attends while a model is examined: cuDNN, which torch prefers on some GPUs, plans anew for every length."""
 STATES = 16
 """States of a model that are remembered."""
 
@@ -307,7 +310,8 @@ class VerifierFactory:
             return _Known(ModelState(self._model), self.finding)
         if self._known:
             logger.debug("the model has changed: %s", ", ".join(list(self._known[0].state.changes())[:5]))
-        with keeping_texts(self._model), torch.autocast(input_device(self._model).type, enabled=False):
+        plain = torch.autocast(input_device(self._model).type, enabled=False)
+        with keeping_texts(self._model), plain, sdpa_kernel(_READY_MADE):
             known = self._find_out()
         self.finding = known.finding
         for other in self._known:

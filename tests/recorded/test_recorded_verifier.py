@@ -104,3 +104,15 @@ def test_recording_agrees_for_every_number_of_rows() -> None:
 
             got.append(recorded.run(part, torch.arange(start, start + n)[None], run)[0][0])
         torch.testing.assert_close(torch.cat(got), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_cudnn_plans_nothing_while_a_model_is_examined() -> None:
+    """It plans anew for every length of a text, and a trial reads many."""
+    model, allowed = build("llama"), list[bool]()
+    looks = model.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    rs.accelerate(model, draft="off")
+    model.generate(ids(20), max_new_tokens=2, do_sample=False)
+    assert allowed[0] is False
+    assert allowed[-1] is True
+    looks.remove()
+    rs.restore(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_process import run
+from triton_process import COMPILER, run
 
 pytest.importorskip("triton")
 
@@ -66,26 +66,31 @@ print("same")
 """
 
 
-COMPILED = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+COMPILED = (
+    COMPILER
+    + """
 from retrieve_spec.kernels import triton_rows as kernels
 
-def compiles(kernel, constants, **options):
-    names = ("x", "other", "keys", "weight", "total", "out", "keys_out", "cos", "sin", "gate", "up")
-    types = {name: "*bf16" for name in names} | {"eps": "fp32"}
-    types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-
-for with_sum in (False, True):
-    compiles(kernels._rms_norm, {"D": 4096, "BLOCK_D": 4096, "SUM": with_sum})
-turned = compiles(kernels._rotate, {"HALF": 64, "BLOCK_HALF": 64}, enable_fp_fusion=False)
-assert "fma" not in turned, "each product is rounded before the sum, as torch does"
-compiles(kernels._gate, {"BLOCK": 1024})
+tensors = ("x", "other", "keys", "weight", "total", "out", "keys_out", "cos", "sin", "gate", "up")
+for architecture, overlaps in ((80, False), (90, False), (90, True)):
+    for kernel, constants in (
+        (kernels._rms_norm, {"D": 4096, "BLOCK_D": 4096, "SUM": False, "PARTS": 1}),
+        (kernels._rms_norm, {"D": 4096, "BLOCK_D": 4096, "SUM": True, "PARTS": 2}),
+        (kernels._rotate, {"HALF": 64, "BLOCK_HALF": 64}),
+        (kernels._gate, {"BLOCK": 1024}),
+    ):
+        types = dict.fromkeys(tensors, "*bf16") | {"eps": "fp32"}
+        constants |= {"OVERLAP": overlaps}
+        options = {"enable_fp_fusion": False} if kernel is kernels._rotate else {}
+        code = made(kernel, types, constants, architecture, **options, launch_pdl=overlaps).asm["ptx"]
+        if kernel is kernels._rotate and architecture == 90:  # before, products and sums are such instructions, too
+            assert "fma" not in code, "each product is rounded before the sum, as torch does"
+        if overlaps:  # nothing is read or written before the launch before it has ended
+            touched = min(code.find(word) % len(code) for word in ("ld.global", "st.global"))
+            assert 0 < code.find("griddepcontrol.wait") < touched
 print("compiled")
 """
+)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])  # the interpreter cuts bfloat16 off where a GPU rounds

@@ -28,6 +28,7 @@ DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "c
 
 def made(kernel, types, constants, architecture, aligned=None, **options):
     # a kernel compiled for a GPU; arguments are aligned as torch's tensors are, all of them or those given
+    constants = {name: False for name in kernel.arg_names if name == "OVERLAP"} | constants
     given = types | dict.fromkeys(constants, "constexpr")
     types = {name: given.get(name, "i32") for name in kernel.arg_names}
     aligned = [name for name in types if types[name] != "constexpr"] if aligned is None else aligned

@@ -1,0 +1,105 @@
+"""The GPU kernel for linear layers of few rows, run by Triton's interpreter on the CPU, against torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from triton_process import COMPILER, run
+
+pytest.importorskip("triton")
+
+AGREES = """
+import torch
+from torch.nn.functional import linear
+from retrieve_spec.kernels.triton_products import linear_add_rms_norm, linears
+from retrieve_spec.kernels.triton_rows import add_rms_norm
+
+torch.manual_seed(0)
+for rows in (1, 7, 16, 17, 64, 65):
+    for inputs, outputs in ((64, (24,)), (192, (48, 16)), (256, (33, 16, 80))):
+        x = torch.randn(1, rows, inputs).half()
+        weights = [torch.randn(n, inputs).half() for n in outputs]
+        for biases in ([None] * len(outputs), [torch.randn(n).half() for n in outputs]):
+            for got, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
+                torch.testing.assert_close(got, linear(x, weight, bias), atol=2e-2, rtol=2e-3)
+        other, norm = torch.randn(1, rows, outputs[0]).half(), torch.randn(outputs[0]).half()
+        ours = linear_add_rms_norm(x, weights[0], other, norm, 1e-5)
+        theirs = add_rms_norm(other, linear(x, weights[0]), norm, 1e-5)
+        for got, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got, wanted, atol=2e-2, rtol=4e-3)
+
+# a row's sums do not depend on those beside it
+x, weight = torch.randn(1, 64, 256).half(), [torch.randn(32, 256).half()]
+whole = linears(x, weight, [None])[0]
+assert all(torch.equal(linears(x[:, :n], weight, [None])[0], whole[:, :n]) for n in (1, 16, 17, 40))
+print("same")
+"""
+
+RECORDED = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from retrieve_spec.attention import TreeMask, attend_split
+from retrieve_spec.kernels import triton_products as products, triton_rows as kernels
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+
+torch.manual_seed(0)
+for family, bias in (("llama", False), ("qwen2", True), ("qwen3", False)):
+    config = AutoConfig.for_model(
+        family, vocab_size=99, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.2,
+    )
+    model = AutoModelForCausalLM.from_config(config).half().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    ids, positions, outs = torch.arange(3, 14)[None], torch.arange(11)[None], []
+    for row_kernels in (None, kernels):
+        recorded = RecordedPass(model, 2, row_kernels=row_kernels)
+        mask = TreeMask(recorded.groups, torch.float16, torch.device("cpu"))
+        mask.set(0, torch.ones(11, 11).tril().bool().numpy(), positions[0].numpy())
+
+        def attend(query, keys, values, layer):
+            packed = query.reshape(1, 2, 22, 16)
+            return attend_split(packed, keys, values, mask, recorded.rules[layer]).reshape(1, 4, 11, 16).transpose(1, 2)
+
+        outs.append(recorded.run(ids, positions, attend, 3)[0].float())
+        called = [node.target for node in recorded._compiled.run.__self__.graph.nodes if node.op == "call_function"]
+    assert outs[0].shape == (1, 8, 99)
+    assert (outs[0] - outs[1]).abs().max() <= 0.01 * outs[0].std(), (outs[0] - outs[1]).abs().max()
+    # by layer: queries with keys and values, gates with what they open, two whose sums are normalised; and the head
+    assert called.count(products.linears) == 5 and called.count(products.linear_add_rms_norm) == 4, family
+    assert torch.nn.functional.linear not in called
+print("same")
+"""
+
+COMPILED = (
+    COMPILER
+    + """
+from retrieve_spec.kernels.triton_products import _linears
+
+names = ["x"] + [f"{name}_{i}" for name in ("weight", "bias", "out") for i in range(3)]
+for architecture, shared in ((80, 163), (90, 227)):
+    for rows, outputs, stages in ((16, 64, 5), (64, 64, 4), (16, 16, 5), (64, 16, 4)):
+        out = "bf16" if outputs == 64 else "fp32"
+        types = dict.fromkeys(names, "*bf16") | dict.fromkeys(names[-3:], f"*{out}")
+        constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 128, "BIASED": False}
+        aligned = [*names, "outputs_0", "outputs_1", "outputs_2", "inputs", "share"]
+        done = made(_linears, types, constants, architecture, aligned, num_warps=4, num_stages=stages)
+        assert done.metadata.shared <= shared << 10, done.metadata.shared
+        assert "cp.async.cg.shared.global" in done.asm["ptx"], "weights are read ahead"
+        if architecture == 90 and outputs == 64:
+            assert "wgmma" in done.asm["ptx"]
+print("compiled")
+"""
+)
+
+
+@pytest.mark.parametrize("script", [AGREES, RECORDED], ids=["products", "passes"])
+def test_products_agree_with_torch(script: str) -> None:
+    assert run(script, TRITON_INTERPRET="1") == "same"
+
+
+def test_products_compile(tmp_path: Path) -> None:
+    """By Triton's compiler and assembler, which need no GPU."""
+    assert run(COMPILED, TRITON_CACHE_DIR=str(tmp_path)) == "compiled"
