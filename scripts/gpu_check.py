@@ -295,7 +295,8 @@ def chat(check: Check) -> None:
 
     warm(**greedy)
     short = 12 if check.dry else 64
-    check.part("chat plain", lambda: kept("plain", few, short, **greedy))
+    for name in ("chat plain, first", "chat plain"):  # cuDNN plans anew for every length that it has not seen
+        check.part(name, lambda: kept("plain", few, short, **greedy))
     check.part("chat prompt lookup", lambda: kept("lookup", few, short, prompt_lookup_num_tokens=10, **greedy))
     accelerate = partial(accelerated, subject.model, tokenizer=subject.tokenizer)
     check.part("chat accelerate", accelerate)
@@ -358,7 +359,8 @@ def shape(check: Check, size: str) -> None:
         given = [by_transformers(model, answer, check.clock) for answer in short]
         return {"tokens_per_s": round(48 / sum(told.seconds for told in given), 1)}
 
-    check.part(f"{size} plain", plain)
+    for name in ("plain, first", "plain"):
+        check.part(f"{size} {name}", plain)
 
 
 def curve(check: Check, make: Callable[[], Any], model: Any, context: int) -> dict[str, float]:

@@ -76,12 +76,12 @@ def _linears(  # type: ignore[no-untyped-def]
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    # what lies behind the last output or row is read again from it, and not written
     weights = tl.multiple_of(weight, 16) + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
-    given = x + tl.minimum(m, rows - 1)[:, None] * inputs + k[None, :]
+    given = x + m[:, None] * inputs + k[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(split * share, tl.minimum((split + 1) * share, inputs), BLOCK_K):
-        total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), tl.trans(tl.load(given + at)), total)
+        some = tl.load(given + at, m[:, None] < rows, 0.0)  # no row is read twice: all programs would at once
+        total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), tl.trans(some), total)
     inside = (n < outputs)[:, None] & (m < rows)[None, :]
     if BIASED:
         total += tl.load(bias + n, n < outputs, 0.0).to(tl.float32)[:, None]
@@ -165,7 +165,7 @@ def _multiply(
         x.contiguous(), *_all(weights), *_all(biases if biased else weights), *_all(outs), *outputs, rows, inputs,
         triton.cdiv(inputs // block_k, splits) * block_k,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BIASED=biased, num_warps=4, num_stages=stages,
-        **overlap(x.device),
+        **overlap(x.device, rows),
     )  # fmt: skip
 
 

@@ -13,14 +13,20 @@ import triton
 import triton.language as tl
 
 _ELEMENTS = 1024
+_FEW = 16
+"""Rows up to which launches are short: wider ones are not left room enough by the next that come ready."""
+
+
+def overlap(device: torch.device, rows: int) -> dict[str, bool]:
+    """Options of a launch that comes ready while the one before it ends."""
+    return {"OVERLAP": True, "launch_pdl": True} if rows <= _FEW and _overlaps(device) else {}
 
 
 @functools.cache
-def overlap(device: torch.device) -> dict[str, bool]:
-    """Options of launches that come ready while the ones before them end, where a GPU has these (from Hopper on)."""
-    if device.type == "cpu" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
-        return {}
-    return {"OVERLAP": True, "launch_pdl": True}
+def _overlaps(device: torch.device) -> bool:
+    """Whether launches can overlap on a GPU, as they can from Hopper on."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
@@ -145,7 +151,7 @@ def _normalised(
     _rms_norm[(len(flat),)](
         flat, added, weight, total, out, flat.stride(0), added.stride(0), eps,
         D=width, BLOCK_D=block, SUM=other is not None, PARTS=len(added) // len(flat),
-        num_warps=min(16, max(1, block // 512)), **overlap(x.device),
+        num_warps=min(16, max(1, block // 512)), **overlap(x.device, len(flat)),
     )  # fmt: skip
     return total, out
 
@@ -193,7 +199,7 @@ def _rotated(
         x, keys, cos.contiguous(), sin.contiguous(), out, keys_out, rows, heads, keys.shape[1],
         x.stride(1), x.stride(2), keys.stride(1), keys.stride(2),
         HALF=width // 2, BLOCK_HALF=triton.next_power_of_2(width // 2), num_warps=1, enable_fp_fusion=False,
-        **overlap(x.device),
+        **overlap(x.device, rows),
     )  # fmt: skip
     return out.transpose(1, 2), keys_out.transpose(1, 2)
 
@@ -202,5 +208,7 @@ def gate(gated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`silu(gated) · up` of one shape in one launch (SwiGLU; Shazeer, 2020)."""
     gated, up = gated.contiguous(), up.contiguous()
     out = torch.empty_like(gated)
-    _gate[(triton.cdiv(out.numel(), _ELEMENTS),)](gated, up, out, out.numel(), BLOCK=_ELEMENTS, **overlap(out.device))
+    _gate[(triton.cdiv(out.numel(), _ELEMENTS),)](
+        gated, up, out, out.numel(), BLOCK=_ELEMENTS, **overlap(out.device, out.shape[-2])
+    )
     return out

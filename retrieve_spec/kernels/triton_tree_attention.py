@@ -21,8 +21,8 @@ _KEYS_PER_SPLIT = 256
 
 
 def num_splits(kv_heads: int, height: int, capacity: int, processors: int) -> int:
-    """How many programs share one context: enough to fill the GPU, none with less than a few key blocks."""
-    wanted = -(-2 * processors // max(1, kv_heads * -(-height // 64)))
+    """How many programs share one context: what fills the GPU once, none with less than a few key blocks."""
+    wanted = 2 * processors // max(1, kv_heads * -(-height // 64))
     return max(1, min(MAX_SPLITS, -(-capacity // _KEYS_PER_SPLIT), wanted))
 
 
@@ -147,7 +147,7 @@ def packed_tree_attention(
     store_rows[(rows, kv_heads)](
         keys, values, text_of, starts, prefix, slabs, layer,
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        D=width, BLOCK_D=options["BLOCK_D"], num_warps=1, **overlap(keys.device),
+        D=width, BLOCK_D=options["BLOCK_D"], num_warps=1, **overlap(keys.device, rows),
     )  # fmt: skip
     described = (words, depths, prefix, starts, tiles, slabs)
     return _launch(
@@ -182,7 +182,7 @@ def move_rows(
     width = kind.shape[-1]
     move_kept_rows[(places.shape[1], kind.shape[-3], slabs.shape[1])](
         kind, places, slabs, prefix, starts, sources,
-        D=width, BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=1, **overlap(slabs.device),
+        D=width, BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=1,
     )  # fmt: skip
 
 
@@ -211,12 +211,12 @@ def _launch(
         query, keys, values, *described, parts, lse,
         scale, softcap, rows, heads // kv_heads, described[0].shape[1], layer,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        D=width, WINDOW=window, CAPPED=softcap > 0.0, PACKED=packed, **options, **overlap(query.device),
+        D=width, WINDOW=window, CAPPED=softcap > 0.0, PACKED=packed, **options, **overlap(query.device, rows),
     )  # fmt: skip
     merge_splits[(height, kv_heads)](
         parts, lse, out if sinks is None else sinks, out, rows, height, splits,
         D=width, BLOCK_D=options["BLOCK_D"], BLOCK_S=max(2, triton.next_power_of_2(splits)), SINKS=sinks is not None,
-        **overlap(query.device),
+        **overlap(query.device, rows),
     )  # fmt: skip
     return out
 
@@ -455,13 +455,11 @@ def move_kept_rows(  # type: ignore[no-untyped-def]
     sources,  # int32, ascending: where the last rows held still stand, counted from the first of them
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
 ):
     """Move the last rows held of one text, of one head of a layer, to where they belong.
 
     No source lies before its row, so that going through them in order overwrites none that is still to be read.
     """
-    take_turn(OVERLAP)
     layer = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     text = tl.program_id(2)

@@ -360,8 +360,7 @@ class CudaGraphCapture:
         stream, graph = self._stream, torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # a capture that fails leaves its stream the current one
-            for _ in range(2):
-                run()
+            run()
             # "thread_local": what other threads do on a GPU meanwhile is none of this graph's business
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 run()
@@ -458,8 +457,5 @@ class PassGraphs:
 
 
 def _gpu_bytes(device: torch.device) -> int:
-    """Memory that torch holds on a GPU, without the blocks it keeps for later."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)
+    """Memory that torch holds on a GPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
