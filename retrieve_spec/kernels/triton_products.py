@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from retrieve_spec.kernels.triton_rows import add_rms_norm, overlap, take_turn
 
-BLOCKS = (16, 64)
+BLOCKS = (16, 64, 128)
 """Rows of a program's product; with more, torch's products are faster."""
 LAYERS = 3
 """Layers of one launch at most."""

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 _ELEMENTS = 1024
-_FEW = 16
+_FEW = 32
 """Rows up to which launches are short: wider ones are not left room enough by the next that come ready."""
 
 
