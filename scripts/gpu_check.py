@@ -29,6 +29,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 import traceback
 from collections import Counter
@@ -407,14 +408,14 @@ def main() -> None:
     """Run the sections, and print one JSON object last."""
     places = {"model": "", "trace": "", "out": "", "only": [""]}
     options = arguments(__doc__, **places, seconds=300.0, dry_run=False)
+    if options.dry_run and "TRITON_INTERPRET" not in os.environ:  # which Triton reads when it is imported, as it is
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
     torch.set_grad_enabled(False)
     check = Check(options)
     wanted = options.only if any(options.only) else ["kernels", "choice", "families", "chat", "8b"]
     if "kernels" in wanted and not check.dry:
         check.part("kernels", lambda: kernels(check))
     if "choice" in wanted:
-        if check.dry:
-            os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
         for rows, vocab in itertools.product(
             (1, 3) if check.dry else (1, 17, 65), (3000,) if check.dry else (49152, 128256)
         ):
