@@ -254,15 +254,15 @@ class CallParser:
 
     def _read_tagged(self, body: str) -> tuple[Any, int]:
         """A function's name and arguments, and where they end; errors are those of `_read_json`."""
-        assert self._tagged is not None
+        assert self._tagged is not None and self._fmt.tags is not None
         found = self._tagged.match(body, partial=True)
         if found is None:
             raise ValueError
         if found.partial:
             raise json.JSONDecodeError("more is to come", body, len(body))
-        name = found["name"]
+        name, edge = found["name"], self._fmt.tags.value_close.partition("<")[0]
         pairs = zip(found.captures("key"), found.captures("value"), strict=True)
-        arguments = {key: _value(text, _takes_text(self._schemas[name], key)) for key, text in pairs}
+        arguments = {key: _value(text.removesuffix(edge), _takes_text(self._schemas[name], key)) for key, text in pairs}
         return {"name": name, "arguments": arguments}, found.end()
 
     def _call(self, value: Any) -> ToolCall | None:
@@ -296,9 +296,9 @@ def _tagged_call(tags: Tags, close: str, names: Collection[str]) -> regex.Patter
 
     name = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
     key, end = spelled(tags.key, "(?P<key>[^<>]+)"), spelled(tags.end) or rf"(?=\s*{regex.escape(close)})"
-    begun, ended = ("\n?" if "\n" in edge else "" for edge in (tags.key[-1], tags.value_close[0]))
+    begun = "\n?" if tags.key.endswith("\n") else ""
     next_key = spelled(tags.key.partition("{}")[0])
-    one = rf"(?>\s*{key}{begun}(?P<value>.*?){ended}{spelled(tags.value_close)}(?=\s*(?:{next_key}|{end})))"
+    one = rf"(?>\s*{key}{begun}(?P<value>.*?){spelled(tags.value_close)}(?=\s*(?:{next_key}|{end})))"
     return regex.compile(rf"{spelled(tags.head, f'(?P<name>{name})')}{one}*\s*{end}", regex.DOTALL)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 import pytest
 from live import Live
@@ -154,6 +155,15 @@ def test_damage_in_tags_costs_no_time():
     many = in_tags(fmt, ToolCall("f", {f"a{i}": "</parameter>" * 20 for i in range(200)}))
     text = many.replace("</function>", "</fun>")
     assert said(fmt, [text]) == [text]
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+def test_a_long_value_is_read_as_fast_as_it_comes(name):
+    """It is looked at again with each piece: 56,000 characters took half a minute."""
+    fmt, call = find_tool_format("", name), ToolCall("f", {"text": "x = 1  # code\n" * 4000})
+    began = perf_counter()
+    assert said(fmt, in_tags(fmt, call).splitlines(keepends=True)) == [call]
+    assert perf_counter() - began < 8
 
 
 def test_a_format_is_told_by_a_template_or_named():
