@@ -390,9 +390,11 @@ def _tagged_rules(call: str, name: str, schema: Mapping[str, Any], tags: Tags, m
         if constants and isinstance(constants, list) and all(isinstance(constant, str) for constant in constants):
             rules.append(f"{value}: {' | '.join(map(mark, constants))}")
         elif not _takes_text(schema, key):
-            named = {part: schema[part] for part in ("$defs", "definitions") if part in schema}
-            wanted = {**given, **named, **_BLANKS} if isinstance(given, dict) else {}
-            rules.append(f"{value}: %json {json.dumps(wanted)}")
+            wanted = json.dumps({**given, **_BLANKS} if isinstance(given, dict) else {})
+            if '"$ref": "#' in wanted:  # from the root of the schema of all arguments
+                wanted = json.dumps({**given, **_BLANKS, "$defs": {"all": schema}})
+                wanted = wanted.replace('"$ref": "#', '"$ref": "#/$defs/all')
+            rules.append(f"{value}: %json {wanted}")
         elif "<[" in close:  # a token, which is no part of any text
             rules.append(f"{value}: /(?s:.*)/")
         else:

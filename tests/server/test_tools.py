@@ -150,6 +150,20 @@ def test_a_grammar_of_tags_lets_calls_through(name, steered):
     assert not takes({"path": "a", "count": 1, "mode": "x"})
 
 
+@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+def test_references_in_tags_are_from_the_root_of_all_arguments(name):
+    llguidance = pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
+    hf = pytest.importorskip("llguidance.hf")
+    fmt, (_, tokenizer) = find_tool_format("", name), load_model("reference")
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["n"]}
+    schema["properties"]["other"] = {"$ref": "#/properties/n"}
+    grammar = calls_grammar(fmt, {"f": schema}, json.dumps, several=False)
+    for arguments, fits in (({"n": 1, "next": {"n": 2}, "other": 3}, True), ({"n": 1, "other": "x"}, False)):
+        matcher = llguidance.LLMatcher(hf.from_tokenizer(tokenizer), grammar)
+        ids = tokenizer.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, matcher.get_error()
+
+
 def test_damage_in_tags_costs_no_time():
     fmt = find_tool_format("", "qwen-coder")
     many = in_tags(fmt, ToolCall("f", {f"a{i}": "</parameter>" * 20 for i in range(200)}))
