@@ -72,7 +72,11 @@ class Conversation:
         question = {"role": "user", "content": self.loaded + text}
         self.loaded = ""
         request = request_of(self._model, self._tokenizer, [*self.messages, question], self._options)
-        self._begin_with(request["input_ids"][0].tolist())
+        ids = request["input_ids"][0].tolist()
+        most = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if most and len(ids) >= most:
+            raise PromptError(f"a conversation of fewer than {most} tokens", f"{len(ids)}", "/clear forgets it.")
+        self._begin_with(ids)
         seed, began, first, pieces = self._options["seed"], time.perf_counter(), 0.0, []
         inputs = {name: request.pop(name) for name in ("input_ids", "attention_mask")}
         with generate_stream(self._model, inputs, past_key_values=self._cache, seed=seed, **request) as stream:

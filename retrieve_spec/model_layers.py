@@ -54,13 +54,15 @@ def embedded_tokens(model: Any) -> int:
 def decoder_blocks(model: Any) -> nn.ModuleList:
     """The blocks of a decoder: its list of modules with as many entries as the config has layers.
 
+    An encoder of images or text beside it may have as many.
+
     Raises
     ------
     UnsupportedModelError
         When the model keeps them in another way.
     """
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    for module in model.modules():
+    for module in (*model.get_decoder().modules(), *model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModelError(

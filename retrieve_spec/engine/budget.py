@@ -209,18 +209,16 @@ class Backoff:
 def within(tree: DraftTree, vocabulary: int) -> DraftTree:
     """The nodes of a tree that a model of so many tokens can read, without those behind others."""
     kept = tree.token_ids.astype(np.uint32) < vocabulary  # one that is negative is no token either
-    if kept.all():
-        return tree
-    for i in range(len(tree)):
-        kept[i] &= tree.parent[i] < 0 or kept[tree.parent[i]]
     return pruned(tree, kept)
 
 
 def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:
-    """The nodes of a tree that are `kept`, (n,) bool; parents of kept nodes are kept."""
+    """The nodes of a tree that are `kept`, (n,) bool, without those behind others: drafters may hope more of these."""
     count = int(kept.sum())
     if kept[:count].all():
         return tree if count == len(tree) else tree.first(count)
+    while (orphans := kept & (tree.parent >= 0) & ~kept[tree.parent]).any():
+        kept = kept & ~orphans
     number = np.cumsum(kept, dtype=np.int32) - 1
     left = tree.nodes(kept)
     left.parent = np.where(left.parent < 0, left.parent, number[left.parent]).astype(np.int32)

@@ -250,7 +250,7 @@ def expand(
     n = best_n = np.int64(ahead)
     gain = 1.0
     depth = n
-    path_p = acceptance * (np.float64(node_p[n - 1]) if n > 0 else 1.0)
+    path_p = min(acceptance, 1.0) * np.float64(node_p[n - 1]) if n > 0 else acceptance  # never above its parent's
     for i in range(ahead):
         gain += np.float64(node_p[i])
         follow(table, cursors, tails, i, i + 1, np.int32(nodes[i, 0]), stores)

@@ -58,7 +58,7 @@ def append_copies(program: torch.export.ExportedProgram, path: str, like: Sequen
     Raises
     ------
     NotImplementedError
-        A layer takes or hands on more than hidden states.
+        A layer takes or hands on more than hidden states, or has tensors that are no weights.
     """
     graph = program.graph_module.graph
     traced = _nodes_by_layer(graph, path, max(like) + 1)
@@ -113,6 +113,8 @@ def _add_weights(program: torch.export.ExportedProgram, path: str, other: str) -
     added: dict[Node, Node] = {}
     for node, spec in zip(nodes, list(specs), strict=True):
         if spec.target is not None and spec.target.startswith(path):
+            if spec.kind is InputKind.CONSTANT_TENSOR:
+                raise NotImplementedError("a layer has a tensor that is no weight")
             with graph.inserting_before(nodes[owned]):
                 added[node] = own = graph.placeholder(f"{node.name}_{len(nodes)}")
             own.meta = dict(node.meta)

@@ -272,10 +272,10 @@ class RecordedPass:
             program = self._export(recording)
         try:
             append_copies(program, next(name for name, part in recording.named_modules() if part is blocks), like)
-        except NotImplementedError as error:
-            raise RecordingError(str(error)) from error
-        for layer, at in enumerate(like):
-            recording.log.repeat(at, layer, blocks)
+            for layer, at in enumerate(like):
+                recording.log.repeat(at, layer, blocks)
+        except Exception as error:  # layers that share modules, or do not attend: all of them are traced then
+            raise RecordingError(f"its layers cannot be repeated ({in_a_line(error)})") from error
         return program
 
     def _export(self, recording: _Recording) -> torch.export.ExportedProgram:

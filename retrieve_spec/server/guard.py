@@ -163,7 +163,7 @@ class _BoundedRequest(Request):
     @property
     def headers(self) -> Headers:
         """The headers, with the type that FastAPI reads."""
-        return Headers(raw=[*super().headers.raw, (b"content-type", b"application/json")])
+        return Headers(raw=[(b"content-type", b"application/json"), *super().headers.raw])
 
     async def body(self) -> bytes:
         """The bytes of the body, in bounds of bytes and time; without any it is a blank, which is no JSON.

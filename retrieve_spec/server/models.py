@@ -254,13 +254,13 @@ class Models:
         await self._make_room(model)
 
     async def _make_room(self, wanted: Model) -> None:
-        """Give up what was used longest ago until there is room; a model that is too large is loaded alone."""
+        """Give up what nobody uses, then what was used longest ago, until there is room, or nothing else is left."""
         while self._most_bytes:
             others = [model for model in self.models.values() if model.service is not None and model is not wanted]
             free = [model for model in others if not model.stays]
             if not free or wanted.size + sum(model.size for model in others) <= self._most_bytes:
                 return
-            await min(free, key=lambda model: model.used).end()
+            await min(free, key=lambda model: (model.users > 0, model.used)).end()
             await asyncio.to_thread(_collect)
 
     async def close(self) -> None:

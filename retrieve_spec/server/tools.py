@@ -254,15 +254,15 @@ class CallParser:
 
     def _read_tagged(self, body: str) -> tuple[Any, int]:
         """A function's name and arguments, and where they end; errors are those of `_read_json`."""
-        assert self._tagged is not None
+        assert self._tagged is not None and self._fmt.tags is not None
         found = self._tagged.match(body, partial=True)
         if found is None:
             raise ValueError
         if found.partial:
             raise json.JSONDecodeError("more is to come", body, len(body))
-        name = found["name"]
+        name, edge = found["name"], self._fmt.tags.value_close.partition("<")[0]
         pairs = zip(found.captures("key"), found.captures("value"), strict=True)
-        arguments = {key: _value(text, _takes_text(self._schemas[name], key)) for key, text in pairs}
+        arguments = {key: _value(text.removesuffix(edge), _takes_text(self._schemas[name], key)) for key, text in pairs}
         return {"name": name, "arguments": arguments}, found.end()
 
     def _call(self, value: Any) -> ToolCall | None:
@@ -296,9 +296,9 @@ def _tagged_call(tags: Tags, close: str, names: Collection[str]) -> regex.Patter
 
     name = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
     key, end = spelled(tags.key, "(?P<key>[^<>]+)"), spelled(tags.end) or rf"(?=\s*{regex.escape(close)})"
-    begun, ended = ("\n?" if "\n" in edge else "" for edge in (tags.key[-1], tags.value_close[0]))
+    begun = "\n?" if tags.key.endswith("\n") else ""
     next_key = spelled(tags.key.partition("{}")[0])
-    one = rf"(?>\s*{key}{begun}(?P<value>.*?){ended}{spelled(tags.value_close)}(?=\s*(?:{next_key}|{end})))"
+    one = rf"(?>\s*{key}{begun}(?P<value>.*?){spelled(tags.value_close)}(?=\s*(?:{next_key}|{end})))"
     return regex.compile(rf"{spelled(tags.head, f'(?P<name>{name})')}{one}*\s*{end}", regex.DOTALL)
 
 
@@ -390,9 +390,11 @@ def _tagged_rules(call: str, name: str, schema: Mapping[str, Any], tags: Tags, m
         if constants and isinstance(constants, list) and all(isinstance(constant, str) for constant in constants):
             rules.append(f"{value}: {' | '.join(map(mark, constants))}")
         elif not _takes_text(schema, key):
-            named = {part: schema[part] for part in ("$defs", "definitions") if part in schema}
-            wanted = {**given, **named, **_BLANKS} if isinstance(given, dict) else {}
-            rules.append(f"{value}: %json {json.dumps(wanted)}")
+            wanted = json.dumps({**given, **_BLANKS} if isinstance(given, dict) else {})
+            if '"$ref": "#' in wanted:  # from the root of the schema of all arguments
+                wanted = json.dumps({**given, **_BLANKS, "$defs": {"all": schema}})
+                wanted = wanted.replace('"$ref": "#', '"$ref": "#/$defs/all')
+            rules.append(f"{value}: %json {wanted}")
         elif "<[" in close:  # a token, which is no part of any text
             rules.append(f"{value}: /(?s:.*)/")
         else:

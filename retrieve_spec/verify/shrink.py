@@ -326,7 +326,8 @@ def layer_kinds(model: Any) -> list[str]:
     blocks, sharing = decoder_blocks(model), _first_sharing(model)
     said = layer_lists(model.config.get_text_config(decoder=True), len(blocks))
     return [
-        repr((_modules(block), [value[i] for value in said.values()], i >= sharing)) for i, block in enumerate(blocks)
+        repr((_modules(block, i), [value[i] for value in said.values()], i >= sharing))
+        for i, block in enumerate(blocks)
     ]
 
 
@@ -336,20 +337,27 @@ def _first_sharing(model: Any) -> int:
     return len(decoder_blocks(model)) - int(shared or 0)
 
 
-def _modules(block: nn.Module) -> list[tuple[str, type, list[Any], list[Any]]]:
+def _modules(block: nn.Module, number: int) -> list[tuple[str, type, list[Any], list[Any]]]:
     return [
-        (name, type(module), [(p.shape, p.dtype) for p in module.parameters(recurse=False)], _settings(module))
+        (name, type(module), [(p.shape, p.dtype) for p in module.parameters(recurse=False)], _settings(module, number))
         for name, module in block.named_modules()
     ]
 
 
-def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """Numbers and names that a module has of its own, but for which layer it is in."""
+def _settings(module: nn.Module, number: int) -> list[tuple[str, Any]]:
+    """What a module has of its own, but for weights; which layer it says to be in, from where it stands."""
     return [
-        (name, value)
+        (name, value - number if name in _NUMBERS_OF_LAYERS else value)
         for name, value in sorted(vars(module).items())
-        if isinstance(value, (bool, int, float, str, tuple, list)) and name not in _NUMBERS_OF_LAYERS
+        if _is_setting(value)
     ]
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether it is a number, a name, a function, a row of such, or numbers by name, as adapters have their scales."""
+    if isinstance(value, dict):
+        return all(isinstance(entry, (int, float)) for entry in value.values())
+    return isinstance(value, (bool, int, float, str, tuple, list)) or callable(value)
 
 
 def _take_weights(first: nn.Module, model: nn.Module) -> None:

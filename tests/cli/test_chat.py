@@ -75,6 +75,11 @@ def test_commands(chatty: str, tmp_path: Path, monkeypatch: Any, capsys: Any) ->
         assert code == 1 and words in err
 
 
+def test_a_conversation_too_long_for_the_model_is_refused(chatty: str, monkeypatch: Any, capsys: Any) -> None:
+    code, out, err = run(["--model", chatty], ["x = 1; " * 1000], monkeypatch, capsys)
+    assert code == 1 and not out and "a conversation of fewer than 2048 tokens, got " in err and "/clear" in err
+
+
 def test_seeds_and_stores_are_those_of_generate(chatty: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ["--model", chatty, "--temperature", "0.9", "--seed"]
     first, again, other = (run([*words, seed], TURNS, monkeypatch, capsys)[1] for seed in ("1", "1", "2"))

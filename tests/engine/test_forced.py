@@ -6,12 +6,16 @@ import json
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batch_rows import CHAINS, left_padded, small_model
 
 import retrieve_spec as rs
 from retrieve_spec import errors
+from retrieve_spec.drafting.drafter import Budget
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.tree import DraftTree
 
 SCHEMA = {
     "type": "object",
@@ -203,3 +207,15 @@ def test_the_extra_is_named(reference_tokenizer: Any, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(errors.ConfigError, match=r"retrieve-spec\[json\]"):
         rs.GrammarProcessor.of(reference_tokenizer, regex="a")
+
+
+def test_a_draft_behind_what_is_forced_is_not_more_probable_than_that() -> None:
+    """Also where more of drafts was right than was expected: what is kept of a tree are its most probable nodes."""
+    drafter = MixtureDrafter(recycling=False)
+    drafter.calibration.drafts[:] = 500.0, 100.0
+    drafter.start(np.array([5, 6, 7, 8] * 12, np.int32))
+    ahead = DraftTree.from_paths([[5, 6]])
+    ahead.log_p[:] = -1.0, -2.0
+    tree = drafter.propose(Budget(16, 12, ahead=ahead))
+    assert tree.token_ids[:4].tolist() == [5, 6, 7, 8]
+    assert (np.diff(tree.log_p[:4]) <= 1e-6).all()

@@ -20,7 +20,7 @@ from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine import joining
-from retrieve_spec.engine.budget import Backoff, Progress, gain, pruned, row_cost, share_out, worth
+from retrieve_spec.engine.budget import Backoff, Progress, gain, pruned, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import CostModel, Costs
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError
@@ -344,3 +344,13 @@ def test_pruned_trees_keep_their_paths() -> None:
     left = pruned(tree, np.array([True, False, False, True, True, False]))
     left.validate()
     assert (left.token_ids.tolist(), left.parent.tolist(), left.depth.tolist()) == ([1, 4, 5], [-1, 0, -1], [1, 2, 1])
+
+
+def test_what_stands_behind_a_node_that_does_not_pay_is_not_kept_without_it() -> None:
+    """Drafters may hope more of it: its position would be another one in the text."""
+    tree = DraftTree.from_paths([[1, 2, 3, 4], [1, 5]])
+    tree.log_p[:] = [0.0, -9.0, -0.1, -0.2, -0.5]
+    for left in share_out([tree, tree], None, 7, np.ones(2)):
+        left.validate()
+    (left,) = share_evenly([tree], None, 4, np.ones(1))
+    assert left.token_ids.tolist() == [1, 5]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from small_decoders import FAMILIES, OPTIONS, accelerate, build, ids
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from retrieve_spec.kernels import layer_rows
 from retrieve_spec.model_layers import decoder_blocks
@@ -65,6 +65,25 @@ def test_kinds_are_told_by_modules_settings_and_config() -> None:
     assert copied_layers(model) == []
 
 
+def test_scales_by_name_forwards_and_places_make_kinds() -> None:
+    model = deep("llama", 9)
+    layers = model.model.layers
+    layers[3].mlp.scaling, layers[4].mlp.scaling = {"default": 1.0}, {"default": 0.99}  # as adapters have them
+    layers[5].mlp.forward = lambda hidden: 0.99 * type(layers[5].mlp).forward(layers[5].mlp, hidden)
+    layers[6], layers[7] = layers[7], layers[6]
+    assert copied_layers(model) == [0, 1, 2, 3, 4, 5, 6, 7, 1]
+
+
+def test_blocks_are_those_of_the_decoder_where_an_encoder_has_as_many() -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    }  # fmt: skip
+    images = CLIPVisionConfig(**sizes, image_size=28, patch_size=14)
+    text = LlamaConfig(**sizes, vocab_size=199, num_key_value_heads=2)
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=images, text_config=text, image_token_index=198))
+    assert decoder_blocks(model) is model.model.language_model.layers
+
+
 class Scaled(LlamaDecoderLayer):  # type: ignore[misc]
     """A layer that does what only its number tells."""
 
@@ -97,6 +116,52 @@ def test_every_layer_is_traced_where_copies_would_be_wrong(block: Any, caplog: A
     assert "the pass is recorded in another way" in caplog.text
     assert model.speculation.pass_kind == "recorded", model.speculation.pass_reason
     assert torch.equal(model.generate(ids(20), **OPTIONS), wanted)
+
+
+class Silent(torch.nn.Module):
+    """Stands for attention that was cut away."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return torch.zeros_like(hidden_states), None
+
+
+class Gained(LlamaMLP):  # type: ignore[misc]
+    """Keeps a factor as a plain attribute."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * self.gain
+
+
+def share(model: Any) -> None:
+    """Give all layers the products of the first one."""
+    for layer in model.model.layers:
+        layer.mlp = model.model.layers[0].mlp
+
+
+def gain(model: Any) -> None:
+    """Give each layer a factor of its own."""
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.__class__ = Gained
+        layer.mlp.gain = torch.tensor(1 + i / 4)
+
+
+def reverse(model: Any) -> None:
+    """Let the last layer be the first one, and keep its number."""
+    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
+
+
+def silence(model: Any) -> None:
+    """Cut the attention of a layer away."""
+    model.model.layers[2].self_attn = Silent()
+
+
+@pytest.mark.parametrize("change", [share, gain, reverse, silence])
+def test_layers_that_were_changed_by_hand_say_the_same(change: Any) -> None:
+    model = deep("llama", 5)
+    change(model)
+    wanted = model.generate(ids(20), **OPTIONS)
+    assert torch.equal(accelerate(model).generate(ids(20), **OPTIONS), wanted)
+    assert model.speculation.pass_kind == ("model's own" if change is silence else "recorded")
 
 
 def test_a_deep_model_says_the_same() -> None:

@@ -322,6 +322,12 @@ def test_deeply_nested_and_broken_json(server):
         assert raw.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("called", ["application/x-www-form-urlencoded", "text/plain", ""])
+def test_a_body_is_json_whatever_its_client_calls_it(server, called):
+    raw = server.client.post("/tokenize", content='{"content": "a b"}', headers={"Content-Type": called})
+    assert raw.status_code == 200 and raw.json()["tokens"], raw.text
+
+
 # ── giving up ──
 
 

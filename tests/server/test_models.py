@@ -150,6 +150,21 @@ def test_a_request_under_way_keeps_its_model(several):
     assert s.loads == ["a", "b", "a"]
 
 
+def test_a_model_that_nobody_uses_is_given_up_first(several):
+    s = several(most_bytes=20)
+    backend = s.backend("a")
+    backend.gate = threading.Semaphore(1)
+    asked = {"model": "a", "messages": HELLO, "stream": True}
+    with ThreadPoolExecutor(1) as pool, s.server.client.stream("POST", "/v1/chat/completions", json=asked) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert s.said("b") == "I am b"
+        assert pool.submit(s.said, "c").result(10) == "I am c"
+        backend.gate.release(100)
+        assert "data: [DONE]" in list(lines)
+    assert s.states == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+
+
 def test_who_waits_for_a_model_is_answered_and_only_so_many_may_wait(several):
     s = several(config=ServeConfig(max_queue=3))
     s.gate = threading.Semaphore(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 import pytest
 from live import Live
@@ -149,11 +150,34 @@ def test_a_grammar_of_tags_lets_calls_through(name, steered):
     assert not takes({"path": "a", "count": 1, "mode": "x"})
 
 
+@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+def test_references_in_tags_are_from_the_root_of_all_arguments(name):
+    llguidance = pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
+    hf = pytest.importorskip("llguidance.hf")
+    fmt, (_, tokenizer) = find_tool_format("", name), load_model("reference")
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["n"]}
+    schema["properties"]["other"] = {"$ref": "#/properties/n"}
+    grammar = calls_grammar(fmt, {"f": schema}, json.dumps, several=False)
+    for arguments, fits in (({"n": 1, "next": {"n": 2}, "other": 3}, True), ({"n": 1, "other": "x"}, False)):
+        matcher = llguidance.LLMatcher(hf.from_tokenizer(tokenizer), grammar)
+        ids = tokenizer.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, matcher.get_error()
+
+
 def test_damage_in_tags_costs_no_time():
     fmt = find_tool_format("", "qwen-coder")
     many = in_tags(fmt, ToolCall("f", {f"a{i}": "</parameter>" * 20 for i in range(200)}))
     text = many.replace("</function>", "</fun>")
     assert said(fmt, [text]) == [text]
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+def test_a_long_value_is_read_as_fast_as_it_comes(name):
+    """It is looked at again with each piece: 56,000 characters took half a minute."""
+    fmt, call = find_tool_format("", name), ToolCall("f", {"text": "x = 1  # code\n" * 4000})
+    began = perf_counter()
+    assert said(fmt, in_tags(fmt, call).splitlines(keepends=True)) == [call]
+    assert perf_counter() - began < 8
 
 
 def test_a_format_is_told_by_a_template_or_named():
