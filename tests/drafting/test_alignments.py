@@ -7,7 +7,6 @@ import numpy as np
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.session import SessionMemory
 
 ALIGNMENT = SOURCE_NAMES.index("alignment")
 
@@ -38,19 +37,3 @@ def test_copies_with_replaced_words_take_fewer_passes(run):
             sources[drafter] |= {int(s) for tree in trees for s in tree.source}
     assert passes[aligned] < passes[exact]
     assert sources[aligned] - sources[exact] == {ALIGNMENT}
-
-
-def test_what_one_request_was_aligned_with_is_nothing_to_the_next(run):
-    """Trees of a request are those of a drafter that has the calibration and the session, and never saw the text."""
-    first, second = renamed(1), renamed(2)
-    used, fresh = MixtureDrafter(session=SessionMemory()), MixtureDrafter(session=SessionMemory())
-    for drafter in (used, fresh):
-        run(drafter).request(*first)
-    other = MixtureDrafter(session=fresh.session, calibration=fresh.calibration)
-    other._learned, other._use, other._scratch = fresh._learned, fresh._use, fresh._scratch
-    other.recycling = fresh.recycling
-    a, b = (run(drafter).request(*second) for drafter in (used, other))
-    assert len(a.trees) == len(b.trees)
-    for one, two in zip(a.trees, b.trees, strict=True):
-        for name in ("token_ids", "parent", "log_p", "source"):
-            assert (getattr(one, name) == getattr(two, name)).all()

@@ -55,16 +55,3 @@ def test_drafts_are_those_without_the_filter(many, monkeypatch, seed):
     monkeypatch.setattr(store_module, "filter_contexts", lambda tables: off)
     assert drafted_streams.drafted(seed, str(many.path)) == there
     assert any(tree["token_ids"] for tree in there)
-
-
-def test_few_tables_and_large_ones_are_asked_one_by_one(many, monkeypatch):
-    from retrieve_spec.datastore import indexes
-
-    tables = [segment.ngram for segment in many.segments]
-    assert indexes.filter_contexts(tables[:3]).columns == (-1, -1, -1)
-    assert indexes.filter_contexts([*tables[:3], None, *tables[3:6]]).columns == (0, 1, 2, -1, 3, 4, 5)
-    monkeypatch.setattr(indexes, "_SMALL_SLOTS", 0)
-    assert set(indexes.filter_contexts(tables).columns) == {-1}
-    monkeypatch.setattr(indexes, "_SMALL_SLOTS", 1 << 18)
-    monkeypatch.setattr(indexes, "_FILTER_BYTES", 1 << 10)
-    assert indexes.filter_contexts(tables).marks.nbytes <= 1 << 10

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
-from retrieve_spec.drafting.published import base
 from retrieve_spec.drafting.published.logits import TEMPLATE, LogitSpec, Lookahead, TokenRecycling
 from retrieve_spec.drafting.published.search import AdaptiveTrigram, Stand, best_tree
 from retrieve_spec.drafting.published.stores import Hierarchy, Rest, Sam, SamRecycling, frequent_grams
@@ -305,14 +304,3 @@ def test_stand_keeps_the_places_that_were_right_most_often():
     hits = Counter({(1,): 900, (1, 1): 800, (1, 1, 1): 700, (0,): 10})
     assert best_tree(hits, 1000, 3, 20) == [(1,), (1, 1), (1, 1, 1)]
     assert max(len(path) for path in best_tree(hits, 1000, 80, 2)) == 2
-
-
-def test_builder_keeps_the_limits_and_the_order():
-    builder = base.TreeBuilder(4, 2)
-    a = builder.add(-1, 1, 0.2, 0)
-    b = builder.add(-1, 2, 0.5, 0)
-    assert builder.add(-1, 1, 0.3, 0) == a and builder.add(a, 3, 0.1, 0) == 2
-    assert builder.add(2, 4, 0.1, 0) == base.FULL  # too deep
-    assert builder.add(b, 5, 0.1, 0) == 3 and builder.add(b, 6, 0.1, 0) == base.FULL  # too many
-    tree = builder.tree()
-    assert tree.token_ids.tolist() == [2, 5, 1, 3] and builder.places == [2, 0, 3, 1]
