@@ -133,15 +133,6 @@ def test_what_is_no_token_is_refused(answer: list[int], tmp_path: Path) -> None:
     assert len(memory) == 0
 
 
-def test_what_waits_for_a_save_is_bounded(tmp_path: Path) -> None:
-    memory = RolloutMemory(tmp_path / "rollouts.bin", answers=2, save_every=0)
-    for number in range(5000):
-        memory.remember(ids(number % 3), ids(number, 1))
-    assert len(memory._new) <= 1100
-    memory.save()
-    assert contents(RolloutMemory(memory.path), ids(0)) == contents(memory, ids(0)) == [[[4995, 1], [4998, 1]]]
-
-
 def test_saves_when_it_is_due(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.bin"
     memory = RolloutMemory(path, save_every=3)
