@@ -6,7 +6,6 @@ import json
 
 import fsspec
 import pytest
-from test_share import store  # noqa: F401 (a fixture)
 
 from retrieve_spec.cli import run
 from retrieve_spec.datastore.edit import merge_datastores, remove_documents
@@ -15,8 +14,6 @@ from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.remote import Remote, public_name
 from retrieve_spec.datastore.share import name_of, push_datastore
 from retrieve_spec.errors import BuildError, StoreCorruptError
-
-# ruff: noqa: F811 (fixtures of other modules)
 
 
 @pytest.fixture(autouse=True)

@@ -30,12 +30,6 @@ from retrieve_spec.errors import (
 )
 
 
-@pytest.fixture
-def store(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", Source(str(texts), "MIT"), tokenizer)
-    return tmp_path / "s"
-
-
 def test_only_what_is_missing_travels(store, url, records, tmp_path):
     first = push_datastore(store, url)
     assert (first.version, first.kept) == (1, 0)
