@@ -87,18 +87,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def check_tie(model: Any, expected: torch.Tensor, got: torch.Tensor) -> None:
-    """Where two texts part, both tokens are as probable up to the rounding of logits."""
-    if not torch.equal(expected, got):
-        at = int((expected != got).nonzero()[0])
-        logits = model(expected[None, :at]).logits[0, -1].detach().float()
-        apart = abs(float(logits[expected[at]] - logits[got[at]]))
-        assert apart <= 4 * torch.finfo(torch.bfloat16).eps * float(logits.abs().max())
-
-
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_packed_models_are_kept_and_drafted_for(tmp_path: Path, cache: Path, quantize: str, tied: bool) -> None:
+def test_packed_models_are_kept(tmp_path: Path, cache: Path, quantize: str, tied: bool) -> None:
     folder = save_llama(tmp_path / "model", tied)
     made, _ = load_model(folder, device="cpu", quantize=quantize)
     (kept,) = (cache / "quantized").iterdir()
@@ -109,13 +100,6 @@ def test_packed_models_are_kept_and_drafted_for(tmp_path: Path, cache: Path, qua
     assert torch.equal(model(PROMPT).logits, made(PROMPT).logits)
     assert type(model.model.layers[1].mlp.up_proj) is PackedLinear
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    expected = model.generate(PROMPT, do_sample=False, max_new_tokens=30)
-    rs.accelerate(model, nodes=8, session=True, recorded_pass="always")
-    assert model.speculation.mode == "tree"
-    for _ in range(2):
-        check_tie(made, expected[0], model.generate(PROMPT, do_sample=False, max_new_tokens=30)[0])
-    assert model.speculation.last.pass_kind == "recorded"
-    assert model.speculation.last.passes < 25, "its own answer drafts for it"
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])

@@ -87,19 +87,6 @@ def test_without_a_file_scopes_are_apart_as_well(day: Any, ask: Any) -> None:
     assert ask(model, scope="alice")[1] < passes / 2
 
 
-def test_logits_of_one_scope_are_not_drafted_for_another(day: Any, ask: Any) -> None:
-    model = day(session=True)
-    text, _ = ask(model, scope="alice")
-    recycling = model.speculation.drafter().recycling
-
-    def known() -> int:
-        return sum(recycling.lookup(text[at - 3 : at])[2] == 3 for at in range(len(text) - 30, len(text)))
-
-    assert known() > 5
-    ask(model, scope="bob", max_new_tokens=1)
-    assert known() < 5
-
-
 def test_what_cannot_be_kept_is_said(day: Any, reference_model: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a tokenizer to keep a session with"):
         rs.accelerate(reference_model, session=tmp_path / "day.bin")
