@@ -25,14 +25,6 @@ def row(task, i):
     return {"task": task, "prompt": f"def f{i}(a, b):", "output": f"\n    return a + b + {i}\n" * 12}
 
 
-def test_tasks_take_turns_and_short_answers_and_long_prompts_are_left_out(tmp_path):
-    rows = [row("math", i) for i in range(5)] + [row("writing", 7), row("coding", 8), row("qa", 9)]
-    rows += [{**row("qa", 10), "output": "short"}, {**row("rag", 11), "prompt": "a b c " * 300}]
-    found = script.chosen(options(tmp_path, rows, 5))
-    assert [answer.task for answer in found] == ["mt_bench", "qa", "mt_bench", "mt_bench", "mt_bench"]
-    assert all(answer.new == 40 and answer.prompt.shape[1] + 40 == len(answer.trace) for answer in found)
-
-
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_every_method_gives_the_recorded_answers(tmp_path, monkeypatch, weights):
     monkeypatch.setitem(script.SHAPES, "tiny", (64, 128, 2, 4, 2, 8192))
