@@ -42,7 +42,7 @@ class Together:
 
     def accelerate(self, graphs: bool) -> None:
         model, recorded, captured = self.placed.model, self.placed.recorded, self.graphs if graphs else None
-        rs.accelerate(model, nodes=12, recorded_pass="off")
+        self.placed.prepare(nodes=12)
         interface = read_interface(model)
         model.speculation._make_verifier = lambda: RecordedVerifier(
             model, HFVerifier(model, interface), recorded, captured
