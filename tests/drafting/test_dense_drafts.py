@@ -96,20 +96,6 @@ def test_fed_text_leaves_the_neighbours_behind(store, followed):
     assert index.asked == 0
 
 
-def test_after_a_rejected_draft_the_state_before_the_new_root_is_asked_for(store):
-    """The text jumps from one document to another; neighbours that go on with another token are dropped."""
-    drafter = Dresd([store])
-    first, second = TEXTS[0], TEXTS[1]
-    jump = [*first[30:40], *paraphrase(second[:20]), *second[20:40]]
-    accepted, trees = generate(drafter, paraphrase(first[:30]), jump)
-    assert sum(accepted) >= 20
-    written = 1
-    for tree, a in zip(trees, accepted, strict=True):
-        assert all((tree.source == DENSE).tolist())
-        written += a + 1
-    assert written >= len(jump)
-
-
 def test_drafts_end_with_their_document(store):
     for drafter in (Dresd([store]), auto(store)):
         _, trees = generate(drafter, paraphrase(TEXTS[0][:140]), TEXTS[0][140:143])

@@ -4,11 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from tokenizers import processors
 
 from retrieve_spec.bench.replay import Replay, TraceRow, read_trace, replay_trace, walk
-from retrieve_spec.cli import cli
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import TraceError
 
@@ -178,20 +176,3 @@ def test_a_session_is_remembered_only_when_asked_for(answers):
     assert kept["accepted_by_source"]["session"] > 25
     assert "session" not in without["accepted_by_source"]
     assert without["by_task"]["b"]["passes"] <= 2 + 40 + 8, "fed text is drafted from"
-
-
-def test_replay_from_the_command_line(answers):
-    path, tokenizer = answers
-    arguments = ["bench", "replay", str(path), "--tokenizer", str(tokenizer), "--session", "--limit", "3", "--quiet"]
-    arguments += ["--nodes", "20"]
-    plain = CliRunner().invoke(cli, arguments)
-    assert plain.exit_code == 0, plain.output
-    found = CliRunner().invoke(cli, [*arguments, "--json", "--by-task"])
-    assert found.exit_code == 0, found.output
-    result = json.loads(found.output.splitlines()[-1])
-    expected = replay_trace(path, tokenizer, session=True, limit=3, nodes=20)
-    for name in ("tokens", "passes", "tokens_per_pass", "nodes_per_pass", "by_task", "accepted_by_source"):
-        assert result[name] == expected[name]
-    assert f"{result['tokens_per_pass']:.3f} tokens per pass" in plain.output
-    bare = CliRunner().invoke(cli, [*arguments, "--json"])
-    assert "by_task" not in json.loads(bare.output.splitlines()[-1])

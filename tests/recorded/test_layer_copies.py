@@ -17,7 +17,7 @@ from retrieve_spec.recorded.layer_copies import copied_layers
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
-WINDOWED: dict[str, Any] = {"sliding_window": 8, "layer_types": KINDS * 2}
+WINDOWED: dict[str, Any] = {"sliding_window": 8, "layer_types": KINDS * 3}
 
 
 def deep(model_type: str, layers: int) -> Any:
@@ -39,19 +39,30 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_copies_are_what_every_layer_shows(model_type: str) -> None:
-    model = deep(model_type, 6)
+    model = deep(model_type, 9)
     like = copied_layers(model)
-    assert len(like) == 6 and max(like) < 4
+    assert len(like) == 9 and max(like) < 4
     blocks = len(list(model.modules()))
-    whole, copied = (RecordedPass(model, 6, row_kernels=layer_rows, like=like) for like in ((), like))
+    whole, copied = (RecordedPass(model, 9, row_kernels=layer_rows, like=like) for like in ((), like))
     assert len(list(model.modules())) == blocks
-    assert copied.rules == whole.rules and copied.no_states()[5][0].shape == whole.no_states()[5][0].shape
+    assert copied.rules == whole.rules and copied.no_states()[8][0].shape == whole.no_states()[8][0].shape
     tokens, positions = ids(12), torch.arange(12)[None]
     for ours, theirs in zip(copied.run(tokens, positions, attend), whole.run(tokens, positions, attend), strict=True):
         assert torch.equal(ours, theirs)
     with torch.no_grad():
-        next(decoder_blocks(model)[5].parameters()).mul_(2)
+        next(decoder_blocks(model)[8].parameters()).mul_(2)
     assert not torch.equal(copied.run(tokens, positions, attend)[0], theirs)
+
+
+def test_kinds_are_told_by_modules_settings_and_config() -> None:
+    assert copied_layers(deep("llama", 2)) == []
+    assert copied_layers(deep("llama", 5)) == [0, 1, 1, 1, 1]
+    assert copied_layers(deep("gemma3_text", 9)) == [0, 1, 2, 1, 1, 2, 1, 1, 2]
+    model = deep("llama", 5)
+    model.model.layers[3].self_attn.scaling = 0.5
+    assert copied_layers(model) == [0, 1, 2, 3, 1]
+    model.model.layers[4].mlp.act_fn = torch.nn.GELU()
+    assert copied_layers(model) == []
 
 
 class Scaled(LlamaDecoderLayer):  # type: ignore[misc]
