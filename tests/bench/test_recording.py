@@ -19,7 +19,7 @@ PROMPTS = [
     Prompt("two turns", "writing", (CODE, "\n\ndef side(area, width):\n")),
     Prompt("one", "qa", ("import os\nimport sys\n\n\ndef main():\n",)),
 ]
-NODES, LENGTH = 24, 64
+NODES, LENGTH = 24, 40
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ def questions(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folder(questions, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "run"
-    words = ["--prompts", f"spec-bench:{questions}", "--methods", METHODS, "--max-new-tokens", "24", "--runs", "2"]
+    words = ["--prompts", f"spec-bench:{questions}", "--methods", METHODS, "--max-new-tokens", "12", "--runs", "2"]
     assert cli.run(["bench", "run", *words, "--device", "cpu", "--out", str(out), "--quiet", "--json"]) == 0
     return out
 

@@ -83,16 +83,6 @@ def test_errors_become_exit_codes_without_a_traceback(error, code, text, capsys,
     assert "Traceback" not in err
 
 
-def test_a_model_is_measured_with_and_without_drafts(capsys):
-    assert cli.run(["doctor", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    model = facts["model"]
-    assert model["mode"] == "tree" and model["pass_kind"] == "recorded" and model["pass_reason"] == ""
-    assert model["speedup"] > 0 and model["identical"] is True
-    assert set(model["texts"]) == {"unseen", "seen", "edit", "structured", "prose"}, "it says of which texts"
-    assert facts["kernels"]["kept"] and facts["machine"]["packages"]["torch"]
-
-
 def test_a_machine_is_described_without_a_model(capsys):
     assert cli.run(["doctor", "--model", "none"]) == 0
     words = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
