@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 
 import numpy as np
@@ -168,18 +167,6 @@ def test_an_expected_answer_is_drafted_once():
     llama.draft_model.expect([60, 61, 62, 63, 64, 65, 66, 67])
     assert called(llama, [99, 60, 61])[:4] == [62, 63, 64, 65]
     assert called(llama, [98, 60, 61]) == []
-
-
-def test_a_llama_that_is_gone_leaves_no_text():
-    draft = DraftModel(session=True)
-    for i in range(4):
-        Llama(draft).write([10 * i], 20)
-        gc.collect()
-    called(Llama(draft), [1])
-    assert draft.statistics()["under_way"] == 1
-    assert len(draft.drafter.session.texts) == 4
-    draft.close()
-    assert draft.statistics()["under_way"] == 0
 
 
 def test_a_failure_leaves_the_text_and_ends_drafting(caplog, monkeypatch):

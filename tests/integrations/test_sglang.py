@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 from array import array
@@ -120,19 +119,6 @@ def test_answers_are_remembered_whole_and_once():
     request.finished_reason = "stop"
     corpus.end_those_gone()
     assert [text.tolist() for text in corpus.drafter.session.texts] == [[11, 12, 13, 14, 15, 16, 17]]
-
-
-def test_requests_that_are_given_up_are_forgotten():
-    corpus = corpus_of()
-    for i in range(5):
-        request = Request(f"r{i}", [1, 2, 3])
-        corpus.trees([request], [[]])
-        if i % 2:
-            request.finished_reason = "abort"
-        del request
-        gc.collect()
-    corpus.end_those_gone()
-    assert not list(corpus.drafter)
 
 
 def test_tokens_taken_back_and_names_that_come_back():
