@@ -66,18 +66,6 @@ def test_a_model_that_is_wrong_behind_pictures_alone(when: str, mode: str) -> No
     assert torch.equal(*drawn)
 
 
-def test_without_it_the_text_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieve_spec.verify.hf import SignatureModes
-
-    monkeypatch.setattr(SignatureModes, "examine", lambda *args: ("tree", ""))
-    model = wrong_behind_pictures("got_ocr2", "siblings")
-    inputs = picture_prompt(model)
-    wanted = type(model).generate(model, **inputs, **GREEDY)
-    planted = Planted()
-    rs.accelerate(model, drafter=planted, nodes=12, recorded_pass="off")
-    assert not decoded(model, inputs, planted, wanted)[0]
-
-
 def test_generations_beside_each_other_keep_their_own_pictures_positions() -> None:
     """Such models keep to themselves how far the positions of the prompt that they read last are behind its slots."""
     model = build("qwen2_vl", "image")

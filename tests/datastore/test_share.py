@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,9 +9,8 @@ from contextlib import contextmanager
 import fsspec
 import pytest
 from byte_tokenizers import byte_tokenizer
-from test_build import contents, digest
+from test_build import contents
 
-from retrieve_spec.cli import run
 from retrieve_spec.datastore import remote as remotes
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents
@@ -221,16 +219,3 @@ def test_opening_an_address(store, url, tokenizer, tmp_path, monkeypatch):
     assert open_datastore(url).manifest.documents == 3
     with pytest.raises(BuildError, match="no network"):
         open_datastore(url + "other")
-
-
-def test_commands(store, tmp_path, capfd):
-    url = f"file://{tmp_path}/remote"
-    assert run(["push", str(store), url, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["version"] == 1
-    assert run(["pull", url, str(tmp_path / "t")]) == 0
-    assert "pull: 4 documents" in capfd.readouterr().out
-    assert run(["push", str(store), "nowhere://x"]) == 1
-    assert "could not reach nowhere://x" in capfd.readouterr().err
-    copied = shutil.copytree(tmp_path / "remote", tmp_path / "copied")  # a plain copy is a store
-    verify_datastore(copied)
-    assert digest(copied / "segments") == digest(store / "segments")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batch_rows import KINDS, small_model
-from transformers import LogitsProcessor
+from transformers import DynamicCache, LogitsProcessor
 
 import retrieve_spec as rs
 from retrieve_spec.engine import joining
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.sampling.samplers import make_sampler
+from retrieve_spec.verify.verifier import VerifierInputs
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 4, "max_new_tokens": 16}
 WAYS = ["always", "off"]
@@ -84,6 +86,21 @@ def test_the_same_tokens_under_another_mask_or_at_other_positions_are_another_pr
     for given, wanted in zip(calls, plain, strict=True):
         assert torch.equal(tiny.generate(ids, **given, **options), wanted)
         assert tiny.speculation.last.mode == "tree"
+
+
+def test_rows_that_are_handed_to_others_are_copies(tiny: Any) -> None:
+    rs.accelerate(tiny, recorded_pass="always")
+    (verifier,) = tiny.speculation.verifiers()
+    ids = prompt_of(40)
+    verifier.start(VerifierInputs(ids, {"past_key_values": DynamicCache(config=tiny.config)}, max_length=60))
+    for tokens in (ids[0].numpy().astype(np.int32), np.array([5], np.int32)):
+        with torch.no_grad():
+            verifier.forward(tokens)
+        verifier.commit(np.empty(0, np.int32))
+    layer = verifier.copy_rows().layers[0]
+    before = layer.keys.clone()
+    verifier.finish().layers[0].keys.zero_()
+    assert torch.equal(layer.keys, before)
 
 
 class Failing(LogitsProcessor):

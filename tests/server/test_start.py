@@ -81,29 +81,3 @@ def test_requests_before_the_model_is_there_are_told_so_at_once():
         _, said = server.communicate(timeout=60)
     assert "bundled model" in said and "--model Qwen/Qwen2.5-Coder-1.5B" in said
     assert "Traceback" not in said
-
-
-def test_a_server_that_is_ready_has_every_kernel_that_requests_use():
-    code = """
-from numba.core import caching
-from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.run import build_service
-from retrieve_spec.server.schemas import ChatRequest, InfillRequest
-from retrieve_spec.server.service import Caller
-
-service, late, done = build_service("reference", ServeConfig()), [], []
-load = caching.Cache.load_overload
-caching.Cache.load_overload = lambda cache, *args: (late.append(cache._name), load(cache, *args))[1]
-text = "".join(f"def area_{i}(width, height):\\n    return width * height + {i}\\n\\n\\n" for i in range(30))
-for fields in ({"temperature": 0.8}, {"temperature": 0.8, "top_k": 9}, {"speculative": False}, {}):
-    typed = {"input_prefix": text, "prompt": f"def area_{len(fields)}(wi", "input_suffix": text, "n_predict": 24}
-    service.queue.submit(service.infill(InfillRequest(**typed, **fields), Caller()).task, done.append)
-    talk = ChatRequest(messages=[{"role": "user", "content": text}], max_tokens=24, **fields)
-    service.queue.submit(service.raw(service.prompts.chat(talk.messages), talk, Caller(), 24).task, done.append)
-while service.queue.go_on():
-    pass
-assert [each.outcome for each in done if hasattr(each, "outcome")] == ["done"] * 8, done
-assert not late, late
-"""
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr
