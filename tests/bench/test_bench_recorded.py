@@ -1,7 +1,5 @@
 """Recorded answers are given by models of random weights token by token, whatever drafts them."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """Workloads: what ships, files of one's own, Spec-Bench's questions, and templates."""
 
-from __future__ import annotations
-
 import pytest
 
 from retrieve_spec.bench import workloads

@@ -1,7 +1,5 @@
 """Recorded answers with logits: what is kept is what the model says, and a replay takes the passes of the model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Every part of the reproduction asks for what the programs offer, and measures what the docs publish."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """`bench run` from the command line to the report, with a tiny model and with the bundled one."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

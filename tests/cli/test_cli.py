@@ -1,7 +1,5 @@
 """The command line starts light, finds its commands, says what is wrong, and turns errors into exit codes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import socket

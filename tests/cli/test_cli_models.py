@@ -1,7 +1,5 @@
 """Models by name: what is listed, installed and unpacked, and what is said where a package is missing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The demo: what it answers with the bundled model and with a chat model, what it says of both, and its store."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

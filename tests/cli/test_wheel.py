@@ -1,7 +1,5 @@
 """What is installed is whole, and what `tools/deploy/` says of it is true."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

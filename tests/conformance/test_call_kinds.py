@@ -1,7 +1,5 @@
 """The first call of each kind, pictures and all, is held to single steps on its own prompt."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A few entries of each kind of the census are what docs/data/census.json says, as is the table of the docs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

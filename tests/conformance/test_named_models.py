@@ -1,7 +1,5 @@
 """Models whose calls or forwards are unlike others': each says what its own `generate` says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Verbs at an address: they read what is there, or say what to do instead."""
 
-from __future__ import annotations
-
 import json
 
 import fsspec

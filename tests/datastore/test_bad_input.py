@@ -1,7 +1,5 @@
 """What goes wrong outside of the library: a clear error each, and nothing half written."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The commands: one library call each, exit codes, and one JSON object with --json."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Readers beside a writer: every opening is a consistent snapshot."""
 
-from __future__ import annotations
-
 import shutil
 
 from byte_tokenizers import byte_tokenizer

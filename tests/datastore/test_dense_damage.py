@@ -1,7 +1,5 @@
 """Dense indexes whose files changed: an error that says so before FAISS reads them, and no place outside the text."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 

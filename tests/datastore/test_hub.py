@@ -1,7 +1,5 @@
 """Stores on the Hugging Face Hub (a stand-in): pushed, added to, verified, pulled."""
 
-from __future__ import annotations
-
 import pytest
 from fake_hub import hub
 from huggingface_hub import HfFileSystem, constants

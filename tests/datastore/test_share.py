@@ -1,7 +1,5 @@
 """Sharing: what travels, what must not, and what happens when two push, a remote breaks or a process is killed."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import naive_index as naive
 import numpy as np
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Removed documents: nothing that only they said is found or drafted, at once, whatever the index."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import naive_index as naive

@@ -1,7 +1,5 @@
 """Builds by several processes: the same bytes for any number of them, and errors that say what is wrong."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

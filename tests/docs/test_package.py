@@ -1,7 +1,5 @@
 """The package as a whole: docstrings name parameters that there are, pins are what is declared, scripts run it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

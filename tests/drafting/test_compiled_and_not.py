@@ -1,7 +1,5 @@
 """Drafts are the same with kernels compiled and not, and with a filter before many segments and without."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

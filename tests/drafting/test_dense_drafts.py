@@ -1,7 +1,5 @@
 """Neighbours of hidden states in the one tree: what is drafted, when it is asked for, and what it may not change."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

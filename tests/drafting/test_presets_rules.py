@@ -1,7 +1,5 @@
 """Every published rule on examples small enough to work out by hand, and kernels of some against plain twins."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Several drafters over one session memory: nothing is read that was freed, and what one remembers the others draft."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

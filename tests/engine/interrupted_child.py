@@ -4,8 +4,6 @@ Run by `test_interruptions.py`: each line that it is given names a call; it says
 with one line of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

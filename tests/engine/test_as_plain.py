@@ -1,7 +1,5 @@
 """What a call may do besides asking for tokens goes as in plain `generate`: errors, copies, calls in calls."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

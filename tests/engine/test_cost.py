@@ -1,7 +1,5 @@
 """The cost model: a curve through what was measured, which follows a change of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every kernel against its obvious twin."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import naive_decoding as naive

@@ -1,7 +1,5 @@
 """The drafters of an accelerated model: what sequences share, what a change of stores leaves, who comes late."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where few tokens may come, those that must are drafted; the text is that of the same rules without drafts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

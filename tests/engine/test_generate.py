@@ -1,7 +1,5 @@
 """`generate` of an accelerated model: same signature, same output, same side effects."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """Ctrl-C, as a terminal sends it, and other exceptions: they end promptly what they hit, other sequences go on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Log-probabilities of emitted tokens are those of a separate forward, whatever was drafted and by any door."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What an engine shows to drafters, to criteria and to who watches: every token once, each row as the model has it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`generate_many`: any number of requests, each of which says what it says alone, whatever the others do."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed weights: products against what the weights stand for, and models that are loaded with them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

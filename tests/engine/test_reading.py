@@ -1,7 +1,5 @@
 """Prompts of several sequences: read in shared passes of bounded size, and what follows is what each row says alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

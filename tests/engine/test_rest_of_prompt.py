@@ -1,7 +1,5 @@
 """The rest of a prompt behind a given cache: a few tokens are read in one pass with the first draft."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers of earlier calls and of siblings are drafted for samples of their own prompt; no text changes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

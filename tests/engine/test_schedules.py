@@ -3,8 +3,6 @@
 `RETRIEVE_SPEC_SCHEDULES` (50) is how many there are of each kind of pass.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

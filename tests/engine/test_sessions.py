@@ -1,7 +1,5 @@
 """Sessions by scope, kept in a file for later processes: what is drafted for whom, and that no text changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One prompt of several sequences is read once; each goes on from there as it would alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A store that one call names is drafted from in that call alone, and changes no text."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`generate_stream`: pieces as they are accepted, and a usable model however the stream ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

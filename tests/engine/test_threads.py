@@ -1,7 +1,5 @@
 """Intra-op threads of passes: only the pass sees another number, and what the user sets counts."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

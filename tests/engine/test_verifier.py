@@ -1,7 +1,5 @@
 """The Hugging Face verifier: hidden states, modes by attention and cache, and the probe's verdicts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`custom_generate`: a call of a plain model drafts, by the folder and as a callable; others stay as they are."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

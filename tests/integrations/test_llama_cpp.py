@@ -1,7 +1,5 @@
 """The draft model behind a `Llama` that does what llama-cpp-python's does; that package is not needed."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

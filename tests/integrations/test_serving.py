@@ -1,7 +1,5 @@
 """Drafts for many requests by name: those of a drafter for each, as many as pay, whoever calls when."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

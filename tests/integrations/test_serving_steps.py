@@ -1,7 +1,5 @@
 """Steps over texts that an engine keeps: the same as giving tokens to each request and asking for drafts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The worker behind a scheduler that does what SGLang's does, as far as a worker sees it; SGLang is not needed."""
 
-from __future__ import annotations
-
 import json
 import logging
 from array import array

@@ -1,7 +1,5 @@
 """TRL's own trainer samples through drafts: completions are the model's, log-probabilities exact."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The proposer behind a runner that does what vLLM's does, as far as a proposer sees it; vLLM is not needed."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Bigrams: the model's own answers behind each token, drafted where a text has shown nothing, learned bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A rollout memory: bounds, isolation, files that are whole or refused, processes that share one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

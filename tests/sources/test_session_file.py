@@ -1,7 +1,5 @@
 """A session, in memory and in its file: what is kept of whom, what is refused, how it is bounded and forgotten."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of answers that cannot be written: what is said, what stays in the file, and what a kill leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
