@@ -3,25 +3,9 @@
 import pytest
 
 from retrieve_spec.bench import workloads
-from retrieve_spec.bench.workloads import Prompt, encode, read_prompts, render
+from retrieve_spec.bench.workloads import Prompt, read_prompts
 from retrieve_spec.errors import TraceError
 from retrieve_spec.reference_model import reference_path
-
-
-class Words:
-    """A tokenizer of characters, with or without a chat template."""
-
-    def __init__(self, chat_template=None):
-        self.chat_template = chat_template
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
-
-    def __call__(self, text, return_tensors, add_special_tokens):
-        return {"input_ids": ("special" if add_special_tokens else "bare", text)}
-
-
-TALK = Prompt("1", "writing", ("one", "two"), raw=False)
 
 
 def test_builtin_prompts_are_of_every_kind_and_fit_the_model():
@@ -77,11 +61,3 @@ def test_other_files_are_refused_with_the_line(tmp_path, text):
     assert text in str(refused.value).replace("\\\\", "\\")
     with pytest.raises(TraceError):
         read_prompts(str(tmp_path / "absent.jsonl"))
-
-
-def test_the_chat_template_is_used_where_there_is_one_and_brings_its_special_tokens():
-    chat = Words("template")
-    assert render(chat, TALK, ["answer"]) == "<user>one<assistant>answer<user>two<assistant>"
-    assert encode(chat, TALK, ["answer"])[0] == "bare"
-    assert encode(Words(), TALK, ["answer"]) == ("special", "oneanswertwo")
-    assert encode(chat, Prompt("r", "t", ("raw",)), []) == ("special", "raw")

@@ -45,12 +45,6 @@ def test_another_file_in_the_package_is_refused(cache: Path, tmp_path: Path, mon
     assert not cache.exists()
 
 
-@pytest.mark.parametrize(("name", "meant"), [("smollm", "smollm2"), ("SmolLM2", "smollm2"), ("refrence", "reference")])
-def test_names_that_are_mistyped(name: str, meant: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=f"Did you mean '{meant}'"):
-        load_model(name)
-
-
 @pytest.fixture
 def gguf(tmp_path: Path) -> str:
     """The bundled model as a GGUF file."""

@@ -106,14 +106,6 @@ def test_errors(command, store, tmp_path, arguments, code, message):
     assert not (tmp_path / "new").exists()
 
 
-def test_nothing_to_add_and_nothing_left(command, store, texts, tmp_path):
-    assert "name no text" in command("add", store, texts, "--include", "*.rs")[1]
-    assert "name no text" not in command("sync", store, texts)[1]  # it says what the folder says already
-    command("remove", store, "*")
-    code, _, err = command("merge", tmp_path / "m", store)
-    assert (code, "documents that are not removed, got none" in err) == (1, True)
-
-
 def test_recipe(command, tmp_path):
     recipe = tmp_path / "r.toml"
     (tmp_path / "doc.txt").write_text("some words")

@@ -19,17 +19,6 @@ def lent(drafters: Drafters, count: int) -> list[Any]:
     return made
 
 
-def test_sequences_share_what_is_learned_and_kept() -> None:
-    drafters = Drafters(SpeculationConfig(session=True), [], None, "model")
-    first, second, third = lent(drafters, 3)
-    assert first is drafters.of(None)
-    assert len({id(first), id(second), id(third)}) == 3
-    assert first.session is second.session is third.session is not None
-    assert first.calibration is second.calibration is third.calibration
-    assert lent(drafters, 2) == [first, second], "they are kept"
-    assert drafters.lend("off") == "drafting is off"
-
-
 def test_one_that_was_interrupted_amid_its_work_is_not_lent_again() -> None:
     drafters = Drafters(SpeculationConfig(), [], None, "model")
     spoiled = drafters.lend()

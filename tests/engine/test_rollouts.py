@@ -1,6 +1,5 @@
 """Answers of earlier calls and of siblings are drafted for samples of their own prompt; no text changes."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import torch
 from batch_rows import left_padded
 
 import retrieve_spec as rs
-from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.engine.memories import Siblings
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "seed": 4, "max_new_tokens": 24}
 
@@ -125,10 +121,6 @@ def test_answers_outlive_the_process_and_are_forgotten_on_demand(tiny: Any, tmp_
     assert tiny.speculation.last.passes > 3
 
 
-def ids(*tokens: int) -> Any:
-    return np.array(tokens, np.int32)
-
-
 def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
     """Samples that say nearly the same, one after another."""
     rs.accelerate(tiny, recorded_pass="always", nodes=32)
@@ -141,28 +133,6 @@ def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
     assert later[0] < later[1] / 2
 
 
-def test_prompts_are_kept_apart(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prompt has a memory of its own, single rows have none, and nothing of it outlives the call."""
-    lend, lent = Drafters.lend, []
-
-    def noted(self: Drafters, *given: Any) -> Any:
-        drafter = lend(self, *given)
-        assert isinstance(drafter, MixtureDrafter)
-        lent.append((drafter, drafter.session))
-        return drafter
-
-    monkeypatch.setattr(Drafters, "lend", noted)
-    rs.accelerate(tiny, recorded_pass="always")
-    tiny.generate(prompts(), **OPTIONS, num_return_sequences=3)
-    memories = [session for _, session in lent]
-    assert all(isinstance(memory, Siblings) for memory in memories)
-    assert sorted(Counter(map(id, memories)).values()) == [3, 3]
-    assert all(drafter.session is None for drafter, _ in lent)
-    lent.clear()
-    tiny.generate(prompts(), **OPTIONS)
-    assert [session for _, session in lent] == [None, None]
-
-
 def test_beside_a_session(tiny: Any) -> None:
     """The session is drafted from as well, and remembers every sample once, at its end."""
     rs.accelerate(tiny, recorded_pass="always", session=True)
@@ -173,11 +143,3 @@ def test_beside_a_session(tiny: Any) -> None:
     again = tiny.generate(prompts()[:1], **OPTIONS, num_return_sequences=3)
     assert torch.equal(again, rows)
     assert tiny.speculation.last.accepted_by_source.get("session", 0) > 20
-
-
-def test_what_is_heard_is_bounded() -> None:
-    full = Siblings(max_tokens=10)
-    for tokens in (range(8), [9]):
-        full.hear(1, ids(*tokens))
-        with full:
-            assert len(full.automata[-1]) == 8

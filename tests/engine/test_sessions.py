@@ -78,13 +78,6 @@ def test_no_drafter_comes_late_to_a_text_that_was_to_be_forgotten(day: Any) -> N
     assert isinstance(alice(), str) and not isinstance(bob(), str)
 
 
-def test_without_a_file_scopes_are_apart_as_well(day: Any, ask: Any) -> None:
-    model = day(session=True)
-    _, passes = ask(model, scope="alice")
-    assert ask(model, scope="bob")[1] > passes / 2
-    assert ask(model, scope="alice")[1] < passes / 2
-
-
 def test_what_cannot_be_kept_is_said(day: Any, reference_model: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a tokenizer to keep a session with"):
         rs.accelerate(reference_model, session=tmp_path / "day.bin")

@@ -181,5 +181,3 @@ def test_mistakes_are_named():
         DraftModel("/nowhere")
     with pytest.raises(ConfigError, match="num_pred_tokens from 1"):
         DraftModel(num_pred_tokens=0)
-    with pytest.raises(ConfigError, match="phrases 'auto' or 'off'"):
-        DraftModel(phrases="on")

@@ -11,7 +11,6 @@ from placed_models import Placed
 from pretend_cuda import PretendCuda
 from small_decoders import ids
 
-import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
 from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_verifier
 from retrieve_spec.recorded.kv_buffer import Slab
@@ -84,7 +83,6 @@ def test_rows_of_a_batch_attend_in_one_launch(
         captures.append(rows.graphs.captures)
     assert 0 < captures[0] <= 12, "few graphs serve texts that end at different times"
     assert captures[1] == captures[0], "a second batch, whose slabs are elsewhere, replays"
-    rs.restore(rows.placed.model)
 
 
 def test_batches_go_on_where_several_texts_cannot_share_a_launch_or_a_capture_fails(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -75,13 +74,6 @@ def test_a_wrong_key_is_said(live, say):
     assert server.service.kept("schlüssel-ключ")["session_tokens"] > 0
     with_editor(server, lambda one: one.forget(), "schlüssel-ключ")
     assert server.service.kept("schlüssel-ключ")["session_tokens"] == 0
-
-
-def test_where_nobody_answers_the_remedy_is_said():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(ServeError, match=r"nobody answers.*retrieve-spec serve"):
-        asyncio.run(connected(Remote(url)))
 
 
 @pytest.fixture
