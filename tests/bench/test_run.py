@@ -55,20 +55,6 @@ def test_a_folder_with_results_is_not_overwritten(folder, questions, capsys):
     assert "--out" in capsys.readouterr().err
 
 
-def test_methods_rotate_and_the_reference_begins_conversations():
-    methods = [parse_method(name) for name in ("auto", "plain", "off")]
-    single, talk = Prompt("s", "t", ("x",)), Prompt("t", "t", ("x", "y"))
-    orders = [[m.name for m in order] for _, _, order in Plan([single, single, talk], methods, runs=2).groups()]
-    assert orders[0] == ["auto", "plain", "off"]
-    assert orders[1] == ["plain", "off", "auto"]
-    assert orders[3] == ["plain", "off", "auto"]
-    assert orders[2][0] == orders[5][0] == "plain"
-    sampled = Plan([single], methods, sampled=True)
-    assert sampled.reference.name == "off"
-    assert [sampled.comparable(method) for method in methods] == [True, False, True]
-    assert Plan([single], methods[:2], sampled=True).reference.name == "auto"
-
-
 def test_sampled_answers_of_ours_are_identical_and_those_of_transformers_are_not_judged(questions, tmp_path):
     words = ["--prompts", f"spec-bench:{questions}", "--methods", "plain,off,auto", "--max-new-tokens", "12"]
     words += ["--temperature", "0.9", "--top-p", "0.95", "--limit", "1", "--device", "cpu", "--quiet"]

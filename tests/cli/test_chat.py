@@ -64,15 +64,22 @@ def test_commands(chatty: str, tmp_path: Path, monkeypatch: Any, capsys: Any) ->
     (answer,) = answers(chatty, ["x = 1\n\ndef b():"], [])
     assert (tmp_path / "said").read_text() == f"user: x = 1\n\ndef b():\n\nassistant: {answer}\n"
     (tmp_path / "picture").write_bytes(b"\xff\xfe\xfd")
-    code, _, err = run(["--model", chatty], [f"/load {tmp_path}/picture"], monkeypatch, capsys)
-    assert code == 1 and "a file in UTF-8, got other bytes at 0" in err
+    for line, words in (
+        ("/nope", "expected a command, got '/nope'"),
+        (f"/load {tmp_path}/picture", "a file in UTF-8, got other bytes at 0"),
+        ("half a pair \udcff", "messages in UTF-8"),
+    ):
+        code, _, err = run(["--model", chatty], [line], monkeypatch, capsys)
+        assert code == 1 and words in err
 
 
-def test_seeds_are_those_of_generate(chatty: str, monkeypatch: Any, capsys: Any) -> None:
+def test_seeds_and_stores_are_those_of_generate(chatty: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ["--model", chatty, "--temperature", "0.9", "--seed"]
-    first, other = (run([*words, seed], TURNS, monkeypatch, capsys)[1] for seed in ("1", "2"))
-    assert first != other
+    first, again, other = (run([*words, seed], TURNS, monkeypatch, capsys)[1] for seed in ("1", "1", "2"))
+    assert first == again != other
     assert run([*words, "1", "--draft", "off"], TURNS, monkeypatch, capsys)[1] == first
+    code, _, err = run(["--model", chatty, "--store", str(tmp_path / "none")], TURNS, monkeypatch, capsys)
+    assert code == 1 and "none" in err
 
 
 def test_a_model_without_a_template_is_refused(monkeypatch: Any, capsys: Any) -> None:

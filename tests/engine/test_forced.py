@@ -1,6 +1,9 @@
 """Where few tokens may come, those that must are drafted; the text is that of the same rules without drafts."""
 
+from __future__ import annotations
+
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -194,3 +197,9 @@ def test_other_grammars(reference_model: Any, reference_tokenizer: Any, grammar:
 def test_what_is_no_grammar_is_an_error(reference_tokenizer: Any, grammar: Any, given: Any, told: str) -> None:
     with pytest.raises(errors.ConfigError, match=told):
         rs.GrammarProcessor.of(reference_tokenizer, **given)
+
+
+def test_the_extra_is_named(reference_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(errors.ConfigError, match=r"retrieve-spec\[json\]"):
+        rs.GrammarProcessor.of(reference_tokenizer, regex="a")
