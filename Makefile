@@ -10,7 +10,7 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 # Suites of their own: processes that are killed at any moment, every model family, kernels without their compiler, and
 # those that want as many threads as a program of its own has (a hang with two is not seen with one).
-KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py tests/*/test_ctrl_c.py)
+KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py)
 CENSUS_TESTS = tests/conformance tests/hammer
 REAL_TESTS = tests/real
 KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!triton)|import naive_|from naive_" -r tests --include="test_*.py" --exclude-dir=real)

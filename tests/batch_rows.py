@@ -1,7 +1,5 @@
 """Rows of a batch that differ, drafters that write what a script says, small models, drawn trees: for batch tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Fixtures every room may use."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

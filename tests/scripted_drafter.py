@@ -1,7 +1,5 @@
 """A drafter that knows the answer and is wrong on request, so that acceptance is exact."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

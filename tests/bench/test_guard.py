@@ -1,7 +1,5 @@
 """Drafting is as good as the checked-in baseline says, and the guard notices when it is not."""
 
-from __future__ import annotations
-
 import copy
 import json
 

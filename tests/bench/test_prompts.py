@@ -1,29 +1,11 @@
 """Workloads: what ships, files of one's own, Spec-Bench's questions, and templates."""
 
-from __future__ import annotations
-
 import pytest
 
 from retrieve_spec.bench import workloads
-from retrieve_spec.bench.workloads import Prompt, encode, read_prompts, render
+from retrieve_spec.bench.workloads import Prompt, read_prompts
 from retrieve_spec.errors import TraceError
 from retrieve_spec.reference_model import reference_path
-
-
-class Words:
-    """A tokenizer of characters, with or without a chat template."""
-
-    def __init__(self, chat_template=None):
-        self.chat_template = chat_template
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
-
-    def __call__(self, text, return_tensors, add_special_tokens):
-        return {"input_ids": ("special" if add_special_tokens else "bare", text)}
-
-
-TALK = Prompt("1", "writing", ("one", "two"), raw=False)
 
 
 def test_builtin_prompts_are_of_every_kind_and_fit_the_model():
@@ -35,25 +17,6 @@ def test_builtin_prompts_are_of_every_kind_and_fit_the_model():
     assert prompts == read_prompts("builtin", 3)
     tokenizer = Tokenizer.from_file(str(reference_path() / "tokenizer.json"))
     assert all(len(tokenizer.encode(prompt.turns[0]).ids) + 160 < 2048 for prompt in prompts)
-
-
-def test_unseen_files_come_from_the_holdout_only():
-    packages = {path.split("/")[0].removesuffix(".py") for path in workloads.unseen_files()}
-    assert packages
-    assert packages <= workloads.holdout()
-    assert all("(seen in training)" in p.name for p in workloads.builtin(2, ("seen",)))
-
-
-def test_edits_carry_the_old_text_as_prediction():
-    for prompt in workloads.builtin(3, ("edit",)):
-        assert prompt.prediction in prompt.turns[0]
-        assert "new_" in prompt.turns[0].removeprefix(prompt.prediction)
-
-
-def test_looping_text_is_recognised():
-    assert workloads.loops("the same line\n" * 60)
-    assert not workloads.loops((reference_path() / "CARD.md").read_text())
-    assert not workloads.loops("short")
 
 
 @pytest.mark.parametrize(
@@ -82,14 +45,6 @@ def test_lines_with_prompts_and_turns(tmp_path, kind, text, expected):
     assert read_prompts(f"{kind}{tmp_path / 'p.jsonl'}", 1) == expected[:1]
 
 
-def test_only_some_tasks():
-    assert {prompt.task for prompt in read_prompts("builtin", 2, ["edit", "prose"])} == {"edit", "prose"}
-    with pytest.raises(TraceError, match="got 'poetry'"):
-        read_prompts("builtin", 2, ["poetry"])
-    with pytest.raises(TraceError, match="Did you mean 'prose'"):
-        read_prompts("builtin", 2, ["proze"])
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -106,17 +61,3 @@ def test_other_files_are_refused_with_the_line(tmp_path, text):
     assert text in str(refused.value).replace("\\\\", "\\")
     with pytest.raises(TraceError):
         read_prompts(str(tmp_path / "absent.jsonl"))
-
-
-def test_the_chat_template_is_used_where_there_is_one_and_brings_its_special_tokens():
-    chat = Words("template")
-    assert render(chat, TALK, ["answer"]) == "<user>one<assistant>answer<user>two<assistant>"
-    assert encode(chat, TALK, ["answer"])[0] == "bare"
-    assert encode(Words(), TALK, ["answer"]) == ("special", "oneanswertwo")
-    assert encode(chat, Prompt("r", "t", ("raw",)), []) == ("special", "raw")
-
-
-def test_two_prompts_of_one_name_are_refused(tmp_path):
-    (tmp_path / "twice.jsonl").write_text('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n')
-    with pytest.raises(TraceError, match="'a' more than once"):
-        read_prompts(str(tmp_path / "twice.jsonl"))

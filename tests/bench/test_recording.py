@@ -1,30 +1,23 @@
 """Recorded answers with logits: what is kept is what the model says, and a replay takes the passes of the model."""
 
-from __future__ import annotations
-
-import json
-
 import numpy as np
 import pytest
 import torch
 
 import retrieve_spec as rs
-from retrieve_spec import cli
 from retrieve_spec.bench.methods import FreshDrafter, sampling
 from retrieve_spec.bench.recording import TOP, LogitTrace, record
 from retrieve_spec.bench.replay import Replay
-from retrieve_spec.bench.workloads import Prompt, encode
-from retrieve_spec.config import DenseConfig, SpeculationConfig, StoreConfig
-from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.bench.workloads import Prompt
+from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.engine import bigrams as model_bigrams
-from retrieve_spec.errors import TokenizerMismatchError, TraceError
 
 CODE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
 PROMPTS = [
     Prompt("two turns", "writing", (CODE, "\n\ndef side(area, width):\n")),
     Prompt("one", "qa", ("import os\nimport sys\n\n\ndef main():\n",)),
 ]
-NODES, LENGTH = 24, 64
+NODES, LENGTH = 24, 40
 
 
 @pytest.fixture(autouse=True)
@@ -83,71 +76,3 @@ def test_contexts_hold_what_the_model_says_there(reference_model, reference_toke
         np.testing.assert_allclose(contexts.top_logits[at], best.values.numpy(), atol=1e-3)
         assert contexts.top_ids[at, 0] == best.indices[0]
     assert wrong_turns > 10
-
-
-def test_turns_follow_the_answers_before_them(reference_model, reference_tokenizer):
-    first, second, _ = recorded(reference_model, reference_tokenizer).rows
-    said = reference_tokenizer.decode(first.segments[0][0], skip_special_tokens=True).strip()
-    assert second.prompt.tolist() == encode(reference_tokenizer, PROMPTS[0], [said])[0].tolist()
-    assert (first.group, first.task) == (second.group, second.task) == ("two turns", "mt_bench")
-
-
-def test_dense_indexes_are_looked_into_by_recorded_states(reference_model, reference_tokenizer, tmp_path, capsys):
-    questions, text = tmp_path / "questions.jsonl", tmp_path / "text.py"
-    questions.write_text(json.dumps({"prompt": CODE}))
-    text.write_text(CODE + "    return width * height * depth\n\n\n" + CODE)
-    config = StoreConfig(dense=DenseConfig("reference", dims=32))
-    build_datastore(tmp_path / "store", str(text), reference_tokenizer, config=config)
-    words = ["--prompts", str(questions), "--nodes", "16", "--max-new-tokens", "24", "--device", "cpu", "--quiet"]
-
-    def looked_up(*hidden):
-        out = tmp_path / "trace.npz"
-        assert cli.run(["bench", "record", *words, *hidden, "--out", str(out)]) == 0
-        return LogitTrace.load(out, reference_tokenizer), ["bench", "replay", str(out), "--tokenizer", "reference"]
-
-    trace, replay = looked_up("--hidden", "last")
-    (row,) = trace.rows
-    whole = torch.as_tensor([*row.prompt.tolist(), *row.segments[0][0].tolist()])[None]
-    with torch.no_grad():
-        wanted = reference_model(whole, output_hidden_states=True).hidden_states[-1][0, len(row.prompt) - 1 : -1]
-    np.testing.assert_allclose(row.shown.states, wanted.numpy(), atol=0.02, rtol=0.01)
-    options = ["--store", str(tmp_path / "store"), "--json", "--quiet", "--draft", "dresd"]
-    counts = []
-    for hidden in (("--hidden", "last"), ()):
-        _, replay = looked_up(*hidden)
-        capsys.readouterr()
-        assert cli.run([*replay, *options]) == 0
-        counts.append(json.loads(capsys.readouterr().out.splitlines()[-1])["accepted_by_source"].get("dense", 0))
-    assert counts[0] > 0 == counts[1]
-    _, replay = looked_up("--hidden", "1")
-    assert cli.run([*replay, *options]) == 1 and "--hidden last" in capsys.readouterr().err
-    assert cli.run(["bench", "record", *words, "--hidden", "99", "--out", str(tmp_path / "x.npz")]) == 1
-    assert "from 1 to" in capsys.readouterr().err
-
-
-def test_commands_record_and_replay(tmp_path, capsys):
-    questions, out = tmp_path / "questions.jsonl", tmp_path / "trace.npz"
-    questions.write_text(json.dumps({"prompt": CODE}))
-    words = ["--prompts", str(questions), "--nodes", "16", "--max-new-tokens", "24", "--device", "cpu"]
-    assert cli.run(["bench", "record", *words, "--out", str(out), "--quiet"]) == 0
-    assert "1 answers" in capsys.readouterr().out
-    assert cli.run(["bench", "replay", str(out), "--tokenizer", "reference", "--json", "--quiet"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["tokens"] == 24 and found["passes"] < 24
-
-
-def test_other_files_and_tokenizers_are_refused(reference_model, reference_tokenizer, tmp_path):
-    whole, cut = tmp_path / "trace.npz", tmp_path / "cut.npz"
-    recorded(reference_model, reference_tokenizer).save(whole)
-    other = tmp_path / "tokenizer.json"
-    pipeline = json.loads(reference_tokenizer.backend_tokenizer.to_str())
-    pipeline["model"]["vocab"] |= {"never a word": len(pipeline["model"]["vocab"])}
-    other.write_text(json.dumps(pipeline))
-    with pytest.raises(TokenizerMismatchError, match="Name that of their model"):
-        LogitTrace.load(whole, other)
-    cut.write_bytes(whole.read_bytes()[:-200])
-    with pytest.raises(TraceError, match="bench record"):
-        LogitTrace.load(cut, reference_tokenizer)
-    np.savez(cut, tokens=np.zeros(3))
-    with pytest.raises(TraceError, match="bench record"):
-        LogitTrace.load(cut, reference_tokenizer)

@@ -1,7 +1,5 @@
 """Every part of the reproduction asks for what the programs offer, and measures what the docs publish."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -79,17 +77,6 @@ def test_all_parts_ask_for_what_there_is_and_measure_what_is_published(commands,
             assert sorted(shlex.split(made.get("header", made)["command"])) in asked, path.name
     written = {path.stem for path in (tmp_path / "data").glob("*.json")}
     assert written == {path.stem for path in DATA.glob("*.json")} - ELSEWHERE
-
-
-def test_a_trial_leaves_published_figures_alone(commands, tmp_path):
-    commands("workloads", "--limit", "1")
-    assert not (tmp_path / "data").exists()
-    assert (tmp_path / "bench-out" / "reproduce" / "trial" / "workloads.json").exists()
-
-
-def test_the_list_names_every_part(commands, capsys):
-    commands("list")
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(reproduction.PARTS)
 
 
 def test_published_commands_of_scripts_are_taken(monkeypatch):

@@ -1,18 +1,15 @@
 """`bench run` from the command line to the report, with a tiny model and with the bundled one."""
 
-from __future__ import annotations
-
 import json
-import re
-from dataclasses import replace
 
 import pytest
 import torch
 
 from retrieve_spec import cli
+from retrieve_spec.bench import report as stats
 from retrieve_spec.bench import runner
 from retrieve_spec.bench.methods import Bench, Method, parse_method
-from retrieve_spec.bench.report import markdown, read_results, summarise, write_report
+from retrieve_spec.bench.report import Record, read_results, write_report
 from retrieve_spec.bench.runner import Plan
 from retrieve_spec.bench.workloads import Prompt
 from retrieve_spec.errors import ConfigError, TraceError
@@ -36,7 +33,7 @@ def questions(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folder(questions, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "run"
-    words = ["--prompts", f"spec-bench:{questions}", "--methods", METHODS, "--max-new-tokens", "24", "--runs", "2"]
+    words = ["--prompts", f"spec-bench:{questions}", "--methods", METHODS, "--max-new-tokens", "12", "--runs", "2"]
     assert cli.run(["bench", "run", *words, "--device", "cpu", "--out", str(out), "--quiet", "--json"]) == 0
     return out
 
@@ -52,55 +49,10 @@ def test_every_pair_is_measured_and_greedy_answers_are_identical(folder):
             assert record.passes == record.new_tokens
 
 
-def test_prompts_and_tasks_may_be_called_anything(folder):
-    header, records = read_results(folder)
-    odd = "a|b `c` <i>d</i>\n*e*\x00\x1b&amp; ~f~"
-    records = [replace(r, prompt=r.prompt + odd, task=r.task + odd) for r in records]
-    lines = markdown(summarise(header | {"stores": {"my|store": 1}}, records)).split("\n")
-    widths = [[len(re.split(r"(?<!\\)\|", line)) for line in lines[i : i + 3]] for i, line in enumerate(lines)]
-    tables = [w for i, w in enumerate(widths) if lines[i + 1 : i + 2] and lines[i + 1].startswith("|---")]
-    assert len(tables) >= 4 and all(head == rule == row for head, rule, row in tables)
-    assert r"a\|b \`c\` \<i>d\</i> \*e\* \&amp; \~f\~" in "\n".join(lines)
-    assert "".join(lines).isprintable()
-
-
 def test_a_folder_with_results_is_not_overwritten(folder, questions, capsys):
     words = ["--prompts", f"spec-bench:{questions}", "--methods", METHODS, "--out", str(folder), "--quiet"]
     assert cli.run(["bench", "run", *words]) == 1
     assert "--out" in capsys.readouterr().err
-
-
-def test_an_interrupted_run_can_be_reported(questions, tmp_path, monkeypatch, capsys):
-    words = ["bench", "run", "--prompts", f"spec-bench:{questions}", "--methods", "plain,auto", "--max-new-tokens", "8"]
-    words += ["--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]
-    real, calls = runner.answer, []
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(runner, "answer", interrupted)
-    assert cli.run(words) == 130
-    assert "bench report" in capsys.readouterr().err
-    assert len(read_results(tmp_path / "out")[1]) == 2
-    assert cli.run(["bench", "report", str(tmp_path / "out")]) == 0
-    assert "1 prompts, 1 of 1 runs" in capsys.readouterr().out
-
-
-def test_methods_rotate_and_the_reference_begins_conversations():
-    methods = [parse_method(name) for name in ("auto", "plain", "off")]
-    single, talk = Prompt("s", "t", ("x",)), Prompt("t", "t", ("x", "y"))
-    orders = [[m.name for m in order] for _, _, order in Plan([single, single, talk], methods, runs=2).groups()]
-    assert orders[0] == ["auto", "plain", "off"]
-    assert orders[1] == ["plain", "off", "auto"]
-    assert orders[3] == ["plain", "off", "auto"]
-    assert orders[2][0] == orders[5][0] == "plain"
-    sampled = Plan([single], methods, sampled=True)
-    assert sampled.reference.name == "off"
-    assert [sampled.comparable(method) for method in methods] == [True, False, True]
-    assert Plan([single], methods[:2], sampled=True).reference.name == "auto"
 
 
 def test_sampled_answers_of_ours_are_identical_and_those_of_transformers_are_not_judged(questions, tmp_path):
@@ -176,3 +128,39 @@ def test_plain_is_the_untouched_generate_whatever_the_instance_carries():
     assert generation.token_ids == expected
     assert generation.passes == 6
     assert not model._forward_pre_hooks
+
+
+def record(run, prompt, method, tokens, seconds, *, task="writing", passes=10, looping=False, **more):
+    ids = [list(range(tokens))]
+    return Record(
+        run, prompt, task, method, new_tokens=tokens, token_ids=ids, seconds=seconds, first_token_s=seconds / 10,
+        passes=passes, looping=looping, **more,
+    )  # fmt: skip
+
+
+HEADER = {"methods": ["plain", "auto"], "runs": 2}
+
+
+@pytest.fixture
+def records():
+    made = []
+    for run, noise in ((1, 1.0), (2, 2.0)):  # the machine is half as fast in run 2: ratios within a run do not see it
+        made += [record(run, "a", "plain", 100, 1.0 * noise), record(run, "a", "auto", 100, 0.5 * noise)]
+        made += [record(run, "b", "plain", 100, 1.0 * noise), record(run, "b", "auto", 100, 0.25 * noise)]
+        made += [record(run, "c", "plain", 100, 1.0 * noise), record(run, "c", "auto", 100, 2.0 * noise, looping=True)]
+    return made
+
+
+def test_summary_of_known_figures(records):
+    summary = stats.summarise(HEADER, records)
+    auto = summary["methods"]["auto"]
+    assert stats.ratios(records, "auto", "plain") == {"a": 2.0, "b": 4.0, "c": 0.5}
+    assert sum(summary["methods"]["plain"]["split_ms_per_token"].values()) == pytest.approx(15.0)
+    assert summary["baseline"] == "plain"
+    assert auto["speedup"]["value"] == 2.0
+    assert auto["not_looping"]["speedup"]["value"] == 3.0
+    assert auto["speedup_pooled"] == pytest.approx(3 / 2.75)
+    assert auto["tokens_per_pass"] == 10.0
+    assert auto["identical"] == auto["answers"] == 6
+    assert [(e["prompt"], e["ratio"], e["looping"]) for e in summary["losing"]] == [("c", 0.5, True)]
+    assert list(auto["by_task"]) == ["mt_bench"]

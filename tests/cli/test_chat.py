@@ -1,7 +1,5 @@
 """`retrieve-spec chat`: its text is that of plain `generate`; its commands; Ctrl-C and Ctrl-D in a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`retrieve-spec generate` with the bundled model: text, figures, identity, and every wrong input."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,28 +1,15 @@
 """The demo: what it answers with the bundled model and with a chat model, what it says of both, and its store."""
 
-from __future__ import annotations
-
-import io
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from retrieve_spec import demo
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.store import open_datastore
 
 pytestmark = pytest.mark.threads
-
-
-def test_where_no_store_can_be_kept_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "file"))
-    console = Console(record=True, file=io.StringIO())
-    assert demo.stdlib_store(load_tokenizer("reference"), console) is None
-    assert "No datastore: " in console.export_text()
 
 
 @pytest.mark.slow

@@ -8,8 +8,6 @@ python tests/conformance/census.py --only qwen3_5_text,mamba2
 python tests/conformance/census.py --collect census*.jsonl    # what docs/conformance.md is made from
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Small random instances of every architecture in transformers' mappings, and prompts for them, pictures included."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

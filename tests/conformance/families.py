@@ -1,7 +1,5 @@
 """Tiny random instances of model families: just large enough for every attention pattern to show."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

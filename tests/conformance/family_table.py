@@ -3,8 +3,6 @@
 python tests/conformance/family_table.py            # write the table
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,9 +1,6 @@
 """The first call of each kind, pictures and all, is held to single steps on its own prompt."""
 
-from __future__ import annotations
-
 import inspect
-import io
 from typing import Any
 
 import pytest
@@ -51,7 +48,6 @@ def decoded(model: Any, inputs: dict[str, Any], planted: Planted, wanted: torch.
 def test_a_model_that_is_wrong_behind_pictures_alone(when: str, mode: str) -> None:
     model = wrong_behind_pictures("got_ocr2", when)
     inputs = picture_prompt(model)
-    assert inputs is not None
     text = {"input_ids": prompt(model, 20)}
     wanted, wanted_text = (type(model).generate(model, **given, **GREEDY) for given in (inputs, text))
     planted = Planted()
@@ -68,49 +64,10 @@ def test_a_model_that_is_wrong_behind_pictures_alone(when: str, mode: str) -> No
     assert torch.equal(*drawn)
 
 
-def test_without_it_the_text_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieve_spec.verify.hf import SignatureModes
-
-    monkeypatch.setattr(SignatureModes, "examine", lambda *args: ("tree", ""))
-    model = wrong_behind_pictures("got_ocr2", "siblings")
-    inputs = picture_prompt(model)
-    assert inputs is not None
-    wanted = type(model).generate(model, **inputs, **GREEDY)
-    planted = Planted()
-    rs.accelerate(model, drafter=planted, nodes=12, recorded_pass="off")
-    assert not decoded(model, inputs, planted, wanted)[0]
-
-
-def test_each_kind_is_looked_at_once_and_costs_few_passes() -> None:
-    """What such a model keeps of the prompt that it read last is no change of the model."""
-    model = build("qwen2_vl", "image")
-    inputs = picture_prompt(model)
-    assert inputs is not None
-    shown = io.StringIO()
-    write = shown.write  # lists would be followed as a part of the model
-    model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: write(f" {kwargs['input_ids'].shape[1]}") and None, with_kwargs=True
-    )
-    rs.accelerate(model, nodes=4, recorded_pass="off")
-    shown.truncate(0)
-    for given in (inputs, {"input_ids": prompt(model, 20)}, inputs, inputs):
-        write("\n")
-        model.generate(**given, max_new_tokens=1, do_sample=False)
-        assert model.speculation.last.mode == "tree"
-    first, text, *later = ([int(rows) for rows in call.split()] for call in shown.getvalue().splitlines()[1:])
-    length = inputs["input_ids"].shape[1]
-    assert text == [20]
-    assert later == [[length], [length]]
-    assert first[0] == length
-    assert len(first) <= 12
-    assert sum(first[1:]) <= 20
-
-
 def test_generations_beside_each_other_keep_their_own_pictures_positions() -> None:
     """Such models keep to themselves how far the positions of the prompt that they read last are behind its slots."""
     model = build("qwen2_vl", "image")
     picture = picture_prompt(model)
-    assert picture is not None
     calls = [picture, {"input_ids": prompt(model, 25)}, picture]
     wanted = [model.generate(**given, **GREEDY)[0, given["input_ids"].shape[1] :].tolist() for given in calls]
     rs.accelerate(model, nodes=8, recorded_pass="off")
@@ -129,7 +86,6 @@ def test_a_recording_that_is_tried_leaves_every_part_its_attention() -> None:
     before = [config._attn_implementation for config in configs]
     assert len(set(before)) > 1
     inputs = picture_prompt(model)
-    assert inputs is not None
     wanted = model.generate(**inputs, **GREEDY)
     planted = Planted()
     rs.accelerate(model, drafter=planted, nodes=12, recorded_pass="always")
@@ -179,7 +135,6 @@ def test_texts_beside_pictures_keep_the_fastest_pass_and_share_it(recorded: str)
     """What the model keeps of a picture's prompt is not read by passes that are given positions."""
     model = build("qwen2_vl", "image")
     picture, rows = picture_prompt(model), prompt(model, 60).reshape(3, 20)
-    assert picture is not None
     mask = (torch.arange(20) >= torch.tensor([[0], [7], [3]])).long()
     calls = [picture, {"input_ids": rows[:1]}, {"input_ids": rows}, {"input_ids": rows * mask, "attention_mask": mask}]
     wanted = [type(model).generate(model, **given, **GREEDY) for given in calls]

@@ -1,12 +1,12 @@
-"""A few entries of each kind of the census are what docs/data/census.json says, and nothing of it is wrong."""
-
-from __future__ import annotations
+"""A few entries of each kind of the census are what docs/data/census.json says, as is the table of the docs."""
 
 import json
 from typing import Any
 
 import pytest
 from census import DATA, examine, summary
+from family_table import PAGE, current, render
+from test_families import model_of
 
 KINDS = [
     ("gemma4_text", "causal"),  # layers that share another's cache and differ in widths
@@ -33,3 +33,9 @@ def test_entries_are_as_they_were(name: str, mapping: str) -> None:
     assert line["wrong"] == []
     known = next(entry for entry in entries() if (entry["name"], entry["mapping"]) == (name, mapping))
     assert (line["text"], line["picture"]) == (known["text"], known["picture"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_docs_table_is_current() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert current(page, render(model_of)) == page, "run: python tests/conformance/family_table.py"

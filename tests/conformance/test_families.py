@@ -1,7 +1,5 @@
 """Every family says what plain `generate` says, whatever is drafted."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls that ask for a cache of a fixed size and do not get it back are decoded over one that grows, with drafts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models whose calls or forwards are unlike others': each says what its own `generate` says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,6 +7,8 @@ import pytest
 import torch
 from census import Planted, build, prompt
 from census_models import picture_prompt
+from families import FAMILIES, Family
+from families import build as build_family
 from scripted_drafter import ScriptedDrafter
 from transformers import GenerationMixin, MistralConfig, MistralForCausalLM
 
@@ -80,9 +80,6 @@ def test_positions_of_several_axes_with_text_alone(name: str) -> None:
 
 @pytest.mark.parametrize(("family", "way"), [("mamba2", "rows"), ("mamba", "steps")])
 def test_a_pass_that_raises_leaves_mixers_as_they_were(family: str, way: str) -> None:
-    from families import FAMILIES
-    from families import build as build_family
-
     known = next(each for each in FAMILIES if each.name == family)
     model = build_family(known, known.attention[0])
     mixer = model.backbone.layers[0].mixer
@@ -108,9 +105,6 @@ def test_a_pass_that_raises_leaves_mixers_as_they_were(family: str, way: str) ->
 
 def test_queries_that_are_scaled_anew_every_so_many_tokens() -> None:
     """Llama 4 scales by slot, not by position: nodes of a tree must not lie on both sides of a multiple."""
-    from families import FAMILIES, Family
-    from families import build as build_family
-
     plain = next(family for family in FAMILIES if family.name == "llama4_text")
     extra = plain.extra | {"attn_temperature_tuning": True, "floor_scale": 400, "attn_scale": 4.0}
     model = build_family(Family("llama4_text", extra=extra | {"max_position_embeddings": 1024}), "sdpa")
@@ -129,17 +123,6 @@ def test_a_model_with_a_generate_of_its_own_decodes_every_call_itself() -> None:
     assert torch.equal(model.generate(pixel_values=pixels, max_new_tokens=5), wanted)
     assert torch.equal(model.generate(pixels, max_new_tokens=5), wanted)
     assert "generate of its own" in model.speculation.last.reason
-
-
-def test_mode_says_that_calls_are_delegated(tiny: Any) -> None:
-    tiny.generation_config.num_beams = 2
-    try:
-        rs.accelerate(tiny, nodes=4)
-        assert tiny.speculation.mode == "delegated"
-        assert "beams" in tiny.speculation.reason
-    finally:
-        tiny.generation_config.num_beams = 1
-        rs.restore(tiny)
 
 
 class _WrongBeyondItsWindow(MistralForCausalLM):  # type: ignore[misc]
@@ -293,10 +276,7 @@ def test_decoders_of_encoder_decoders_are_drafted_for(name: str) -> None:
     assert model.speculation.last.tokens_per_pass > 2
     assert type(got) is type(wanted)
     assert got.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
-    begun = torch.tensor([[2, 9, 11, 13]])
-    wanted = model.generate(ids, decoder_input_ids=begun, **GREEDY)
-    planted.plant(wanted[0], 4, "half")
-    assert torch.equal(model.generate(ids, decoder_input_ids=begun, **GREEDY), wanted)
+    drafted(model, {"inputs": ids, "decoder_input_ids": torch.tensor([[2, 9, 11, 13]])}, "half")
 
 
 def test_an_encoder_that_does_not_say_what_it_embeds() -> None:
@@ -317,9 +297,6 @@ def test_models_that_derive_positions_are_told_those_of_trees(name: str, mapping
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon-alibi"])
 def test_biases_by_key_are_those_of_nodes(name: str) -> None:
     """In half precision too, and where a bias has as many places as the text grows to."""
-    from families import FAMILIES, Family
-    from families import build as build_family
-
     family = next(family for family in FAMILIES if family.name == name)
     length = {"max_seq_len": 40} if name == "mpt" else {}
     model = build_family(Family(family.model_type, extra=family.extra | length, without=family.without), "eager")
@@ -329,14 +306,6 @@ def test_biases_by_key_are_those_of_nodes(name: str) -> None:
     rs.restore(model)
     rs.accelerate(model.to(torch.bfloat16), nodes=24)
     assert model.speculation.mode == "tree"
-
-
-@pytest.mark.parametrize("name", ["t5", "florence2"])
-def test_passes_of_models_with_encoders_are_timed(name: str) -> None:
-    model = build(name, "image" if name == "florence2" else "seq2seq")
-    rs.accelerate(model)
-    assert model.speculation.mode == "tree"
-    assert model.speculation.cost.measured
 
 
 def test_a_hybrid_class_whose_layers_all_attend_keeps_no_state() -> None:
@@ -373,7 +342,6 @@ def test_behind_a_picture_decoding_is_text(name: str) -> None:
     """Token types, states of pictures, layers that hold nothing else and positions of several axes go along."""
     model = build(name, "image")
     inputs = picture_prompt(model)
-    assert inputs is not None
     last = drafted(model, inputs, "branchy", "wrong", "right")
     assert last.mode in ("tree", "chain")
     assert last.tokens_per_pass > 2
@@ -398,7 +366,6 @@ def test_a_batch_with_pictures_is_left_to_generate(name: str) -> None:
     """Which picture belongs to which row only the model knows."""
     model = build(name, "image")
     one = picture_prompt(model)
-    assert one is not None
     other = {given: value.flip(-1) * 0.5 if given == "pixel_values" else value for given, value in one.items()}
     inputs = {given: torch.cat([value, other[given]]) for given, value in one.items()}
     wanted = model.generate(**inputs, **GREEDY)
@@ -412,7 +379,6 @@ def test_a_model_keeps_what_it_kept_of_the_picture_while_it_is_examined() -> Non
     """Qwen-VL notes how far positions are behind slots when a call is prepared; a second turn goes on by that."""
     model = build("qwen2_vl", "image")
     inputs = picture_prompt(model)
-    assert inputs is not None
     options = {"return_dict_in_generate": True, **GREEDY}
 
     def turns(generate: Any) -> torch.Tensor:
@@ -432,18 +398,13 @@ def test_prompts_of_embeddings(name: str) -> None:
     model = build(name, "causal")
     ids = prompt(model, 30)
     embeds = model.get_input_embeddings()(ids).detach()
-    wanted = model.generate(inputs_embeds=embeds, **GREEDY)
-    planted = Planted()
-    rs.accelerate(model, drafter=planted, nodes=12)
-    planted.plant(wanted[0], 0, "branchy")
-    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), wanted)
-    assert model.speculation.last.tokens_per_pass > 1.5
+    assert drafted(model, {"inputs_embeds": embeds}).tokens_per_pass > 1.5
     both = model.generate(ids, inputs_embeds=embeds, **GREEDY)
-    assert torch.equal(both, torch.cat([ids, wanted], dim=1))
+    assert torch.equal(both, torch.cat([ids, model.generate(inputs_embeds=embeds, **GREEDY)], dim=1))
     rs.accelerate(model)
     for options in (GREEDY, {"max_new_tokens": 12, "do_sample": True, "seed": 3, "repetition_penalty": 1.2}):
-        drafted = model.generate(inputs_embeds=embeds, **options)
-        assert torch.equal(drafted, model.generate(inputs_embeds=embeds, draft="off", **options))
+        ours = model.generate(inputs_embeds=embeds, **options)
+        assert torch.equal(ours, model.generate(inputs_embeds=embeds, draft="off", **options))
     padded = torch.cat([torch.zeros_like(embeds[:, :4]), embeds], dim=1)
     shown = torch.tensor([[0] * 4 + [1] * 30])
     rs.restore(model)
@@ -453,24 +414,21 @@ def test_prompts_of_embeddings(name: str) -> None:
     assert torch.equal(model.generate(**inputs), wanted)
 
 
-def test_a_model_with_several_tables_of_tokens_is_left_to_itself() -> None:
-    model = build("musicgen", "causal")
-    rs.accelerate(model)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("musicgen", "MusicgenForCausalLM has a generate of its own"), ("blt", "num_hidden_layers")],
+    ids=["several tables of tokens", "a config that does not say what layers keep"],
+)
+def test_models_that_are_left_to_themselves(name: str, reason: str) -> None:
+    model = rs.accelerate(build(name, "causal"))
     assert model.speculation.mode == "delegated"
-    assert model.speculation.reason == "MusicgenForCausalLM has a generate of its own"
-
-
-def test_a_config_that_does_not_say_what_layers_keep() -> None:
-    model = build("blt", "causal")
-    rs.accelerate(model)
-    assert (model.speculation.mode, "num_hidden_layers" in model.speculation.reason) == ("delegated", True)
+    assert reason in model.speculation.reason
 
 
 @pytest.mark.parametrize("recorded", ["always", "off"])
 def test_a_prompt_with_a_picture_comes_in_one_piece(recorded: str) -> None:
     model = build("glm46v", "image")
     inputs = picture_prompt(model)
-    assert inputs is not None
     wanted = model.generate(**inputs, **GREEDY)
     rs.accelerate(model, prefill_chunk=3, recorded_pass=recorded)
     assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
@@ -495,11 +453,5 @@ def test_padding_tokens_in_drafts_do_not_move_those_behind_them(name: str, mappi
     def say_padding(text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.index_fill(1, torch.tensor([padding]), 1e4) if text.shape[1] % 4 == 0 else scores
 
-    options = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [say_padding]}
-    wanted = model.generate(ids, **options)
-    given, planted = wanted.shape[1] - 20, Planted()
-    rs.accelerate(model, drafter=planted, nodes=16)
-    for script in ("right", "half", "branchy"):
-        planted.plant(wanted[0], given, script)
-        assert torch.equal(model.generate(ids, **options), wanted), script
-    assert model.speculation.last.tokens_per_pass > 1.5
+    inputs = {"inputs": ids, "logits_processor": [say_padding]}
+    assert drafted(model, inputs, "right", "half", "branchy", new=20, nodes=16).tokens_per_pass > 1.5

@@ -1,7 +1,5 @@
 """Number formats: sixteen bits are verified as float32 is, and no fault of a pass is taken for their rounding."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Classes that decode in their own manner: what they do around decoding is done, what they do themselves is theirs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every family that trees are verified for says the same through the recorded pass and the preallocated cache."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

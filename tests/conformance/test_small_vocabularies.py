@@ -1,7 +1,5 @@
 """Models of a few tokens (bytes of DNA, moves of a game) are tried with tokens that they have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

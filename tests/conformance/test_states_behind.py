@@ -1,7 +1,5 @@
 """Recurrent states under drafts: a cache that is handed back holds the states behind every token."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

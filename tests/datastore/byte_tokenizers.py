@@ -1,7 +1,5 @@
 """A tokenizer with one token per byte, made without a download."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 

@@ -4,8 +4,6 @@ They are forked by a server of their own, which has imported and warmed up what 
 and inherits nothing of the process that tests run in, whose threads a child would not have.
 """
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

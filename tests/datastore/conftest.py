@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import secrets
 
@@ -7,6 +5,9 @@ import fsspec
 import pytest
 from byte_tokenizers import byte_tokenizer
 from tokenizers import Tokenizer
+
+from retrieve_spec.datastore.build import build_datastore
+from retrieve_spec.datastore.sources import Source
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,13 @@ def texts(tmp_path):
     }.items():
         (folder / name).write_text(text)
     return folder
+
+
+@pytest.fixture
+def store(tokenizer, texts, tmp_path):
+    """A store of these documents."""
+    build_datastore(tmp_path / "s", Source(str(texts), "MIT"), tokenizer)
+    return tmp_path / "s"
 
 
 @pytest.fixture

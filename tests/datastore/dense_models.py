@@ -1,7 +1,5 @@
 """A tiny model with the byte tokenizer, saved as a folder."""
 
-from __future__ import annotations
-
 import torch
 from byte_tokenizers import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

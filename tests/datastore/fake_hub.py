@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face Hub, with one dataset `me/repo` in memory: what its file system asks for, no more."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What the index kernels compute, by definition: lists, loops, no cleverness."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 

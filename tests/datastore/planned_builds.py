@@ -1,7 +1,5 @@
 """Builds whose sources change between the plan and the reading."""
 
-from __future__ import annotations
-
 from retrieve_spec.datastore import build
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.inspection import verify_datastore

@@ -1,12 +1,9 @@
 """Verbs at an address: they read what is there, or say what to do instead."""
 
-from __future__ import annotations
-
 import json
 
 import fsspec
 import pytest
-from test_share import store  # noqa: F401 (a fixture)
 
 from retrieve_spec.cli import run
 from retrieve_spec.datastore.edit import merge_datastores, remove_documents
@@ -15,8 +12,6 @@ from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.remote import Remote, public_name
 from retrieve_spec.datastore.share import name_of, push_datastore
 from retrieve_spec.errors import BuildError, StoreCorruptError
-
-# ruff: noqa: F811 (fixtures of other modules)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import os
 import sqlite3
@@ -12,20 +10,18 @@ from byte_tokenizers import byte_tokenizer
 from filelock import FileLock
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore import build
-from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.build import add_documents, build_datastore, open_or_build
+from retrieve_spec.datastore.change import writer
 from retrieve_spec.datastore.edit import compact_datastore
 from retrieve_spec.datastore.inspection import verify_datastore, write_catalog
 from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.sources import Recipe, Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.errors import (
     BuildError,
     StoreLockedError,
 )
-
-SMALL = StoreConfig(segment_tokens=80)
 
 
 def contents(store):
@@ -62,16 +58,6 @@ def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
     verify_datastore(tmp_path / "s")
 
 
-@pytest.mark.parametrize(("piece", "segments"), [(50, 4), (100, 2), (200, 1)])
-def test_many_tokens_are_shared_out_without_need(tokenizer, tmp_path, monkeypatch, piece, segments):
-    monkeypatch.setattr(build, "_PIECE", piece)
-    for number in range(25):
-        (tmp_path / f"{number:02}.txt").write_text(f"{number:09}")  # with its separator ten entries
-    build_datastore(tmp_path / "s", str(tmp_path), tokenizer)
-    lengths = [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments]
-    assert len(lengths) == segments and sum(lengths) == 250 and min(lengths) >= piece
-
-
 def test_document_longer_than_a_segment_is_one_by_itself(tokenizer, texts, tmp_path):
     sync_datastore(tmp_path / "s", [texts], tokenizer, config=StoreConfig(segment_tokens=50))
     assert [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments] == [73, 40, 30, 24]
@@ -105,16 +91,13 @@ def test_wide_ids_are_packed_by_segment(texts, tmp_path):
     verify_datastore(tmp_path / "s")
 
 
-def test_one_writer_at_a_time(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    with FileLock(tmp_path / "s" / "lock"), pytest.raises(StoreLockedError, match="another process"):
-        add_documents(tmp_path / "s", str(texts))
-    open_datastore(tmp_path / "s")
+def test_one_writer_at_a_time(store, texts):
+    with FileLock(store / "lock"), pytest.raises(StoreLockedError, match="another process"):
+        add_documents(store, str(texts))
+    open_datastore(store)
 
 
-def test_read_only_store_opens(tokenizer, texts, tmp_path):
-    store = tmp_path / "s"
-    build_datastore(store, str(texts), tokenizer)
+def test_read_only_store_opens(store, texts):
     assert open_datastore(store).calibration_path("a model/v1") == store / "calibration" / "a-model-v1.npy"
     (store / "calibration").rmdir()
     paths = [store, *store.rglob("*")]
@@ -132,10 +115,9 @@ def test_read_only_store_opens(tokenizer, texts, tmp_path):
             path.chmod(path.stat().st_mode | stat.S_IWUSR)
 
 
-def test_catalogue_can_be_searched_by_path(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
+def test_catalogue_can_be_searched_by_path(store):
     found = "select d.path from documents d join documents_fts f on f.rowid = d.id where documents_fts match 'sub'"
-    with closing(sqlite3.connect(write_catalog(tmp_path / "s"))) as database:
+    with closing(sqlite3.connect(write_catalog(store))) as database:
         assert database.execute(found).fetchall() == [("sub/d.txt",)]
 
 
@@ -147,3 +129,47 @@ def test_a_folder_with_other_files_is_left_alone(tokenizer, texts, tmp_path, nam
     with pytest.raises(BuildError, match=f"empty folder.*{name.partition('/')[0]}"):
         build_datastore(tmp_path / "mine", str(texts), tokenizer)
     assert mine.read_text() == "precious"
+
+
+@pytest.fixture
+def recipe(texts):
+    return Recipe("mine", "", (Source(str(texts), "MIT"),), StoreConfig())
+
+
+@pytest.fixture
+def opened(recipe, tokenizer, tmp_path):
+    """Opens the store; says whether it had to be built."""
+
+    def call(with_tokenizer=tokenizer):
+        told = []
+        store = open_or_build(
+            tmp_path / "cache" / "s",
+            recipe,
+            with_tokenizer,
+            before=lambda: told.append("before"),
+            after=lambda report: told.append(report.documents),
+        )
+        assert store.manifest.documents == 4
+        return told
+
+    return call
+
+
+def test_built_once(opened):
+    assert opened() == ["before", 4]
+    assert opened() == []
+
+
+def test_damage_and_other_tokenizers_are_built_anew(opened, tmp_path):
+    opened()
+    next((tmp_path / "cache" / "s").glob("segments/*/tokens.bin")).unlink()
+    assert opened() == ["before", 4]
+    assert opened(byte_tokenizer(offset=9)) == ["before", 4]
+
+
+def test_a_build_under_way_is_left_alone(opened, tmp_path):
+    with writer(tmp_path / "cache" / "s") as work:
+        work.begin({"verb": "build"})
+        with pytest.raises(StoreLockedError):
+            opened()
+        assert work.plan() == {"verb": "build"}

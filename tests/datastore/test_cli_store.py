@@ -1,7 +1,5 @@
 """The commands: one library call each, exit codes, and one JSON object with --json."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -54,12 +52,6 @@ def test_whole_life(command, store, records, tmp_path):
     assert open_datastore(tmp_path / "m", tokenizer="reference").manifest.documents == 7
 
 
-def test_progress_goes_nowhere_but_to_a_terminal(command, texts, tmp_path):
-    code, out, err = command("build", tmp_path / "t", texts, "--tokenizer", "reference")
-    assert (code, err) == (0, "")
-    assert out.startswith("build: 4 documents")
-
-
 def skippable(tmp_path):
     folder = tmp_path / "odd"
     folder.mkdir()
@@ -67,14 +59,6 @@ def skippable(tmp_path):
         (folder / f"{number}.bin").write_bytes(b"\0")
     (folder / "nothing.txt").write_text("")
     return folder
-
-
-def test_skipped_files_are_named_by_reason(command, store, tmp_path):
-    folder = skippable(tmp_path)
-    (folder / "text.txt").write_text("something new")
-    _, out, _ = command("add", store, folder)
-    assert "add: 1 document, " in out
-    assert "  skipped 5 (binary): 0.bin, 1.bin, 2.bin, …\n  skipped 1 (empty): nothing.txt\n" in out
 
 
 def test_sources_without_text_say_why_and_leave_no_folder(command, tmp_path):
@@ -85,25 +69,6 @@ def test_sources_without_text_say_why_and_leave_no_folder(command, tmp_path):
     code, _, err = command("build", tmp_path / "new", folder, "--include", "*.rs", "--tokenizer", "reference")
     assert (code, "name no file" in err) == (1, True)
     assert not (tmp_path / "new").exists()
-
-
-def test_models_load_without_bars_where_nobody_watches(command, tmp_path, texts, monkeypatch):
-    from dense_models import save_model
-    from transformers.utils import logging
-
-    model = save_model(tmp_path / "model")
-    options = ("--tokenizer", model, "--dense", model, "--dims", 8)
-    monkeypatch.setattr(logging, "_tqdm_active", True)
-    command()  # saving printed a bar
-    assert command("build", tmp_path / "s", texts, *options)[::2] == (0, "")
-    assert command("search", tmp_path / "s", "the cat", "--dense")[::2] == (0, "")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert command("build", tmp_path / "quiet", texts, *options, "--quiet")[::2] == (0, "")
-    assert command("compact", tmp_path / "s", "--quiet")[::2] == (0, "")
-    assert command("add", tmp_path / "s", texts.parent / "model" / "config.json", "--quiet")[::2] == (0, "")
-    assert command("merge", tmp_path / "m", tmp_path / "s", "--quiet")[::2] == (0, "")
-    assert logging.is_progress_bar_enabled()
-    assert "Loading weights" in command("build", tmp_path / "watched", texts, *options)[2]
 
 
 @pytest.mark.parametrize(
@@ -139,21 +104,6 @@ def test_errors(command, store, tmp_path, arguments, code, message):
     assert result[0] == code
     assert message.replace("{tmp}", str(tmp_path)) in result[2]
     assert not (tmp_path / "new").exists()
-
-
-def test_numbers_and_what_they_count(command, store):
-    assert command("search", store, "ran")[1].startswith("The last 3 of 3 tokens match, 1 time: 'ran'\n")
-    assert command("search", store, "~")[1] == "Nothing matches, not even the last of 1 token.\n"
-    assert command("remove", store, "b.txt")[1].startswith("remove: 1 document, 39 tokens in ")
-    assert "  remove     " in (out := command("info", store)[1]) and out.endswith("  1 document\n")
-
-
-def test_nothing_to_add_and_nothing_left(command, store, texts, tmp_path):
-    assert "name no text" in command("add", store, texts, "--include", "*.rs")[1]
-    assert "name no text" not in command("sync", store, texts)[1]  # it says what the folder says already
-    command("remove", store, "*")
-    code, _, err = command("merge", tmp_path / "m", store)
-    assert (code, "documents that are not removed, got none" in err) == (1, True)
 
 
 def test_recipe(command, tmp_path):

@@ -1,7 +1,5 @@
 """Readers beside a writer: every opening is a consistent snapshot."""
 
-from __future__ import annotations
-
 import shutil
 
 from byte_tokenizers import byte_tokenizer
@@ -15,12 +13,10 @@ from retrieve_spec.datastore.inspection import search_datastore, verify_datastor
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 
-ROUNDS = 8
+ROUNDS = 4
 
 
-def test_a_reader_keeps_what_it_opened(tokenizer, texts, tmp_path):
-    store = tmp_path / "s"
-    build_datastore(store, str(texts), tokenizer)
+def test_a_reader_keeps_what_it_opened(store, tokenizer):
     opened = open_datastore(store)
     before = search_datastore(open_datastore(store), "the cat")
     retokenize_datastore(store, byte_tokenizer(offset=300), workers=1)

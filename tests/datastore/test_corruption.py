@@ -1,7 +1,5 @@
 """Stores whose bytes changed: found by their checksums, behind these by their structure; reading them does no harm."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import suppress

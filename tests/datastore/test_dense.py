@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 import json
+import os
 
 import numpy as np
 import pytest
@@ -20,6 +19,8 @@ from retrieve_spec.errors import (
     BuildError,
     ConfigError,
     ModelMismatchError,
+    ModelNotFoundError,
+    TokenizerMismatchError,
 )
 from retrieve_spec.reference_model import load_model
 
@@ -31,7 +32,7 @@ def model(tmp_path_factory):
 
 def dense(model, **options):
     options = {"dims": 8, "window": 32, "overlap": 8, **options}
-    return StoreConfig(dense=DenseConfig(model, **options))
+    return StoreConfig(dense=DenseConfig(str(model), **options))
 
 
 @pytest.fixture
@@ -179,3 +180,41 @@ def test_from_the_command_line(model, texts, tmp_path, capfd):
     assert call("verify", path)[0] == 0
     code, _, err = call("build", tmp_path / "t", texts, "--tokenizer", model, "--index", "hnsw")
     assert code == 2 and "--dense" in err
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error"),
+    [
+        ("nothing", {}, ModelNotFoundError),
+        ("reference", {}, TokenizerMismatchError),
+        ("model", {"dims": 17}, ConfigError),
+        ("model", {"layer": 3}, ConfigError),
+    ],
+)
+def test_a_wrong_model_is_found_before_any_text_is_read(texts, tokenizer, tmp_path, model, options, error):
+    save_model(tmp_path / "model")
+    name = model if model == "reference" else tmp_path / model
+    with pytest.raises(error):
+        build_datastore(tmp_path / "s", str(texts), tokenizer, config=dense(name, **options))
+    assert not (tmp_path / "s").exists()  # nothing to resume, nothing in the way of the next attempt
+
+
+def test_a_model_that_is_gone_stops_a_change_before_it_begins(texts, records, tokenizer, tmp_path):
+    save_model(tmp_path / "model")
+    store = tmp_path / "s"
+    build_datastore(store, str(texts), tokenizer, config=dense(tmp_path / "model"))
+    os.rename(tmp_path / "model", tmp_path / "moved")
+    for change in (lambda: add_documents(store, str(records)), lambda: compact_datastore(store)):
+        with pytest.raises(ModelNotFoundError):
+            change()
+        assert not (store / "work").exists()
+    add_documents(store, str(texts / "a.txt"), config=dense(tmp_path / "moved"))
+
+
+def test_a_model_named_by_a_relative_path_serves_from_every_folder(texts, tokenizer, tmp_path, monkeypatch):
+    save_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    build_datastore("s", "texts/a.txt", tokenizer, config=dense("model"))
+    monkeypatch.chdir(texts)
+    add_documents(tmp_path / "s", "b.txt")
+    assert len(open_datastore(tmp_path / "s").dense) == 2

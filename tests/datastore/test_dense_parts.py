@@ -1,7 +1,5 @@
 """Windows and FAISS indexes, apart from models."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from byte_tokenizers import byte_tokenizer
 from test_build import contents

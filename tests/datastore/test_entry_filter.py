@@ -1,7 +1,5 @@
 """What may enter a store: git's rules, secrets, links, generated files, encodings."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

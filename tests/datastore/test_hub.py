@@ -1,12 +1,9 @@
 """Stores on the Hugging Face Hub (a stand-in): pushed, added to, verified, pulled."""
 
-from __future__ import annotations
-
 import pytest
 from fake_hub import hub
 from huggingface_hub import HfFileSystem, constants
 from test_build import contents
-from test_share import store  # noqa: F401 (a fixture)
 
 from retrieve_spec.datastore.build import add_documents
 from retrieve_spec.datastore.inspection import verify_datastore
@@ -28,7 +25,7 @@ def url(monkeypatch, tmp_path):
         HfFileSystem.clear_instance_cache()
 
 
-def test_a_store_on_the_hub(store, url, records, tmp_path):  # noqa: F811 (a fixture)
+def test_a_store_on_the_hub(store, url, records, tmp_path):
     with pytest.raises(StoreNotFoundError):
         pull_datastore(url, tmp_path / "t")
     push_datastore(store, url)

@@ -1,7 +1,5 @@
 """SIGKILL at random moments: afterwards there is what was, what will be, or a refusal; then all can be done."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Licence rule: what a file stands under, and which files enter a store with a list of allowed licences."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """One filter for build, add, sync and a server's workspace: the same folder says the same to all of them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

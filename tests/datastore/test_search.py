@@ -1,7 +1,5 @@
 """The longest match of a text, what followed it, and the n-gram tables, against counting in the text."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

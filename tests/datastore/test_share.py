@@ -1,8 +1,5 @@
 """Sharing: what travels, what must not, and what happens when two push, a remote breaks or a process is killed."""
 
-from __future__ import annotations
-
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,9 +7,8 @@ from contextlib import contextmanager
 import fsspec
 import pytest
 from byte_tokenizers import byte_tokenizer
-from test_build import contents, digest
+from test_build import contents
 
-from retrieve_spec.cli import run
 from retrieve_spec.datastore import remote as remotes
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents
@@ -28,12 +24,6 @@ from retrieve_spec.errors import (
     StoreNotFoundError,
     TokenizerMismatchError,
 )
-
-
-@pytest.fixture
-def store(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", Source(str(texts), "MIT"), tokenizer)
-    return tmp_path / "s"
 
 
 def test_only_what_is_missing_travels(store, url, records, tmp_path):
@@ -227,16 +217,3 @@ def test_opening_an_address(store, url, tokenizer, tmp_path, monkeypatch):
     assert open_datastore(url).manifest.documents == 3
     with pytest.raises(BuildError, match="no network"):
         open_datastore(url + "other")
-
-
-def test_commands(store, tmp_path, capfd):
-    url = f"file://{tmp_path}/remote"
-    assert run(["push", str(store), url, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["version"] == 1
-    assert run(["pull", url, str(tmp_path / "t")]) == 0
-    assert "pull: 4 documents" in capfd.readouterr().out
-    assert run(["push", str(store), "nowhere://x"]) == 1
-    assert "could not reach nowhere://x" in capfd.readouterr().err
-    copied = shutil.copytree(tmp_path / "remote", tmp_path / "copied")  # a plain copy is a store
-    verify_datastore(copied)
-    assert digest(copied / "segments") == digest(store / "segments")

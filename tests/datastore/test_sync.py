@@ -1,7 +1,5 @@
 """Stores that follow folders: afterwards they say what the folders say, whatever was done to the files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

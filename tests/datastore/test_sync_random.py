@@ -1,7 +1,5 @@
 """Random changes of a folder: a store that followed each says what one says that reads everything afresh."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Folders that are followed where the system has no watches left."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

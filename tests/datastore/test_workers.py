@@ -1,7 +1,5 @@
 """Builds by several processes: the same bytes for any number of them, and errors that say what is wrong."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time
@@ -36,9 +34,9 @@ def many(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_process_and_four_write_the_same_bytes(tokenizer, many, tmp_path):
+def test_one_process_and_two_write_the_same_bytes(tokenizer, many, tmp_path):
     found = []
-    for workers in (1, 4):
+    for workers in (1, 2):
         store = tmp_path / f"s{workers}"
         report = build_datastore(store, str(many), tokenizer, config=SMALL, workers=workers)
         add_documents(store, str(tmp_path), workers=workers)
@@ -103,10 +101,10 @@ def running(pid):
 
 
 def test_parts_that_machines_build_are_merged(many, tokenizer, tmp_path):
-    build_datastore(tmp_path / "whole", str(many), tokenizer)
+    build_datastore(tmp_path / "whole", str(many), tokenizer, workers=1)
     parts = [tmp_path / f"part{rank}" for rank in range(3)]
     for rank, part in enumerate(parts):
-        build_datastore(part, str(many), tokenizer, part=(rank, 3))
+        build_datastore(part, str(many), tokenizer, part=(rank, 3), workers=1)
     assert all(0 < len(contents(part)) < 27 for part in parts)
     assert [read_manifest(part).history[0]["part"] for part in parts] == [[0, 3], [1, 3], [2, 3]]
     with pytest.raises(BuildError, match="Number the parts from 0"):

@@ -4,8 +4,6 @@ It builds in a thread: what computes in parallel keeps threads for the one that 
 that one ends. The process that forks has none.
 """
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The documentation says what the code says, and the code it shows runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

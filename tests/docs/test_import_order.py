@@ -1,7 +1,5 @@
 """Imports flow one way: from the kernels up to the commands."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random requests in, every drafted tree out; as a program it prints them, so that two interpreters can compare."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """A dense index over vectors held in memory, and hidden states that stand for what the last tokens mean."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

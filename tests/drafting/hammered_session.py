@@ -6,8 +6,6 @@ Run it with `MALLOC_PERTURB_` set: memory that was freed reads as garbage, and w
 was ever written. With the compiler off, arrays are read through `ctypes` instead.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from typing import Any

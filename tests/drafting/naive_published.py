@@ -1,7 +1,5 @@
 """Plain twins of the kernels of published rules."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from itertools import count

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +9,6 @@ import pytest
 from retrieve_spec.drafting.calibration import Calibration, calibration_for, put_array
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import StoreCorruptError
-from retrieve_spec.kernels.calibration import NUM_SOURCES
-from retrieve_spec.sources import SOURCE_NAMES
 
 
 def learned(path=None):
@@ -36,21 +32,6 @@ def test_what_was_learned_comes_back(tmp_path):
     calibration.save(path)
     assert same(Calibration(path), calibration)
     assert os.listdir(tmp_path) == ["kept.npy"]
-
-
-def test_it_is_kept_after_the_first_request_and_then_now_and_again(tmp_path):
-    path = tmp_path / "kept.npy"
-    calibration = learned(path)
-    assert not path.exists()
-    writes = []
-    for i in range(40):
-        calibration.cells[0, 0] = i
-        calibration.keep()
-        writes.append(Calibration(path).cells[0, 0])
-    assert writes[0] == 0
-    assert len(set(writes)) == 3, "writing is rare"
-    assert writes[-1] >= 40 - 16
-    Calibration().keep()  # nowhere to keep it
 
 
 def test_a_drafter_keeps_it_and_starts_warm(tmp_path, run, markov_text):
@@ -109,16 +90,6 @@ def test_threads_that_write_at_once_leave_a_whole_file(tmp_path):
     assert os.listdir(tmp_path) == ["kept.npy"]
 
 
-def test_statistics_by_source(tmp_path):
-    calibration = Calibration(tmp_path / "kept.npy")
-    assert calibration.statistics() == {}
-    exact = SOURCE_NAMES.index("exact")
-    calibration.scale[exact, 3] = 2, 4
-    calibration.scale[NUM_SOURCES + exact, 5] = 1, 0.5  # when sampling
-    calibration.save(tmp_path / "kept.npy")
-    assert Calibration(tmp_path / "kept.npy").statistics() == {"exact": (3.0, 4.5)}
-
-
 def test_beside_the_first_writable_store(tmp_path):
     stores = [SimpleNamespace(calibration_path=lambda _key: None)]
     assert calibration_for(stores, "m").path is None
@@ -136,23 +107,3 @@ def test_a_damaged_file_beside_a_store_is_learned_anew(tmp_path, caplog):
     assert "calibration starts anew" in caplog.text
     assert not calibration.cells.any()
     assert calibration.path == path and not path.exists()
-
-
-@pytest.mark.parametrize("noise", [False, True])
-@pytest.mark.parametrize("share", [0.5, 0.9, 1.2])
-def test_what_is_expected_of_drafts_is_what_comes(noise, share):
-    calibration = Calibration()
-    assert calibration.acceptance_ratio(noise) == 1.0
-    rng = np.random.default_rng(0)
-    wanted = came = 0.0
-    for i in range(600):
-        true = rng.gamma(2, 3)  # what the tree's probabilities add up to
-        expected, accepted = true * calibration.acceptance_ratio(noise), int(rng.poisson(true * share))
-        calibration.learn_draft(expected, accepted, noise)
-        if i > 200:
-            wanted, came = wanted + expected, came + accepted
-    assert wanted == pytest.approx(came, rel=0.05)
-    assert calibration.acceptance_ratio(not noise) == 1.0, "greedy and sampled drafts are judged apart"
-    for _ in range(300):
-        calibration.learn_draft(calibration.acceptance_ratio(noise) * 5.0, 0, noise)
-    assert calibration.acceptance_ratio(noise) == pytest.approx(0.3), "it never gives up drafting for good"

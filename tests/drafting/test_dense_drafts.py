@@ -1,7 +1,5 @@
 """Neighbours of hidden states in the one tree: what is drafted, when it is asked for, and what it may not change."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +8,6 @@ from fake_dense import FakeIndex, state_of, with_dense
 
 from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig, StoreConfig
-from retrieve_spec.drafting.dense_queries import FIRST, PROBE_EVERY, Comparison, QueryGate
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.published.stores import Dresd
@@ -97,20 +94,6 @@ def test_fed_text_leaves_the_neighbours_behind(store, followed):
     assert index.asked == 0
 
 
-def test_after_a_rejected_draft_the_state_before_the_new_root_is_asked_for(store):
-    """The text jumps from one document to another; neighbours that go on with another token are dropped."""
-    drafter = Dresd([store])
-    first, second = TEXTS[0], TEXTS[1]
-    jump = [*first[30:40], *paraphrase(second[:20]), *second[20:40]]
-    accepted, trees = generate(drafter, paraphrase(first[:30]), jump)
-    assert sum(accepted) >= 20
-    written = 1
-    for tree, a in zip(trees, accepted, strict=True):
-        assert all((tree.source == DENSE).tolist())
-        written += a + 1
-    assert written >= len(jump)
-
-
 def test_drafts_end_with_their_document(store):
     for drafter in (Dresd([store]), auto(store)):
         _, trees = generate(drafter, paraphrase(TEXTS[0][:140]), TEXTS[0][140:143])
@@ -156,13 +139,6 @@ def test_what_is_asked_for_must_be_there(store, make_store):
         MixtureDrafter(datastores=[store, with_dense(plain, layer=2)])
 
 
-def test_without_a_hidden_state_nothing_is_asked(run, store):
-    index = store.dense[0][1]
-    index.asked = 0
-    run(auto(store)).request(TEXTS[0][:20], TEXTS[0][20:60])
-    assert index.asked == 0
-
-
 def test_presets_draft_as_published():
     """Neighbours by similarity; those that go on with another token are dropped; ten drafts of ten tokens."""
     #           0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19
@@ -197,33 +173,3 @@ def as_paths(tree):
         text[i] = [*(text[parent] if parent >= 0 else []), token]
     inner = set(tree.parent.tolist())
     return [path for i, path in enumerate(text) if i not in inner]
-
-
-def test_queries_stop_where_they_add_nothing_and_come_back():
-    gate = QueryGate()
-    for _ in range(FIRST):
-        assert gate.pays(12, None)
-        assert gate.asked(12, 0.001), "the first ones are all compared"
-        gate.compared(12, 0)
-    assert sum(gate.pays(12, None) for _ in range(10 * PROBE_EVERY)) == 10, "now and then all the same"
-    assert not gate.pays(2, None), "what is not known is like the rest"
-    for _ in range(FIRST):
-        gate.compared(5, 3)
-    assert gate.pays(5, None)
-    assert gate.pays(2, None), "now the rest is better"
-    assert not gate.pays(12, None), "a match length that is known is judged by itself"
-    assert gate.pays(5, seconds_per_token=0.01)
-    assert not gate.pays(5, seconds_per_token=1e-5), "a query takes as long as a hundred tokens"
-
-
-def test_a_wider_tree_is_a_price_of_the_query():
-    comparison = Comparison(4, without=np.array([[7, -1], [8, 0]]))
-    cost = np.array([1.0, 1.1, 1.2, 1.3, 1.4, 1.5], np.float32)
-    comparison.weigh(5, cost, seconds_per_token=0.2)
-    comparison.hold_against(np.array([7, 8, 9, 3], np.int32))
-    assert comparison.gain == pytest.approx(3 - 2 - 1.5), "one token more, for the time of one and a half"
-    comparison.hold_against(np.array([1, 2, 3], np.int32))
-    assert comparison.gain == pytest.approx(-0.5), "no tree was compared"
-    comparison.without = np.zeros((0, 2), np.int64)
-    comparison.hold_against(np.array([1, 2], np.int32))
-    assert comparison.gain == pytest.approx(0.5), "without measured passes a node costs nothing"

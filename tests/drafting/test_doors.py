@@ -1,7 +1,5 @@
 """The public door of drafting: other engines stand behind it, so it needs neither torch nor transformers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,19 +1,13 @@
-from __future__ import annotations
-
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting import mixture
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.sampling import gumbel_argmax, noise_key, uniform
-from retrieve_spec.kernels.source_table import TAIL
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory
 
@@ -71,17 +65,6 @@ def test_limits_of_the_config(markov_text):
     assert len(drafter.propose(Budget(10**6, 10))) <= MAX_NODES
 
 
-def test_a_sure_copy_is_one_long_chain():
-    text = np.concatenate([np.arange(300), np.arange(40)]).astype(np.int32)
-    drafter = MixtureDrafter()
-    drafter.start(text)
-    tree = drafter.propose(Budget(64, 200))
-    branch = tree.first_branch()
-    assert len(branch) >= 40
-    assert branch.token_ids.tolist() == list(range(40, 40 + len(branch)))
-    assert drafter.propose(Budget(64, 5)).depth.max() == 5
-
-
 def test_the_same_requests_make_the_same_trees(run, markov_text):
     def trees():
         drafter = MixtureDrafter(session=SessionMemory(2000))
@@ -103,61 +86,6 @@ def test_expected_is_what_comes(run, markov_text, cost):
     expected = 1 + np.mean([tree.expected_accepted for tree in r.trees])
     assert 1 + np.mean(r.accepted) > 1.5
     assert expected == pytest.approx(1 + np.mean(r.accepted), rel=0.05)
-
-
-@pytest.mark.parametrize(("second", "least", "most"), [(1e-4, 100, 135), (1e-3, 135, 200), (1.0, 200, 300)])
-def test_text_without_repeats_is_looked_at_as_often_as_that_costs_little_and_comes_back(
-    run, monkeypatch, second, least, most
-):
-    """A look takes a tenth of a millisecond; the longer a pass, the later it is given up that looks save some."""
-    looks = []
-    monkeypatch.setattr(mixture, "perf_counter", itertools.count(0.0, 1e-4).__next__)
-    original = MixtureDrafter._grow
-
-    def counted(self, *budget):
-        looks.append(budget)
-        return original(self, *budget)
-
-    monkeypatch.setattr(MixtureDrafter, "_grow", counted)
-    cost = (second * (1.0 + 0.05 * np.arange(33))).astype(np.float32)
-    drafter = MixtureDrafter(recycling=False)
-    r = run(drafter, lambda left: Budget(32, left, cost))
-    drafter.start(np.arange(5, dtype=np.int32))
-    r.generate(np.arange(1000, 2000))
-    passes = len(r.trees)
-    assert passes == 1000 and least < len(looks) < most
-    r.generate(np.arange(1000, 1400))
-    later = r.accepted[passes:]
-    assert len(later) < 100, "a copy of what came before is drafted again"
-    assert np.mean(later[10:]) > 5
-    drafter.finish()
-    assert drafter.context.root()[1] == 5 + 1400, "nothing was left out while resting"
-
-
-@pytest.mark.parametrize("between", ["nothing", "no budget", "a long silence"])
-def test_what_passes_showed_is_learned_however_late(markov_text, between):
-    """Trees are those of a drafter that learns from each pass before the next."""
-    text = markov_text(11, 900)
-    late, at_once = MixtureDrafter(session=SessionMemory(500)), MixtureDrafter(session=SessionMemory(500))
-    for drafter in (late, at_once):
-        drafter.start(text[:40])
-    at, trees = 40, 0
-    for i in range(120):
-        asked = between == "nothing" or i % (3 if between == "no budget" else 20) == 0
-        noise = (7, 0, at) if i % 40 > 20 else None
-        tree, twin = (drafter.propose(Budget(24 if asked else 0, 12, None, noise)) for drafter in (late, at_once))
-        assert same(tree, twin) and bool(len(tree)) <= asked
-        trees += len(tree) > 0
-        emitted = text[at : at + 1 + i % 4]
-        shown = VerifiedPass(tree, np.empty(0, np.int32), emitted, *toy_top(tree, emitted.tolist()))
-        late.observe(shown)
-        at_once.observe(shown)
-        at_once._catch_up()
-        at += len(emitted)
-    assert trees >= 5
-    late.finish()
-    assert (late.calibration.cells == at_once.calibration.cells).all()
-    assert late.context.root() == at_once.context.root()
 
 
 def secret_tokens(trees, secret):
@@ -216,66 +144,6 @@ def test_fed_text_is_context(run):
     before = len(r.trees)
     r.generate(range(102, 150))
     assert np.sum(r.accepted[before:]) > 35
-    drafter.finish()
-    tail = drafter._tail[0].tolist()
-    assert tail == list(range(149, 149 - TAIL, -1))
-    assert drafter.context.root()[1] == 6 + 103 + 48
-
-
-def test_fed_text_is_what_the_newest_tokens_are_looked_up_in():
-    """Sources that are looked up by the newest tokens know those that were fed, after a prompt of none too."""
-    drafter = MixtureDrafter()
-    drafter.start(np.empty(0, np.int32))
-    top = np.arange(50, 58, dtype=np.int32)[None]
-    drafter.observe_prompt(np.array([7], np.int32), top, np.linspace(3, 0, 8, dtype=np.float32)[None])
-    drafter.feed(np.array([1, 2, 7], np.int32))
-    assert drafter.propose(Budget(8, 1)).token_ids[0] == 50
-
-
-def test_a_chain_is_held_against_what_was_expected_of_it(markov_text):
-    """Verifiers of chains take one branch of a tree: the others could not be accepted."""
-    drafter = MixtureDrafter()
-    drafter.start(markov_text(3, 300))
-    tree = drafter.propose(Budget(32, 8))
-    chain = tree.first_branch()
-    assert len(chain) < len(tree)
-    drafter.observe(VerifiedPass(chain, np.empty(0, np.int32), np.array([999], np.int32)))
-    drafter.finish()
-    assert drafter.calibration.drafts[0] == pytest.approx([0.0, chain.expected_accepted])
-
-
-@pytest.mark.parametrize("noise", [None, (7, 0)])
-def test_drafts_that_are_not_made_win_trust_back(noise):
-    """Where a node costs nearly a pass, drafts are made only if they are trusted: right ones are to be, if not made."""
-    drafter = MixtureDrafter()
-    drafter.calibration.drafts[int(noise is not None)] = 100.0, 300.0
-    at = 72
-    drafter.start((np.arange(at) % 9).astype(np.int32))
-    drafted = []
-    for _ in range(300):
-        cost = np.array([1.0, 1.6], np.float32)
-        tree = drafter.propose(Budget(1, 1, cost, None if noise is None else (*noise, at)))
-        right = len(tree) and tree.token_ids[0] == at % 9
-        emitted = (np.arange(at, at + 1 + right) % 9).astype(np.int32)
-        drafter.observe(VerifiedPass(tree, np.zeros(int(right), np.int32), emitted))
-        drafted.append(len(tree))
-        at += len(emitted)
-    assert not any(drafted[:20]) and any(drafted[-30:])
-
-
-@pytest.mark.parametrize("then", ["start", "feed"])
-def test_what_was_expected_of_one_text_says_nothing_of_another(then):
-    """A pass may never end: the token that a draft would have begun with is not held against what follows instead."""
-    drafter = MixtureDrafter()
-    text = (np.arange(72) % 9).astype(np.int32)
-    drafter.start(text)
-    assert not len(drafter.propose(Budget(1, 1, np.array([1.0, 100.0], np.float32))))
-    assert drafter._first_p[0] > 0
-    before = drafter.calibration.drafts.copy()
-    getattr(drafter, then)(text[:5])
-    drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([99], np.int32)))
-    drafter.finish()
-    assert (drafter.calibration.drafts == before).all()
 
 
 def test_a_prediction_is_followed(run, markov_text):
@@ -302,25 +170,6 @@ def test_recycling_learns_from_rejected_branches(run):
     assert 77 in drafted.token_ids.tolist()
     node = drafted.token_ids.tolist().index(77)
     assert SOURCE_NAMES[drafted.source[node]] == "recycling"
-
-
-def test_recycling_learns_at_the_right_contexts_after_a_rest():
-    """What was emitted while drafting rested is not yet in the text when the next pass shows its top tokens."""
-    never_pays = (1e-9 * (1.0 + 100.0 * np.arange(5))).astype(np.float32)
-    logits = np.linspace(3, 0, 8, dtype=np.float32)[None]
-    drafter = MixtureDrafter()
-    text = list(range(40))
-    drafter.start(np.array(text[:1], np.int32))
-    rests = 0
-    for token, following in itertools.pairwise(text):
-        tree = drafter.propose(Budget(4, 4, never_pays))
-        rests += drafter._rest > 0
-        top = 100 * token + np.arange(8, dtype=np.int32)[None]
-        drafter.observe(VerifiedPass(tree, np.empty(0, np.int32), np.array([following], np.int32), top, logits))
-    assert rests, "nothing pays"
-    for token in text:
-        known = drafter.recycling.lookup([token])[0]
-        assert set(known.tolist()) <= set(range(100 * token, 100 * token + 8))
 
 
 def test_calibration_does_not_see_the_answer(run):
@@ -386,12 +235,6 @@ def test_known_noise_tells_which_token_will_be_drawn(run):
     assert wrong < known, "the noise of another seed is no help"
 
 
-@pytest.mark.parametrize("unseen", [0, 50])
-def test_expected_is_what_comes_with_known_noise(run, unseen):
-    known, expected = noisy(MixtureDrafter(recycling=False), run, sampled(9, 5000), True, unseen=unseen)
-    assert 1 + expected == pytest.approx(1 + known, rel=0.05)
-
-
 @pytest.mark.parametrize("seed", [0, -1, 2**62, 2**63 + 5, 2**64 - 1])
 def test_any_seed_is_heard(seed):
     drafter = MixtureDrafter()
@@ -402,20 +245,3 @@ def test_any_seed_is_heard(seed):
     best = {token: -np.log(uniform(key, token)) for token in (2, 3)}
     first = [t for t in tree.token_ids[tree.depth == 1].tolist() if t in best]
     assert first[0] == min(best, key=best.get), "2 and 3 are about as probable, so the noise decides"
-
-
-def test_noise_can_make_the_least_likely_token_the_sample():
-    """A share too small to be drafted without noise is looked at where the noise may favour it."""
-    rng = np.random.default_rng(2)
-    text = [token for i in range(150) for token in (int(rng.integers(100, 10**6)), 1, 3 if i == 70 else 2)]
-    drafter = MixtureDrafter(SpeculationConfig(min_path_probability=0.05), recycling=False)
-    drafter.start(np.array([*text, 50, 1], np.int32))
-    position = len(text) + 2
-    assert drafter.propose(Budget(4, 1)).token_ids.tolist() == [2]
-
-    def lead(seed):
-        key = np.uint64(noise_key(np.uint64(seed), 0, position))
-        return np.log(uniform(key, 2)) / np.log(uniform(key, 3))
-
-    seed = max(range(3000), key=lead)
-    assert drafter.propose(Budget(4, 1, None, (seed, 0, position))).token_ids[0] == 3

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 
 import numpy as np
@@ -11,7 +9,6 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources import SOURCE_NAMES
 
 PHRASES = SOURCE_NAMES.index("phrases")
@@ -76,16 +73,6 @@ def test_phrases_of_others_are_drafted(run):
         last = run(drafter).request([7], answer(seed, *RARE))
     assert PHRASES in {int(tree.source[node]) for tree in last.trees for node in range(len(tree))}
     assert sum(last.accepted) >= len(RARE) - 1
-
-
-def test_phrases_can_be_off(run):
-    drafter = MixtureDrafter(SpeculationConfig(phrases="off"), recycling=False)
-    for seed in range(1, 9):
-        run(drafter).request([7], answer(seed, *RARE))
-    assert drafter.phrases is None and drafter.calibration.phrases.requests == 0
-    assert RARE[1] not in drafted_after(drafter, 9, RARE[0])
-    with pytest.raises(ConfigError, match="phrases 'auto' or 'off'"):
-        SpeculationConfig(phrases="on")
 
 
 def test_text_between_answers_is_no_phrase(run):

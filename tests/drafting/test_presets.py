@@ -1,7 +1,5 @@
 """What holds for every preset."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,17 +1,18 @@
-"""Every published rule on examples small enough to work out by hand."""
+"""Every published rule on examples small enough to work out by hand, and kernels of some against plain twins."""
 
-from __future__ import annotations
-
+from array import array
 from collections import Counter
 
+import naive_published as naive
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
-from retrieve_spec.drafting.published import base
 from retrieve_spec.drafting.published.logits import TEMPLATE, LogitSpec, Lookahead, TokenRecycling
 from retrieve_spec.drafting.published.search import AdaptiveTrigram, Stand, best_tree
-from retrieve_spec.drafting.published.stores import Hierarchy, Rest, Sam, SamRecycling, frequent_grams
+from retrieve_spec.drafting.published.stores import Hierarchy, Rest, Sam, SamRecycling, earliest_end, frequent_grams
 from retrieve_spec.drafting.published.text import AdaptiveNgram, PromptLookup, SuffixDecoding
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.sources import SOURCE_NAMES
@@ -307,12 +308,37 @@ def test_stand_keeps_the_places_that_were_right_most_often():
     assert max(len(path) for path in best_tree(hits, 1000, 80, 2)) == 2
 
 
-def test_builder_keeps_the_limits_and_the_order():
-    builder = base.TreeBuilder(4, 2)
-    a = builder.add(-1, 1, 0.2, 0)
-    b = builder.add(-1, 2, 0.5, 0)
-    assert builder.add(-1, 1, 0.3, 0) == a and builder.add(a, 3, 0.1, 0) == 2
-    assert builder.add(2, 4, 0.1, 0) == base.FULL  # too deep
-    assert builder.add(b, 5, 0.1, 0) == 3 and builder.add(b, 6, 0.1, 0) == base.FULL  # too many
-    tree = builder.tree()
-    assert tree.token_ids.tolist() == [2, 5, 1, 3] and builder.places == [2, 0, 3, 1]
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+
+
+@settings(deadline=None)
+@given(texts, st.integers(1, 6))
+def test_earliest_end_is_the_first_match(text, length):
+    length = min(length, len(text))
+    assert earliest_end(array("i", text), length) == naive.earliest_end(text, length)
+
+
+@settings(deadline=None)
+@given(texts, st.integers(1, 12), st.integers(1, 6))
+def test_suffix_tree_scores_as_the_naive_one(text, nodes, depth):
+    drafter = SuffixDecoding()
+    drafter.start(np.array(text, np.int32))
+    tree = drafter.propose(Budget(nodes, depth))
+    tree.validate()
+    expected = naive.speculate(text, 4.0, nodes, depth, 64, 0.1)
+    assert np.sort(np.exp(tree.log_p)) == pytest.approx(sorted(p for _, p in expected), abs=1e-6)
+
+
+@settings(deadline=None)
+@given(texts)
+def test_suffix_tree_is_the_naive_one_where_nothing_is_cut(text):
+    drafter = SuffixDecoding()
+    drafter.factor = 1000.0
+    drafter.min_token_probability = 0.01
+    drafter.start(np.array(text, np.int32))
+    tree = drafter.propose(Budget(256, 4))
+    paths = {}
+    for i, (parent, token) in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True)):
+        paths[i] = (*paths.get(parent, ()), token)
+    found = {path: float(np.exp(tree.log_p[i])) for i, path in paths.items()}
+    assert found == pytest.approx(dict(naive.speculate(text, 1000.0, 256, 4, 64, 0.01)), abs=1e-6)

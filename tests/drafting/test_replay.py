@@ -1,17 +1,12 @@
-from __future__ import annotations
-
 import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from tokenizers import processors
 
-from retrieve_spec.bench.replay import Replay, TraceRow, halves, read_trace, replay_trace, walk
-from retrieve_spec.cli import cli
-from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.bench.replay import Replay, TraceRow, read_trace, replay_trace, walk
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.errors import ConfigError, TokenizerMismatchError, TraceError, UnknownPresetError
+from retrieve_spec.errors import TraceError
 
 
 def words(numbers):
@@ -179,88 +174,3 @@ def test_a_session_is_remembered_only_when_asked_for(answers):
     assert kept["accepted_by_source"]["session"] > 25
     assert "session" not in without["accepted_by_source"]
     assert without["by_task"]["b"]["passes"] <= 2 + 40 + 8, "fed text is drafted from"
-
-
-def test_what_a_node_costs_sizes_drafts(answers):
-    path, tokenizer = answers
-    free, cheap, dear = (replay_trace(path, tokenizer, session=True, node_cost=cost) for cost in (0.0, 0.02, 0.5))
-    assert free["tokens_per_pass"] >= cheap["tokens_per_pass"] >= dear["tokens_per_pass"]
-    assert free["nodes_per_pass"] > cheap["nodes_per_pass"] > dear["nodes_per_pass"]
-    assert free["speedup"] == free["tokens_per_pass"]
-    assert cheap["speedup"] == pytest.approx(cheap["tokens"] / (cheap["passes"] * (1 + 0.02 * cheap["nodes_per_pass"])))
-    assert "speedup" not in replay_trace(path, tokenizer)
-
-
-def test_stores_are_drafted_from(answers, make_store, tmp_path):
-    path, tokenizer = answers
-    store = make_store([list(range(90, 150))])
-    result = replay_trace(path, tokenizer, stores=[store.path], limit=2)
-    assert result["passes"] < 30
-    assert sum(count for name, count in result["accepted_by_source"].items() if name in ("exact", "ngram")) > 50
-    other = tmp_path / "other.json"
-    other.write_text(tokenizer.read_text().replace('"999": 999', '"other": 999'))
-    with pytest.raises(TokenizerMismatchError):
-        replay_trace(path, other, stores=[store.path])
-
-
-def test_what_cannot_be_replayed(answers):
-    path, tokenizer = answers
-    with pytest.raises(UnknownPresetError, match="no-such"):
-        replay_trace(path, tokenizer, draft="no-such")
-    assert issubclass(UnknownPresetError, ConfigError)
-
-
-def test_replay_from_the_command_line(answers):
-    path, tokenizer = answers
-    arguments = ["bench", "replay", str(path), "--tokenizer", str(tokenizer), "--session", "--limit", "3", "--quiet"]
-    arguments += ["--nodes", "20"]
-    plain = CliRunner().invoke(cli, arguments)
-    assert plain.exit_code == 0, plain.output
-    found = CliRunner().invoke(cli, [*arguments, "--json", "--by-task"])
-    assert found.exit_code == 0, found.output
-    result = json.loads(found.output.splitlines()[-1])
-    expected = replay_trace(path, tokenizer, session=True, limit=3, nodes=20)
-    for name in ("tokens", "passes", "tokens_per_pass", "nodes_per_pass", "by_task", "accepted_by_source"):
-        assert result[name] == expected[name]
-    assert f"{result['tokens_per_pass']:.3f} tokens per pass" in plain.output
-    bare = CliRunner().invoke(cli, [*arguments, "--json"])
-    assert "by_task" not in json.loads(bare.output.splitlines()[-1])
-
-
-def test_replay_agrees_with_the_loop(run, markov_text):
-    """The same passes as greedy verification of the same drafter."""
-    text = markov_text(2, 900)
-    row = TraceRow("", text[:100], [(text[100:], True)])
-    result = Replay(MixtureDrafter(recycling=False), 32).run([row])
-    r = run(MixtureDrafter(recycling=False)).request(text[:100], text[100:])
-    assert result["passes"] == len(r.trees)
-    assert sum(result["accepted_by_source"].values()) == sum(r.accepted)
-
-
-def test_groups_stay_on_one_side():
-    rows = [TraceRow("", np.empty(0, np.int32), [], group) for group in "aabcabd"]
-    one, other = halves(rows)
-    assert [row.group for row in one] == list("aaca") and [row.group for row in other] == list("bbd")
-    assert not {row.group for row in one} & {row.group for row in other}
-
-
-def test_warm_phrases_are_those_of_the_other_half(tmp_path, numbers):
-    """Answers of one half say the same phrases as those of the other; within a half nothing is said twice."""
-    path, tokenizer = tmp_path / "answers.jsonl", tmp_path / "tokenizer.json"
-    numbers.save(str(tokenizer))
-    common = [[900 + 3 * i, 901 + 3 * i, 902 + 3 * i] for i in range(6)]
-    with open(path, "w") as file:
-        for i in range(24):
-            said = [token for j, phrase in enumerate(common) for token in (20 * i + j + 100, *phrase)]
-            row = {"prompt": "7", "output": " ".join(map(str, said)), "group": str(i // 2)}
-            file.write(json.dumps(row) + "\n")
-    live = replay_trace(path, tokenizer, nodes=30)
-    warm = replay_trace(path, tokenizer, nodes=30, phrases="warm")
-    none = replay_trace(path, tokenizer, nodes=30, without=["phrases"])
-    assert warm["tokens"] == live["tokens"] == none["tokens"]
-    assert warm["passes"] < live["passes"] < none["passes"]
-    assert set(none["accepted_by_source"]) == {"context"} or not none["accepted_by_source"]
-    with pytest.raises(ConfigError, match="phrases"):
-        replay_trace(path, tokenizer, phrases="warm", without=["phrases"])
-    with pytest.raises(ConfigError, match="phrases"):
-        replay_trace(path, tokenizer, phrases="warm", draft="suffix")

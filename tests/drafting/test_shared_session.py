@@ -1,7 +1,5 @@
 """Several drafters over one session memory: nothing is read that was freed, and what one remembers the others draft."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -12,11 +10,9 @@ import hammered_session
 import numpy as np
 import pytest
 
-from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.sources.session import SessionMemory
 
 
@@ -89,21 +85,3 @@ def test_stores_that_were_deleted_are_still_drafted_from(run, make_store):
     drafter.datastores.clear()  # the table alone keeps the maps open
     shutil.rmtree(folder)
     assert np.sum(run(drafter).request(text[:5], text[5:]).accepted) > 60
-
-
-@pytest.mark.parametrize("draft", ["auto", "suffix"])
-def test_a_session_may_be_exchanged_between_requests(draft, monkeypatch):
-    """It is kept at rest, and no other one is, while kernels read it."""
-    drafter = build_drafter(SpeculationConfig(draft=draft))
-    text = np.arange(40, dtype=np.int32)
-    entered = []
-    original = SessionMemory.__enter__
-    monkeypatch.setattr(SessionMemory, "__enter__", lambda self: entered.append(self) or original(self))
-    for memory in (SessionMemory(1000), None, SessionMemory(1000)):
-        drafter.session = memory
-        drafter.start(text[:20])
-        drafter.session = SessionMemory(10)  # for the next request
-        entered.clear()
-        tree = drafter.propose(Budget(8, 8))
-        drafter.observe(VerifiedPass(tree, text[:0], text[20:30]))
-        assert set(entered) == ({memory} if memory is not None else set())

@@ -1,10 +1,8 @@
 """A process that calls an accelerated model again and again until it is told to stop, and says what Ctrl-C did to it.
 
-Run by `test_ctrl_c.py`: each line that it is given names a call; it says "begun", is sent SIGINT, and answers with one
-line of JSON.
+Run by `test_interruptions.py`: each line that it is given names a call; it says "begun", is sent SIGINT, and answers
+with one line of JSON.
 """
-
-from __future__ import annotations
 
 import json
 import signal

@@ -1,7 +1,5 @@
 """Obvious twins of the decoding kernels."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

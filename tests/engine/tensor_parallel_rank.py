@@ -1,7 +1,5 @@
 """One rank of a tensor-parallel model, started by `test_tensor_parallel`: generates and writes down what it got."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

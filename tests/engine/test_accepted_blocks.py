@@ -1,7 +1,5 @@
 """Blocks of accepted tokens: whatever ends, counts, slides or is taken back inside of one is as in plain decoding."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a call may do besides asking for tokens goes as in plain `generate`: errors, copies, calls in calls."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
@@ -130,17 +128,6 @@ def test_a_generation_within_a_generation(tiny: Any, prompt: torch.Tensor, recor
     assert tiny.speculation.last.tokens_per_pass > 1
     tiny.generate(prompt, **GREEDY)
     assert tiny.speculation.last.mode == "tree", "the next call is nobody's inner call"
-
-
-def test_a_copy_can_be_accelerated_itself(tiny: Any, prompt: torch.Tensor) -> None:
-    expected = tiny.generate(prompt, **GREEDY)
-    accelerate(tiny, expected)
-    twin = copy.deepcopy(tiny)
-    accelerate(twin, expected)
-    assert torch.equal(twin.generate(prompt, **GREEDY), expected)
-    assert twin.speculation.last.tokens_per_pass > 1
-    rs.restore(twin)
-    assert "generate" not in vars(twin)
 
 
 def broken(model: Any, value: float, rows: slice) -> Any:

@@ -1,7 +1,5 @@
 """Stores with a dense index behind `generate`: same output, states of the layer the store keeps, whose they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers

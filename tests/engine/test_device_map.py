@@ -1,7 +1,5 @@
 """Models whose parts are in several places (`device_map`): the same tokens, drafted for, or a reason why not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sampled text follows the target's processed distribution, and the test notices rules that do not."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

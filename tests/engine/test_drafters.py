@@ -1,13 +1,14 @@
-"""The drafters of an accelerated model: what its sequences share, and what a change of stores leaves behind."""
-
-from __future__ import annotations
+"""The drafters of an accelerated model: what sequences share, what a change of stores leaves, who comes late."""
 
 from typing import Any
 
+import numpy as np
+
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.presets import PRESETS
-from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.drafters import DrafterLease, Drafters
 
 
 def lent(drafters: Drafters, count: int) -> list[Any]:
@@ -16,17 +17,6 @@ def lent(drafters: Drafters, count: int) -> list[Any]:
     for drafter in made:
         drafters.give_back(drafter)
     return made
-
-
-def test_sequences_share_what_is_learned_and_kept() -> None:
-    drafters = Drafters(SpeculationConfig(session=True), [], None, "model")
-    first, second, third = lent(drafters, 3)
-    assert first is drafters.of(None)
-    assert len({id(first), id(second), id(third)}) == 3
-    assert first.session is second.session is third.session is not None
-    assert first.calibration is second.calibration is third.calibration
-    assert lent(drafters, 2) == [first, second], "they are kept"
-    assert drafters.lend("off") == "drafting is off"
 
 
 def test_one_that_was_interrupted_amid_its_work_is_not_lent_again() -> None:
@@ -63,11 +53,65 @@ def test_whoever_asked_last_does_not_ask_for_the_next() -> None:
     assert drafters.lend() is drafter and drafter.requester_id is None
 
 
-def test_a_given_drafter_stands_in_for_what_is_configured_alone() -> None:
-    given = PRESETS["prompt-lookup"]()
-    drafters = Drafters(SpeculationConfig(draft="suffix"), [], given, "model")
-    assert drafters.of(None) is drafters.of("suffix") is drafters.of("auto") is given
-    assert drafters.of("prompt-lookup") is not given
-    assert drafters.of("off") is None
-    assert drafters.lend() is given
-    assert drafters.lend() == "the given drafter is at work for another sequence"
+PROMPT = np.array([4, 5, 6], np.int32)
+
+
+class Noted:
+    """A drafter that notes what it is told."""
+
+    top_k, wants_hidden = 2, None
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def start(self, prompt_ids: Any, prediction_ids: Any = None) -> None:
+        self.said.append(("start", prompt_ids.tolist()))
+
+    def observe_prompt(self, token_ids: Any, top_ids: Any, top_logits: Any) -> None:
+        self.said.append(("prompt", len(token_ids)))
+
+    def propose(self, budget: Budget) -> DraftTree:
+        self.said.append("propose")
+        return DraftTree()
+
+    def observe(self, verified: VerifiedPass) -> None:
+        self.said.append(("observe", verified.emitted.tolist()))
+
+    def finish(self) -> None:
+        self.said.append("finish")
+
+
+def waited_for(drafter: Any) -> DrafterLease:
+    """One that is told to wait, and has been shown two passes."""
+    made = DrafterLease(lambda: drafter, PROMPT, None, None, True)
+    made.wait()
+    assert made.start() == ""
+    for token in (7, 8):
+        made.observe(seen(token), prompt=token == 7)
+    return made
+
+
+def seen(token: int) -> VerifiedPass:
+    """A pass over no draft, behind which the target says a token."""
+    return VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([token], np.int32))
+
+
+def ask(made: DrafterLease) -> DraftTree:
+    return made.propose(Budget(8, 8))
+
+
+def test_a_drafter_that_was_waited_for_is_told_everything_at_once() -> None:
+    drafter = Noted()
+    made = waited_for(drafter)
+    assert drafter.said == [] and made.drafts and made.top_k == 0
+    ask(made)
+    assert drafter.said == [("start", [4, 5, 6]), ("observe", [7, 8]), "propose"]
+    assert made.top_k == 2
+    made.finish()
+    assert drafter.said[3:] == ["finish"] and not made.drafts
+
+
+def test_one_that_is_never_asked_takes_in_the_text_at_the_end() -> None:
+    drafter = Noted()
+    waited_for(drafter).finish()
+    assert drafter.said == [("start", [4, 5, 6]), ("observe", [7, 8]), "finish"]

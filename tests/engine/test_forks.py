@@ -1,7 +1,5 @@
 """A process that has sorted, searched or decoded forks: the child does the same to its end, and so does the parent."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`generate` of an accelerated model: same signature, same output, same side effects."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import threading
@@ -103,20 +101,6 @@ def test_a_copy_of_the_model_generates_with_its_own_weights(tiny: Any, prompt: t
         other.lm_head.weight.neg_()
     assert torch.equal(answer_of(tiny, prompt), expected)
     assert not torch.equal(answer_of(other, prompt), expected)
-
-
-def test_report(tiny: Any, prompt: torch.Tensor) -> None:
-    expected = answer_of(tiny, prompt)
-    scripted(tiny, expected)
-    assert tiny.speculation.last is None
-    answer_of(tiny, prompt)
-    last = tiny.speculation.last
-    assert (last.mode, last.reason, last.new_tokens, last.passes) == ("tree", "", 24, 4)
-    assert last.tokens_per_pass == 6.0
-    assert last.accepted_by_source == {"script": 20}
-    assert last.seconds > 0
-    assert last.verify_ms > 0
-    assert last.tokens_per_pass == 6.0
 
 
 def test_draft_off_and_nodes_per_call(tiny: Any, prompt: torch.Tensor) -> None:
@@ -355,18 +339,6 @@ def test_seeds_in_threads_hold_where_the_original_draws(tiny: Any, prompt: torch
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(ask, range(3))) == [[True] * 3] * 3
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_datastores_are_given_as_folders_or_open(tmp_path, reference_model, reference_tokenizer) -> None:
-    (tmp_path / "a.py").write_text("def first():\n    return 1\n" * 4)
-    folder = tmp_path / "store"
-    rs.build_datastore(folder, [str(tmp_path / "a.py")], reference_tokenizer)
-    for store in (str(folder), folder, rs.open_datastore(folder)):
-        rs.accelerate(reference_model, tokenizer=reference_tokenizer, datastores=[store], nodes=4, recorded_pass="off")
-        assert [s.path for s in reference_model.speculation.datastores] == [folder]
-        rs.restore(reference_model)
-    with pytest.raises(errors.StoreNotFoundError):
-        rs.accelerate(reference_model, datastores=[str(tmp_path / "none")])
 
 
 @pytest.mark.parametrize("unknown", [199, 10**6, -1])

@@ -1,7 +1,5 @@
 """Inputs of `generate`: what plain `generate` refuses is refused, and what it answers has the same ids."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Log-probabilities of emitted tokens are those of a separate forward, whatever was drafted and by any door."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,6 @@ from batch_rows import left_padded, script
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 import retrieve_spec as rs
-from retrieve_spec.errors import ConfigError
 
 LENGTHS = (5, 17, 11)
 DICT: dict[str, Any] = {"return_dict_in_generate": True, "return_logprobs": True}
@@ -131,15 +128,3 @@ def test_where_the_original_decodes(tiny: Any) -> None:
     for got, scores in ((out.logprobs, logits / 2), (out.raw_logprobs, logits)):
         wanted = scores.log_softmax(-1).gather(1, tokens)[:, 0]
         torch.testing.assert_close(got[1, :until], wanted[:until], atol=1e-5, rtol=0.0)
-
-
-def test_what_has_no_place_is_refused(tiny: Any, prompt: torch.Tensor) -> None:
-    rs.accelerate(tiny, recorded_pass="off")
-    with pytest.raises(ConfigError, match="return_dict_in_generate=True"):
-        tiny.generate(prompt, max_new_tokens=2, return_logprobs=True)
-    with pytest.raises(ConfigError, match="num_beams=2"):
-        tiny.generate(prompt, max_new_tokens=2, num_beams=2, **DICT)
-    with pytest.raises(ConfigError, match="num_beams=2"):
-        list(rs.generate_stream(tiny, prompt, max_new_tokens=2, num_beams=2, return_logprobs=True))
-    (done,) = rs.generate_many(tiny, [prompt[0]], max_new_tokens=2, num_beams=2, return_logprobs=True)
-    assert isinstance(done.error, ConfigError)

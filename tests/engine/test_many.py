@@ -1,7 +1,5 @@
 """`generate_many`: any number of requests, each of which says what it says alone, whatever the others do."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +12,7 @@ from scripted_drafter import ScriptedDrafter
 from transformers import LogitsProcessor
 
 import retrieve_spec as rs
-from retrieve_spec.config import PassConfig
-from retrieve_spec.engine import engine as engine_module
-from retrieve_spec.errors import ConfigError, PositionError
+from retrieve_spec.errors import PositionError
 
 
 def ids_of(row: int, length: int) -> list[int]:
@@ -83,19 +79,6 @@ def test_requests_are_taken_when_there_is_room(tiny: Any) -> None:
     assert taken <= 8
     assert tiny.speculation.engine._sequences == []
     assert next(running, None) is None
-
-
-def test_keys_and_values_are_bounded(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rs.accelerate(tiny, recorded_pass="always", draft="off")
-    requests = [ids_of(i, 4) for i in range(4)]
-    expected = [alone(tiny, {"inputs": ids}, max_new_tokens=6) for ids in requests]
-    monkeypatch.setattr(engine_module, "PASS", PassConfig(batch_bytes=1))
-    most = 0
-    with rs.generate_many(tiny, requests, max_new_tokens=6) as running:
-        for one in running:
-            most = max(most, len(tiny.speculation.engine._sequences))
-            assert one.token_ids.tolist() == expected[one.index]
-    assert most <= 1
 
 
 class Failing(LogitsProcessor):
@@ -196,25 +179,3 @@ def test_what_is_left_to_generate(tiny: Any) -> None:
     rs.accelerate(tiny, recorded_pass="always", drafter=ScriptedDrafter(np.array(expected[0])))
     finished = list(rs.generate_many(tiny, [requests[0], requests[0]], max_new_tokens=5))
     assert [one.token_ids.tolist() for one in finished] == [expected[0]] * 2
-
-
-def test_texts_and_a_bar(reference_model: Any, reference_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    rs.accelerate(reference_model, reference_tokenizer)
-    prompts: list[Any] = ["def add(a, b):\n", reference_tokenizer("class Stack:\n", return_tensors="pt")]
-    expected = ["".join(p.text for p in rs.generate_stream(reference_model, q, max_new_tokens=12)) for q in prompts]
-    finished = rs.generate_many(reference_model, prompts, max_new_tokens=12, progress=True)
-    assert [one.text for one in finished] == expected
-    assert "2/2" in capsys.readouterr().err
-
-
-def test_what_cannot_be_asked_for(tiny: Any) -> None:
-    with pytest.raises(ConfigError, match="an accelerated model"):
-        rs.generate_many(tiny, [])
-    rs.accelerate(tiny, draft="off")
-    assert list(rs.generate_many(tiny, [])) == []
-    with pytest.raises(ConfigError, match="order"):
-        rs.generate_many(tiny, [], order="random")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rows"):
-        rs.generate_many(tiny, [], rows=-1)
-    (one,) = rs.generate_many(tiny, [[ids_of(0, 3), ids_of(1, 3)]])
-    assert "one prompt per request" in str(one.error)

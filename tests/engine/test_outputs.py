@@ -1,7 +1,5 @@
 """What batches hand back, as plain `generate` does: scores, logits and a cache, steps for a streamer; any padding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches through a model's own forward: every row says what it says alone, whoever comes and goes beside it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

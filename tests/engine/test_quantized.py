@@ -1,7 +1,5 @@
 """Packed weights: products against what the weights stand for, and models that are loaded with them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -22,7 +20,7 @@ from transformers import (
 )
 
 import retrieve_spec as rs
-from retrieve_spec.errors import ConfigError, UnsupportedModelError
+from retrieve_spec.errors import UnsupportedModelError
 from retrieve_spec.kernels.packed_products import GROUP, unpack
 from retrieve_spec.kernels.row_programs import CAN_RUN
 from retrieve_spec.kernels.vector_code import has_bfloat16_products
@@ -87,18 +85,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def check_tie(model: Any, expected: torch.Tensor, got: torch.Tensor) -> None:
-    """Where two texts part, both tokens are as probable up to the rounding of logits."""
-    if not torch.equal(expected, got):
-        at = int((expected != got).nonzero()[0])
-        logits = model(expected[None, :at]).logits[0, -1].detach().float()
-        apart = abs(float(logits[expected[at]] - logits[got[at]]))
-        assert apart <= 4 * torch.finfo(torch.bfloat16).eps * float(logits.abs().max())
-
-
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_packed_models_are_kept_and_drafted_for(tmp_path: Path, cache: Path, quantize: str, tied: bool) -> None:
+def test_packed_models_are_kept(tmp_path: Path, cache: Path, quantize: str, tied: bool) -> None:
     folder = save_llama(tmp_path / "model", tied)
     made, _ = load_model(folder, device="cpu", quantize=quantize)
     (kept,) = (cache / "quantized").iterdir()
@@ -109,13 +98,6 @@ def test_packed_models_are_kept_and_drafted_for(tmp_path: Path, cache: Path, qua
     assert torch.equal(model(PROMPT).logits, made(PROMPT).logits)
     assert type(model.model.layers[1].mlp.up_proj) is PackedLinear
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    expected = model.generate(PROMPT, do_sample=False, max_new_tokens=30)
-    rs.accelerate(model, nodes=8, session=True, recorded_pass="always")
-    assert model.speculation.mode == "tree"
-    for _ in range(2):
-        check_tie(made, expected[0], model.generate(PROMPT, do_sample=False, max_new_tokens=30)[0])
-    assert model.speculation.last.pass_kind == "recorded"
-    assert model.speculation.last.passes < 25, "its own answer drafts for it"
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
@@ -221,12 +203,6 @@ def test_packed_folders_are_models_like_others(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_packed_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="weights in int8 or int4, got 'int3'"):
-        load_model(quantize="int3")
-    with pytest.raises(ConfigError, match="'bfloat16' with quantize, got 'float32'"):
-        load_model(device="cpu", dtype="float32", quantize="int8")
-    with pytest.raises(ConfigError, match="4 or 8 bits, got 5"):
-        WeightOnlyConfig(5)
     folder = save_llama(tmp_path / "gpt2", tied=True)
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4)).save_pretrained(folder)
     with pytest.raises(UnsupportedModelError, match="most of whose weights are linear layers"):

@@ -1,7 +1,5 @@
 """Random arguments, random drafts: `generate` of an accelerated model gives what it gives without drafts."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

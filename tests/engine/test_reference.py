@@ -1,7 +1,5 @@
 """The bundled model on real code: identical text, greedy and sampled, with its own tokenizer and stop strings."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from typing import Any

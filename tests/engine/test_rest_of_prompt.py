@@ -1,7 +1,5 @@
 """The rest of a prompt behind a given cache: a few tokens are read in one pass with the first draft."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -11,7 +9,6 @@ from batch_rows import script, small_model
 from transformers import DynamicCache
 
 import retrieve_spec as rs
-from retrieve_spec.generation.streams import open_sequence
 
 PROMPT = torch.tensor([[3 + (i * 37 + 7) % 190 for i in range(60)]])
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
@@ -47,25 +44,6 @@ def test_the_first_pass_behind_a_cache_drafts(rest: int, options: Any, monkeypat
     cache.crop(-1)
     again = model.generate(expected[:, :-1], past_key_values=cache, **options | {"max_new_tokens": 1})
     assert torch.equal(again, expected)
-
-
-@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
-def test_several_share_the_pass_that_reads_their_rests(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("llama")
-    rs.accelerate(model, recorded_pass="always")
-    expected = model.generate(PROMPT, draft="off", **options)
-    rs.restore(model)
-    script(model, monkeypatch, expected, "branchy", recorded_pass="always")
-    engine = model.speculation.engine
-    rests = (1, 5, 16, 1)
-    sequences = [open_sequence(model, PROMPT, past_key_values=read(model, 60 - rest), **options) for rest in rests]
-    texts: dict[int, list[int]] = {id(sequence): [] for sequence in sequences}
-    for sequence, visible in engine.run(sequences):
-        if visible is not None:
-            texts[id(sequence)] += visible.tolist()
-    assert all(said == expected[0, 60:].tolist() for said in texts.values())
-    assert sequences[0].steps == sequences[1].steps == sequences[2].steps, "they went side by side"
-    assert all(sequence.report.passes == len(sequence.report.per_pass) for sequence in sequences)
 
 
 @pytest.mark.parametrize(("model_type", "settings"), [("gemma3_text", WINDOWED), ("gpt2", {"n_embd": 32})])

@@ -1,6 +1,4 @@
-"""Answers of earlier calls are drafted for samples of their own prompt; no text changes."""
-
-from __future__ import annotations
+"""Answers of earlier calls and of siblings are drafted for samples of their own prompt; no text changes."""
 
 from pathlib import Path
 from typing import Any
@@ -121,3 +119,27 @@ def test_answers_outlive_the_process_and_are_forgotten_on_demand(tiny: Any, tmp_
     assert len(rs.RolloutMemory(path)) == 0
     assert torch.equal(tiny.generate(prompts()[:1], **OPTIONS), first)
     assert tiny.speculation.last.passes > 3
+
+
+def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
+    """Samples that say nearly the same, one after another."""
+    rs.accelerate(tiny, recorded_pass="always", nodes=32)
+    options = OPTIONS | {"temperature": 0.001, "num_return_sequences": 4, "max_new_tokens": 60}
+    (shared,) = rs.generate_many(tiny, [prompts()[0]], rows=1, **options)
+    (apart,) = rs.generate_many(tiny, [prompts()[0]], rows=1, **options, siblings="off")
+    for ours, theirs in zip(shared.outputs, apart.outputs, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+    later = [sum(output.report.passes for output in one.outputs[1:]) for one in (shared, apart)]
+    assert later[0] < later[1] / 2
+
+
+def test_beside_a_session(tiny: Any) -> None:
+    """The session is drafted from as well, and remembers every sample once, at its end."""
+    rs.accelerate(tiny, recorded_pass="always", session=True)
+    session = tiny.speculation.session()
+    rows = tiny.generate(prompts()[:1], **OPTIONS, num_return_sequences=3)
+    assert tiny.speculation.session() is session
+    assert sorted(text.tolist() for text in session.texts) == sorted(rows[:, 8:].tolist())
+    again = tiny.generate(prompts()[:1], **OPTIONS, num_return_sequences=3)
+    assert torch.equal(again, rows)
+    assert tiny.speculation.last.accepted_by_source.get("session", 0) > 20

@@ -1,7 +1,5 @@
 """Row scans beside recurrences that go from state to state, one row of a draft tree after another."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from typing import Any

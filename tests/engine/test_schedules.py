@@ -1,9 +1,7 @@
 """Random schedules: sequences join, are cancelled, fail, are interrupted and finish, and each says what it says alone.
 
-`RETRIEVE_SPEC_SCHEDULES` (100) is how many there are of each kind of pass.
+`RETRIEVE_SPEC_SCHEDULES` (50) is how many there are of each kind of pass.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ import retrieve_spec as rs
 from retrieve_spec.engine import engine as batches
 from retrieve_spec.engine.sequence import Sequence
 
-COUNT = int(os.environ.get("RETRIEVE_SPEC_SCHEDULES", "100"))
+COUNT = int(os.environ.get("RETRIEVE_SPEC_SCHEDULES", "50"))
 RULES: list[dict[str, Any]] = [
     {"do_sample": False},
     {"do_sample": True, "seed": 3},

@@ -1,7 +1,5 @@
 """Sessions by scope, kept in a file for later processes: what is drafted for whom, and that no text changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -78,26 +76,6 @@ def test_no_drafter_comes_late_to_a_text_that_was_to_be_forgotten(day: Any) -> N
     (alice, _), (bob, _) = (loan(speculation, None, None, None, scope=scope) for scope in ("alice", "bob"))
     speculation.forget("alice")
     assert isinstance(alice(), str) and not isinstance(bob(), str)
-
-
-def test_without_a_file_scopes_are_apart_as_well(day: Any, ask: Any) -> None:
-    model = day(session=True)
-    _, passes = ask(model, scope="alice")
-    assert ask(model, scope="bob")[1] > passes / 2
-    assert ask(model, scope="alice")[1] < passes / 2
-
-
-def test_logits_of_one_scope_are_not_drafted_for_another(day: Any, ask: Any) -> None:
-    model = day(session=True)
-    text, _ = ask(model, scope="alice")
-    recycling = model.speculation.drafter().recycling
-
-    def known() -> int:
-        return sum(recycling.lookup(text[at - 3 : at])[2] == 3 for at in range(len(text) - 30, len(text)))
-
-    assert known() > 5
-    ask(model, scope="bob", max_new_tokens=1)
-    assert known() < 5
 
 
 def test_what_cannot_be_kept_is_said(day: Any, reference_model: Any, tmp_path: Path) -> None:

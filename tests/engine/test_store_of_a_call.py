@@ -1,7 +1,5 @@
 """A store that one call names is drafted from in that call alone, and changes no text."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -78,7 +76,6 @@ def test_requests_streams_and_threads_at_once(
     def ask(store: Path | None) -> int:
         stream = rs.generate_stream(model, PROMPTS[0], **OPTIONS, store=store)
         assert "".join(piece.text for piece in stream) == answers[0]
-        assert stream.report is not None
         return looked_up(stream.report)
 
     with ThreadPoolExecutor(4) as pool:

@@ -1,7 +1,5 @@
 """Two processes that hold one model draft alike, and end alike, whatever their clocks and generators say."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

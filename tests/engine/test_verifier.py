@@ -1,58 +1,18 @@
 """The Hugging Face verifier: hidden states, modes by attention and cache, and the probe's verdicts."""
 
-from __future__ import annotations
-
-import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
-from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers import AttentionInterface, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import retrieve_spec as rs
-from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.verify.cache import cache_mode
-from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
-from retrieve_spec.verify.verifier import VerifierInputs
-
-TREE = DraftTree.from_paths([[5, 6], [7, 8, 9], [10]])
-NOTHING = np.empty(0, np.int32)
-
-
-def started(model: Any, prompt: torch.Tensor) -> HFVerifier:
-    verifier = HFVerifier(model, read_interface(model))
-    kwargs = {"past_key_values": DynamicCache(config=model.config), "position_ids": torch.arange(prompt.shape[1])[None]}
-    verifier.start(VerifierInputs(prompt, kwargs, max_length=64))
-    return verifier
-
-
-def test_rows_follow_their_nodes(tiny: Any, prompt: torch.Tensor) -> None:
-    with torch.no_grad():
-        verifier = started(tiny, prompt)
-        first = verifier.forward(prompt[0].numpy().astype(np.int32), keep=3, want_hidden="last")
-        verifier.commit(NOTHING)
-        whole = tiny(prompt, output_hidden_states=True)
-        torch.testing.assert_close(first.logits, whole.logits[0, -3:], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(first.hidden, whole.hidden_states[-1][0, -3:], atol=1e-5, rtol=1e-5)
-        rows = verifier.forward(np.array([3, 4], np.int32), TREE, keep=2, want_hidden="last")
-        text = [*prompt[0].tolist(), 3, 4, 7, 8, 9]
-        path = tiny(torch.tensor([text]), output_hidden_states=True)
-        along = [0, 1, 4, 5, 6]  # both roots, then nodes 2, 3, 4
-        torch.testing.assert_close(rows.logits[along], path.logits[0, -5:], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(rows.hidden[along], path.hidden_states[-1][0, -5:], atol=1e-5, rtol=1e-5)
-        verifier.commit(np.array([2, 3], np.int32))
-        after = verifier.forward(np.array([11], np.int32)).logits
-        verifier.commit(NOTHING)
-        wanted = tiny(torch.tensor([[*text[:-1], 11]])).logits[0, -1:]
-        torch.testing.assert_close(after, wanted, atol=1e-5, rtol=1e-5)
-    assert verifier.finish().get_seq_length() == prompt.shape[1] + 5
-    assert not tiny.lm_head._forward_pre_hooks
 
 
 @pytest.mark.parametrize("recorded_pass", ["always", "off"])
@@ -77,23 +37,7 @@ def test_drafters_that_want_hidden_states_get_those_of_the_last_accepted_token(
         rs.restore(tiny)
 
 
-def test_states_of_a_layer_that_was_not_recorded_come_from_the_model_itself(tiny: Any, prompt: torch.Tensor) -> None:
-    rs.accelerate(tiny, nodes=8, recorded_pass="always")
-    verifier = tiny.speculation._make_verifier()
-    kwargs = {"past_key_values": DynamicCache(config=tiny.config)}
-    verifier.start(VerifierInputs(prompt, kwargs, max_length=64))
-    with torch.no_grad():
-        rows = verifier.forward(prompt[0].numpy().astype(np.int32), want_hidden=1).hidden
-        verifier.commit(NOTHING)
-        whole = tiny(prompt, output_hidden_states=True).hidden_states[1][0, -1:]
-    torch.testing.assert_close(rows, whole, atol=1e-5, rtol=1e-5)
-    assert verifier.not_recorded == "hidden states of layer 1 are not recorded"
-
-
 def test_caches_that_cannot_be_rolled_back_are_plain(tiny: Any, prompt: torch.Tensor) -> None:
-    assert cache_mode(DynamicCache(config=tiny.config))[0] == "tree"
-    assert cache_mode(StaticCache(config=tiny.config, max_cache_len=64))[0] == "plain"
-    assert not torch.cuda.is_available() or cache_mode(DynamicCache(config=tiny.config, offloading=True))[0] == "plain"
     expected = tiny.generate(prompt, do_sample=False, max_new_tokens=10)
     rs.accelerate(tiny, drafter=ScriptedDrafter(expected[0]), nodes=8)
     static = StaticCache(config=tiny.config, max_cache_len=64)
@@ -133,22 +77,6 @@ def test_a_model_that_ignores_masks_is_found_out(tiny: Any, prompt: torch.Tensor
         assert "other logits" in finding.reason
     finally:
         del tiny.model.forward
-
-
-def test_deep_models_are_read_a_few_times_only(tiny: Any) -> None:
-    """Structure is judged on their first layers: of weights on a disk each pass reads all."""
-    passes = {2: 0, 10: 0}
-    for layers in passes:
-        config = copy.deepcopy(tiny.config)
-        config.num_hidden_layers, config.layer_types = layers, None
-        model = type(tiny)(config).eval()
-        counted = model.lm_head.register_forward_hook(
-            lambda *_, layers=layers: passes.update({layers: passes[layers] + 1})
-        )
-        rs.accelerate(model)
-        counted.remove()
-        assert model.speculation.mode == "tree"
-    assert passes[10] < passes[2] / 2
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -1,7 +1,5 @@
 """Random calls for so many minutes: ``python -m tests.hammer --minutes 30``. Ends with 1 where anything was found."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

@@ -1,7 +1,5 @@
 """Random sequences of calls and changes, drawn by Hypothesis, of one `World`."""
 
-from __future__ import annotations
-
 import faulthandler
 from typing import Any
 

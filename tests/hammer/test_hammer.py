@@ -1,7 +1,5 @@
 """A short part of the hammer, the same sequences every time: `make hammer` goes on with others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A model accelerated beside the same model left alone, and random calls of both that must say the same."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools

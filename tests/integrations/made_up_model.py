@@ -1,7 +1,5 @@
 """A model that engines of these tests serve: its next token is a function of the text."""
 
-from __future__ import annotations
-
 
 def says(text):
     """The next token: it goes round in circles that the first token chooses, with exceptions."""

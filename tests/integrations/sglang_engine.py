@@ -1,7 +1,5 @@
 """What SGLang does with drafts, as far as a worker sees it: requests, a scheduler, the walk down a tree, a model."""
 
-from __future__ import annotations
-
 import sys
 from array import array
 from types import ModuleType, SimpleNamespace

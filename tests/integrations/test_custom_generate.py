@@ -1,8 +1,5 @@
 """`custom_generate`: a call of a plain model drafts, by the folder and as a callable; others stay as they are."""
 
-from __future__ import annotations
-
-import copy
 import functools
 
 import pytest
@@ -97,15 +94,6 @@ def test_fields_of_the_configuration_by_the_folder(reference_model, reference_to
     assert out.logprobs.shape == (1, 4)
 
 
-def test_what_cannot_be_drafted_is_left_to_transformers(tiny, prompt, way):
-    for asked in ({"num_beams": 3}, {"output_attentions": True, "return_dict_in_generate": True}):
-        wanted = tiny.generate(prompt, max_new_tokens=9, **asked)
-        found = tiny.generate(prompt, **way, max_new_tokens=9, **asked)
-        wanted, found = (getattr(one, "sequences", one) for one in (wanted, found))
-        assert torch.equal(found, wanted)
-        assert tiny.speculation.last.mode == "delegated"
-
-
 def test_a_callers_cache_is_filled(tiny, prompt, way):
     from transformers import DynamicCache
 
@@ -159,11 +147,3 @@ def test_a_models_repository_may_have_it_as_its_generate(tiny, prompt):
     finally:
         retrieve_spec.restore(tiny)
         vars(tiny).pop("generate", None)
-
-
-def test_copies_are_prepared_anew(tiny, prompt, way):
-    wanted = tiny.generate(prompt, max_new_tokens=20)
-    tiny.generate(prompt, **way, max_new_tokens=2)
-    other = copy.deepcopy(tiny)
-    assert torch.equal(other.generate(prompt, **way, max_new_tokens=20), wanted)
-    assert other.speculation is not tiny.speculation

@@ -1,8 +1,5 @@
 """The draft model behind a `Llama` that does what llama-cpp-python's does; that package is not needed."""
 
-from __future__ import annotations
-
-import gc
 import logging
 
 import numpy as np
@@ -170,18 +167,6 @@ def test_an_expected_answer_is_drafted_once():
     assert called(llama, [98, 60, 61]) == []
 
 
-def test_a_llama_that_is_gone_leaves_no_text():
-    draft = DraftModel(session=True)
-    for i in range(4):
-        Llama(draft).write([10 * i], 20)
-        gc.collect()
-    called(Llama(draft), [1])
-    assert draft.statistics()["under_way"] == 1
-    assert len(draft.drafter.session.texts) == 4
-    draft.close()
-    assert draft.statistics()["under_way"] == 0
-
-
 def test_a_failure_leaves_the_text_and_ends_drafting(caplog, monkeypatch):
     llama = Llama(DraftModel())
     monkeypatch.setattr(llama.draft_model.drafter, "draft", lambda *_: 1 / 0)
@@ -196,5 +181,3 @@ def test_mistakes_are_named():
         DraftModel("/nowhere")
     with pytest.raises(ConfigError, match="num_pred_tokens from 1"):
         DraftModel(num_pred_tokens=0)
-    with pytest.raises(ConfigError, match="phrases 'auto' or 'off'"):
-        DraftModel(phrases="on")

@@ -1,7 +1,5 @@
 """The draft model inside llama-cpp-python, over the bundled model on a CPU; `make test-llama-cpp` runs these."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

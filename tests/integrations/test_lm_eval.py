@@ -1,7 +1,5 @@
 """lm-eval's scores and generations are the same with drafting on and off (`make test-lm-eval` installs it)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

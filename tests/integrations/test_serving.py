@@ -1,7 +1,5 @@
 """Drafts for many requests by name: those of a drafter for each, as many as pay, whoever calls when."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -172,16 +170,6 @@ def test_only_a_session_is_given_what_ended_requests_generated(session, keep):
     assert list(drafter) == ["b", "c"] and "a" not in drafter
 
 
-def test_phrases_are_common_to_greedy_and_sampled_requests():
-    drafter = ServingDrafter(CONFIG)
-    for own, sampled in ((100, False), (200, True)):
-        drafter.start("a", [7], sampled=sampled)
-        drafter.feed("a", [*range(own, own + 9), 501, 502, *range(own + 10, own + 20)])
-        drafter.finish("a")
-    drafter.start("b", [9, 501])
-    assert 502 in drafter.draft(["b"], 16)[0].token_ids
-
-
 def test_what_was_learned_is_kept_between_runs(tmp_path, monkeypatch):
     def new():
         return ServingDrafter(SpeculationConfig(session=True), state=tmp_path / "state")
@@ -221,52 +209,6 @@ def test_damaged_state_starts_anew(tmp_path, caplog):
         ServingDrafter(state=tmp_path / "greedy.npy" / "below")
 
 
-def drafted_after(drafter, rows, seconds, steps, wrong=0, most=16):
-    """Nodes of every step of an engine whose steps over n nodes take `seconds(n)`; the first `wrong` drafts fail."""
-    names, found = [f"r{i}" for i in range(rows)], []
-    for i, name in enumerate(names):
-        if name not in drafter:
-            drafter.start(name, list(range(50 * i, 50 * i + 9)) * 4)
-    for step in range(steps):
-        trees = drafter.draft(names, most)
-        assert all(tree.is_chain for tree in trees)
-        found.append(sum(map(len, trees)))
-        drafter.measured(seconds(found[-1]))
-        for i, name in enumerate(names):
-            drafter.feed(name, [50 * i + (30 + step if step < wrong else drafter.length(name) % 9)])
-    return found
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_nodes_fade_where_they_do_not_pay_and_come_back(rows):
-    drafter = ServingDrafter()
-    dear = drafted_after(drafter, rows, lambda n: 1.0 + 20.0 * (n > 0), 200)
-    assert dear[0] > 8 * rows, "all one may have while nothing is measured"
-    assert sum(dear[-50:]) < 0.1 * dear[0] * 50
-    cheap = drafted_after(drafter, rows, lambda n: 1.0, 600)
-    assert cheap[-1] > 8 * rows or cheap[-2] > 8 * rows
-
-
-def test_steps_without_drafts_are_measured_too():
-    nodes = drafted_after(ServingDrafter(), 2, lambda n: 1.0 + 0.001 * n, 100)
-    assert 4 <= nodes.count(0) <= 8
-    assert 0 < drafted_after(ServingDrafter(), 40, lambda n: 1.0, 4, most=64)[-1] <= 256, "they share one budget"
-
-
-def test_drafting_comes_back_where_its_first_drafts_failed():
-    """Drafts that are not trusted are not made, and so could not win trust back by being right."""
-    found = drafted_after(ServingDrafter(), 16, lambda n: 27.0 + n, 204, wrong=4)
-    assert not any(found[4:7]) and any(found[-30:])
-
-
-def test_slow_steps_are_not_believed_for_good_and_hope_grows_rare():
-    slow = iter(range(300))
-    found = drafted_after(ServingDrafter(), 16, lambda n: 20.0 if n and next(slow) < 12 else 1.0 + 0.01 * n, 300)
-    assert sum(found[-40:]) > 40 * 8 * 16
-    found = drafted_after(ServingDrafter(), 4, lambda n: 1.0 + 2.0 * n, 600)
-    assert sum(map(bool, found[200:])) < 20
-
-
 def test_tokens_that_the_model_does_not_have_are_not_drafted():
     text, lengths = np.array([[1, 2, 3, 9, 1, 2, 3, 9, 1]], np.int32), np.array([9], np.int32)
     drafter = ServingDrafter(vocabulary=6)
@@ -276,39 +218,6 @@ def test_tokens_that_the_model_does_not_have_are_not_drafted():
     tree.validate()
     assert len(tree) and tree.token_ids.max() < 6
     assert drafter.step(["a"], text, lengths, [0], [90], 8) == [[2, 3]]
-
-
-def test_what_was_not_verified_teaches_nothing(tmp_path):
-    text, kept = np.tile(np.arange(9, dtype=np.int32), 10), []
-    for name in ("drafted", "not"):
-        drafter = ServingDrafter(state=tmp_path / name)
-        drafter.start("a", text[:40])
-        if name == "drafted":
-            assert len(drafter.draft(["a"], 4)[0]) == 4
-        assert drafter.feed("a", text[40:41], verified=0) == 0
-        drafter.draft(["a"], 0)
-        drafter.save()
-        kept.append(np.load(tmp_path / name / "greedy.npy"))
-    np.testing.assert_array_equal(*kept)
-    drafter.draft(["a"], 8)
-    assert drafter.feed("a", [5, 6, 2], verified=1) == 1
-    assert drafter.feed("a", []) == 0 and drafter.length("a") == 44
-
-
-def test_short_and_long_prompts():
-    drafter = ServingDrafter()
-    drafter.start("one", [7])
-    drafter.start("long", np.arange(40000) % 5000)
-    one, long = drafter.draft(["one", "long"], 4)
-    assert set(one.token_ids.tolist()) <= {7} and long.token_ids.tolist() == [0, 1, 2, 3]
-    drafter.feed("one", np.arange(9000, 20000))  # more than its automaton had room for
-    drafter.feed("one", [9000, 9001])
-    assert drafter.draft(["one"], 2)[0].token_ids.tolist() == [9002, 9003]
-    for name in ("one", "long"):
-        drafter.finish(name)
-    drafter.start("next", [9000])
-    assert set(drafter.draft(["next"], 4)[0].token_ids.tolist()) <= {9000}
-    assert drafter.draft([], 4) == []
 
 
 def test_mistakes_are_named():
@@ -324,13 +233,6 @@ def test_mistakes_are_named():
     for prompt in ([], [[1]], [-1, 2], [2**40], [0.5], "text"):
         with pytest.raises(PromptError):
             drafter.start("c", prompt)
-    for call, words in (
-        (lambda: drafter.draft(["a"], 2, shape="line"), "shape"),
-        (lambda: drafter.draft(["a"], [1, 2]), "max_nodes for 1"),
-        *((lambda seconds=seconds: drafter.measured(seconds), "seconds") for seconds in (0.0, float("nan"))),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            call()
     assert "c" not in drafter and drafter.length("a") == 2
 
 

@@ -4,8 +4,6 @@ No server runs here: it needs a GPU. What can be imported of the wheel is import
 the definitions are run without their imports.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """TRL's own trainer samples through drafts: completions are the model's, log-probabilities exact."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -9,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-trl = pytest.importorskip("trl")
-
-import retrieve_spec as rs  # noqa: E402
-from retrieve_spec.integrations.trl import rollout_func  # noqa: E402
+import retrieve_spec as rs
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.integrations.trl import _encoded, rollout_func
 
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def read_lines(path):\n"]
 
@@ -23,6 +20,7 @@ def shortness(completions: list[str], **_: Any) -> list[float]:
 
 def test_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs over two prompts with four samples each; every rollout is compared with a forward of its moment."""
+    trl = pytest.importorskip("trl")
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,3 +68,45 @@ def test_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(memory) == 2
     first = memory.answers_to(torch.tensor(seen[0]["prompt_ids"][0]).numpy())
     assert len(first) >= 4
+
+
+class Tokenizer:
+    def apply_chat_template(self, conversation: Any, **given: Any) -> Any:
+        assert given["chat_template"] == "template" and given["add_generation_prompt"]
+        return {"input_ids": [[len(prompt)] for prompt in conversation]}
+
+
+class Trainer:
+    """What a `GRPOTrainer` has of what comes before sampling."""
+
+    processing_class = Tokenizer()
+    chat_template = "template"
+
+    def __init__(self, tools: Any = ()) -> None:
+        self.chat_template_kwargs: dict[str, Any] = {}
+        self.tools = list(tools)
+
+
+def test_conversations_and_pictures() -> None:
+    assert _encoded([[{"role": "user", "content": "hi"}]], Trainer()) == [[1]]
+    with pytest.raises(ConfigError, match="prompts of text"):
+        _encoded([[{"role": "user", "content": [{"type": "image"}]}]], Trainer())
+
+
+def multiply(a: int, b: int) -> int:
+    """Product of two numbers."""
+    return a * b
+
+
+class Game:
+    """An environment, whose methods are tools to the trainer."""
+
+    def guess(self, number: int) -> str:
+        return "lower"
+
+
+def test_tools_are_refused_before_anything_is_sampled() -> None:
+    """The trainer generates later turns itself, from prompts that name the tools."""
+    prompts = [[{"role": "user", "content": "What is 6 times 7?"}]]
+    with pytest.raises(ConfigError, match=r"without tools.*multiply, guess.*Leave rollout_func out"):
+        rollout_func(prompts, Trainer([multiply, Game().guess]))

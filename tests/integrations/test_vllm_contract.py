@@ -1,7 +1,5 @@
 """The proposer behind a runner that does what vLLM's does, as far as a proposer sees it; vLLM is not needed."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 
@@ -197,8 +195,6 @@ def test_ranks_that_only_follow_draft_nothing_and_replicas_keep_states_of_their_
 def test_mistakes_are_named(monkeypatch):
     with pytest.raises(ConfigError, match="Use datastores, session"):
         Runner({"datastore": "x"})
-    with pytest.raises(ConfigError, match="phrases 'auto' or 'off'"):
-        Runner({"phrases": "on"})
     monkeypatch.setattr(vllm, "_tokenizer_of", lambda config: None)
     with pytest.raises(StoreNotFoundError):
         Runner({"datastores": "/nowhere"})

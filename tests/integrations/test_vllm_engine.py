@@ -1,7 +1,5 @@
 """The proposer inside vLLM itself, over the bundled model on a CPU; `make test-vllm` runs these where vLLM is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The proposer behind vLLM's OpenAI server, asked by the `openai` client; `make test-vllm` runs these where vLLM is."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

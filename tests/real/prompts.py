@@ -1,7 +1,5 @@
 """Sixty short prompts of the kinds that people ask."""
 
-from __future__ import annotations
-
 LETTER = "Dear Sir, we recieved you're order on Monday and will sent it tomorow. Best regards, Anna"
 CODE = """def mean(values):
     total = 0

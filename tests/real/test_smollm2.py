@@ -1,7 +1,5 @@
 """A chat model that people run: text with drafts is text without, over sixty prompts and the options people use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

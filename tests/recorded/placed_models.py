@@ -33,13 +33,16 @@ class Placed:
         move_recording(recorded, self.model, index)
         self.recorded = recorded
 
-    def accelerate(self, answer: Any, script: str = "branchy", graphs: bool = True) -> PassGraphs | None:
-        model, interface, recorded = self.model, read_interface(self.model), self.recorded
+    def prepare(self, **options: Any) -> None:
         # What the probe finds does not depend on the device, and operations here take a hundred times as long;
         # `gpu_check.py` on the pretended GPU probes there.
         finding = acceleration._find_mode(self.host)
         with patch.object(acceleration, "_find_mode", lambda model: finding):
-            rs.accelerate(model, drafter=ScriptedDrafter(answer, script, vocab=VOCAB), nodes=24, recorded_pass="off")
+            rs.accelerate(self.model, recorded_pass="off", **options)
+
+    def accelerate(self, answer: Any, script: str = "branchy", graphs: bool = True) -> PassGraphs | None:
+        model, interface, recorded = self.model, read_interface(self.model), self.recorded
+        self.prepare(drafter=ScriptedDrafter(answer, script, vocab=VOCAB), nodes=24)
         captured, placed = PassGraphs(recorded) if graphs else None, self
 
         class Counted(RecordedVerifier):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_rows import LENGTHS, drawn_trees, left_padded, script, tree_of
+from batch_rows import LENGTHS, drawn_trees, left_padded, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_drafter import ScriptedDrafter
@@ -15,14 +15,10 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
-from retrieve_spec.drafting.drafter import Budget
-from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import engine as engine_module
 from retrieve_spec.engine import joining
-from retrieve_spec.engine.budget import Backoff, Progress, gain, pruned, row_cost, share_evenly, share_out, worth
-from retrieve_spec.engine.cost import CostModel, Costs
-from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.budget import pruned, share_evenly, share_out
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
 
@@ -96,11 +92,6 @@ def test_rows_draft_for_themselves_and_budgets_are_shared(tiny: Any) -> None:
     options["nodes"] = 16  # what is drafted depends on no clock
     again = tiny.generate(**inputs, **options)
     assert torch.equal(again, plain)
-    drafters = [tiny.speculation.drafters.lend() for _ in range(4)]
-    for drafter in drafters:
-        tiny.speculation.drafters.give_back(drafter)
-    assert len({id(d) for d in drafters}) == len({id(d.context) for d in drafters}) == 4
-    assert len({id(d.calibration) for d in drafters}) == 1
     first = tiny.speculation.last.passes
     assert torch.equal(tiny.generate(**inputs, **options, prediction=own[0]), plain), "one prediction for all rows"
     with pytest.raises(ConfigError, match="each of 4 rows"):
@@ -204,48 +195,6 @@ def test_more_rows_than_a_pass_serves_wait(tiny: Any, monkeypatch: pytest.Monkey
     assert tiny.speculation.last.passes == 1 + 8 * 13, "one after another"
 
 
-def test_costs_are_of_passes_over_as_many_sequences(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured of batches stays out of the cost of one; four last tokens are no nodes, not three."""
-    noted: list[int] = []
-    observe = CostModel.observe
-    monkeypatch.setattr(
-        CostModel, "observe", lambda self, nodes, *rest: noted.append(nodes) or observe(self, nodes, *rest)
-    )
-    monkeypatch.setattr(Sequence, "draft", lambda self, *_: NO_DRAFT)  # so that all rows end together
-    rs.accelerate(tiny, recorded_pass="always")
-    tiny.speculation.engine.threads = None  # each number of threads has costs of its own
-    before = tiny.speculation.cost.seconds(64, 256).copy()
-    noted.clear()
-    tiny.generate(**left_padded(), max_new_tokens=12, do_sample=False)
-    assert tiny.speculation.cost.seconds(64, 256).tolist() == before.tolist()
-    assert tiny.speculation.engine.costs.of(4).measured and set(noted) == {0}
-
-
-def test_a_row_pays_its_share_and_its_nodes() -> None:
-    costs = Costs()
-    for nodes in (0, 4, 16, 64) * 20:
-        costs.alone.observe(nodes, 64, 1.0 + nodes / 10)
-    seconds = costs.of(4).seconds(64, 256)
-    cost = row_cost(seconds, 4)
-    assert len(cost) == 257
-    assert cost[0] == pytest.approx(seconds[0] / 4, rel=1e-5)
-    np.testing.assert_allclose(np.diff(cost), np.diff(seconds), atol=1e-5)
-    assert row_cost(seconds, 1) is seconds
-
-
-EQUAL = np.ones(2)
-
-
-def test_nodes_go_where_they_are_most_probably_accepted() -> None:
-    sure, vague = tree_of([0.9, 0.8, 0.1], [-1, 0, -1]), tree_of([0.3, 0.2, 0.05], [-1, 0, 1])
-    kept = share_out([sure, vague], None, 4, EQUAL)
-    assert [tree.token_ids.tolist() for tree in kept] == [[0, 1], [0, 1]]
-    cheap = np.linspace(1.0, 1.5, 9, dtype=np.float32)
-    assert [len(tree) for tree in share_out([sure, vague], cheap, 250, EQUAL)] == [2, 1]
-    dear = np.linspace(1.0, 30.0, 9, dtype=np.float32)
-    assert [len(tree) for tree in share_out([sure, vague], dear, 250, EQUAL)] == [0, 0]
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_shares_are_the_best_there_are(data: st.DataObject) -> None:
@@ -262,81 +211,6 @@ def test_shares_are_the_best_there_are(data: st.DataObject) -> None:
     assert got == pytest.approx(max(rates), rel=1e-4)
     for tree in kept:
         assert (tree.parent < np.arange(len(tree))).all()
-
-
-def test_the_row_that_will_be_last_counts_most() -> None:
-    """Among rows of one call; a token of any other sequence saves its place in a pass, and its share of the rest."""
-    seconds = (10.0 + np.arange(9)).astype(np.float32)
-    quick, slow, alone = Progress("a", 20, 60, 20), Progress("a", 60, 20, 20), Progress(None, 60, 20, 20)
-    of_quick, of_slow, of_alone = worth([quick, slow, alone], seconds)
-    assert of_quick < of_alone < of_slow
-    assert of_quick + of_slow + of_alone == pytest.approx(3.0)
-    np.testing.assert_allclose(worth([slow, slow, alone], seconds), 1.0)
-    np.testing.assert_allclose(worth([quick, alone], None), 1.0)
-    fixed = (10.0 + np.zeros(9)).astype(np.float32)  # rows cost nothing: what counts is when the last one ends
-    assert worth([quick, slow], fixed)[0] < 0.02
-    ended = Progress("a", 0, 80, 20)
-    assert np.isfinite(worth([ended, ended], seconds)).all()
-
-
-def test_what_drafts_are_expected_to_save() -> None:
-    tree = tree_of([0.5, 0.25], [-1, 0])
-    seconds = np.array([8.0, 8.5, 9.0, 9.5, 10.0], np.float32)
-    assert gain([tree, DraftTree()], seconds, EQUAL, padded=False) == pytest.approx(8.0 * 2.75 / 2 - 9.0)
-    assert gain([tree, DraftTree()], seconds, EQUAL, padded=True) == pytest.approx(8.0 * 2.75 / 2 - 10.0)
-    assert gain([DraftTree(), DraftTree()], seconds, EQUAL, padded=False) == 0.0
-
-
-def test_rests_grow_while_drafts_do_not_pay_and_end_when_they_do() -> None:
-    rest, taken = Backoff(4), []
-    for _ in range(12):
-        rest.looked(False)
-        passes = 0
-        while rest.rests():
-            passes += 1
-        taken.append(passes)
-    assert taken == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4]
-    rest.looked(True)
-    assert not rest.rests()
-
-
-@pytest.mark.parametrize(("share", "longest"), [(0.01, 8), (0.3, 15), (1.0, 50), (9.0, 64)])
-def test_rests_are_longer_where_looks_take_longer(share: float, longest: int) -> None:
-    rest = Backoff()
-    for _ in range(20):
-        rest.looked(False, share)
-    assert sum(rest.rests() for _ in range(100)) == longest
-
-
-def test_a_few_of_many_are_asked_until_drafts_pay() -> None:
-    rest = Backoff(few=4)
-    batch = list(range(22))
-    assert not rest.samples(4) and rest.sample(batch[:4]) == batch[:4]
-    asked = [rest.sample(batch) for _ in range(20)]
-    assert asked[0] == asked[6] == [0, 1, 2, 3]
-    assert asked[7] == [4, 5, 6, 7] and asked[15] == [8, 9, 10, 11]
-    rest.looked(True)
-    assert not rest.samples(22) and rest.sample(batch) == batch
-    rest.looked(False)
-    assert len(rest.sample(batch)) == 4
-
-
-def test_passes_rest_where_drafts_do_not_pay(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not drafted is not looked for; the text stays what it is."""
-    looks: list[int] = []
-    propose = MixtureDrafter.propose
-
-    def noted(self: MixtureDrafter, budget: Budget) -> DraftTree:
-        looks.append(1)
-        return propose(self, budget)
-
-    plain = tiny.generate(**left_padded(), max_new_tokens=40, do_sample=False)
-    rs.accelerate(tiny, recorded_pass="always")
-    monkeypatch.setattr(CostModel, "seconds", lambda self, context, most: 1.0 + 9.0 * np.arange(most + 1, dtype="f4"))
-    monkeypatch.setattr(MixtureDrafter, "propose", noted)
-    assert torch.equal(tiny.generate(**left_padded(), max_new_tokens=40, do_sample=False), plain)
-    assert tiny.speculation.last.nodes == 0
-    assert 0 < len(looks) < 40 * len(plain) / 2
 
 
 def test_pruned_trees_keep_their_paths() -> None:

@@ -18,7 +18,6 @@ from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_verifier
 from retrieve_spec.recorded.packed_pass import CudaGraphCapture, DeviceFields
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 
-DEVICE = torch.device("cuda", 0)
 OPTIONS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "top_k": 0, "draft": "off"}
 
 
@@ -65,7 +64,6 @@ def check_steps(placed: Placed, graphs: bool) -> None:
         assert report.ran["replayed"] > 8
     else:
         assert set(report.ran) == {"eager"}
-    rs.restore(placed.model)
 
 
 @pytest.mark.parametrize(
@@ -90,21 +88,6 @@ def test_tokens_chosen_on_the_device_come_in_one_copy(
     for waits, uploads, _ in placed.steps():
         assert waits == {"copy to the host": 1}
         assert not uploads["blocking"]
-
-
-@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.9}, {"top_p": 0.9}])
-def test_a_replayed_step_launches_nothing_but_its_choice(
-    gpu: PretendCuda, with_triton: None, sampled: dict[str, float]
-) -> None:
-    placed = Placed(gpu)
-    rules = {"do_sample": True, "seed": 3, **sampled} if sampled else {"do_sample": False}
-    answer = placed.host.generate(ids(30), max_new_tokens=40, do_sample=False)
-    placed.accelerate(answer[0])
-    for _ in range(2):
-        placed.generate(ids(30), max_new_tokens=40, **rules)
-    replayed = [ran for *_, ran in placed.steps() if "aten.mm.default" not in ran]  # those of a capture run it
-    choice = {"pretended.pack_largest.default": 1} | ({"pretended.draw.default": 1} if sampled else {})
-    assert len(replayed) > 8 and all(ran == choice for ran in replayed)
 
 
 def test_texts_with_different_rules_are_drawn_at_once(gpu: PretendCuda, with_triton: None) -> None:
@@ -139,7 +122,6 @@ def test_slabs_grow_under_captured_passes(gpu: PretendCuda, with_triton: None, m
     for _ in range(2):
         assert torch.equal(placed.generate(ids(30), **options), expected)
     assert 0 < captured.captures <= 8
-    rs.restore(placed.model)
 
 
 def test_graphs_whose_memory_is_spent_leave_passes_eager(

@@ -42,18 +42,6 @@ def test_every_row_sees_what_is_before_it(rows, held, kv_heads, groups):
     torch.testing.assert_close(ours.double(), naive(query, keys, values, 0.3), atol=1e-5, rtol=1e-5)
 
 
-@needs_products
-def test_blocks_end_where_the_text_is_a_multiple_long(monkeypatch):
-    """So that prompts of any length, behind any rows, share the few shapes that products are prepared for."""
-    shapes = []
-    product = attention._product
-    monkeypatch.setattr(attention, "_product", lambda x, w: shapes.append((*x.shape, len(w))) or product(x, w))
-    for rows, held in ((200, 0), (150, 37)):
-        attend_prompt(*states(rows, held, 1, 2), 1.0)
-    scores = {keys for height, width, keys in shapes if (height, width) == (128, 16)}
-    assert scores == {64, 128, 192}
-
-
 def mask_of(roots: int, tree: DraftTree | None, held: int, groups: int = 2) -> TreeMask:
     mask = TreeMask(groups, torch.float32, torch.device("cpu"))
     mask.set(held, visible_rows(roots, tree), row_depths(roots, tree))
@@ -100,18 +88,6 @@ def test_trees_are_not_served_and_chains_are(served):
         assert mask.is_text == tree.is_chain
         attend(query, keys, values, mask, LayerRule(0.3))
     assert served == [150]
-
-
-def test_what_fails_or_is_slower_does_not_pay(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("no such primitive")
-
-    sizes = 1, 2, 16, 16, 1
-    ticks = iter(np.cumsum([1.0, 5.0, 1.0] * 100))
-    monkeypatch.setattr(attention, "perf_counter", lambda: next(ticks))
-    assert not products_pay.__wrapped__(*sizes)
-    monkeypatch.setattr(attention, "_product", refuse)
-    assert not products_pay.__wrapped__(*sizes)
 
 
 @needs_products

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numba import config
 from scripted_drafter import ScriptedDrafter
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
 
@@ -157,15 +156,6 @@ def test_windows_are_left_to_the_model(rows):
     rows.clear()
     assert torch.equal(model.generate(ids(31), max_new_tokens=12, do_sample=False), expected)
     assert max(rows) == 3
-
-
-@pytest.mark.skipif(bool(config.DISABLE_JIT), reason="nothing is compiled")
-@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 90}])
-def test_prompts_are_read_where_most_weights_are_multiplied_by_programs(sizes):
-    """The last layer is given few rows of a prompt."""
-    model = build(LlamaConfig(**SIZES | sizes))
-    rs.accelerate(model, recorded_pass="always")
-    assert model.speculation.verifiers()[0].recorded.reads_prompts == (not sizes)
 
 
 @pytest.mark.parametrize("length", [10, 19])

@@ -1,21 +1,15 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
+from live import Live
+from scripted import ScriptedBackend
 
 
 @pytest.fixture(scope="session")
-def tokenizer():
-    from transformers import AutoTokenizer
-
-    from retrieve_spec.reference_model import reference_path
-
-    return AutoTokenizer.from_pretrained(str(reference_path()), local_files_only=True)
+def tokenizer(reference_tokenizer):
+    return reference_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -28,11 +22,9 @@ def codec(tokenizer):
 @pytest.fixture
 def live(codec, tokenizer):
     """Start servers on free ports; `live(backend, ...)` gives one with its base address."""
-    from live import Live
-
     started = []
 
-    def start(backend, **options):
+    def start(backend, tokenizer=tokenizer, **options):
         started.append(Live(backend, tokenizer, **options))
         return started[-1]
 
@@ -44,8 +36,6 @@ def live(codec, tokenizer):
 @pytest.fixture
 def say(codec):
     """`say(text)`: a model that always says it."""
-    from scripted import ScriptedBackend
-
     return lambda text, **options: ScriptedBackend(lambda prompt: [*codec.encode(text), 0], **options)
 
 
@@ -60,22 +50,15 @@ def templated(tokenizer):
 
 
 @pytest.fixture
-def served(codec, templated):
+def served(live, codec, templated):
     """`served(text)`: a server whose model says it, or what a function makes of the prompt, and is shown tools."""
-    from live import Live
-    from scripted import ScriptedBackend
-
-    started = []
 
     def start(said, run=2, **options):
         script = said if callable(said) else lambda prompt: said
         backend = ScriptedBackend(lambda ids: [*codec.encode(script(codec.decode(ids))), 0], run=run)
-        started.append(Live(backend, templated, **options))
-        return started[-1]
+        return live(backend, templated, **options)
 
-    yield start
-    for server in started:
-        server.stop()
+    return start
 
 
 @pytest.fixture(scope="session")
@@ -93,8 +76,6 @@ def reference():
 
 @pytest.fixture(scope="session")
 def reference_live(reference):
-    from live import Live
-
     served, _, tokenizer = reference
     server = Live(served.backend, tokenizer, service=served)
     yield server

@@ -5,7 +5,6 @@ from __future__ import annotations
 from time import process_time
 
 import pytest
-from scripted import ScriptedBackend
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.lookups import Definitions, Import, imports
@@ -151,8 +150,8 @@ def test_files_that_change_and_go(workspace):
     assert definitions.of(text) == []
 
 
-def test_the_model_is_shown_them_before_what_the_editor_sent(live, workspace):
-    server = live(ScriptedBackend(lambda prompt: [0]), workspace=workspace)
+def test_the_model_is_shown_them_before_what_the_editor_sent(live, say, workspace):
+    server = live(say(""), workspace=workspace)
     body = {
         "input_prefix": "from shop import area\n\n\n",
         "prompt": "total = area(",

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from scripted import ScriptedBackend
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 
@@ -18,8 +17,8 @@ MESSAGE = {"model": "tiny", "max_tokens": 40, "messages": ASKED}
 
 
 @pytest.fixture
-def server(live, codec):
-    return live(ScriptedBackend(lambda prompt: [*codec.encode(SAID), 0]))
+def server(live, say):
+    return live(say(SAID))
 
 
 def named(server, path, body):
@@ -100,8 +99,8 @@ def test_what_messages_ask_for_in_vain_is_named_in_anthropics_shape(server, fiel
     assert server.post("/v1/messages", {**MESSAGE, **harmless}).status_code == 200
 
 
-def test_errors_of_messages_have_anthropics_shape(live, codec):
-    backend = ScriptedBackend(lambda prompt: codec.encode("x"))
+def test_errors_of_messages_have_anthropics_shape(live, say):
+    backend = say("x")
     server = live(backend, keys=(b"one",))
     refused = server.post("/v1/messages", MESSAGE)
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")

@@ -11,7 +11,6 @@ from urllib.parse import urlparse
 
 import pytest
 from click.testing import CliRunner
-from scripted import ScriptedBackend
 
 from retrieve_spec.cli import cli
 from retrieve_spec.cli_serve import editor as COMMAND
@@ -24,12 +23,12 @@ FILES = sorted(FOLDER.iterdir())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_addresses_exist(live, path):
+def test_addresses_exist(live, say, path):
     text = path.read_text("utf-8")
     urls = re.findall(r"http://[^'\"\s]+", text)
     assert urls
     config = ServeConfig()
-    served = live(ScriptedBackend(lambda prompt: [0])).app.openapi()["paths"]
+    served = live(say("")).app.openapi()["paths"]
     for url in map(urlparse, urls):
         assert (url.hostname, url.port) == (config.host, config.port)
         assert url.path in {"", "/v1", *served}
@@ -53,9 +52,8 @@ def test_every_file_belongs_to_an_editor_that_the_command_and_the_docs_name():
 
 
 @pytest.fixture
-def server(live, codec):
-    said = codec.encode("return n\n")
-    return live(ScriptedBackend(lambda prompt: [*said, 0]))
+def server(live, say):
+    return live(say("return n\n"))
 
 
 @pytest.fixture

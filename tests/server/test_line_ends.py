@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from scripted import ScriptedBackend
 
 from retrieve_spec.server.text import line_end, with_line_feeds
 
@@ -36,8 +35,8 @@ def text_of(body):
 
 
 @pytest.fixture
-def backend(codec):
-    return ScriptedBackend(lambda prompt: [*codec.encode(SAID + "three"), 0])
+def backend(say):
+    return say(SAID + "three")
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda value: value if isinstance(value, str) else "")

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from scripted import ScriptedBackend
 
 PLUGIN = Path(os.environ.get("RETRIEVE_SPEC_LLAMA_VSCODE", "/nowhere"))
 DRIVER = Path(__file__).with_name("vscode_driver.cjs")
@@ -32,8 +31,8 @@ def type_in(server, settings=SETTINGS):
     return json.loads(ran.stdout)
 
 
-def test_suggestions_prefetch_and_ring(live, codec):
-    server = live(ScriptedBackend(lambda prompt: [*codec.encode("urn alpha + beta"), 0]))
+def test_suggestions_prefetch_and_ring(live, say, codec):
+    server = live(say("urn alpha + beta"))
     seen = type_in(server)
     assert seen["shown"] == ["urn alpha + beta"]
     assert seen["typed"] == ["rn alpha + beta"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from lsprotocol import types as lsp
+from pygls.exceptions import JsonRpcRequestCancelled
 from pygls.lsp.client import LanguageClient
 
 from retrieve_spec._version import __version__
@@ -23,38 +24,18 @@ TEXT = "def add(a, b):\n    é = '🎉'; ret\n"
 class Session:
     """A client with an initialised server and one open document."""
 
-    def __init__(self, *arguments, folder=None, text=TEXT, uri=URI):
-        self.arguments, self.folder, self.text, self.uri = arguments, folder, text, uri
-        self.progress = []
-        self.messages = []
+    def __init__(self, *arguments, text=TEXT):
+        self.arguments, self.text = arguments, text
 
     async def __aenter__(self):
         client = LanguageClient("tests", __version__)
         self.client = client
-
-        @client.feature(lsp.WINDOW_WORK_DONE_PROGRESS_CREATE)
-        def create(params):
-            return None
-
-        @client.feature(lsp.WINDOW_SHOW_MESSAGE)
-        def message(params):
-            self.messages.append(params.message)
-
-        @client.feature(lsp.PROGRESS)
-        def progress(params):
-            self.progress.append(params.value)
-
         await client.start_io(sys.executable, str(SERVER), *self.arguments)
-        folders = [lsp.WorkspaceFolder(self.folder.as_uri(), "w")] if self.folder else None
-        window = lsp.WindowClientCapabilities(work_done_progress=True)
         self.initialised = await client.initialize_async(
-            lsp.InitializeParams(
-                capabilities=lsp.ClientCapabilities(window=window), process_id=None, workspace_folders=folders
-            )
+            lsp.InitializeParams(capabilities=lsp.ClientCapabilities(), process_id=None)
         )
         client.initialized(lsp.InitializedParams())
-        item = lsp.TextDocumentItem(self.uri, "python", 1, self.text)
-        client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
+        self.open(URI, self.text)
         # Sent while the model is still being loaded: it waits, it is not answered with nothing.
         first = await asyncio.wait_for(self.request(1, 19), 300)
         assert first.items
@@ -65,13 +46,16 @@ class Session:
         self.client.exit(None)
         await asyncio.wait_for(self.client.stop(), 60)
 
-    def request(self, line, character, *, invoked=False, selected=None):
+    def open(self, uri, text):
+        self.client.text_document_did_open(lsp.DidOpenTextDocumentParams(lsp.TextDocumentItem(uri, "python", 1, text)))
+
+    def request(self, line, character, *, uri=None, invoked=False, selected=None):
         kind = lsp.InlineCompletionTriggerKind.Invoked if invoked else lsp.InlineCompletionTriggerKind.Automatic
         return self.client.protocol.send_request_async(
             lsp.TEXT_DOCUMENT_INLINE_COMPLETION,
             lsp.InlineCompletionParams(
                 lsp.InlineCompletionContext(kind, selected),
-                lsp.TextDocumentIdentifier(self.uri),
+                lsp.TextDocumentIdentifier(uri or URI),
                 lsp.Position(line, character),
             ),
         )
@@ -84,7 +68,7 @@ class Session:
         event = lsp.TextDocumentContentChangeWholeDocument(text)
         if place is not None:
             event = lsp.TextDocumentContentChangePartial(lsp.Range(place, place), text)
-        document = lsp.VersionedTextDocumentIdentifier(version, self.uri)
+        document = lsp.VersionedTextDocumentIdentifier(version, URI)
         self.client.text_document_did_change(lsp.DidChangeTextDocumentParams(document, [event]))
 
 
@@ -112,19 +96,14 @@ async def test_initialise_complete_and_forget():
 
 
 @in_a_loop
-async def test_nothing_is_read_that_the_client_has_not_opened(tmp_path):
+async def test_documents_may_have_any_address_and_none_is_read_that_the_client_has_not_opened(tmp_path):
     other = tmp_path / "other.py"
     other.write_text("private = 1\nret")
     async with Session("urn a + b") as s:
-        kind = lsp.InlineCompletionTriggerKind.Automatic
-        document = lsp.TextDocumentIdentifier(other.as_uri())
-        request = lsp.InlineCompletionParams(lsp.InlineCompletionContext(kind), document, lsp.Position(1, 3))
-        asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
-        assert await asyncio.wait_for(asked, 60) is None
-        item = lsp.TextDocumentItem(other.as_uri(), "python", 1, other.read_text())
-        s.client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
-        asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
-        assert (await asyncio.wait_for(asked, 60)).items
+        assert await s.complete(1, 3, uri=other.as_uri()) is None
+        for uri in (other.as_uri(), "file:///a%20b/%C3%BC.py", "file:///c%3A/a.py", "untitled:Untitled-1"):
+            s.open(uri, other.read_text())
+            assert (await s.complete(1, 3, uri=uri)).items, uri
 
 
 def test_malformed_parameters_are_an_error():
@@ -167,13 +146,6 @@ async def test_a_document_keeps_its_line_ends():
         assert (await s.complete(1, 19)).items[0].insert_text == "urn a\r\n    x = 1\r\n"
 
 
-@pytest.mark.parametrize("uri", ["file:///a%20b/%C3%BC.py", "file:///c%3A/a.py", "untitled:Untitled-1"])
-@in_a_loop
-async def test_a_document_may_have_any_address(uri):
-    async with Session("urn a + b", uri=uri) as s:
-        assert (await s.complete(1, 19)).items
-
-
 @in_a_loop
 async def test_only_line_feeds_and_carriage_returns_end_lines():
     """Files of Python's library have form feeds between their parts."""
@@ -195,7 +167,7 @@ async def test_what_the_popup_selected_begins_the_item():
 
 
 @in_a_loop
-async def test_a_newer_request_ends_the_older_one():
+async def test_a_newer_request_ends_the_older_one_and_a_cancelled_one_is_cancelled():
     async with Session("urn a + b", "0.2") as s:
         older = s.request(1, 18)
         await asyncio.sleep(0.05)
@@ -203,13 +175,6 @@ async def test_a_newer_request_ends_the_older_one():
         newer = s.request(1, 20)
         assert (await asyncio.wait_for(newer, 60)).items
         assert await asyncio.wait_for(older, 60) is None
-
-
-@in_a_loop
-async def test_a_cancelled_request_is_cancelled():
-    from pygls.exceptions import JsonRpcRequestCancelled
-
-    async with Session("urn a + b", "0.2") as s:
         future = s.request(1, 19)
         await asyncio.sleep(0.1)
         (identity,) = [i for i, f in s.client.protocol._request_futures.items() if not f.done()]
@@ -217,16 +182,3 @@ async def test_a_cancelled_request_is_cancelled():
         with pytest.raises(JsonRpcRequestCancelled):
             await asyncio.wait_for(future, 60)
         assert (await s.complete(1, 18)).items
-
-
-@in_a_loop
-async def test_progress_while_the_workspace_is_indexed(tmp_path):
-    (tmp_path / "b.py").write_text("def helper():\n    return 1\n")
-    async with Session("urn a + b", folder=tmp_path) as s:
-        # The bar of the model ends before that of the workspace begins: only the second end is the last word.
-        async with asyncio.timeout(60):
-            while [value["kind"] for value in s.progress].count("end") < 2:
-                await asyncio.sleep(0.05)
-        titles = [value["title"] for value in s.progress if value["kind"] == "begin"]
-        assert titles == ["Loading the model", "Indexing the workspace"]
-        assert s.progress[-1]["message"] == "1 files indexed"

@@ -202,14 +202,6 @@ def test_keys_guard_all_models_and_forgetting_is_of_all(several):
     assert s.server.client.get("/v1/workspace").json()["b"]["caches"] == 0
 
 
-def test_a_page_and_metrics_are_about_all(several):
-    s = several()
-    s.said("b")
-    page = s.server.client.get("/").text
-    assert "<td>b<td>loaded" in page and "<td>c<td>unloaded" in page and "Tokens per pass" in page
-    assert 'retrieve_spec_completions_total{outcome="done"} 1.0' in s.server.client.get("/metrics").text
-
-
 def test_models_have_names_of_their_own(tmp_path):
     odd = tmp_path / "a=b"
     odd.mkdir()

@@ -5,33 +5,18 @@ from __future__ import annotations
 import threading
 
 import pytest
-from scripted import ScriptedBackend
 from waiting import wait_for
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 
 
 @pytest.fixture
-def client(live, codec):
-    backend = ScriptedBackend(lambda prompt: [*codec.encode("one two three four five six seven"), 0])
-    server = live(backend)
+def client(live, say):
+    server = live(say("one two three four five six seven"))
     made = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
     made.server = server
     yield made
     made.close()
-
-
-def test_suffix(client, codec):
-    answer = client.completions.create(model="any", prompt="a = ", suffix="\n", max_tokens=30)
-    assert answer.choices[0].text == "one two three four five six seven"
-    assert answer.usage.completion_tokens == len(codec.encode("one two three four five six seven"))
-
-
-def test_stream_with_indent(client):
-    stream = client.completions.create(
-        model="any", prompt="a = ", suffix="\n", max_tokens=30, stream=True, extra_body={"n_indent": 4}
-    )
-    assert "".join(chunk.choices[0].text for chunk in stream) == "one two three four five six seven"
 
 
 def test_prediction_with_usage(client):

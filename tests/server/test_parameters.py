@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from scripted import ScriptedBackend
 
 PROMPT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
 BODY = {"prompt": PROMPT, "max_tokens": 24}
@@ -164,8 +163,8 @@ def test_the_openai_client_asks_for_all_of_it(reference_live):
 
 
 @pytest.fixture
-def server(live, codec):
-    return live(ScriptedBackend(lambda prompt: [*codec.encode("said"), 0]))
+def server(live, say):
+    return live(say("said"))
 
 
 def test_echoes_stand_in_front_of_every_choice(server, codec):

@@ -12,7 +12,6 @@ from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.queueing import RequestQueue
-from retrieve_spec.server.sampling import Sampling
 from retrieve_spec.server.text import StopRules
 
 RULES = StopRules(max_tokens=8, end_ids=frozenset({0}))
@@ -160,13 +159,6 @@ def test_tasks_of_one_kind_share_passes(backend, codec, typing, together):
     for i, sink in enumerate(sinks):
         assert sink.result().token_ids == list(range(501 + 100 * i, 509 + 100 * i))
     assert max(backend.together) == together
-
-
-def test_a_prompt_that_another_is_reading_is_read_once(engine, held):
-    sinks = [ask(engine, range(1000, 1100), sampling=Sampling(temperature=1.0, seed=seed)) for seed in range(3)]
-    held.gate.release(1000)
-    assert [sink.result().cached_tokens for sink in sinks] == [0, 99, 99]
-    assert sum(held.prefilled) < 100
 
 
 def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, held):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -13,13 +12,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from lsprotocol import types as lsp
-from pygls.workspace import Workspace
-from scripted import ScriptedBackend
 from waiting import wait_for
 
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.editors import Remote
-from retrieve_spec.server.lsp import CompletionServer, connected
+from retrieve_spec.server.lsp import connected
 
 EXTRA = [{"text": "other = 1\n", "filename": "b.py"}]
 KIND = lsp.InlineCompletionTriggerKind.Automatic
@@ -35,20 +32,15 @@ def with_editor(server, ask, key=""):
     return asyncio.run(run())
 
 
-def saying(codec, text):
-    said = codec.encode(text)
-    return ScriptedBackend(lambda prompt: [*said, 0])
-
-
-def test_two_editors_share_a_server(live, codec):
-    server = live(saying(codec, "urn a + b"))
+def test_two_editors_share_a_server(live, say, codec):
+    server = live(say("urn a + b"))
     for _ in range(2):
         assert with_editor(server, lambda one: one.complete(*CURSOR)) == "urn a + b"
     assert "other = 1" in codec.decode(server.backend.prompts[0])
 
 
-def test_a_request_that_an_editor_gives_up_is_given_up(live, codec):
-    backend = saying(codec, "word " * 100)
+def test_a_request_that_an_editor_gives_up_is_given_up(live, say):
+    backend = say("word " * 100)
     backend.gate = threading.Semaphore(0)
     server = live(backend)
 
@@ -67,28 +59,21 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, codec):
     assert server.done[-1][1].outcome == "cancelled"
 
 
-def test_of_a_large_document_what_a_prompt_needs_is_sent(live, codec):
-    server = live(saying(codec, "urn 1"))
+def test_of_a_large_document_what_a_prompt_needs_is_sent(live, say, codec):
+    server = live(say("urn 1"))
     large = (CURSOR[0], "a = 'é'\n" * 700_000 + CURSOR[1], "b = 2\n" * 700_000, EXTRA, KIND)
     assert with_editor(server, lambda one: one.complete(*large)) == "urn 1"
     assert codec.decode(server.backend.prompts[-1]).count("a = 'é'") > 100
 
 
-def test_a_wrong_key_is_said(live, codec):
-    server = live(saying(codec, "urn 1"), keys=("schlüssel-ключ".encode(),))
+def test_a_wrong_key_is_said(live, say):
+    server = live(say("urn 1"), keys=("schlüssel-ключ".encode(),))
     with pytest.raises(ServeError, match=r"401.*API key"):
         with_editor(server, None, "wrong")
     assert with_editor(server, lambda one: one.complete(*CURSOR), "schlüssel-ключ") == "urn 1"
     assert server.service.kept("schlüssel-ключ")["session_tokens"] > 0
     with_editor(server, lambda one: one.forget(), "schlüssel-ключ")
     assert server.service.kept("schlüssel-ключ")["session_tokens"] == 0
-
-
-def test_where_nobody_answers_the_remedy_is_said():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(ServeError, match=r"nobody answers.*retrieve-spec serve"):
-        asyncio.run(connected(Remote(url)))
 
 
 @pytest.fixture
@@ -144,22 +129,3 @@ def test_a_language_server_ends_while_it_waits_for_the_model(loading, told, tmp_
 def test_an_address_is_one(wrong):
     with pytest.raises(ServeError, match="address"):
         Remote(wrong)
-
-
-def test_pieces_of_other_documents_stand_around_the_places_looked_at_last():
-    server = CompletionServer(lambda roots: None)
-    server.protocol._workspace = Workspace(None)
-    for name in "abcdefg":
-        text = "".join(f"{name}_{number} = {number}\n" for number in range(300))
-        server.workspace.put_text_document(lsp.TextDocumentItem(f"file:///{name}.py", "python", 1, text))
-        server.look(f"file:///{name}.py", 0)
-    server.look("file:///b.py", 200)
-    pieces = server.pieces("file:///g.py")
-    assert [piece["filename"] for piece in pieces] == ["d.py", "e.py", "f.py", "b.py"]
-    assert pieces[0]["text"].startswith("d_0 = 0\n") and pieces[0]["text"].count("\n") == 64
-    assert "b_200 = 200\n" in pieces[-1]["text"] and pieces[-1]["text"].count("\n") == 64
-    for line in (192, 210, 223):  # keystrokes nearby leave the piece, and what the model has read of it
-        server.look("file:///b.py", line)
-        assert server.pieces("file:///g.py") == pieces
-    server.workspace.remove_text_document("file:///b.py")
-    assert "b.py" not in [piece["filename"] for piece in server.pieces("file:///g.py")]

@@ -23,21 +23,32 @@ def test_what_the_infill_rule_keeps(candidates, kept):
     assert infill_survivors(candidates, END, 0) == kept
 
 
-def test_chain_of_stock_clients():
-    assert sampler_chain(["top_k", "top_p", "infill"]) == ("top_k", "top_p", "infill")
-    assert sampler_chain("top_k;top-p;infill") == ("top_k", "top_p", "infill")
-    letters = ("penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
-    assert sampler_chain("edkypmxt") == letters
-    assert sampler_chain("temp") == ("temperature",)
-    assert sampler_chain([]) == sampler_chain("") == ()
-    with pytest.raises(ValueError, match="'bogus'"):
-        sampler_chain("top_k;bogus;infill")
-    with pytest.raises(ValueError, match="'q'"):
-        sampler_chain("kqt")
-    assert not Sampling(0.0, 40, 0.9, chain=("top_k", "top_p", "infill")).greedy
-    assert Sampling(0.0, 1, chain=("top_k", "infill")).greedy
-    assert Sampling(0.0).greedy
-    assert Sampling(0.8, top_p=0.0).greedy
+@pytest.mark.parametrize(
+    ("given", "chain"),
+    [
+        (["top_k", "top_p", "infill"], ("top_k", "top_p", "infill")),
+        ("top_k;top-p;infill", ("top_k", "top_p", "infill")),
+        ("edkypmxt", ("penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")),
+        ("temp", ("temperature",)),
+        ([], ()),
+        ("", ()),
+    ],
+)
+def test_chains_of_stock_clients(given, chain):
+    assert sampler_chain(given) == chain
+
+
+@pytest.mark.parametrize(
+    ("sampling", "greedy"),
+    [
+        (Sampling(0.0, 40, 0.9, chain=("top_k", "top_p", "infill")), False),
+        (Sampling(0.0, 1, chain=("top_k", "infill")), True),
+        (Sampling(0.0), True),
+        (Sampling(0.8, top_p=0.0), True),
+    ],
+)
+def test_what_is_greedy(sampling, greedy):
+    assert sampling.greedy == greedy
 
 
 def test_the_infill_rule_does_not_end_a_text_that_may_not_end(codec):

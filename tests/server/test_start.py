@@ -10,11 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from click.testing import CliRunner
 from live import free_port
 from waiting import wait_for
 
-from retrieve_spec.cli import cli
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundError
 from retrieve_spec.server import run
@@ -50,12 +48,6 @@ def test_the_address_that_is_said_is_the_one_that_answers(tmp_path):
         assert heard[-1].startswith(said) and int(heard[-1].rpartition(":")[2]) > 0
 
 
-def test_forgetting_says_that_nothing_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
-    assert "Nothing is kept" in CliRunner().invoke(cli, ["forget"]).output
-    assert "Nothing was kept" in CliRunner().invoke(cli, ["forget", str(tmp_path)]).output
-
-
 def test_requests_before_the_model_is_there_are_told_so_at_once():
     port = free_port()
     command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--port", str(port)]
@@ -89,76 +81,3 @@ def test_requests_before_the_model_is_there_are_told_so_at_once():
         _, said = server.communicate(timeout=60)
     assert "bundled model" in said and "--model Qwen/Qwen2.5-Coder-1.5B" in said
     assert "Traceback" not in said
-
-
-def test_a_program_looks_for_no_garbage_while_it_loads_and_never_again_among_what_it_loaded():
-    code = """
-import gc
-from click.testing import CliRunner
-from retrieve_spec import cli_serve
-from retrieve_spec.server import run
-
-def serve(*_, on_loaded, **__):
-    assert not gc.isenabled()
-    on_loaded()
-    assert gc.isenabled() and gc.get_freeze_count() > 10_000
-
-run.serve = serve
-result = CliRunner().invoke(cli_serve.serve, ["--quiet"])
-raise SystemExit(repr(result.exception) if result.exception else 0)
-"""
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_program_gives_the_memory_of_caches_back():
-    code = """
-import ctypes
-from retrieve_spec.cli_serve import begin_loading
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-
-class Info(ctypes.Structure):
-    _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(10)]
-
-if not hasattr(libc, "mallinfo2"):
-    raise SystemExit(5)
-libc.mallinfo2.restype = Info
-begin_loading()
-libc.free(libc.malloc(4 << 20))  # from when on glibc would take as much from its heap
-before = libc.mallinfo2().field_4
-libc.malloc(4 << 20)
-assert libc.mallinfo2().field_4 >= before + (4 << 20)
-"""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False, env=plain)
-    if done.returncode == 5:
-        pytest.skip("another C library")
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_server_that_is_ready_has_every_kernel_that_requests_use():
-    code = """
-from numba.core import caching
-from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.run import build_service
-from retrieve_spec.server.schemas import ChatRequest, InfillRequest
-from retrieve_spec.server.service import Caller
-
-service, late, done = build_service("reference", ServeConfig()), [], []
-load = caching.Cache.load_overload
-caching.Cache.load_overload = lambda cache, *args: (late.append(cache._name), load(cache, *args))[1]
-text = "".join(f"def area_{i}(width, height):\\n    return width * height + {i}\\n\\n\\n" for i in range(30))
-for fields in ({"temperature": 0.8}, {"temperature": 0.8, "top_k": 9}, {"speculative": False}, {}):
-    typed = {"input_prefix": text, "prompt": f"def area_{len(fields)}(wi", "input_suffix": text, "n_predict": 24}
-    service.queue.submit(service.infill(InfillRequest(**typed, **fields), Caller()).task, done.append)
-    talk = ChatRequest(messages=[{"role": "user", "content": text}], max_tokens=24, **fields)
-    service.queue.submit(service.raw(service.prompts.chat(talk.messages), talk, Caller(), 24).task, done.append)
-while service.queue.go_on():
-    pass
-assert [each.outcome for each in done if hasattr(each, "outcome")] == ["done"] * 8, done
-assert not late, late
-"""
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from scripted import ScriptedBackend
 
 FOLDER = Path(os.environ.get("RETRIEVE_SPEC_VSCODE", "/nowhere"))
 EDITOR = FOLDER / "node_modules" / ".bin" / "code-server"
@@ -61,11 +60,11 @@ def editor(tmp_path):
         process.wait(20)
 
 
-def test_ghost_text_is_taken_by_tab(live, codec, editor, tmp_path):
+def test_ghost_text_is_taken_by_tab(live, say, editor, tmp_path):
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "sums.py").write_text("def add(alpha, beta):\n    return alpha + beta\n\n\n")
-    server = live(ScriptedBackend(lambda prompt: [*codec.encode("return alpha * beta"), 0]))
+    server = live(say("return alpha * beta"))
     command = ["node", str(DRIVER), str(FOLDER), editor(folder, server), "sums.py", "def multiply(alpha, beta):\n"]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=os.environ | {"CHROMIUM": str(CHROMIUM)}

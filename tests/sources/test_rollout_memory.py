@@ -1,7 +1,5 @@
 """A rollout memory: bounds, isolation, files that are whole or refused, processes that share one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +129,6 @@ def test_what_is_no_token_is_refused(answer: list[int], tmp_path: Path) -> None:
         memory.remember(ids(1), np.array(answer))
     memory.remember(ids(1), np.array([], np.int64))
     assert len(memory) == 0
-
-
-def test_what_waits_for_a_save_is_bounded(tmp_path: Path) -> None:
-    memory = RolloutMemory(tmp_path / "rollouts.bin", answers=2, save_every=0)
-    for number in range(5000):
-        memory.remember(ids(number % 3), ids(number, 1))
-    assert len(memory._new) <= 1100
-    memory.save()
-    assert contents(RolloutMemory(memory.path), ids(0)) == contents(memory, ids(0)) == [[[4995, 1], [4998, 1]]]
 
 
 def test_saves_when_it_is_due(tmp_path: Path) -> None:

@@ -1,14 +1,10 @@
-from __future__ import annotations
-
-import gc
 import weakref
 
 import numpy as np
-import pytest
 
 from retrieve_spec.kernels import source_table
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.rows import SourceTable, on_large_pages
+from retrieve_spec.sources.rows import SourceTable
 
 
 def states_at(table, place):
@@ -32,18 +28,3 @@ def test_a_table_holds_what_it_points_to():
     assert old() is None, "nothing points to them any more"
     assert (states_at(table, 0) == automaton.states).all()
     assert table.words[0, source_table.RESTING] == 1, "a source that rests goes on resting"
-
-
-@pytest.mark.parametrize("size", [5, 1 << 17, 1 << 20])
-def test_arrays_on_large_pages_are_arrays_like_others(size: int) -> None:
-    """Zeros, writable, at the beginning of a line; a view holds the memory when the array is gone."""
-    array = on_large_pages(size, np.uint64)
-    assert array.shape == (size,)
-    assert array.dtype == np.uint64
-    assert not array.any()
-    assert array.__array_interface__["data"][0] % 64 == 0
-    array[:] = np.arange(size)
-    end = array[size // 2 :]
-    del array
-    gc.collect()
-    assert end.tolist() == list(range(size // 2, size))

@@ -1,7 +1,5 @@
 """Files of answers that cannot be written: what is said, what stays in the file, and what a kill leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -184,7 +182,6 @@ def test_processes_that_are_killed_while_they_save_lose_nothing_that_was_saved(m
     said = [-1] * 4
     for name in range(3):  # each has saved before the first is killed
         out = writers[name].stdout
-        assert out is not None
         for _ in range(3):
             said[name] = int(out.readline())
     for name in range(3):
@@ -193,7 +190,6 @@ def test_processes_that_are_killed_while_they_save_lose_nothing_that_was_saved(m
         writers[name].wait(60)
         assert known(make(path)), "it opens, whichever of its contents is there"
     for name, writer in enumerate(writers):
-        assert writer.stdout is not None
         lines = writer.stdout.read().split("\n")[:-1]
         said[name] = max([said[name], *map(int, lines)])
         writer.stdout.close()
