@@ -76,7 +76,7 @@ def _linears(  # type: ignore[no-untyped-def]
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    weights = tl.multiple_of(weight, 16) + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
+    weights = weight + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
     given = x + m[:, None] * inputs + k[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(split * share, tl.minimum((split + 1) * share, inputs), BLOCK_K):

@@ -1,15 +1,19 @@
 """Recorded answers with logits: what is kept is what the model says, and a replay takes the passes of the model."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 import retrieve_spec as rs
+from retrieve_spec import cli
 from retrieve_spec.bench.methods import FreshDrafter, sampling
 from retrieve_spec.bench.recording import TOP, LogitTrace, record
 from retrieve_spec.bench.replay import Replay
 from retrieve_spec.bench.workloads import Prompt
-from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.config import DenseConfig, SpeculationConfig, StoreConfig
+from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.engine import bigrams as model_bigrams
 
 CODE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
@@ -76,3 +80,36 @@ def test_contexts_hold_what_the_model_says_there(reference_model, reference_toke
         np.testing.assert_allclose(contexts.top_logits[at], best.values.numpy(), atol=1e-3)
         assert contexts.top_ids[at, 0] == best.indices[0]
     assert wrong_turns > 10
+
+
+def test_dense_indexes_are_looked_into_by_recorded_states(reference_model, reference_tokenizer, tmp_path, capsys):
+    questions, text = tmp_path / "questions.jsonl", tmp_path / "text.py"
+    questions.write_text(json.dumps({"prompt": CODE}))
+    text.write_text(CODE + "    return width * height * depth\n\n\n" + CODE)
+    config = StoreConfig(dense=DenseConfig("reference", dims=32))
+    build_datastore(tmp_path / "store", str(text), reference_tokenizer, config=config)
+    words = ["--prompts", str(questions), "--nodes", "16", "--max-new-tokens", "24", "--device", "cpu", "--quiet"]
+
+    def looked_up(*hidden):
+        out = tmp_path / "trace.npz"
+        assert cli.run(["bench", "record", *words, *hidden, "--out", str(out)]) == 0
+        return LogitTrace.load(out, reference_tokenizer), ["bench", "replay", str(out), "--tokenizer", "reference"]
+
+    trace, replay = looked_up("--hidden", "last")
+    (row,) = trace.rows
+    whole = torch.as_tensor([*row.prompt.tolist(), *row.segments[0][0].tolist()])[None]
+    with torch.no_grad():
+        wanted = reference_model(whole, output_hidden_states=True).hidden_states[-1][0, len(row.prompt) - 1 : -1]
+    np.testing.assert_allclose(row.shown.states, wanted.numpy(), atol=0.02, rtol=0.01)
+    options = ["--store", str(tmp_path / "store"), "--json", "--quiet", "--draft", "dresd"]
+    counts = []
+    for hidden in (("--hidden", "last"), ()):
+        _, replay = looked_up(*hidden)
+        capsys.readouterr()
+        assert cli.run([*replay, *options]) == 0
+        counts.append(json.loads(capsys.readouterr().out.splitlines()[-1])["accepted_by_source"].get("dense", 0))
+    assert counts[0] > 0 == counts[1]
+    _, replay = looked_up("--hidden", "1")
+    assert cli.run([*replay, *options]) == 1 and "--hidden last" in capsys.readouterr().err
+    assert cli.run(["bench", "record", *words, "--hidden", "99", "--out", str(tmp_path / "x.npz")]) == 1
+    assert "from 1 to" in capsys.readouterr().err

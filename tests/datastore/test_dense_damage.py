@@ -1,7 +1,10 @@
 """Dense indexes whose files changed: an error that says so before FAISS reads them, and no place outside the text."""
 
+import errno
 import hashlib
+import os
 import shutil
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -9,12 +12,13 @@ import pytest
 from dense_models import save_model
 from test_corruption import rewrite
 
+from retrieve_spec.cli import run
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.dense import DENSE_FILES, INDEX, POSITIONS
 from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.errors import StoreCorruptError
+from retrieve_spec.errors import StoreCorruptError, StoreError
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 
 HIDDEN = np.random.default_rng(5).normal(size=(4, 16)).astype(np.float32)
@@ -117,3 +121,21 @@ def test_wrong_positions_with_right_checksums_are_found(store, change):
     forge(store, POSITIONS, change(open_datastore(store).dense[0][1].positions).tobytes())
     with pytest.raises(StoreCorruptError):
         verify_datastore(store)
+
+
+@pytest.mark.parametrize("name", [*DENSE_FILES, "suffix_array.bin", "manifest.json", "document_paths.bin"])
+def test_files_that_may_not_be_read(store, name, monkeypatch, capfd):
+    def refusing(opened):
+        def refuse(path, *arguments, **options):
+            if Path(path).name == name:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return opened(path, *arguments, **options)
+
+        return refuse
+
+    monkeypatch.setattr(Path, "open", refusing(Path.open))
+    monkeypatch.setattr(os, "open", refusing(os.open))
+    with pytest.raises(StoreError, match=rf"could not read .*{name}: Permission denied"):
+        open_datastore(store)
+    assert run(["verify", str(store)]) == 1
+    assert "Permission denied" in capfd.readouterr().err

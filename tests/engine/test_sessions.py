@@ -99,3 +99,16 @@ def test_what_was_not_saved_yet_is_when_a_model_goes(reference_tokenizer: Any, t
     del drafters
     session = Drafters(config, [], None, "model", reference_tokenizer).sessions.of("alice")
     assert session is not None and [text.tolist() for text in session.texts] == [[0, 1, 2, 3, 4]]
+
+
+def test_logits_of_one_scope_are_not_drafted_for_another(day: Any, ask: Any) -> None:
+    model = day(session=True)
+    text, _ = ask(model, scope="alice")
+    recycling = model.speculation.drafter().recycling
+
+    def known() -> int:
+        return sum(recycling.lookup(text[at - 3 : at])[2] == 3 for at in range(len(text) - 30, len(text)))
+
+    assert known() > 5
+    ask(model, scope="bob", max_new_tokens=1)
+    assert known() < 5

@@ -135,3 +135,11 @@ def test_streamed_text_is_the_decoded_whole(reference_tokenizer: Any, size: int)
     assert "".join(pieces) + decoder.flush() == text
     assert decoder.push(reference_tokenizer("😀", add_special_tokens=False)["input_ids"][:1]) == ""
     assert decoder.flush() == "\ufffd"
+
+
+def test_a_stream_goes_on_while_another_generation_runs(tiny: Any, prompt: torch.Tensor) -> None:
+    expected = scripted(tiny, prompt)
+    stream = rs.generate_stream(tiny, prompt, **GREEDY)
+    seen = next(stream).token_ids.tolist()
+    assert torch.equal(tiny.generate(prompt, **GREEDY), expected)
+    assert seen + ids_of(stream) == expected[0, 12:].tolist()

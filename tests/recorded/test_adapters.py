@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,3 +219,31 @@ def test_layers_that_keep_switches_of_their_own() -> None:
     model.model.layers[0].mlp.scales["now"] = 2.5
     said.append(check(model))
     assert len({tuple(each[0].tolist()) for each in said}) == 3
+
+
+def test_switching_back_and_forth_records_each_adapter_once() -> None:
+    model = accelerate(two_adapters())
+    check(model)
+    model.set_adapter("b")
+    check(model)
+    known = {id(entry.recording) for entry in model.speculation._passes._known}
+    for name in ("a", "b", "a", "b"):
+        model.set_adapter(name)
+        check(model)
+    assert {id(entry.recording) for entry in model.speculation._passes._known} == known
+
+
+def test_replaced_adapters_leave_no_weights_behind() -> None:
+    model = accelerate(two_adapters())
+    check(model)
+    model.add_adapter("c", lora())
+    model.set_adapter("c")
+    check(model.eval())
+    weights = [w for n, w in model.named_parameters() if ".b." in n]
+    assert weights
+    gone = [weakref.ref(w) for w in weights]
+    del weights
+    model.delete_adapter("b")
+    check(model)
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)

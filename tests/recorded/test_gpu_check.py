@@ -27,3 +27,5 @@ def test_a_dry_run_has_every_figure(tmp_path: Path) -> None:
     assert found["chat accelerate"]["pass_kind"] == "recorded" and found["chat float32"]["same"]
     assert all(answer["same"] for answer in found["chat parted from plain"])
     assert found["tiny recorded answers"]["same"] and set(found["tiny pass at 64"]) == {"0", "3"}
+    choices = [found[f"choice {rows} x 3000"][rule] for rows in (1, 3) for rule in ("T", "top-k", "top-p", "min-p")]
+    assert [told["same"] + told["left"] for told in choices] == [1] * 4 + [3] * 4

@@ -12,6 +12,7 @@ from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.queueing import RequestQueue
+from retrieve_spec.server.sampling import Sampling
 from retrieve_spec.server.text import StopRules
 
 RULES = StopRules(max_tokens=8, end_ids=frozenset({0}))
@@ -262,3 +263,10 @@ def test_whoever_waits_for_a_thread_that_ends_is_told_and_nobody_is_let_in(engin
     assert under_way.result(10).outcome == waiting.result(10).outcome == "failed"
     with pytest.raises(Refusal, match="ending"):
         ask(engine, [700])
+
+
+def test_a_prompt_that_another_is_reading_is_read_once(engine, held):
+    sinks = [ask(engine, range(1000, 1100), sampling=Sampling(temperature=1.0, seed=seed)) for seed in range(3)]
+    held.gate.release(1000)
+    assert [sink.result().cached_tokens for sink in sinks] == [0, 99, 99]
+    assert sum(held.prefilled) < 100
