@@ -17,7 +17,7 @@ from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.layer_rows import exp
 from retrieve_spec.kernels.number_formats import bytes_of, narrow, view_numbers
 from retrieve_spec.kernels.packed_products import block_of
-from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, here, mix_block, score_block
+from retrieve_spec.kernels.vector_code import BLOCKS, LANES, here, mix_block, score_block
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
 TEXT_FIELDS = 4
@@ -105,15 +105,14 @@ def attend_part(
     count = min(_QUERIES, groups * rows - begin)
     last, block = held + (begin + count - 1) // groups + 1, block_of(count)
     stride = -(-last // LANES) * LANES
-    asks, mixed = scratch, scratch + size * _QUERIES * d
+    asks, mixed, chunks = scratch, scratch + size * _QUERIES * d, size * d // 64
     scores = mixed + 4 * _QUERIES * dv
     for q in range(count):
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
-        for group in range(d // GROUP):
-            of, to = queries + size * (head * d + GROUP * group), asks + size * GROUP * (group * block + q)
-            _copy(of, to, GROUP, like)
+        for chunk in range(chunks):
+            _copy(queries + size * head * d + 64 * chunk, asks + 64 * (chunk * block + q), 64 // size, like)
     for j in range(0, last, LANES):  # what lies behind the last row is looked at and not used
-        _score(like, block, keys + size * d * j, size * d, asks, d // GROUP, scores + 4 * j, 4 * stride)
+        _score(like, block, keys + size * d * j, size * d, asks, chunks, scores + 4 * j, 4 * stride)
     for q in range(count):
         sights, own = view_u8(seen + rows * ((begin + q) // groups), rows), view_f32(scores + 4 * q * stride, last)
         for j in range(held, last):
