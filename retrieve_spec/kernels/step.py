@@ -178,10 +178,9 @@ def depth_first(
         (n,) outputs: the fields of a `DraftTree`.
     """
     n = len(token_ids)
-    first = np.full(n + 1, -1, np.int64)
-    after = np.full(n, -1, np.int64)
+    first, after, stack = np.empty(n + 1, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
+    first[:] = -1
     place = np.empty(n + 1, np.int32)
-    stack = np.empty(n + 1, np.int64)
     for i in range(n - 1, -1, -1):
         parent = nodes[i, 1] + 1
         after[i] = first[parent]
