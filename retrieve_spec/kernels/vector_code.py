@@ -94,21 +94,18 @@ def _load_numbers(builder: Any, address: Any, single: bool) -> Any:
 
 
 def _loop(builder: Any, times: Any, values: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """Code that is run so many times: `body` of the index and of values gives the next values."""
+    """Code that is run so many times, once at least: `body` of the index and of values gives the next values."""
     before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
-    builder.cbranch(builder.icmp_signed("<", _LONG(0), times), loop, after)
+    builder.branch(loop)
     builder.position_at_end(loop)
-    firsts = [_LONG(0), *values]
-    index, *carried = phis = [builder.phi(value.type) for value in firsts]
+    index, *carried = (builder.phi(value.type) for value in (_LONG(0), *values))
     following = [builder.add(index, _LONG(1)), *body(index, carried)]
-    end = builder.block
+    for phi, first, later in zip((index, *carried), (_LONG(0), *values), following, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, builder.block)
     builder.cbranch(builder.icmp_signed("<", following[0], times), loop, after)
     builder.position_at_end(after)
-    results = [builder.phi(value.type) for value in firsts]
-    for phi, first, later in zip(phis + results, firsts * 2, following * 2, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(later, end)
-    return results[1:]
+    return following[1:]
 
 
 def add_bytes_vnni(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
@@ -422,7 +419,7 @@ def mix_block(
 
     Its parameters: a number of the values' format; rows (of `BLOCKS`); the address of the first row's float32 shares,
     and how many bytes the next row's lie behind; the same of values; how many all rows see, and how many there are
-    behind these; and of float32 results.
+    behind these, one at least; and of float32 results.
     """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -444,7 +441,13 @@ def mix_block(
             def add_seen(index: Any, totals: list[Any]) -> list[Any]:
                 return add(builder.add(held, index), totals, hidden=True)
 
-            totals = _loop(builder, held, [_ZEROS] * count, add)
+            before = builder.block
+            with builder.if_then(builder.icmp_signed("<", _LONG(0), held)):
+                sums, end = _loop(builder, held, [_ZEROS] * count, add), builder.block
+            totals = [builder.phi(_FLOATS) for _ in range(count)]
+            for total, held_sum in zip(totals, sums, strict=True):
+                total.add_incoming(_ZEROS, before)
+                total.add_incoming(held_sum, end)
             for row, total in enumerate(_loop(builder, times, totals, add_seen)):
                 _store(builder, total, _place(builder, out, row, out_stride), 4)
 
