@@ -15,7 +15,10 @@ from numba import config, njit
 from numba.core import event
 
 logger = logging.getLogger(__name__)
-_NO_DOOR: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_NOT_FOR_C: dict[str, Any] = {"no_cfunc_wrapper": True}
+_NO_DOOR = _NOT_FOR_C | {"no_cpython_wrapper": True}
+door = njit(cache=True, nogil=True, **_NOT_FOR_C)
+"""Decorator of a kernel that Python calls, and other kernels may. It has no door for C: a twentieth of the work."""
 inner = njit(nogil=True, **_NO_DOOR)
 """Decorator of a kernel that only kernels call: it becomes part of each of them and has no door for Python, which is
 more than half of the work of compiling a small one."""

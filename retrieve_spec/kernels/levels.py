@@ -8,11 +8,10 @@ leaves out what a None rules out, so that what reads stores is only compiled for
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, ngram, phrases, recycling, trie, unigram
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.ngram import longest_marked, ngram_find
 from retrieve_spec.kernels.source_table import (
     ALIGNMENT,
@@ -85,7 +84,7 @@ def _long_enough(table: NDArray[np.int64], s: int, state: int, length: int) -> t
     return state, length if length >= table[s, AUTOMATON_SHORTEST] else np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@door
 def open_row(
     table: NDArray[np.int64],
     s: int,

@@ -13,10 +13,9 @@ most frequent first, -1 behind the last. A count is its share times the observat
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.recycling import SET, WAYS, claim, find, mix
 from retrieve_spec.kernels.recycling import seen as observed
 from retrieve_spec.kernels.views import borrowed
@@ -136,7 +135,7 @@ def _count(
         halve(sets, tokens, probs, e, counts)
 
 
-@njit(cache=True, nogil=True)
+@door
 def learn(
     sets: NDArray[np.uint64],
     tokens: NDArray[np.int32],

@@ -8,12 +8,11 @@ sources' arrays (`kernels/source_table.py`) and in the request's (`kernels/reque
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import calibration, recycling, unigram
 from retrieve_spec.kernels import request as state
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import door, inner, part
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
 from retrieve_spec.kernels.source_table import (
@@ -273,7 +272,7 @@ def find_origins(
                     out[i] = (table[s, EXACT_SEGMENT] << ORIGIN_BITS) | position
 
 
-@njit(cache=True, nogil=True)
+@door
 def propose(
     request: NDArray[np.int64],
     cost: NDArray[np.float32],
