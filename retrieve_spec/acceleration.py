@@ -32,6 +32,7 @@ from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, 
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
 from retrieve_spec.generation.many import generate_many
 from retrieve_spec.generation.streams import generate_stream
+from retrieve_spec.kernels.compiled_code import compiles
 from retrieve_spec.model_layers import base_model, embedded_tokens, evaluating
 from retrieve_spec.openmp import survive_forks
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
@@ -110,6 +111,7 @@ def accelerate(
     return wrapper
 
 
+@compiles
 def prepare(
     model: Any,
     tokenizer: Any = None,

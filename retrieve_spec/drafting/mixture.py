@@ -17,7 +17,7 @@ from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.kernels import blend, levels, request, step
 from retrieve_spec.kernels.calibration import LENGTH_CLASSES, NUM_SOURCES, begin_request
-from retrieve_spec.kernels.compiled_code import compiling_logged
+from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources import (
@@ -180,6 +180,7 @@ class MixtureDrafter:
         self.learns_phrases = True
         self._forgotten = False
 
+    @compiles
     @compiling_logged()
     def prepare(self) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""

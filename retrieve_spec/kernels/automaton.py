@@ -21,10 +21,9 @@ as the text.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.views import borrowed
 
 LINK, LENGTH, TOKEN, TARGET, COUNT = range(5)
@@ -65,7 +64,7 @@ def find_edge(edges: I32, slots: I32, owner: int, token: int) -> int:
         i = (i + 1) & mask
 
 
-@njit(cache=True, nogil=True)
+@door
 def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
     """State after following ``token`` from ``state``, or -1."""
     states, edges, slots = borrowed(states), borrowed(edges), borrowed(slots)
@@ -76,7 +75,7 @@ def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
     return np.int64(edges[e, E_TARGET]) if e >= 0 else np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@door
 def advance(states: I32, edges: I32, slots: I32, state: int, matched: int, token: int) -> tuple[int, int]:
     """Follow ``token`` from the longest suffix that knows it: new (state, matched length)."""
     states, edges, slots = borrowed(states), borrowed(edges), borrowed(slots)
@@ -92,7 +91,7 @@ def advance(states: I32, edges: I32, slots: I32, state: int, matched: int, token
     return np.int64(0), np.int64(0)
 
 
-@njit(cache=True, nogil=True)
+@door
 def successors(states: I32, edges: I32, state: int, limit: int, fewest: float, out_tokens: I32, out_counts: I32) -> int:
     """Write up to ``limit`` successors, most recent first; returns how many.
 
@@ -149,7 +148,7 @@ def _insert_slot(edges: I32, slots: I32, e: int) -> None:
     slots[i] = e
 
 
-@njit(cache=True, nogil=True)
+@door
 def rehash(edges: I32, slots: I32, num_edges: int) -> None:
     """Fill an empty table with all edges."""
     for e in range(num_edges):
@@ -261,7 +260,7 @@ def _new_state(states: I32, meta: I64, length: int, link: int) -> int:
     return s
 
 
-@njit(cache=True, nogil=True)
+@door
 def reset(states: I32, slots: I32, meta: I64) -> None:
     """Empty automaton: the root alone. How counts are kept stays as it is."""
     slots[:] = -1
@@ -355,7 +354,7 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
     meta[M_TOKENS] += 1
 
 
-@njit(cache=True, nogil=True)
+@door
 def extend(states: I32, edges: I32, slots: I32, meta: I64, token_ids: I32) -> int:
     """Append tokens until done or out of room; returns how many were appended. A negative id begins a new document."""
     states, edges, slots, meta = borrowed(states), borrowed(edges), borrowed(slots), borrowed(meta)

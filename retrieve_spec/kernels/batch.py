@@ -8,13 +8,12 @@ makes it holds the arrays.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import calibration
 from retrieve_spec.kernels import request as state
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.request import MATCH
 from retrieve_spec.kernels.step import propose
 from retrieve_spec.kernels.views import view_f32, view_f64, view_i32, view_i64, view_i64_rows
@@ -170,7 +169,7 @@ def _write(plan: NDArray[np.int64], calls: NDArray[np.int64], judged: bool, out:
     return written - rows
 
 
-@njit(cache=True, nogil=True)
+@door
 def step_chains(
     plan: NDArray[np.int64],
     calls: NDArray[np.int64],

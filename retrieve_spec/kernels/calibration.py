@@ -19,10 +19,9 @@ Cost: a Kalman filter of the logarithm of a pass's time takes in passes.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.views import borrowed
 
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
@@ -45,7 +44,7 @@ _FURTHEST = 500.0
 """A factor's largest distance from one."""
 
 
-@njit(cache=True, nogil=True)
+@door
 def length_bucket(n: int) -> int:
     """0 … 11 for match lengths 0, 1, 2, 3, 4, 5, 6–7, 8–11, 12–15, 16–23, 24–39, 40 and more."""
     # Sums, as no branch can be foretold; they begin with a number, as truth values of NumPy alone add up to one.
@@ -176,13 +175,13 @@ LEAST, MOST = 0.3, 1.3
 """The ratio at least and at most."""
 
 
-@njit(cache=True, nogil=True)
+@door
 def acceptance_ratio(counts: NDArray[np.float64]) -> float:
     """Tokens accepted for each one expected, of ``counts`` (2,): accepted and expected."""
     return min(max((counts[0] + DRAFT_PRIOR) / (counts[1] + DRAFT_PRIOR), LEAST), MOST)
 
 
-@njit(cache=True, nogil=True)
+@door
 def learn_draft(counts: NDArray[np.float64], expected: float, accepted: int) -> None:
     """Learn what became of a draft: tokens expected (the ratio is in them) and tokens accepted."""
     total = counts[1] + expected / acceptance_ratio(counts)
@@ -203,7 +202,7 @@ def learn_first(counts: NDArray[np.float64], p: float, right: int) -> None:
     learn_draft(counts, p, right)
 
 
-@njit(cache=True, nogil=True)
+@door
 def learn_passes(
     mean: NDArray[np.float64],
     covariance: NDArray[np.float64],

@@ -8,10 +8,9 @@ from one read per segment which segments a long match can end in, and searches o
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.ngram import MAX_ORDER, home, ngram_hash
 from retrieve_spec.kernels.views import prefetch
 
@@ -50,7 +49,7 @@ def newest_gram(window: NDArray[np.int32]) -> np.uint64:
     return h
 
 
-@njit(cache=True, nogil=True)
+@door
 def count_grams(shared: NDArray[np.uint8], ahead: NDArray[np.uint8]) -> int:
     """Different sequences of a text, from what `ngram.suffix_beginnings` says of its suffixes."""
     n = 0
@@ -60,7 +59,7 @@ def count_grams(shared: NDArray[np.uint8], ahead: NDArray[np.uint8]) -> int:
     return n
 
 
-@njit(cache=True, nogil=True)
+@door
 def fill_grams(tokens, to_global, words):  # type: ignore[no-untyped-def]
     """Set the bits of every sequence of a text in (w,) uint64 words, all zero before.
 

@@ -80,31 +80,32 @@ def _share_of(
     stores: int | None,
 ) -> tuple[float, float]:
     """(share of a level that goes to ``token`` by count, 1 if the token is its most recent continuation)."""
-    if table[s, KIND] == AUTOMATON:
+    kind = table[s, KIND]
+    if kind == AUTOMATON:
         states = states_of(table, s)
         edges = edges_of(table, s)
         count = automaton.count_of(states, edges, slots_of(table, s), handle, token)
         recent = 1.0 if automaton.most_recent(states, edges, handle) == token else 0.0
         return count / total, recent
-    if table[s, KIND] == PREDICTION:
+    if kind == PREDICTION:
         hit = 1.0 if expected_text(table, s)[handle] == token else 0.0
         return hit, hit
-    if table[s, KIND] == ALIGNMENT:
+    if kind == ALIGNMENT:
         return 1.0 if handle & alignment.LOW == token else 0.0, 0.0
     if stores is not None:
-        if table[s, KIND] == NGRAM:
+        if kind == NGRAM:
             first, end = ngram_part(table, s, handle)
             for j in range(first, end):
                 if ngram_token(table, s, j) == token:
                     return ngram_counts(table, s)[j] / total, 0.0
             return 0.0, 0.0
-        if table[s, KIND] == EXACT:
+        if kind == EXACT:
             a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
             return (b - a) / total, 0.0
-        if table[s, KIND] == DENSE:
+        if kind == DENSE:
             weight = span_weights(table, s)
             return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
-    if table[s, KIND] == UNIGRAM:
+    if kind == UNIGRAM:
         return unigram.share_of(table, s, handle, token), 0.0
     k = table[s, RECYCLING_K]
     ids = recycling_tokens(table, s, handle)

@@ -8,11 +8,10 @@ leaves out what a None rules out, so that what reads stores is only compiled for
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, ngram, phrases, recycling, trie, unigram
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.ngram import longest_marked, ngram_find
 from retrieve_spec.kernels.source_table import (
     ALIGNMENT,
@@ -85,7 +84,7 @@ def _long_enough(table: NDArray[np.int64], s: int, state: int, length: int) -> t
     return state, length if length >= table[s, AUTOMATON_SHORTEST] else np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@door
 def open_row(
     table: NDArray[np.int64],
     s: int,
@@ -101,23 +100,24 @@ def open_row(
     longest it can be, as far as a filter over small tables says.
     """
     table, cursors, hashes = borrowed(table), borrowed(cursors), borrowed(hashes)
+    kind = table[s, KIND]
     if table[s, RESTING] == 1:
         return np.int64(0), np.int64(-1)
-    if table[s, KIND] == AUTOMATON:
+    if kind == AUTOMATON:
         return _long_enough(table, s, *_first_useful(states_of(table, s), cursors[c, 0], cursors[c, 1]))
-    if table[s, KIND] == UNIGRAM:
+    if kind == UNIGRAM:
         return cursors[c, 0], np.int64(0) if unigram.listed(table, s) > 0 else np.int64(-1)
-    if table[s, KIND] == ALIGNMENT:
+    if kind == ALIGNMENT:
         return alignment.open_level(table, s, cursors, c)
-    if table[s, KIND] == BIGRAMS:
+    if kind == BIGRAMS:
         token = np.int64(hashes[1, TAIL - 1])
         known = tail_len > 0 and token < table[s, RECYCLING_CAPACITY] and recycling_tokens(table, s, token)[0] >= 0
         return token, np.int64(1) if known else np.int64(-1)
-    if table[s, KIND] == PREDICTION:
+    if kind == PREDICTION:
         inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, PREDICTION_LENGTH]
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
     if stores is not None:
-        if table[s, KIND] == NGRAM:
+        if kind == NGRAM:
             longest = np.int64(min(tail_len, table[s, NGRAM_ORDERS]))
             if table[s, NGRAM_BUCKETS] > 0:
                 longest = np.int64(
@@ -131,14 +131,12 @@ def open_row(
                     )
                 )
             return CLOSED, longest if longest > 0 else np.int64(-1)
-        if table[s, KIND] == EXACT:
+        if kind == EXACT:
             found = cursors[c, 2] >= table[s, EXACT_MIN_DEPTH] and cursors[c, 0] < cursors[c, 1]
             return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
-        if table[s, KIND] == DENSE:
+        if kind == DENSE:
             return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
-    return _recycling_level(
-        table, s, hashes, min(tail_len, phrases.ORDERS if table[s, KIND] == PHRASES else recycling.ORDERS)
-    )
+    return _recycling_level(table, s, hashes, min(tail_len, phrases.ORDERS if kind == PHRASES else recycling.ORDERS))
 
 
 @inner
@@ -178,16 +176,17 @@ def next_level(
 ) -> tuple[int, int]:
     """(handle, match length) of the level after this one."""
     table, hashes = borrowed(table), borrowed(hashes)
-    if table[s, KIND] == AUTOMATON:
+    kind = table[s, KIND]
+    if kind == AUTOMATON:
         states = states_of(table, s)
         link = np.int64(states[handle, automaton.LINK])
         if link < 0:
             return np.int64(0), np.int64(-1)
         return _long_enough(table, s, *_first_useful(states, link, np.int64(states[link, automaton.LENGTH])))
-    if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
+    if kind == RECYCLING or kind == PHRASES:
         return _recycling_level(table, s, hashes, length - 1)
     if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
-        if table[s, KIND] == NGRAM:
+        if kind == NGRAM:
             return _ngram_level(table, s, hashes, length - 1)
     return np.int64(0), np.int64(-1)
 
@@ -211,33 +210,34 @@ def evidence(
 ) -> tuple[int, int]:
     """(total count, distinct continuations) of a level; for probabilities, how peaked they are stands for distinct."""
     table, cursors = borrowed(table), borrowed(cursors)
-    if table[s, KIND] == AUTOMATON:
+    kind = table[s, KIND]
+    if kind == AUTOMATON:
         states = states_of(table, s)
         return np.int64(states[handle, automaton.COUNT]), np.int64(automaton.degree(states, handle))
-    if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
+    if kind == RECYCLING or kind == PHRASES:
         top = recycling_probs(table, s, handle)[0]
         seen = recycling.seen(recycling_sets(table, s), handle)
         return seen, _spread(top)
-    if table[s, KIND] == BIGRAMS:
+    if kind == BIGRAMS:
         return np.int64(1), _spread(recycling_probs(table, s, handle)[0])
-    if table[s, KIND] == UNIGRAM:
+    if kind == UNIGRAM:
         return unigram.evidence(table, s)
     if stores is not None:
-        if table[s, KIND] == NGRAM:
+        if kind == NGRAM:
             slots = ngram_slots(table, s)
             first = np.int64(slots[handle, ngram.START])
             prefetch(table[s, NGRAM_TOKENS] + table[s, NGRAM_ITEMSIZE] * first)  # the level is read later, if at all
             prefetch(table[s, NGRAM_COUNTS] + 4 * first)
             total = max(np.int64(slots[handle, ngram.TOTAL]), np.int64(1))  # 0 in a damaged store only
             return total, ngram.ngram_distinct(slots, handle)
-        if table[s, KIND] == EXACT:
+        if kind == EXACT:
             return cursors[c, 1] - cursors[c, 0], np.int64(
                 exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
             )
-        if table[s, KIND] == DENSE:
+        if kind == DENSE:
             count, distinct = trie.open_rows(spans_of(table, s), cursors[c, 0], cursors[c, 1], cursors[c, 2])
             return np.int64(count), np.int64(distinct)
-    if table[s, KIND] == ALIGNMENT:
+    if kind == ALIGNMENT:
         return alignment.evidence(cursors, c, handle)
     return np.int64(1), np.int64(1)
 
@@ -263,7 +263,8 @@ def read_level(
     """
     table, cursors = borrowed(table), borrowed(cursors)
     out_tokens, out_counts, out_p = borrowed(out_tokens), borrowed(out_counts), borrowed(out_p)
-    if table[s, KIND] == AUTOMATON:
+    kind = table[s, KIND]
+    if kind == AUTOMATON:
         fewest = least * total / (1.0 - recency)
         n = automaton.successors(
             states_of(table, s), edges_of(table, s), handle, READ_LIMIT, fewest, out_tokens, out_counts
@@ -273,7 +274,7 @@ def read_level(
         if n > 0:
             out_p[0] += recency
         return n
-    if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES or table[s, KIND] == BIGRAMS:
+    if kind == RECYCLING or kind == PHRASES or kind == BIGRAMS:
         k = table[s, RECYCLING_K]
         ids = recycling_tokens(table, s, handle)
         p = recycling_probs(table, s, handle)
@@ -283,10 +284,10 @@ def read_level(
             out_p[n] = p[n]
             n += 1
         return n
-    if table[s, KIND] == UNIGRAM:
+    if kind == UNIGRAM:
         return unigram.read(table, s, handle, least, out_tokens, out_p)
     if stores is not None:
-        if table[s, KIND] == NGRAM:
+        if kind == NGRAM:
             counts = ngram_counts(table, s)
             first, end = ngram_part(table, s, handle)
             n = 0
@@ -297,17 +298,17 @@ def read_level(
                     out_p[n] = counts[i] / total
                     n += 1
             return n
-        if table[s, KIND] == EXACT:
+        if kind == EXACT:
             n = exact_successors(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], out_tokens, out_counts)
             for i in range(n):
                 out_p[i] = out_counts[i] / total
             return n
-        if table[s, KIND] == DENSE:
+        if kind == DENSE:
             weight = span_weights(table, s)
             return trie.successors(
                 spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], READ_LIMIT, out_tokens, out_p
             )
-    out_tokens[0] = handle & alignment.LOW if table[s, KIND] == ALIGNMENT else expected_text(table, s)[handle]
+    out_tokens[0] = handle & alignment.LOW if kind == ALIGNMENT else expected_text(table, s)[handle]
     out_p[0] = 1.0
     return 1
 
@@ -325,15 +326,16 @@ def advance_row(
 ) -> None:
     """Cursor of one source after one more token."""
     table, cursors, out = borrowed(table), borrowed(cursors), borrowed(out)
-    if table[s, KIND] == AUTOMATON:
+    kind = table[s, KIND]
+    if kind == AUTOMATON:
         out[o, 0], out[o, 1] = automaton.advance(
             states_of(table, s), edges_of(table, s), slots_of(table, s), cursors[c, 0], cursors[c, 1], token
         )
-    elif table[s, KIND] == UNIGRAM:
+    elif kind == UNIGRAM:
         out[o, 0] = unigram.place_after(table, s, cursors[c, 0], token)
-    elif table[s, KIND] == ALIGNMENT:
+    elif kind == ALIGNMENT:
         alignment.advance(table, s, cursors, c, token, out, o)
-    elif table[s, KIND] == PREDICTION:
+    elif kind == PREDICTION:
         out[o, 0], out[o, 1] = cursors[c, 0], np.int64(-1)
         if (
             cursors[c, 1] >= 0
@@ -342,12 +344,12 @@ def advance_row(
         ):
             out[o, 0], out[o, 1] = cursors[c, 0] + 1, cursors[c, 1] + 1
     elif stores is not None:
-        if table[s, KIND] == EXACT:
+        if kind == EXACT:
             out[o, 0], out[o, 1], out[o, 2] = np.int64(0), np.int64(0), np.int64(-1)
             if cursors[c, 2] >= 0 and cursors[c, 0] < cursors[c, 1]:
                 out[o, 0], out[o, 1] = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
                 out[o, 2] = cursors[c, 2] + 1
-        elif table[s, KIND] == DENSE:
+        elif kind == DENSE:
             spans = spans_of(table, s)
             a, b = trie.narrow(spans, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
             out[o, 0], out[o, 1], out[o, 2] = np.int64(a), np.int64(b), cursors[c, 2] + 1

@@ -20,10 +20,9 @@ is 0, the table need not be searched.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.views import prefetch, view_u64
 
 MAX_ORDER = 5
@@ -43,7 +42,7 @@ _ONE = np.uint64(1)
 _ROUNDS = (np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.uint64(0xC2B2AE3D), np.uint64(0x27D4EB2F))
 
 
-@njit(cache=True, nogil=True)
+@door
 def ngram_hash(h, token):  # type: ignore[no-untyped-def]
     """Extend the hash of a context by the token before it.
 
@@ -78,7 +77,7 @@ def home(h, capacity):  # type: ignore[no-untyped-def]
     return np.int64(((np.uint64(h) >> _32) * np.uint64(capacity)) >> _32)
 
 
-@njit(cache=True, nogil=True)
+@door
 def ngram_find(slots, h):  # type: ignore[no-untyped-def]
     """Find the slot of a context, or -1.
 
@@ -104,19 +103,19 @@ def ngram_find(slots, h):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(cache=True, nogil=True)
+@door
 def ngram_distinct(slots, slot):  # type: ignore[no-untyped-def]
     """By how many different tokens a context was continued, at most 65,535."""
     return np.int64(slots[slot, EXTENT]) & _HALF
 
 
-@njit(cache=True, nogil=True)
+@door
 def ngram_kept(slots, slot):  # type: ignore[no-untyped-def]
     """How many continuations of a context are kept."""
     return np.int64(slots[slot, EXTENT]) >> 16
 
 
-@njit(cache=True, nogil=True)
+@door
 def suffix_beginnings(tokens, sa, shared, ahead):  # type: ignore[no-untyped-def]
     """Look at the first `MAX_ORDER` + 1 tokens of every suffix.
 
@@ -165,7 +164,7 @@ def _context(shared, ahead, i, order):  # type: ignore[no-untyped-def]
         end += 1
 
 
-@njit(cache=True, nogil=True)
+@door
 def count_contexts(shared, ahead, order, top, contexts, continuations):  # type: ignore[no-untyped-def]
     """Count contexts of one order, and the continuations a table would keep for them, by how often they continue.
 
@@ -182,7 +181,7 @@ def count_contexts(shared, ahead, order, top, contexts, continuations):  # type:
         i = end
 
 
-@njit(cache=True, nogil=True)
+@door
 def insert_contexts(  # type: ignore[no-untyped-def]
     tokens, sa, shared, ahead, to_global, order, min_count, top, slots, owner
 ):
@@ -236,7 +235,7 @@ def _top_continuations(tokens, sa, shared, ahead, to_global, i, order, kept, out
         out_counts[at] = count
 
 
-@njit(cache=True, nogil=True)
+@door
 def fill_continuations(  # type: ignore[no-untyped-def]
     tokens, sa, shared, ahead, to_global, owner, slots, succ_tokens, succ_counts
 ):
@@ -252,7 +251,7 @@ def fill_continuations(  # type: ignore[no-untyped-def]
             _top_continuations(tokens, sa, shared, ahead, to_global, i, order, b - a, top_tokens, top_counts)
 
 
-@njit(cache=True, nogil=True)
+@door
 def forget_document(ids, slots, succ_tokens, succ_counts):  # type: ignore[no-untyped-def]
     """Take the contexts of one removed document out of an n-gram table's counts.
 
@@ -303,7 +302,7 @@ def _forget(slots, slot, succ_tokens, succ_counts, token):  # type: ignore[no-un
         slots[slot, EXTENT] = np.uint32(((kept - 1) << 16) | max((extent & 0xFFFF) - 1, np.int64(0)))
 
 
-@njit(cache=True, nogil=True)
+@door
 def longest_marked(address: int, buckets: int, words: int, column: int, hashes: NDArray[np.uint64], order: int) -> int:
     """The longest context, of at most ``order`` tokens, that a table may hold; 0 for none.
 

@@ -13,10 +13,9 @@ most frequent first, -1 behind the last. A count is its share times the observat
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.recycling import SET, WAYS, claim, find, mix
 from retrieve_spec.kernels.recycling import seen as observed
 from retrieve_spec.kernels.views import borrowed
@@ -51,7 +50,7 @@ def said_by_two(seen: NDArray[np.uint64], phrase: np.uint64, requester: np.uint6
 @inner
 def _counts(sets: NDArray[np.uint64], probs: NDArray[np.float32], e: int, out: NDArray[np.int64]) -> None:
     for i in range(len(out)):
-        out[i] = np.int64(np.round(probs[e, i] * observed(sets, e)))
+        out[i] = np.int64(probs[e, i] * observed(sets, e) + 0.5)
 
 
 @inner
@@ -59,7 +58,9 @@ def _write(
     sets: NDArray[np.uint64], tokens: NDArray[np.int32], probs: NDArray[np.float32], e: int, counts: NDArray[np.int64]
 ) -> None:
     """Put counts, highest first, in the place of an entry's; continuations without any are dropped."""
-    total = counts.sum()
+    total = np.int64(0)
+    for count in counts:
+        total += count
     at = (e // WAYS) * SET + WAYS + e % WAYS
     sets[at] = ((sets[at] >> _HALF) << _HALF) | np.uint64(total)
     for i in range(len(counts)):
@@ -78,7 +79,8 @@ def halve(
 ) -> None:
     """Halve the counts of an entry, rounded down; ``counts`` (k,) is scratch."""
     _counts(sets, probs, e, counts)
-    counts //= 2
+    for i in range(len(counts)):
+        counts[i] >>= 1
     _write(sets, tokens, probs, e, counts)
 
 
@@ -133,7 +135,7 @@ def _count(
         halve(sets, tokens, probs, e, counts)
 
 
-@njit(cache=True, nogil=True)
+@door
 def learn(
     sets: NDArray[np.uint64],
     tokens: NDArray[np.int32],
@@ -170,8 +172,8 @@ def learn(
                 times = 2
                 if e < 0:
                     e = claim(sets, context)
-                    tokens[e, :] = -1
-                    probs[e, :] = 0.0
+                    for j in range(len(counts)):
+                        tokens[e, j], probs[e, j] = -1, 0.0
             _count(sets, tokens, probs, e, token, times, counts)
             at = (e // WAYS) * SET + WAYS + e % WAYS
             sets[at] = np.uint64(observed(sets, e)) | (np.uint64(clock) << _HALF)

@@ -12,10 +12,9 @@ entry. Memory is bounded by construction: a full set forgets its least observed 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import door, inner, part
 from retrieve_spec.kernels.views import (
     borrowed,
     place_among_eight,
@@ -41,7 +40,7 @@ MEMORY = 1 + _MIXED + 3 * _TOGETHER * ORDERS
 """Words that `learn_rows` counts in and scribbles on: one, those of an entry that is averaged, those of rows."""
 
 
-@njit(cache=True, nogil=True)
+@door
 def mix(h: np.uint64, token: int) -> np.uint64:
     """Hash of a context extended by the next older token."""
     h = (h ^ np.uint64(token + 1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -55,7 +54,7 @@ def home(sets: NDArray[np.uint64], key: np.uint64) -> int:
     return np.int64((key >> np.uint64(20)) & np.uint64(len(sets) // SET - 1))
 
 
-@njit(cache=True, nogil=True)
+@door
 def find(sets: NDArray[np.uint64], key: np.uint64) -> int:
     """Entry of a context, or -1."""
     s = home(sets, key)
@@ -174,7 +173,7 @@ def softmax(logits: NDArray[np.float32], row: int, out: NDArray[np.float32]) -> 
         out[i] = np.float64(out[i]) / total
 
 
-@njit(cache=True, nogil=True)
+@door
 def learn_rows(
     sets: NDArray[np.uint64],
     entries: NDArray[np.int32],

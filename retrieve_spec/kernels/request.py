@@ -12,13 +12,12 @@ which of them can hold that, and only those are searched.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, unigram
 from retrieve_spec.kernels.automaton import extend
 from retrieve_spec.kernels.calibration import CELLS, LENGTH_CLASSES, NUM_SOURCES, SCALE_BINS
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import door, inner, part
 from retrieve_spec.kernels.grams import GRAM, may_hold, newest_gram
 from retrieve_spec.kernels.ngram import home
 from retrieve_spec.kernels.source_table import (
@@ -157,7 +156,7 @@ def use_of(request: NDArray[np.int64], rows: int) -> NDArray[np.float64]:
     return view_f64(request[USE], rows)
 
 
-@njit(cache=True, nogil=True)
+@door
 def catch_up(table: NDArray[np.int64], request: NDArray[np.int64]) -> None:
     """Take over cursors that the text alone decides: those of the text, the best alignment and an expected text."""
     cursors = cursors_of(request, len(table))
@@ -347,7 +346,7 @@ def grow_context(table: NDArray[np.int64], request: NDArray[np.int64], tokens: N
     return extend(states_of(table, c), edges_of(table, c), slots_of(table, c), meta_of(table, c), tokens)
 
 
-@njit(cache=True, nogil=True)
+@door
 def read(
     table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], looked_at: int, stores: int | None
 ) -> int:

@@ -148,7 +148,7 @@ def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int,
 _HEADER = 9
 
 
-@inner
+@part
 def _run(address: int, like: Any) -> None:
     """Run a program, in as many threads as call it; `address` is that of the numbers of `RowProgram.run`."""
     numbers = view_i64(address, _HEADER)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.topk import BLOCK, block_maxima, collect_at_least, row_topk
 
 
@@ -19,7 +18,7 @@ def mix(x: np.uint64) -> np.uint64:
     return np.uint64(x ^ (x >> np.uint64(31)))
 
 
-@njit(cache=True, nogil=True)
+@door
 def noise_key(seed: int, row: int, position: int) -> np.uint64:
     """Return the key of all noise at one position of one row of one request."""
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -28,20 +27,20 @@ def noise_key(seed: int, row: int, position: int) -> np.uint64:
     return mix(key + (np.uint64(position) + np.uint64(1)) * golden)
 
 
-@njit(cache=True, nogil=True)
+@door
 def noise_bits(key: np.uint64, token_id: int) -> np.uint64:
     """Return the noise of one token under a key, 53 bits."""
     bits = mix(key + (np.uint64(token_id) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     return np.uint64(bits >> np.uint64(11))
 
 
-@njit(cache=True, nogil=True)
+@door
 def uniform(key: np.uint64, token_id: int) -> float:
     """Return the noise of one token under a key, uniform in (0, 1)."""
     return (np.float64(noise_bits(key, token_id)) + 0.5) * (1.0 / 9007199254740992.0)
 
 
-@njit(cache=True, nogil=True)
+@door
 def gumbel_argmax(
     ids: NDArray[np.int32], scores: NDArray[np.float64], count: int, seed: int, row: int, position: int
 ) -> int:
@@ -57,7 +56,7 @@ def gumbel_argmax(
     return int(best)
 
 
-@njit(cache=True, nogil=True)
+@door
 def _least_bits(gap: float) -> np.uint64:
     """What the noise of a token must be at least (53 bits of it) to win from ``gap`` below the best score so far.
 
@@ -68,7 +67,7 @@ def _least_bits(gap: float) -> np.uint64:
     return np.uint64(max((1.0 - np.exp(-gap) * (1.0 + 1e-9)) * 9007199254740992.0 - 2.0, 0.0))
 
 
-@njit(cache=True, nogil=True)
+@door
 def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
     """Draw an index of `logits` (v,) with probability softmax(logits / temperature).
 
@@ -108,7 +107,7 @@ def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int
     return best
 
 
-@njit(cache=True, nogil=True)
+@door
 def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
     """`gumbel_argmax_row`, or -1 where logits are no distribution: one is NaN or infinite, or all are -inf."""
     undrawable = False
@@ -153,7 +152,7 @@ def _nucleus(
     return v
 
 
-@njit(cache=True, nogil=True)
+@door
 def truncate_row(
     row: NDArray[np.float32],
     temperature: float,

@@ -23,11 +23,10 @@ DENSE       lo, hi (rows of the trie), depth, what stands for the match length
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, ngram
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors, sa_token
 from retrieve_spec.kernels.views import (
     view_f32,
@@ -73,7 +72,7 @@ READ_LIMIT = 32
 """Continuations read per level, most recent or most frequent first."""
 
 
-@njit(cache=True, nogil=True)
+@door
 def states_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(n, 5) state rows of an automaton."""
     return view_rows(table[s, AUTOMATON_STATES], table[s, AUTOMATON_NUM_STATES], 5)
@@ -199,7 +198,7 @@ def exact_narrow(table: NDArray[np.int64], s: int, lo: int, hi: int, depth: int,
     return np.int64(a), np.int64(b)
 
 
-@njit(cache=True, nogil=True)
+@door
 def exact_successors(
     table: NDArray[np.int64],
     s: int,

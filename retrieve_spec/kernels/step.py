@@ -8,12 +8,11 @@ sources' arrays (`kernels/source_table.py`) and in the request's (`kernels/reque
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import calibration, recycling, unigram
 from retrieve_spec.kernels import request as state
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import door, inner, part
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
 from retrieve_spec.kernels.source_table import (
@@ -178,10 +177,9 @@ def depth_first(
         (n,) outputs: the fields of a `DraftTree`.
     """
     n = len(token_ids)
-    first = np.full(n + 1, -1, np.int64)
-    after = np.full(n, -1, np.int64)
+    first, after, stack = np.empty(n + 1, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
+    first[:] = -1
     place = np.empty(n + 1, np.int32)
-    stack = np.empty(n + 1, np.int64)
     for i in range(n - 1, -1, -1):
         parent = nodes[i, 1] + 1
         after[i] = first[parent]
@@ -274,7 +272,7 @@ def find_origins(
                     out[i] = (table[s, EXACT_SEGMENT] << ORIGIN_BITS) | position
 
 
-@njit(cache=True, nogil=True)
+@door
 def propose(
     request: NDArray[np.int64],
     cost: NDArray[np.float32],

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.automaton import COUNT, COUNTED, LENGTH, LINK, degree, step, successors
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.views import borrowed
 
 _WAITING = 256
@@ -75,7 +74,7 @@ def _grow(
                 front[i, j] = front[i + 1, j]
 
 
-@njit(cache=True, nogil=True)
+@door
 def speculate(
     states: NDArray[np.int32],
     edges: NDArray[np.int32],

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from retrieve_spec.kernels.compiled_code import door
 
 BLOCK = 128
 """Width of the blocks whose maxima `row_topk` takes."""
 
 
-@njit(cache=True, nogil=True)
+@door
 def row_topk(
     logits: NDArray[np.float32],
     maxima: NDArray[np.float32],
@@ -62,7 +63,7 @@ def row_topk(
     return unordered
 
 
-@njit(cache=True, nogil=True)
+@door
 def collect_at_least(row: NDArray[np.float32], floor: float, ids: NDArray[np.int32]) -> int:
     """Write the indices of the entries of `row` (v,) that are >= `floor` to `ids`, in order; return how many (<= v)."""
     v = row.shape[0]
@@ -82,7 +83,7 @@ def collect_at_least(row: NDArray[np.float32], floor: float, ids: NDArray[np.int
     return count
 
 
-@njit(cache=True, nogil=True)
+@door
 def block_maxima(row: NDArray[np.float32]) -> NDArray[np.float32]:
     """(v // BLOCK,) maxima of the full blocks of `row` (v,), for callers that hold one row."""
     maxima = np.empty(row.shape[0] // BLOCK, np.float32)

@@ -17,7 +17,7 @@ from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.layer_rows import exp
 from retrieve_spec.kernels.number_formats import bytes_of, narrow, view_numbers
 from retrieve_spec.kernels.packed_products import block_of
-from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, here, mix_block, score_block
+from retrieve_spec.kernels.vector_code import BLOCKS, LANES, here, mix_block, score_block
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
 TEXT_FIELDS = 4
@@ -50,6 +50,14 @@ def scratch_bytes(held: int, width: int) -> int:
     return 4 * _QUERIES * (2 * width + held + LANES)
 
 
+@inner
+def _copy(of: int, to: int, count: int, like: Any) -> None:
+    """Copy numbers from one address to another."""
+    given, copied = view_numbers(of, count, like), view_numbers(to, count, like)
+    for i in range(count):  # an assigned slice is compiled with what it says of shapes that differ: seconds
+        copied[i] = given[i]
+
+
 @part
 def keep_row(
     by_text: NDArray[np.int64], row: int, keys: int, values: int, layer: int, kv_heads: int, d: int, dv: int,
@@ -63,8 +71,8 @@ def keep_row(
     at, size = place[3] + row - by_text[text, 0], bytes_of(like)
     for h in range(kv_heads):
         to, of = h * place[2] + at, row * kv_heads + h
-        view_numbers(place[0] + size * d * to, d, like)[:] = view_numbers(keys + size * d * of, d, like)
-        view_numbers(place[1] + size * dv * to, dv, like)[:] = view_numbers(values + size * dv * of, dv, like)
+        _copy(keys + size * d * of, place[0] + size * d * to, d, like)
+        _copy(values + size * dv * of, place[1] + size * dv * to, dv, like)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -97,15 +105,14 @@ def attend_part(
     count = min(_QUERIES, groups * rows - begin)
     last, block = held + (begin + count - 1) // groups + 1, block_of(count)
     stride = -(-last // LANES) * LANES
-    asks, mixed = scratch, scratch + size * _QUERIES * d
+    asks, mixed, chunks = scratch, scratch + size * _QUERIES * d, size * d // 64
     scores = mixed + 4 * _QUERIES * dv
     for q in range(count):
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
-        for group in range(d // GROUP):
-            ask = view_numbers(asks + size * GROUP * (group * block + q), GROUP, like)
-            ask[:] = view_numbers(queries + size * (head * d + GROUP * group), GROUP, like)
+        for chunk in range(chunks):
+            _copy(queries + size * head * d + 64 * chunk, asks + 64 * (chunk * block + q), 64 // size, like)
     for j in range(0, last, LANES):  # what lies behind the last row is looked at and not used
-        _score(like, block, keys + size * d * j, size * d, asks, d // GROUP, scores + 4 * j, 4 * stride)
+        _score(like, block, keys + size * d * j, size * d, asks, chunks, scores + 4 * j, 4 * stride)
     for q in range(count):
         sights, own = view_u8(seen + rows * ((begin + q) // groups), rows), view_f32(scores + 4 * q * stride, last)
         for j in range(held, last):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import part
+from retrieve_spec.kernels.compiled_code import door, part
 
 ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, BLOCK_ROWS = 0, 2, 3, 4, 5, 6, 7
 """Rows of the block (`BLOCK_ROWS`, n) int32 that a tree is handed over in: n int64 in the first two, n float32, n uint8
 in the last, all others int32."""
 
 
-@njit(cache=True, nogil=True)
+@door
 def fill_tree_mask(
     mask: NDArray[np.bool_],
     parent: NDArray[np.int32],
@@ -60,7 +59,7 @@ def fill_tree_mask(
             mask[r, cached + r] = True
 
 
-@njit(cache=True, nogil=True)
+@door
 def see_ancestors(parent: NDArray[np.int32], num_roots: int, words: NDArray[np.int32]) -> None:
     """Write who looks at whom in a pass over m root tokens, then n nodes, as bits.
 
@@ -81,7 +80,7 @@ def see_ancestors(parent: NDArray[np.int32], num_roots: int, words: NDArray[np.i
         words[i, i >> 5] |= np.int32(-(1 << 31)) if i & 31 == 31 else np.int32(1 << (i & 31))
 
 
-@njit(cache=True, nogil=True)
+@door
 def write_block(seen: NDArray[np.bool_], first: int, additive: NDArray[np.float32]) -> None:
     """Write who looks at whom in a pass as an additive mask, once per group of rows.
 
@@ -101,7 +100,7 @@ def write_block(seen: NDArray[np.bool_], first: int, additive: NDArray[np.float3
                 additive[group * rows + i, first + j] = 0.0 if seen[i, j] else -np.inf
 
 
-@njit(cache=True, nogil=True)
+@door
 def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: int, token_id: int) -> int:
     """Return the child of `node` (-1: the root) that carries `token_id`, -1 if none does."""
     for i in range(node + 1, parent.shape[0]):
@@ -110,7 +109,7 @@ def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: in
     return -1
 
 
-@njit(cache=True, nogil=True)
+@door
 def fill_inputs(
     ids: NDArray[np.int64],
     positions: NDArray[np.int64],

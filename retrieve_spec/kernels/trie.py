@@ -10,17 +10,16 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.suffix_array import SEPARATOR
 
 END = -1
 """Token behind the end of a span; sorts before all others."""
 
 
-@njit(cache=True, nogil=True)
+@door
 def gather(
     tokens: NDArray[Any],
     to_global: NDArray[np.uint32],
@@ -89,7 +88,7 @@ def _comes_before(spans: NDArray[np.int32], similarity: NDArray[np.float32], a: 
     return bool(similarity[a] > similarity[b])
 
 
-@njit(cache=True, nogil=True)
+@door
 def sort_spans(spans: NDArray[np.int32], similarity: NDArray[np.float32], origins: NDArray[np.int64], n: int) -> None:
     """Sort the first ``n`` rows in place; equal rows keep their order."""
     order = np.arange(n)
@@ -105,7 +104,7 @@ def sort_spans(spans: NDArray[np.int32], similarity: NDArray[np.float32], origin
     origins[:n] = origins[:n][order]
 
 
-@njit(cache=True, nogil=True)
+@door
 def weigh(similarity: NDArray[np.float32], n: int, temperature: float, weight: NDArray[np.float32]) -> None:
     """Weights of the first ``n`` rows: ``exp(similarity / temperature)``, 1 for the most similar."""
     top = np.float32(-np.inf)
@@ -186,7 +185,7 @@ def share(spans: NDArray[np.int32], weight: NDArray[np.float32], lo: int, hi: in
     return part / total if total > 0 else 0.0
 
 
-@njit(cache=True, nogil=True)
+@door
 def dense_length(similarity: NDArray[np.float32], spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> int:
     """What stands for the match length at a node of a trie of spans: similarity, and tokens followed since.
 

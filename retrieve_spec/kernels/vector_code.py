@@ -206,26 +206,26 @@ def score_block(add_pairs: Callable[..., Any]) -> Any:
     """Compiled function of the float32 products of a block of rows with 16 keys.
 
     Its parameters: a number of the format; rows (of `BLOCKS`); the address of the first key, and how many bytes the
-    next one lies behind; the address of the block's (groups, rows, 32) numbers; groups; the address of the first row's
+    next one lies behind; the address of the block's (chunks, rows, 64) bytes; chunks; the address of the first row's
     results, and how many bytes the next row's lie behind.
     """
 
     @intrinsic
     def product(
-        _context: Any, like: Any, rows: Any, keys: Any, row_bytes: Any, x: Any, groups: Any, out: Any, stride: Any
+        _context: Any, like: Any, rows: Any, keys: Any, row_bytes: Any, x: Any, chunks: Any, out: Any, stride: Any
     ) -> Any:
-        squares, add_words = (2, _add_float32) if like == types.float32 else (1, add_pairs)
+        add_words = _add_float32 if like == types.float32 else add_pairs
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            _, rows, keys, row_bytes, x, groups, out, stride = args
+            _, rows, keys, row_bytes, x, chunks, out, stride = args
 
             def code(count: int) -> None:
                 """The products of so many rows."""
 
-                def add(group: Any, totals: list[Any]) -> list[Any]:
-                    return _add_squares(builder, add_words, squares, group, totals, keys, row_bytes, x)
+                def add(chunk: Any, totals: list[Any]) -> list[Any]:
+                    return _add_square(builder, add_words, chunk, totals, keys, row_bytes, x)
 
-                for row, total in enumerate(_loop(builder, groups, [_ZEROS] * count, add)):
+                for row, total in enumerate(_loop(builder, chunks, [_ZEROS] * count, add)):
                     _store(builder, total, _place(builder, out, row, stride), 4)
 
             _switch(builder, rows, {count: partial(code, count) for count in BLOCKS})
@@ -376,24 +376,21 @@ def _add_float32(builder: Any, sums: Any, weights: Any, activations: Any) -> Any
     return _multiply_add(builder, builder.bitcast(weights, _FLOATS), builder.bitcast(activations, _FLOATS), sums)
 
 
-def _add_squares(
-    builder: Any, add_words: Callable[..., Any], squares: int, group: Any, totals: list[Any], keys: Any, row_bytes: Any,
-    x: Any,
-) -> list[Any]:  # fmt: skip
-    """Totals of each row with a group of 16 keys' numbers added: so many squares, of 16 words of each key."""
-    totals, rows, size = list(totals), len(totals), 64 * squares
-    here, x_here = (builder.add(a, builder.mul(group, _LONG(n))) for a, n in ((keys, size), (x, size * rows)))
-    for square in range(0, size, 64):
-        lying = []
-        for lane in range(LANES):
-            address = _place(builder, here, lane, row_bytes)
-            _prefetch(builder, address, _AHEAD // LANES + square)
-            lying.append(_load(builder, address, square, _WORDS))
-        words = _transposed(builder, lying)
-        for row in range(rows):
-            for i, word in enumerate(words):
-                activation = _every(builder, _load(builder, x_here, size * row + square + 4 * i, _WORD, 4))
-                totals[row] = add_words(builder, totals[row], word, activation)
+def _add_square(
+    builder: Any, add_words: Callable[..., Any], chunk: Any, totals: list[Any], keys: Any, row_bytes: Any, x: Any
+) -> list[Any]:
+    """Totals of each row with a chunk of 16 keys' numbers added: a square, of 16 words of each key."""
+    totals, rows, lying = list(totals), len(totals), []
+    here, x_here = (builder.add(a, builder.mul(chunk, _LONG(n))) for a, n in ((keys, 64), (x, 64 * rows)))
+    for lane in range(LANES):
+        address = _place(builder, here, lane, row_bytes)
+        _prefetch(builder, address, _AHEAD // LANES)
+        lying.append(_load(builder, address, 0, _WORDS))
+    words = _transposed(builder, lying)
+    for row in range(rows):
+        for i, word in enumerate(words):
+            activation = _every(builder, _load(builder, x_here, 64 * row + 4 * i, _WORD, 4))
+            totals[row] = add_words(builder, totals[row], word, activation)
     return totals
 
 
@@ -428,7 +425,7 @@ def mix_block(
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         _, rows, shares, stride, values, row_bytes, held, times, out, out_stride = args
 
-        def code(count: int, any_held: bool) -> None:
+        def code(count: int) -> None:
             starts = [_place(builder, shares, row, stride) for row in range(count)]
 
             def add(index: Any, totals: list[Any], hidden: bool = False) -> list[Any]:
@@ -444,15 +441,17 @@ def mix_block(
             def add_seen(index: Any, totals: list[Any]) -> list[Any]:
                 return add(builder.add(held, index), totals, hidden=True)
 
-            totals = [_ZEROS] * count
-            if any_held:
-                totals = _loop(builder, held, totals, add)
+            before = builder.block
+            with builder.if_then(builder.icmp_signed("<", _LONG(0), held)):
+                sums, end = _loop(builder, held, [_ZEROS] * count, add), builder.block
+            totals = [builder.phi(_FLOATS) for _ in range(count)]
+            for total, held_sum in zip(totals, sums, strict=True):
+                total.add_incoming(_ZEROS, before)
+                total.add_incoming(held_sum, end)
             for row, total in enumerate(_loop(builder, times, totals, add_seen)):
                 _store(builder, total, _place(builder, out, row, out_stride), 4)
 
-        first = builder.select(builder.icmp_signed("==", held, _LONG(0)), _LONG(0), _LONG(LANES))
-        cases = {count + LANES * some: partial(code, count, some) for count in BLOCKS for some in (True, False)}
-        _switch(builder, builder.add(rows, first), cases)
+        _switch(builder, rows, {count: partial(code, count) for count in BLOCKS})
         return context.get_dummy_value()
 
     return types.void(like, *[types.int64] * 9), codegen

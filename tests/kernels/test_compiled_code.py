@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -11,7 +12,13 @@ from pathlib import Path
 import numba
 import pytest
 
-from retrieve_spec.kernels.compiled_code import WHY_IT_TAKES_LONG, compiling_logged, drop_stale, told_of_compiling
+from retrieve_spec.kernels.compiled_code import (
+    WHY_IT_TAKES_LONG,
+    compiles,
+    compiling_logged,
+    drop_stale,
+    told_of_compiling,
+)
 
 CALLED = "from numba import njit\n@njit(cache=True)\ndef called(x):\n    return x + {}\n"
 CALLING = """
@@ -80,3 +87,24 @@ def test_compiling_is_logged_once_and_told_of_kernel_by_kernel(caplog: pytest.Lo
     assert [record.message for record in caplog.records] == [WHY_IT_TAKES_LONG]
     inner(1.5)
     assert told == ["outer", "inner"], "told only of what is compiled in the block"
+
+
+def test_no_garbage_is_looked_for_while_kernels_are_compiled_and_again_behind_that() -> None:
+    @compiles
+    def compiling(a: int, *, b: int) -> tuple[int, bool]:
+        if a == 0:
+            raise ValueError("nothing")
+        return a // b, gc.isenabled()
+
+    assert gc.isenabled()
+    assert compiling(6, b=3) == (2, False)
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="nothing"):
+        compiling(0, b=1)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        assert compiling(6, b=3) == (2, False)
+        assert not gc.isenabled(), "whoever has switched it off does so for longer"
+    finally:
+        gc.enable()

@@ -135,9 +135,9 @@ def multiplying(portable: bool) -> tuple[Any, Any, Any]:
 
     @njit
     def multiply_keys(
-        like: Any, rows: int, keys: int, row_bytes: int, x: int, groups: int, out: int, stride: int
+        like: Any, rows: int, keys: int, row_bytes: int, x: int, chunks: int, out: int, stride: int
     ) -> None:
-        score(like, rows, keys, row_bytes, x, groups, out, stride)
+        score(like, rows, keys, row_bytes, x, chunks, out, stride)
 
     @njit
     def multiply_lying(
@@ -190,8 +190,9 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, portable: bool) -> 
     for rows in (1, 2, 4, 8, 12, 16):
         x = torch.randn(rows, 96).to(dtype)
         wanted = x.double() @ weight.double().T
-        laid, scores = x.view(rows, 3, GROUP).transpose(0, 1).contiguous(), torch.empty(rows, 16)
-        multiply_keys(LIKE[dtype], rows, weight.data_ptr(), 96 * size, laid.data_ptr(), 3, scores.data_ptr(), 64)
+        chunks, scores = 96 * size // 64, torch.empty(rows, 16)
+        laid = x.view(rows, chunks, -1).transpose(0, 1).contiguous()
+        multiply_keys(LIKE[dtype], rows, weight.data_ptr(), 96 * size, laid.data_ptr(), chunks, scores.data_ptr(), 64)
         torch.testing.assert_close(scores.double(), wanted, **CLOSE[torch.float32])
         for count, asks in itertools.product({min(rows, 2), min(rows, 4), 4}, (True, False)):
             last, width = min(rows, count) - 1, 16 // count if asks else 4
