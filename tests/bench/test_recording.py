@@ -148,6 +148,12 @@ def test_other_files_and_tokenizers_are_refused(reference_model, reference_token
     cut.write_bytes(whole.read_bytes()[:-200])
     with pytest.raises(TraceError, match="bench record"):
         LogitTrace.load(cut, reference_tokenizer)
+    for place in range(100, whole.stat().st_size - 200, 997):
+        damaged = bytearray(whole.read_bytes())
+        damaged[place] ^= 255
+        cut.write_bytes(damaged)
+        with pytest.raises(TraceError, match="bench record"):
+            LogitTrace.load(cut, reference_tokenizer)
     np.savez(cut, tokens=np.zeros(3))
     with pytest.raises(TraceError, match="bench record"):
         LogitTrace.load(cut, reference_tokenizer)
