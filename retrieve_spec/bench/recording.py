@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -180,7 +179,7 @@ class LogitTrace:
         Raises
         ------
         TraceError
-            The file is another one, or cut off.
+            The file is another one, cut off or damaged.
         TokenizerMismatchError
             The answers are those of a model with another tokenizer than `tokenizer`.
         """
@@ -201,7 +200,7 @@ class LogitTrace:
             ]
             layer = data["layer"].item() if "layer" in data else None
             trace = cls(str(data["fingerprint"]), rows, contexts, Bigrams(data["bigrams"]), layer)
-        except (OSError, ValueError, KeyError, BadZipFile, EOFError) as error:
+        except Exception as error:  # whatever readers of a damaged file say
             remedy = "Record it again with `retrieve-spec bench record`."
             raise TraceError(f"recorded answers with logits in {path}", in_a_line(error), remedy) from error
         mine = tokenizer_fingerprint(tokenizer)

@@ -7,6 +7,7 @@ criteria, then hands them to our callable (`custom_generate`), which only takes 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from typing import Any
@@ -236,7 +237,7 @@ def from_captured(
         model_kwargs=captured.model_kwargs,
         past_length=past,
         holds_past=holds,
-        max_length=config.max_length + captured.added + (0 if holds else past),
+        max_length=math.ceil(config.max_length) + captured.added + (0 if holds else past),
         returns_cache=callers_cache or bool(config.return_dict_in_generate),  # it is seen by who gave it, or in those
     )
     prepared = Prepared(inputs, captured.logits_processor, captured.stopping_criteria, config, callers_cache)

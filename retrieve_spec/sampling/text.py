@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,7 +82,7 @@ class Stopper:
         self._others: list[Any] = []
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
-                length = int(criterion.max_length)
+                length = math.ceil(criterion.max_length)
                 self.max_length = length if self.max_length is None else min(self.max_length, length)
             elif type(criterion) is EosTokenCriteria:
                 self._eos.update(int(token) for token in criterion.eos_token_id.flatten())

@@ -15,6 +15,7 @@ from retrieve_spec.bench.workloads import Prompt
 from retrieve_spec.config import DenseConfig, SpeculationConfig, StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.engine import bigrams as model_bigrams
+from retrieve_spec.errors import TokenizerMismatchError, TraceError
 
 CODE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
 PROMPTS = [
@@ -113,3 +114,26 @@ def test_dense_indexes_are_looked_into_by_recorded_states(reference_model, refer
     assert cli.run([*replay, *options]) == 1 and "--hidden last" in capsys.readouterr().err
     assert cli.run(["bench", "record", *words, "--hidden", "99", "--out", str(tmp_path / "x.npz")]) == 1
     assert "from 1 to" in capsys.readouterr().err
+
+
+def test_other_files_and_tokenizers_are_refused(reference_model, reference_tokenizer, tmp_path):
+    whole, cut = tmp_path / "trace.npz", tmp_path / "cut.npz"
+    recorded(reference_model, reference_tokenizer).save(whole)
+    other = tmp_path / "tokenizer.json"
+    pipeline = json.loads(reference_tokenizer.backend_tokenizer.to_str())
+    pipeline["model"]["vocab"] |= {"never a word": len(pipeline["model"]["vocab"])}
+    other.write_text(json.dumps(pipeline))
+    with pytest.raises(TokenizerMismatchError, match="Name that of their model"):
+        LogitTrace.load(whole, other)
+    cut.write_bytes(whole.read_bytes()[:-200])
+    with pytest.raises(TraceError, match="bench record"):
+        LogitTrace.load(cut, reference_tokenizer)
+    for place in range(100, whole.stat().st_size - 200, 997):
+        damaged = bytearray(whole.read_bytes())
+        damaged[place] ^= 255
+        cut.write_bytes(damaged)
+        with pytest.raises(TraceError, match="bench record"):
+            LogitTrace.load(cut, reference_tokenizer)
+    np.savez(cut, tokens=np.zeros(3))
+    with pytest.raises(TraceError, match="bench record"):
+        LogitTrace.load(cut, reference_tokenizer)

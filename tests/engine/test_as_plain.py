@@ -166,3 +166,11 @@ def test_sampling_from_no_distribution_is_an_error(
     for given in ({}, own):
         with pytest.raises(DistributionError, match="scores to sample from"):
             model.generate(prompt, **given, **options)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_half_a_token_more_is_one(tiny: Any, prompt: torch.Tensor, rows: int) -> None:
+    """As where a limit is a share of a length."""
+    ids = prompt.expand(rows, -1)
+    text = same_accelerated(tiny, lambda: tiny.generate(ids, do_sample=False, max_new_tokens=9.5))
+    assert text.shape[1] == ids.shape[1] + 10
