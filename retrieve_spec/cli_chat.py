@@ -177,7 +177,13 @@ def chat(model: str, stats: bool, **options: Any) -> None:
         accelerated = pool.submit(accelerate)  # while the first question is typed
         conversation = Conversation(lm, tokenizer, options)
         for line in _lines(watched):
-            accelerated.result()
+            try:
+                accelerated.result()
+            except KeyboardInterrupt:
+                if not watched:
+                    raise
+                click.echo(" …")
+                continue
             _turn(conversation, line, stats, watched)
 
 

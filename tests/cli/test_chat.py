@@ -105,6 +105,14 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(chatty: str, tmp_pat
     heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a suite in the background ignores it
     with pexpect.spawn(sys.executable, [*words, "--draft", "off"], encoding="utf-8", timeout=120, **heard) as terminal:
         terminal.expect("\n> ")
+        terminal.sendline("before it is ready")
+        terminal.expect("ready\r\n")
+        time.sleep(0.2)
+        terminal.sendintr()
+        terminal.expect("\n> ")
+        terminal.sendline("/not")
+        terminal.expect("got '/not'")  # it is ready
+        terminal.sendline("/clear")
         terminal.sendline("class A:")
         terminal.expect("class A:\r\n")
         terminal.expect(r"\w")  # it answers
