@@ -20,6 +20,7 @@ from interrupting import ctrl_c, python_handles_it
 from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
+from retrieve_spec.errors import ConfigError
 
 GREEDY = {"do_sample": False, "max_new_tokens": 14}
 
@@ -199,3 +200,9 @@ def test_ctrl_c_while_a_drafter_works_comes_behind_the_pass(
             calls.get(door, lambda: tiny.generate(**inputs, **options))()
     assert not tiny.speculation.engine._sequences
     assert torch.equal(tiny.generate(**inputs, **options), plain)
+
+
+def test_a_call_from_inside_of_what_is_done_alone_is_refused(tiny: Any) -> None:
+    rs.accelerate(tiny, nodes=4)
+    with tiny.speculation.engine.alone(), pytest.raises(ConfigError, match="inside a pass"):
+        tiny.speculation.invalidate()

@@ -2,12 +2,52 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from retrieve_spec.engine.threads import PassThreads
 
 pytestmark = pytest.mark.threads
+
+
+class Machine:
+    """Times of passes by number of threads; `busy` cores are taken by other programs."""
+
+    def __init__(self, cores: int, seed: int = 0, waiting: float = 4.0) -> None:
+        self.cores, self.busy, self.random = cores, 0, np.random.default_rng(seed)
+        self.waiting = waiting
+
+    def seconds(self, threads: int, width: int) -> float:
+        alone = 1.0 + 0.02 * width
+        time = alone * (0.3 + 0.7 / threads)
+        if threads > self.cores - self.busy:
+            time *= self.waiting  # every region waits for a taken core
+        return time * float(np.exp(0.1 * self.random.normal()))
+
+
+def run(machine: Machine, threads: PassThreads, passes: int) -> list[int]:
+    """Numbers of threads used; the expected time follows what passes took, as a cost model does."""
+    used, level = [], 1.0
+    for _ in range(passes):
+        width = int(machine.random.integers(0, 64))
+        seconds, comparing = machine.seconds(threads.next, width), threads.comparing
+        used.append(threads.next)
+        threads.observe(seconds, level * (1.0 + 0.02 * width))
+        if not comparing:
+            level *= (seconds / (level * (1.0 + 0.02 * width))) ** 0.3
+    return used
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_machine_that_gets_busy_and_idle_again_is_followed(seed):
+    machine, threads = Machine(2, seed), PassThreads(2)
+    run(machine, threads, 600)
+    machine.busy = 1
+    assert run(machine, threads, 60)[-1] == 1  # noticed within passes, not at the next comparison
+    machine.busy = 0
+    run(machine, threads, 1200)
+    assert threads.chosen == 2
 
 
 def test_only_the_pass_and_only_its_thread_see_another_number():

@@ -1,5 +1,7 @@
 """Steps over texts that an engine keeps: the same as giving tokens to each request and asking for drafts."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -158,3 +160,28 @@ def test_arrays_of_another_kind_are_refused():
         with pytest.raises(ConfigError):
             drafter.step(["a"], *wrong, 4)
     assert drafter.step(["a"], text, lengths, [1], [90], 4) == [text[1, 40:44].tolist()]
+
+
+@pytest.mark.threads
+def test_others_go_on_while_long_prompts_are_taken_in():
+    rng = np.random.default_rng(2)
+    drafter = ServingDrafter(SpeculationConfig(session=True))
+    drafter.start("short", CIRCLE[0, :40])
+    long = rng.integers(0, 3000, 60_000).astype(np.int32)
+    failed = []
+
+    def begin():
+        try:
+            for i in range(3):
+                drafter.start(f"long{i}", long)
+                drafter.finish(f"long{i}", keep=False)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    for length in range(41, 900):
+        [draft] = drafter.step(["short"], CIRCLE, np.array([length], np.int32), [0], [3600], 4)
+        assert draft == CIRCLE[0, length : length + 4].tolist()
+    thread.join()
+    assert not failed and list(drafter) == ["short"]
