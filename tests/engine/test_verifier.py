@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from scripted_drafter import ScriptedDrafter
-from transformers import AttentionInterface, StaticCache
+from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import retrieve_spec as rs
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
+from retrieve_spec.verify.verifier import VerifierInputs
 
 
 @pytest.mark.parametrize("recorded_pass", ["always", "off"])
@@ -87,3 +88,16 @@ def test_accelerate_leaves_the_training_flag(tiny: Any, training: bool) -> None:
         assert tiny.training is training
     finally:
         tiny.eval()
+
+
+def test_states_of_a_layer_that_was_not_recorded_come_from_the_model_itself(tiny: Any, prompt: torch.Tensor) -> None:
+    rs.accelerate(tiny, nodes=8, recorded_pass="always")
+    verifier = tiny.speculation._make_verifier()
+    kwargs = {"past_key_values": DynamicCache(config=tiny.config)}
+    verifier.start(VerifierInputs(prompt, kwargs, max_length=64))
+    with torch.no_grad():
+        rows = verifier.forward(prompt[0].numpy().astype(np.int32), want_hidden=1).hidden
+        verifier.commit(np.empty(0, np.int32))
+        whole = tiny(prompt, output_hidden_states=True).hidden_states[1][0, -1:]
+    torch.testing.assert_close(rows, whole, atol=1e-5, rtol=1e-5)
+    assert verifier.not_recorded == "hidden states of layer 1 are not recorded"

@@ -225,3 +225,18 @@ def test_replays_read_what_stands_in_their_inputs_and_spoil_other_graphs(gpu: Pr
     assert total.host.tolist() == [3, 3] and outs["first"].host.tolist() == [6, 6]
     second()
     assert outs["first"].host.isnan().all() and outs["second"].host.tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.9}, {"top_p": 0.9}])
+def test_a_replayed_step_launches_nothing_but_its_choice(
+    gpu: PretendCuda, with_triton: None, sampled: dict[str, float]
+) -> None:
+    placed = Placed(gpu)
+    rules = {"do_sample": True, "seed": 3, **sampled} if sampled else {"do_sample": False}
+    answer = placed.host.generate(ids(30), max_new_tokens=40, do_sample=False)
+    placed.accelerate(answer[0])
+    for _ in range(2):
+        placed.generate(ids(30), max_new_tokens=40, **rules)
+    replayed = [ran for *_, ran in placed.steps() if "aten.mm.default" not in ran]  # those of a capture run it
+    choice = {"pretended.pack_largest.default": 1} | ({"pretended.draw.default": 1} if sampled else {})
+    assert len(replayed) > 8 and all(ran == choice for ran in replayed)

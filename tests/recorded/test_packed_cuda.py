@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -108,3 +111,25 @@ def test_batches_go_on_where_several_texts_cannot_share_a_launch_or_a_capture_fa
     assert torch.equal(rows.generate(), rows.expected)
     assert gpu.launches["one text"] > 6 and not gpu.launches["several texts"]
     assert "batches attend row by row" in caplog.text
+
+
+def test_a_batch_copies_its_inputs_at_once(gpu: PretendCuda, with_triton: None) -> None:
+    """However many rows there are, a pass is described in one copy that nobody waits for."""
+    rows = Together(gpu)
+    rows.accelerate(graphs=True)
+    rows.generate()
+    filled: list[Counter[str]] = []
+    run = PassGraphs.run
+
+    def counted(self: Any, laid: Any, wanted: Any) -> Any:
+        began, waited, captures = Counter(gpu.uploads), Counter(gpu.waits), self.captures
+        out = run(self, laid, wanted)
+        if captures == self.captures:
+            filled.append(gpu.uploads - began)
+            assert gpu.waits == waited
+        return out
+
+    with mock.patch.object(PassGraphs, "run", counted):
+        assert torch.equal(rows.generate(), rows.expected)
+    assert len(filled) > 2
+    assert all(uploads == {"pinned": 1} for uploads in filled)

@@ -192,3 +192,12 @@ def test_bounds_are_checked(options: dict[str, Any]) -> None:
         RolloutMemory(**options)
     with pytest.raises(ConfigError, match="with a path"):
         RolloutMemory().save()
+
+
+def test_what_waits_for_a_save_is_bounded(tmp_path: Path) -> None:
+    memory = RolloutMemory(tmp_path / "rollouts.bin", answers=2, save_every=0)
+    for number in range(5000):
+        memory.remember(ids(number % 3), ids(number, 1))
+    assert len(memory._new) <= 1100
+    memory.save()
+    assert contents(RolloutMemory(memory.path), ids(0)) == contents(memory, ids(0)) == [[[4995, 1], [4998, 1]]]
