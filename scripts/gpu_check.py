@@ -408,7 +408,7 @@ def main() -> None:
     """Run the sections, and print one JSON object last."""
     places = {"model": "", "trace": "", "out": "", "only": [""]}
     options = arguments(__doc__, **places, seconds=300.0, dry_run=False)
-    if options.dry_run and "TRITON_INTERPRET" not in os.environ:  # which Triton reads when it is imported, as it is
+    if options.dry_run and "TRITON_INTERPRET" not in os.environ:  # Triton reads it when torch imports it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
     torch.set_grad_enabled(False)
     check = Check(options)

@@ -310,8 +310,8 @@ class VerifierFactory:
             return _Known(ModelState(self._model), self.finding)
         if self._known:
             logger.debug("the model has changed: %s", ", ".join(list(self._known[0].state.changes())[:5]))
-        plain = torch.autocast(input_device(self._model).type, enabled=False)
-        with keeping_texts(self._model), plain, sdpa_kernel(_READY_MADE):
+        no_autocast = torch.autocast(input_device(self._model).type, enabled=False)
+        with keeping_texts(self._model), no_autocast, sdpa_kernel(_READY_MADE):
             known = self._find_out()
         self.finding = known.finding
         for other in self._known:

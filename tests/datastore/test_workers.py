@@ -112,22 +112,3 @@ def test_parts_that_machines_build_are_merged(many, tokenizer, tmp_path):
     merge_datastores(tmp_path / "merged", parts)
     verify_datastore(tmp_path / "merged")
     assert sorted(contents(tmp_path / "merged").values()) == sorted(contents(tmp_path / "whole").values())
-
-
-@pytest.mark.slow
-def test_one_process_and_four_write_the_same_bytes(tokenizer, many, tmp_path):
-    found = []
-    for workers in (1, 4):
-        store = tmp_path / f"s{workers}"
-        report = build_datastore(store, str(many), tokenizer, config=SMALL, workers=workers)
-        add_documents(store, str(tmp_path), workers=workers)
-        retokenize_datastore(store, byte_tokenizer(offset=300), workers=workers)
-        compact_datastore(store)
-        verify_datastore(store)
-        found.append((report.skipped, read_manifest(store).content, digest(store)))
-    assert found[0][:2] == found[1][:2]
-    skipped = {path: reason for path, _, reason in found[0][0]}
-    assert skipped == {"27.txt": "duplicate", "28.txt": "duplicate", "29.txt": "duplicate", "empty.txt": "empty"}
-    differing = {name for name in found[0][2] if found[0][2][name] != found[1][2].get(name)}
-    assert differing <= {"manifest.json"}  # names the folder of the store
-    assert len(contents(tmp_path / "s1")) == 27

@@ -16,7 +16,7 @@ from retrieve_spec.kernels.triton_products import linear_add_rms_norm, linears
 from retrieve_spec.kernels.triton_rows import add_rms_norm
 
 torch.manual_seed(0)
-for rows in (1, 7, 16, 17, 64, 65):
+for rows in (1, 7, 16, 17, 64, 65, 129):
     for inputs, outputs in ((64, (24,)), (192, (48, 16)), (256, (33, 16, 80))):
         x = torch.randn(1, rows, inputs).half()
         weights = [torch.randn(n, inputs).half() for n in outputs]
@@ -30,9 +30,9 @@ for rows in (1, 7, 16, 17, 64, 65):
             torch.testing.assert_close(got, wanted, atol=2e-2, rtol=4e-3)
 
 # a row's sums do not depend on those beside it
-x, weight = torch.randn(1, 64, 256).half(), [torch.randn(32, 256).half()]
+x, weight = torch.randn(1, 128, 256).half(), [torch.randn(32, 256).half()]
 whole = linears(x, weight, [None])[0]
-assert all(torch.equal(linears(x[:, :n], weight, [None])[0], whole[:, :n]) for n in (1, 16, 17, 40))
+assert all(torch.equal(linears(x[:, :n], weight, [None])[0], whole[:, :n]) for n in (1, 16, 17, 40, 65))
 print("same")
 """
 
@@ -80,7 +80,7 @@ from retrieve_spec.kernels.triton_products import _linears
 
 names = ["x"] + [f"{name}_{i}" for name in ("weight", "bias", "out") for i in range(3)]
 for architecture, shared in ((80, 163), (90, 227)):
-    for rows, outputs, stages in ((16, 64, 5), (64, 64, 4), (16, 16, 5), (64, 16, 4)):
+    for rows, outputs, stages in ((16, 64, 5), (64, 64, 4), (128, 64, 4), (16, 16, 5), (64, 16, 4)):
         out = "bf16" if outputs == 64 else "fp32"
         types = dict.fromkeys(names, "*bf16") | dict.fromkeys(names[-3:], f"*{out}")
         constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 128, "BIASED": False}

@@ -198,28 +198,3 @@ async def test_nothing_is_read_that_the_client_has_not_opened(tmp_path):
         s.client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
         asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
         assert (await asyncio.wait_for(asked, 60)).items
-
-
-@in_a_loop
-async def test_a_newer_request_ends_the_older_one():
-    async with Session("urn a + b", "0.2") as s:
-        older = s.request(1, 18)
-        await asyncio.sleep(0.05)
-        s.change(2, TEXT.replace("ret\n", "retu\n"))
-        newer = s.request(1, 20)
-        assert (await asyncio.wait_for(newer, 60)).items
-        assert await asyncio.wait_for(older, 60) is None
-
-
-@in_a_loop
-async def test_a_cancelled_request_is_cancelled():
-    from pygls.exceptions import JsonRpcRequestCancelled
-
-    async with Session("urn a + b", "0.2") as s:
-        future = s.request(1, 19)
-        await asyncio.sleep(0.1)
-        (identity,) = [i for i, f in s.client.protocol._request_futures.items() if not f.done()]
-        s.client.protocol.notify(lsp.CANCEL_REQUEST, lsp.CancelParams(identity))
-        with pytest.raises(JsonRpcRequestCancelled):
-            await asyncio.wait_for(future, 60)
-        assert (await s.complete(1, 18)).items
