@@ -310,7 +310,8 @@ def _quantised(model: Any) -> Iterator[nn.Module]:
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
-        if hasattr(module, "in_features") and not plain:
+        wraps = hasattr(module, "base_layer")  # an adapter's; what it wraps is a module of its own
+        if hasattr(module, "in_features") and not plain and not wraps:
             yield module
 
 

@@ -76,6 +76,13 @@ def test_adapters_are_added_deleted_and_unloaded() -> None:
     check(plain)
 
 
+def test_adapters_of_routers_and_experts_are_no_quantised_layers() -> None:
+    model = accelerate(build("mixtral"))
+    model.add_adapter(lora(target_modules="all-linear"), "a")
+    ours = model.eval().generate(input_ids=ids(20), **OPTIONS)
+    assert torch.equal(ours, says(model))
+
+
 def test_a_model_is_wrapped_after_it_was_accelerated() -> None:
     model = accelerate(build("llama"))
     check(model)
