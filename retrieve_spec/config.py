@@ -10,8 +10,8 @@ from typing import Any, Literal
 from retrieve_spec.errors import ConfigError, nearest, require
 
 AUTO: Literal["auto"] = "auto"
-MAX_NODES = 256
-"""Hard limit of draft nodes per pass; a pass is never asked for more."""
+MAX_NODES = 1024
+"""Hard limit of draft nodes per pass; a pass is never asked for more. Recorded passes take `PASS.max_rows` rows."""
 CACHE_VARIABLE = "RETRIEVE_SPEC_CACHE"
 FEW_ROOTS = 16
 """Tokens of a prompt that are read in one pass with the first draft behind them."""
@@ -60,7 +60,7 @@ class SpeculationConfig:
     draft
         `"auto"`, `"off"` or the name of a preset (`retrieve_spec.drafting.presets`).
     nodes
-        The one dial: draft nodes per pass, 0 … 256, or `"auto"` (sized by measured cost).
+        The one dial: draft nodes per pass, 0 … 1024, or `"auto"` (sized by measured cost).
     max_depth
         Longest drafted path.
     min_path_probability

@@ -16,7 +16,8 @@ class ScriptedDrafter:
     """Proposes what `answer` (prompt and output) says next, in the manner of `script`.
 
     right: the next tokens. wrong: one wrong token after the other. half: the right tokens up to a changing depth, then
-    wrong ones. branchy: a tree whose right path is never the first branch and ends at a changing depth.
+    wrong ones. branchy: a tree whose right path is never the first branch and ends at a changing depth. wide: every
+    token behind every right one.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class ScriptedDrafter:
             paths = [wrong]
         elif self.script == "half":
             paths = [right[: 1 + turn] + wrong[1 + turn :]]
+        elif self.script == "wide":
+            paths = [right, *([*right[:depth], token] for depth in range(len(right)) for token in range(self.vocab))]
         else:
             keep = 1 + turn
             other = [(token + 5) % self.vocab for token in right]

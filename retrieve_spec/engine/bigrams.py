@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import MAX_NODES, cache_dir
+from retrieve_spec.config import PASS, cache_dir
 from retrieve_spec.datastore.dense import model_fingerprint
 from retrieve_spec.drafting.calibration import put_array
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 1.0
 """How long a model is asked each time that it is accelerated, until all its tokens are known."""
-_FIRST_NODES, _SHORT = 8, 0.125
+_FIRST_NODES, _MOST_NODES, _SHORT = 8, PASS.max_rows // 2, 0.125
 """Tokens that a CPU is asked for in the first pass; the next ones have four times as many while they take less than so
 many seconds."""
 _NEVER_KEPT = 0.2
@@ -89,7 +89,7 @@ def _kept(path: Path | None, vocabulary: int) -> NDArray[np.int32]:
 def _ask(model: Any, verifier: Verifier, line_end: list[int], entries: NDArray[np.int32]) -> None:
     """Ask for tokens of which nothing is known, side by side behind two ends of a line, until time is up."""
     device, missing, k = input_device(model), np.flatnonzero(entries[:, 0] < 0), entries.shape[1] // 2
-    nodes, end = MAX_NODES if device.type == "cuda" else _FIRST_NODES, perf_counter() + SECONDS
+    nodes, end = _MOST_NODES if device.type == "cuda" else _FIRST_NODES, perf_counter() + SECONDS
     while len(missing) and line_end and perf_counter() < end:
         tokens, began = missing[:nodes].astype(np.int32), perf_counter()
         verifier.forward(start(model, verifier, torch.tensor([line_end], device=device)))
@@ -103,4 +103,4 @@ def _ask(model: Any, verifier: Verifier, line_end: list[int], entries: NDArray[n
         verifier.finish()
         missing = missing[nodes:]
         if perf_counter() - began < _SHORT:
-            nodes = min(4 * nodes, MAX_NODES)
+            nodes = min(4 * nodes, _MOST_NODES)

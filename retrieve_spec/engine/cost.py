@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels.calibration import learn_passes
 
-_KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+_KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NODE_KNOTS = np.array(_KNOTS)
 _FIRST_CONTEXT = 7  # contexts up to 2**7 tokens share a bucket, then one bucket per factor of two
 _CONTEXTS = 16
@@ -37,7 +37,7 @@ class CostModel:
     """Seconds per pass by number of nodes and context length, learned from passes as they happen.
 
     A Kalman filter for each bucket of contexts follows the logarithm of a plain pass's time and its steps to 1, 2, 4 …
-    256 nodes. The machine's speed may change at any time and moves all widths together: a width that was not tried
+    1024 nodes. The machine's speed may change at any time and moves all widths together: a width that was not tried
     lately stays as much slower than the others as it was. The steps are taken to have one steepness, so that small
     widths say what to expect of wide ones. A pass far slower than expected counts as a slow one only, so that a hiccup
     of the machine does not switch drafting off. What is not measured again is forgotten, half of it in 512 passes: a

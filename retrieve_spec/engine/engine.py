@@ -116,7 +116,8 @@ class Engine:
         if shares and self._backoff.rests():
             return batch
         began = perf_counter()
-        most = max(min(MAX_NODES + 1, PASS.max_rows) - count, 0) // (count if padded else 1)
+        most_rows = MAX_NODES + 1 if _shared_passes(batch[0]) is None else PASS.max_rows
+        most = max(most_rows - count, 0) // (count if padded else 1)
         cost = None if seconds is None else row_cost(seconds, count, padded)
         asked = self._backoff.sample(batch) if shares else batch
         each(asked, lambda sequence: sequence.draft(most, cost))

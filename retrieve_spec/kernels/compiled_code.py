@@ -54,7 +54,8 @@ def drop_stale_kernels() -> None:
     """`drop_stale` for this package, before its kernels are called first."""
     if not config.DISABLE_JIT:
         with contextlib.suppress(OSError):  # another process was faster, or the folder may only be read
-            drop_stale(Path(_beside.stats.cache_path), Path(__file__).parent.glob("*.py"))
+            kernels = Path(__file__).parent
+            drop_stale(Path(_beside.stats.cache_path), [*kernels.glob("*.py"), kernels.parent / "config.py"])
 
 
 class _Told(event.Listener):  # type: ignore[misc]

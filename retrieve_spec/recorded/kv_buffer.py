@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.config import PASS
 from retrieve_spec.kernels.vector_code import LANES
 
 
@@ -39,7 +39,7 @@ class Slab:
         self.offset = 0
         self.tensors: tuple[torch.Tensor, ...] = ()
         self._layers = num_layers
-        spare = max(window // 4, PASS.cache_block) + MAX_NODES + 1
+        spare = max(window // 4, PASS.cache_block) + PASS.max_rows
         self.capacity = min(capacity, window + spare) if window else -(-capacity // LANES) * LANES  # read in vectors
 
     def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from retrieve_spec.attention import TreeMask, attend, attend_by_rows, row_depths, visible_rows
-from retrieve_spec.config import MAX_NODES, PASS
+from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.kernels.row_programs import RowTexts
@@ -211,7 +211,7 @@ class RecordedVerifier:
         """Move the rows that the prompt left in the caller's cache to slabs."""
         self._cache = self.own.cache
         held = self._past + self._unread
-        room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + MAX_NODES + 1
+        room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + PASS.max_rows
         room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
         slabs = KVBuffer(windows, room, moves_later=self.graphs is not None)
         if self._past:

@@ -52,6 +52,15 @@ def test_what_drafters_and_who_watches_learn(tiny: Any, prompt: torch.Tensor, an
     assert [seen.emitted.tolist() for seen in drafter.seen] == [verified.emitted.tolist() for verified in shown]
 
 
+@pytest.mark.parametrize(("recorded_pass", "most"), [("off", 1024), ("always", 511)])
+def test_trees_are_as_wide_as_passes_may_be(
+    tiny: Any, prompt: torch.Tensor, answer: Any, recorded_pass: str, most: int
+) -> None:
+    rs.accelerate(tiny, drafter=ScriptedDrafter(answer, "wide"), nodes=1024, recorded_pass=recorded_pass)
+    assert torch.equal(tiny.generate(prompt, **GREEDY)[0], answer)
+    assert max(nodes for nodes, *_ in tiny.speculation.last.per_pass) == most
+
+
 def test_a_drafter_that_wants_no_logits_gets_none(tiny: Any, prompt: torch.Tensor, answer: Any) -> None:
     drafter = ScriptedDrafter(answer, top_k=0)
     rs.accelerate(tiny, drafter=drafter, nodes=16)

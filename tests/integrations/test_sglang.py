@@ -175,7 +175,7 @@ def test_mistakes_are_named(make, monkeypatch):
     for wrong, message in (
         ({}, None),
         ({"speculative_ngram_external_corpus_path": "x.jsonl"}, "Build a store"),
-        ({"speculative_num_draft_tokens": 1}, "2 … 257"),
+        ({"speculative_num_draft_tokens": 1}, "2 … 1025"),
         ({"pp_size": 2}, "--pp-size 1"),
         ({"device": "npu"}, "cuda, cpu, xpu"),
     ):
