@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from operator import itemgetter
 
@@ -18,11 +19,10 @@ _FIRST_CONTEXT = 7  # contexts up to 2**7 tokens share a bucket, then one bucket
 _CONTEXTS = 16
 _REBUILD = 8  # passes between two rebuilds of a curve
 
-_BALANCE = NODE_KNOTS / 64
-_STEPS = np.diff(np.log1p(_BALANCE))
-"""Before anything is measured n nodes cost n / 64 of a plain pass …"""
-_STEEPNESS = 1.5 * np.diff(_BALANCE / (1.0 + _BALANCE))
-"""… and how the steps change when that is wrong by a standard deviation, a factor of e^1.5."""
+_BALANCE, _MOST_BALANCE = 64.0, 4096.0
+"""Nodes that cost as much as a plain pass: before anything is measured, and at most."""
+_UNSURE = 1.5
+"""Standard deviation of that number's logarithm."""
 _NOISE = 0.12**2
 """Variance of the logarithm of one pass's time before it is measured."""
 _NOISE_RULE = np.array([0.05, 0.05**2, 2.5])
@@ -31,6 +31,8 @@ _SPEED = 0.15**2
 """Variance by which the machine's speed changes from pass to pass."""
 _MEMORY = 0.5 ** (1.0 / 512)
 """How much of what was measured is still believed a pass later."""
+_KEPT = np.append(1.0, np.full(len(_KNOTS) - 1, _MEMORY))
+_DECAY = np.outer(_KEPT, _KEPT)
 
 
 class CostModel:
@@ -59,6 +61,7 @@ class CostModel:
 
     def __init__(self, known: CostModel | None = None, more: int = 0) -> None:
         self._filters: dict[int, _Filter] = {}
+        self._balance: float = _BALANCE if known is None else known._balance + more
         self.overhead = 0.0
         self._passes = 0
         if known is not None:
@@ -72,6 +75,16 @@ class CostModel:
     def measured(self) -> bool:
         """Whether anything has been observed."""
         return bool(self._filters or self._pending)
+
+    def begin(self, context: int, seconds: Mapping[int, float]) -> None:
+        """Begin with the seconds of passes over a few numbers of nodes, 0 among them, behind `context` tokens.
+
+        How the widest compares says what still wider ones may cost.
+        """
+        if widest := max(seconds):
+            self._balance = widest / max(seconds[widest] / seconds[0] - 1.0, widest / _MOST_BALANCE)
+        for nodes, forward_s in seconds.items():
+            self.observe(nodes, context, forward_s)
 
     def observe(self, nodes: int, context: int, forward_s: float, overhead_s: float = 0.0) -> None:
         """Learn from one pass over `nodes` nodes behind `context` tokens (taken in when a curve is next rebuilt)."""
@@ -110,36 +123,46 @@ class CostModel:
         if known is not None:
             return known
         nearest = min(self._filters, key=lambda other: abs(other - row), default=None)
-        return _Filter() if nearest is None else self._filters[nearest].elsewhere()
+        return _Filter(self._balance) if nearest is None else self._filters[nearest].elsewhere()
 
 
 class _Filter:
-    """Mean and covariance of (log T(0), steps of log T from knot to knot) at contexts of about one length."""
+    """Mean and covariance of (log T(0), steps of log T from knot to knot) at contexts of about one length.
 
-    def __init__(self) -> None:
-        self.mean = np.append(0.0, _STEPS)
-        self.covariance = _first_covariance()
+    To begin with, and where it is forgotten, T(n) is 1 + n / `balance` times T(0).
+    """
+
+    def __init__(self, balance: float = _BALANCE) -> None:
+        self.balance, ratio = balance, NODE_KNOTS / balance
+        self._usual = np.diff(np.log1p(ratio))
+        self.mean = np.append(0.0, self._usual)
+        steepness = _UNSURE * np.diff(ratio / (1.0 + ratio))
+        self._first = np.diag(np.append(100.0, (0.1 + 0.3 * self._usual) ** 2))  # the speed is not known at all
+        self._first[1:, 1:] += np.outer(steepness, steepness)
+        self.covariance = self._first.copy()
         self.noise = np.array([_NOISE])
 
     def elsewhere(self, more: int = 0) -> _Filter:
         """The same for passes of another kind: over a longer context, or with `more` rows that are no nodes."""
-        other = _Filter()
+        other = _Filter(self.balance + more)
         other.mean = self._behind(more) if more else self.mean.copy()
         other.noise[:] = self.noise
-        other.covariance = self.covariance + 0.1 * _first_covariance()
+        other.covariance = self.covariance + 0.1 * other._first
         return other
 
     def learn(self, nodes: tuple[int, ...], seconds: tuple[float, ...]) -> None:
         """Learn from passes, by what each drafted and took."""
+        growth = (1.0 - _MEMORY**2) * self._first
+        growth[0, 0] = _SPEED
         learn_passes(
             self.mean,
             self.covariance,
             self.noise,
             NODE_KNOTS,
-            _STEPS,
+            self._usual,
             _MEMORY,
             _DECAY,
-            _GROWTH,
+            growth,
             _NOISE_RULE,
             np.array(nodes, np.int64),
             np.array(seconds, np.float64),
@@ -156,26 +179,6 @@ class _Filter:
         """(MAX_NODES + 1,) seconds of the forward pass alone, never falling."""
         knots = np.exp(_never_falling(np.cumsum(self.mean), np.cumsum(self.covariance, 0).cumsum(1).diagonal()))
         return np.interp(np.arange(MAX_NODES + 1), _KNOTS, knots)
-
-
-def _first_covariance() -> NDArray[np.float64]:
-    """How unsure the first mean is: of the speed entirely, of the steepness by a factor, of each step by itself."""
-    covariance = np.zeros((len(_KNOTS), len(_KNOTS)))
-    covariance[0, 0] = 100.0
-    covariance[1:, 1:] = np.outer(_STEEPNESS, _STEEPNESS) + np.diag((0.1 + 0.3 * _STEPS) ** 2)
-    return covariance
-
-
-def _forgetting() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What the covariance is multiplied by and what is added to it, element by element, from pass to pass."""
-    decay = np.full(len(_KNOTS), _MEMORY)
-    decay[0] = 1.0
-    growth = (1.0 - _MEMORY**2) * _first_covariance()
-    growth[0, 0] = _SPEED
-    return np.outer(decay, decay), growth
-
-
-_DECAY, _GROWTH = _forgetting()
 
 
 def _bucket(context: int) -> int:

@@ -253,7 +253,7 @@ class Speculation:
 
 
 _CONTEXT = 128
-_WIDTHS = (0, 3, 15, 63)
+_WIDTHS = (0, 15, 63, 3)
 _REPEATS = 3
 _SECONDS = 0.6
 _ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
@@ -261,7 +261,7 @@ _ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
 
 @torch.no_grad()
 def measure_passes(model: Any, speculation: Speculation) -> None:
-    """Time passes over chains of a few widths until a time limit; wider ones are skipped when time runs out."""
+    """Time passes over chains of a few widths: of the first two at least, of others until time runs out."""
     if speculation.mode in ("plain", "delegated"):
         return
     seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes
@@ -273,10 +273,10 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
     for root_ids in (start(model, verifier, ids), _ROOT):  # the first pass of a kind pays for set-up
         verifier.forward(root_ids)
         verifier.commit(_NOTHING)
-    began = perf_counter()
+    began, found = perf_counter(), dict[int, float]()
     for width in _WIDTHS:
-        if width > positions - context - 8 or perf_counter() - began > seconds:
-            break
+        if width > positions - context - 8 or (len(found) > 1 and perf_counter() - began > seconds):
+            continue
         tree = DraftTree.from_paths([[(i * 17 + 3) % vocabulary(model) for i in range(width)]])
         times: list[float] = []
         is_ready = ids.device.type != "cuda"  # the first pass of a width may compile kernels and capture a graph
@@ -289,6 +289,7 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
                 times.append(took)
             else:
                 began, is_ready = began + took, True
-        speculation.cost.observe(width, context, min(times))
+        found[width] = min(times)
+    speculation.cost.begin(context, found)
     speculation.cost.seconds(context, 0)  # takes them in: no call waits for the kernel that does
     verifier.finish()

@@ -24,6 +24,17 @@ def test_curve_goes_through_what_was_measured_and_on() -> None:
     np.testing.assert_allclose(curve, truth, rtol=0.3)
 
 
+@pytest.mark.parametrize("more", [0.0, 0.001, 0.02, 0.5])
+def test_the_first_two_widths_say_what_wider_ones_cost(more: float) -> None:
+    """Where weights lie on a disk a node costs nothing; what is not tried again is not forgotten."""
+    cost = CostModel()
+    cost.begin(128, {0: 5.0, 15: 5.0 + 15 * more})
+    for _ in range(1500):
+        curve = cost.seconds(300, MAX_NODES)
+        np.testing.assert_allclose(curve, 5.0 + np.arange(MAX_NODES + 1) * more, rtol=0.3)
+        cost.observe(30, 300, 5.0 + 30 * more)
+
+
 def test_after_a_change_one_pass_says_what_all_take() -> None:
     costs = Costs()
     for _ in range(60):

@@ -12,12 +12,17 @@ from retrieve_spec.engine import cost
 from retrieve_spec.engine.cost import NODE_KNOTS, _Filter
 
 
-def naive(mean, covariance, noise, nodes, seconds):
+def naive(mean, covariance, noise, nodes, seconds, balance):
     """One pass learned; mean and covariance in place, the noise returned."""
     knots = NODE_KNOTS.tolist()
-    mean[1:] = cost._STEPS + cost._MEMORY * (mean[1:] - cost._STEPS)
-    covariance *= cost._DECAY
-    covariance += cost._GROWTH
+    usual = np.diff(np.log(1 + NODE_KNOTS / balance))
+    steepness = 1.5 * np.diff(NODE_KNOTS / (balance + NODE_KNOTS))
+    mean[1:] = usual + cost._MEMORY * (mean[1:] - usual)
+    covariance[1:] *= cost._MEMORY
+    covariance[:, 1:] *= cost._MEMORY
+    covariance[0, 0] += cost._SPEED
+    forgotten = np.outer(steepness, steepness) + np.diag((0.1 + 0.3 * usual) ** 2)
+    covariance[1:, 1:] += (1 - cost._MEMORY**2) * forgotten
     right = min(bisect.bisect_left(knots, nodes), len(knots) - 1)
     left = max(right - 1, 0)
     share = 1.0 if right == left else (nodes - knots[left]) / (knots[right] - knots[left])
@@ -44,12 +49,13 @@ def test_passes_are_learned_as_one_after_another_in_numpy(widest: int) -> None:
     seconds = (
         0.004 * (1 + nodes / 30) * np.exp(random.normal(0, 0.3, 200)) * random.choice([1, 20], 200, p=[0.95, 0.05])
     )
-    ours, theirs, noise = _Filter(), _Filter(), cost._NOISE
+    balance = 10.0 * (1 + widest)
+    ours, theirs, noise = _Filter(balance), _Filter(balance), cost._NOISE
     for first in range(0, 200, 8):
         part = slice(first, first + 8)
         ours.learn(tuple(nodes[part].tolist()), tuple(seconds[part].tolist()))
         for n, took in zip(nodes[part].tolist(), seconds[part].tolist(), strict=True):
-            noise = naive(theirs.mean, theirs.covariance, noise, n, took)
+            noise = naive(theirs.mean, theirs.covariance, noise, n, took, balance)
         np.testing.assert_allclose(ours.mean, theirs.mean, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(ours.covariance, theirs.covariance, rtol=1e-8, atol=1e-12)
         assert math.isclose(ours.noise[0], noise, rel_tol=1e-9)
