@@ -28,6 +28,7 @@ class Placed:
         self.host = build(family)
         self.gpu, self.device = gpu, torch.device("cuda", index)
         self.begins: list[tuple[Counter[str], ...]] = []
+        self.numbers: list[int] = []
         recorded = RecordedPass(self.host, 2)
         self.model = copy.deepcopy(self.host).to(self.device)
         move_recording(recorded, self.model, index)
@@ -47,6 +48,7 @@ class Placed:
 
         class Counted(RecordedVerifier):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
+                placed.numbers.append(placed.gpu.numbers)
                 placed.begins.append(tuple(map(Counter, (placed.gpu.waits, placed.gpu.uploads, placed.gpu.ran))))
                 return super().forward(*args, **kwargs)
 
@@ -55,6 +57,7 @@ class Placed:
 
     def generate(self, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
         self.begins.clear()
+        self.numbers.clear()
         out = self.model.generate(prompt.to(self.device), **options)
         assert isinstance(out, CudaTensor) and out.device == self.device
         return out.host

@@ -175,6 +175,8 @@ class PretendCuda(TorchDispatchMode):
         Launches of the attention kernel's stand-in, while graphs are captured, too.
     ran
         Operations that compute something, but for those of replays.
+    numbers
+        Numbers in all that these made and that was copied from the host.
     """
 
     def __init__(self) -> None:
@@ -183,7 +185,7 @@ class PretendCuda(TorchDispatchMode):
         self.uploads: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
-        self.current = self.target = 0
+        self.current = self.target = self.numbers = 0
         self.in_flight: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.pinned: dict[int, Any] = {}
         self._capturing: Graph | None = None
@@ -345,6 +347,7 @@ class PretendCuda(TorchDispatchMode):
         self.forbid_in_capture("a copy from the host")
         pinned = (made := self.pinned.get(source.untyped_storage().data_ptr())) is not None and made() is not None
         target.host.copy_(source)
+        self.numbers += source.numel()
         self.uploads["blocking" if not non_blocking else "pinned" if pinned else "pageable"] += 1
         if not non_blocking:
             self.wait("blocking copy from the host")
@@ -376,6 +379,7 @@ class PretendCuda(TorchDispatchMode):
         held = {a.untyped_storage().data_ptr() for a in tree_flatten((args, kwargs))[0] if hasattr(a, "shape")}
         if not all(a.untyped_storage().data_ptr() in held for a in flat):
             self.ran[str(func)] += 1
+            self.numbers += sum(a.numel() for a in flat)
             if graph is not None:
                 graph.steps.append((func, args, kwargs, flat))
                 graph.made += flat

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from placed_models import Placed
@@ -239,3 +240,13 @@ def test_a_replayed_step_launches_nothing_but_its_choice(
     replayed = [ran for *_, ran in placed.steps() if "aten.mm.default" not in ran]  # those of a capture run it
     choice = {"pretended.pack_largest.default": 1} | ({"pretended.draw.default": 1} if sampled else {})
     assert len(replayed) > 8 and all(ran == choice for ran in replayed)
+
+
+def test_a_step_makes_and_copies_as_much_behind_any_context(gpu: PretendCuda, with_triton: None) -> None:
+    placed, usual = Placed(gpu), []
+    for length in (50, 1900):
+        answer = placed.host.generate(ids(length), max_new_tokens=40, do_sample=False)
+        placed.accelerate(answer[0])
+        assert torch.equal(placed.generate(ids(length), max_new_tokens=40, do_sample=False), answer)
+        usual.append(np.median(np.diff(placed.numbers)[-12:]))  # behind those that read the prompt and capture
+    assert usual[0] == usual[1] < 1900
