@@ -11,7 +11,7 @@ from retrieve_spec.errors import ConfigError, nearest, require
 
 AUTO: Literal["auto"] = "auto"
 MAX_NODES = 1024
-"""Hard limit of draft nodes per pass; a pass is never asked for more. Recorded passes take `PASS.max_rows` rows."""
+"""Hard limit of draft nodes per pass; a pass is never asked for more. Recorded passes take `PASS.tree_rows` rows."""
 CACHE_VARIABLE = "RETRIEVE_SPEC_CACHE"
 FEW_ROOTS = 16
 """Tokens of a prompt that are read in one pass with the first draft behind them."""
@@ -144,6 +144,8 @@ class PassConfig:
     mask_bytes
         Largest mask buffer; beyond it the prefix is attended to without a mask and merged.
     max_rows
+        Tokens of one recorded pass at most.
+    tree_rows
         Root tokens and draft nodes of one recorded pass at most.
     score_bytes
         Attention scores that exist at a time where the prefix is attended to in blocks.
@@ -170,6 +172,7 @@ class PassConfig:
     cache_block: int = 256
     mask_bytes: int = 64 << 20
     max_rows: int = 512
+    tree_rows: int = 257
     score_bytes: int = 8 << 20
     batch_rows: int = 64
     batch_bytes: int = 4 << 30

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 1.0
 """How long a model is asked each time that it is accelerated, until all its tokens are known."""
-_FIRST_NODES, _MOST_NODES, _SHORT = 8, PASS.max_rows // 2, 0.125
+_FIRST_NODES, _MOST_NODES, _SHORT = 8, PASS.tree_rows - 1, 0.125
 """Tokens that a CPU is asked for in the first pass; the next ones have four times as many while they take less than so
 many seconds."""
 _NEVER_KEPT = 0.2

@@ -116,7 +116,7 @@ class Engine:
         if shares and self._backoff.rests():
             return batch
         began = perf_counter()
-        most_rows = MAX_NODES + 1 if _shared_passes(batch[0]) is None else PASS.max_rows
+        most_rows = MAX_NODES + 1 if _shared_passes(batch[0]) is None else PASS.tree_rows
         most = max(most_rows - count, 0) // (count if padded else 1)
         cost = None if seconds is None else row_cost(seconds, count, padded)
         asked = self._backoff.sample(batch) if shares else batch

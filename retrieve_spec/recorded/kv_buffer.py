@@ -39,7 +39,7 @@ class Slab:
         self.offset = 0
         self.tensors: tuple[torch.Tensor, ...] = ()
         self._layers = num_layers
-        spare = max(window // 4, PASS.cache_block) + PASS.max_rows
+        spare = max(window // 4, PASS.cache_block) + PASS.tree_rows
         self.capacity = min(capacity, window + spare) if window else -(-capacity // LANES) * LANES  # read in vectors
 
     def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -211,7 +211,7 @@ class RecordedVerifier:
         """Move the rows that the prompt left in the caller's cache to slabs."""
         self._cache = self.own.cache
         held = self._past + self._unread
-        room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + PASS.max_rows
+        room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + PASS.tree_rows
         room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
         slabs = KVBuffer(windows, room, moves_later=self.graphs is not None)
         if self._past:

@@ -88,7 +88,7 @@ def test_rows_draft_for_themselves_and_budgets_are_shared(tiny: Any) -> None:
     assert torch.equal(ours, plain)
     guided = tiny.speculation.last
     assert guided.passes < 20
-    assert sum(nodes for nodes, *_ in guided.per_pass) <= (PASS.max_rows - 4) * guided.passes
+    assert sum(nodes for nodes, *_ in guided.per_pass) <= (PASS.tree_rows - 4) * guided.passes
     options["nodes"] = 16  # what is drafted depends on no clock
     again = tiny.generate(**inputs, **options)
     assert torch.equal(again, plain)
