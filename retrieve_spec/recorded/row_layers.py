@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from retrieve_spec.kernels.row_programs import CAN_RUN, row_product, serves
-from retrieve_spec.recorded.model_state import without_ours
 
 _LONE_BYTES = 1 << 19
 """Smallest weight by which a lone row is multiplied so: the call takes some microseconds more."""
@@ -33,8 +32,7 @@ class RowLayers:
         self._lone: list[_Taken] = []  # those by which lone rows are multiplied
         self._threads: set[int] = set()  # that run passes
         for module in model.modules() if CAN_RUN else ():
-            others = without_ours(vars(module))  # as another pass may be running
-            if type(module) is not nn.Linear or "forward" in others or not _is_fast(module.weight):
+            if type(module) is not nn.Linear or "forward" in vars(module) or not _is_fast(module.weight):
                 continue
             self._all.append((vars(module), _handing(module, self._threads)))
             if module.weight.nbytes >= _LONE_BYTES:

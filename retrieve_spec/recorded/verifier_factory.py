@@ -308,8 +308,6 @@ class VerifierFactory:
             why = "adapters are chosen for this call alone"
             self.finding = Finding("plain", why, read_interface(self._model))
             return _Known(ModelState(self._model), self.finding)
-        if self._known:
-            logger.debug("the model has changed: %s", ", ".join(list(self._known[0].state.changes())[:5]))
         no_autocast = torch.autocast(input_device(self._model).type, enabled=False)
         with keeping_texts(self._model), no_autocast, sdpa_kernel(_READY_MADE):
             known = self._find_out()
@@ -322,30 +320,18 @@ class VerifierFactory:
 
     def _find_out(self) -> _Known:
         """Probe the model, and record it if it may be."""
-        finding, changing = self._probe()
-        names = {name.rpartition(".")[2] for name in changing}
-        recording = None
-        why = next((f"a forward changes {name}" for name, value in changing.items() if not _is_text(value)), "")
-        if not why:
-            self._disturb_texts(names)
-            recording, why = try_recording(self._model, finding, self._config, self._layer)
+        before = ModelState(self._model)
+        finding = self._find_mode(self._model)
+        kept = before.replaced()  # of a text: a forward sets them
+        self._disturb_texts(kept)
+        recording, why = try_recording(self._model, finding, self._config, self._layer)
         if self._config.exact and recording is None and finding.mode != "plain":
             finding = replace(finding, mode="plain", reason=f"no pass is exact here: {why}")
-        known = _Known(ModelState(self._model, names), finding, recording, why)
+        known = _Known(ModelState(self._model, kept), finding, recording, why)
         if recording is None and finding.mode != "plain":
             known.layers = self._row_layers(finding)
         finding.texts.clear()
         return known
-
-    def _probe(self) -> tuple[Finding, dict[str, Any]]:
-        """What a probe finds, and what forwards change each time: the first may make what then stays."""
-        for _ in range(2):
-            before = ModelState(self._model)
-            finding = self._find_mode(self._model)
-            changing = before.changes()
-            if all(map(_is_text, changing.values())):
-                break
-        return finding, changing
 
     def _disturb_texts(self, names: Collection[str]) -> None:
         """Let other numbers stand in what the model keeps of texts, so that a recording that reads them disagrees."""
@@ -367,8 +353,3 @@ class VerifierFactory:
             logger.debug("layers multiply as ever: %s", error)
             return None
         return layers if len(layers) else None
-
-
-def _is_text(value: Any) -> bool:
-    """Whether an attribute that a forward changes may be what it keeps of a text: a tensor, or nothing."""
-    return value is None or isinstance(value, torch.Tensor)

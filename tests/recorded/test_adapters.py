@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 from small_decoders import OPTIONS, accelerate, build, check, ids, says
-from torch import nn
 
 import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
@@ -203,29 +202,6 @@ def test_prompt_adapters_around_an_accelerated_model_keep_their_own_generate() -
     assert model.speculation.last.mode == "delegated"
     rs.restore(model)
     assert torch.equal(ours, wrapped.generate(input_ids=ids(20), **OPTIONS))
-
-
-def test_layers_that_keep_switches_of_their_own() -> None:
-    """Plain attributes, and what stands in a container that is one."""
-
-    class Switched(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-            self.scales, self.factor = {"now": 1.0}, 1.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) * self.scales["now"] * self.factor
-
-    model = build("llama")
-    model.model.layers[0].mlp = Switched(model.model.layers[0].mlp)
-    accelerate(model)
-    said = [check(model)]
-    model.model.layers[0].mlp.factor = 0.1
-    said.append(check(model))
-    model.model.layers[0].mlp.scales["now"] = 2.5
-    said.append(check(model))
-    assert len({tuple(each[0].tolist()) for each in said}) == 3
 
 
 def test_switching_back_and_forth_records_each_adapter_once() -> None:
