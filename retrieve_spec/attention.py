@@ -11,10 +11,6 @@ split
     soft-capping and sinks.
 triton
     both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
-
-Many rows of a prompt, on a CPU, go by `attend_prompt` where that is faster: oneDNN's products, block by block to no
-more keys than rows see. oneDNN prepares a product for each shape anew, so blocks end where the text is a multiple of
-`ROWS` tokens long: prompts have few shapes and share them.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ import functools
 import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -35,100 +30,6 @@ from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree, unpacked
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.treemask import write_block
-
-ROWS = 64
-"""Rows of a block."""
-_TRIAL_KEYS, _REPEATS = 512, 5
-_WINS = 0.9
-
-
-def attend_prompt(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of the last rows of a text, each of which sees all keys up to its own.
-
-    Parameters
-    ----------
-    query
-        (1, heads, rows, d) float32 on a CPU.
-    keys, values
-        (1, kv_heads, held + rows, d) and (…, d_v), the rows' own last.
-    scale
-        Factor of the scores.
-
-    Returns
-    -------
-    Tensor
-        (1, rows, heads, d_v).
-    """
-    heads, rows = query.shape[1:3]
-    held, start = keys.shape[2] - rows, 0
-    out = query.new_empty((1, rows, heads, values.shape[3]))
-    while start < rows:
-        end = min((held + start) // ROWS * ROWS + ROWS - held, rows)
-        seen = slice(held + end)
-        attend = _by_products if end - start == ROWS else _at_once
-        attend(query[:, :, start:end], keys[:, :, seen], values[:, :, seen], scale, out[:, start:end])
-        start = end
-    return out
-
-
-def _by_products(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor
-) -> None:
-    """Write the attention of one block, key head by key head."""
-    kv_heads, rows = keys.shape[1], query.shape[2]
-    groups = query.shape[1] // kv_heads
-    asked = (query * scale).reshape(kv_heads, groups * rows, -1)
-    hidden = _hidden(groups, rows)
-    for head in range(kv_heads):
-        scores = _product(asked[head], keys[0, head])
-        scores[:, -rows:].add_(hidden)
-        part = _product(torch.softmax(scores, -1), values[0, head].t())
-        out[0, :, head * groups : (head + 1) * groups] = part.view(groups, rows, -1).transpose(0, 1)
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(m, n) product of (m, d) with the transpose of (n, d)."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
-
-
-def _at_once(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Write the attention of a part that is no whole block, by one fused call."""
-    kv_heads, rows = keys.shape[1], query.shape[2]
-    groups = query.shape[1] // kv_heads
-    mask = torch.zeros((groups * rows, keys.shape[2]))
-    mask[:, -rows:] = _hidden(groups, rows)
-    packed = query.reshape(1, kv_heads, groups * rows, -1)
-    part = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=mask[None, None], scale=scale)
-    out.copy_(part.reshape(1, kv_heads * groups, rows, -1).transpose(1, 2))
-
-
-@functools.lru_cache(256)
-def _hidden(groups: int, rows: int) -> torch.Tensor:
-    """(groups · rows, rows) additive mask of rows that do not see those behind them, once per group."""
-    with torch.inference_mode(False):
-        return torch.full((rows, rows), float("-inf")).triu_(1).repeat(groups, 1)
-
-
-@functools.cache
-def products_pay(kv_heads: int, groups: int, width: int, value_width: int, threads: int) -> bool:
-    """Whether products attend faster than one fused call, and to the same, with so many threads; tried once."""
-    held = _TRIAL_KEYS - 2 * ROWS
-    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-        query = torch.randn(1, kv_heads * groups, 2 * ROWS, width)
-        keys, values = (torch.randn(1, kv_heads, held + 2 * ROWS, size) for size in (width, value_width))
-        fused = torch.empty(1, 2 * ROWS, kv_heads * groups, value_width)
-        took: tuple[list[float], list[float]] = [], []
-        try:
-            for _ in range(_REPEATS):
-                began = perf_counter()
-                ours = attend_prompt(query, keys, values, width**-0.5)
-                between = perf_counter()
-                _at_once(query, keys, values, width**-0.5, fused)
-                took[0].append(between - began)
-                took[1].append(perf_counter() - between)
-        except (AttributeError, RuntimeError):  # another build of torch: the operation is inductor's, not promised
-            return False
-    return min(took[0]) < _WINS * min(took[1]) and torch.allclose(ours, fused, rtol=1e-4, atol=1e-5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +156,6 @@ def attend(
         keys, values = keys[:, :, -columns:], values[:, :, -columns:]
     if backend == "triton":
         return attend_triton(query, keys, values, mask, rule)
-    if rows >= 2 * ROWS and backend == "masked" and _is_prompt(query, keys, values, mask, rule):
-        return attend_prompt(query, keys, values, rule.scale)
     packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
     if backend == "split":
         out = attend_split(packed, keys, values, mask, rule)
@@ -289,15 +188,6 @@ def attend_by_rows(
         part = functional.scaled_dot_product_attention(packed, own_keys, own_values, scale=rule.scale)
         out[:, row] = part.view(1, heads, -1)
     return out
-
-
-def _is_prompt(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule) -> bool:
-    """Whether rows are a piece of a text that sees all before it, and `attend_prompt` is the faster one."""
-    if rule.window or query.dtype != torch.float32 or not mask.is_text:
-        return False
-    kv_heads = keys.shape[1]
-    sizes = kv_heads, query.shape[1] // kv_heads, query.shape[3], values.shape[3]
-    return products_pay(*sizes, torch.get_num_threads())
 
 
 def attend_masked(
@@ -436,11 +326,6 @@ class TreeMask:
         self._device_words = None
         self._device_prefix.clear()
         self._packed = None
-
-    @property
-    def is_text(self) -> bool:
-        """Whether every row of the pass sees those before it and no other, as a text does."""
-        return bool((self.seen == np.tri(self.rows, dtype=np.bool_)).all())
 
     @property
     def fits(self) -> bool:
