@@ -347,17 +347,17 @@ def test_behind_a_picture_decoding_is_text(name: str) -> None:
     assert last.tokens_per_pass > 2
 
 
-def test_generations_beside_each_other_do_not_change_what_is_known_of_a_model(caplog: Any) -> None:
-    """Hooks of one generation's verifier are no change of the model to another's."""
+def test_generations_beside_each_other_do_not_change_what_is_known_of_a_model() -> None:
+    """What one generation's verifier puts on the model while it runs is no change of the model to another's."""
     model = build("mamba2", "causal")
     ids = prompt(model, 12)
     rs.accelerate(model, nodes=4)
-    with caplog.at_level("DEBUG", logger="retrieve_spec.recorded"):
-        streams = [rs.generate_stream(model, ids, max_new_tokens=8, do_sample=False) for _ in range(12)]
-        for _ in range(3):
-            for stream in streams:
-                next(stream)
-    assert "the model has changed" not in caplog.text
+    found = model.speculation.interface
+    streams = [rs.generate_stream(model, ids, max_new_tokens=8, do_sample=False) for _ in range(4)]
+    for _ in range(3):
+        for stream in streams:
+            next(stream)
+    assert model.speculation.interface is found
     assert {stream.report.mode for stream in streams} == {"tree"}
 
 

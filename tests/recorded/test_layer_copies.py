@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_decoders import FAMILIES, OPTIONS, accelerate, build, ids
-from transformers import CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from retrieve_spec.kernels import layer_rows
@@ -65,15 +65,6 @@ def test_kinds_are_told_by_modules_settings_and_config() -> None:
     assert copied_layers(model) == []
 
 
-def test_scales_by_name_forwards_and_places_make_kinds() -> None:
-    model = deep("llama", 9)
-    layers = model.model.layers
-    layers[3].mlp.scaling, layers[4].mlp.scaling = {"default": 1.0}, {"default": 0.99}  # as adapters have them
-    layers[5].mlp.forward = lambda hidden: 0.99 * type(layers[5].mlp).forward(layers[5].mlp, hidden)
-    layers[6], layers[7] = layers[7], layers[6]
-    assert copied_layers(model) == [0, 1, 2, 3, 4, 5, 6, 7, 1]
-
-
 def test_blocks_are_those_of_the_decoder_where_an_encoder_has_as_many() -> None:
     sizes: dict[str, Any] = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -95,20 +86,10 @@ class Scaled(LlamaDecoderLayer):  # type: ignore[misc]
         return super().forward(hidden_states * (1 + self.layer_idx / 4), *args, **kwargs)
 
 
-class Skipping(LlamaDecoderLayer):  # type: ignore[misc]
-    """A layer that takes what the one before the last one hands on."""
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        kept = kwargs["position_embeddings"][0].__dict__.setdefault("kept", [])
-        kept.append(hidden_states)
-        return super().forward(hidden_states + kept[-2] if len(kept) > 1 else hidden_states, *args, **kwargs)
-
-
-@pytest.mark.parametrize("block", [Scaled, Skipping])
-def test_every_layer_is_traced_where_copies_would_be_wrong(block: Any, caplog: Any) -> None:
+def test_every_layer_is_traced_where_copies_would_be_wrong(caplog: Any) -> None:
     model = deep("llama", 5)
     for i, layer in enumerate(model.model.layers):
-        layer.__class__ = block
+        layer.__class__ = Scaled
         layer.layer_idx = i
     wanted = model.generate(ids(20), **OPTIONS)
     with caplog.at_level(logging.INFO, "retrieve_spec"):
@@ -116,13 +97,6 @@ def test_every_layer_is_traced_where_copies_would_be_wrong(block: Any, caplog: A
     assert "the pass is recorded in another way" in caplog.text
     assert model.speculation.pass_kind == "recorded", model.speculation.pass_reason
     assert torch.equal(model.generate(ids(20), **OPTIONS), wanted)
-
-
-class Silent(torch.nn.Module):
-    """Stands for attention that was cut away."""
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return torch.zeros_like(hidden_states), None
 
 
 class Gained(LlamaMLP):  # type: ignore[misc]
@@ -145,27 +119,10 @@ def gain(model: Any) -> None:
         layer.mlp.gain = torch.tensor(1 + i / 4)
 
 
-def reverse(model: Any) -> None:
-    """Let the last layer be the first one, and keep its number."""
-    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
-
-
-def silence(model: Any) -> None:
-    """Cut the attention of a layer away."""
-    model.model.layers[2].self_attn = Silent()
-
-
-@pytest.mark.parametrize("change", [share, gain, reverse, silence])
+@pytest.mark.parametrize("change", [share, gain])
 def test_layers_that_were_changed_by_hand_say_the_same(change: Any) -> None:
     model = deep("llama", 5)
     change(model)
     wanted = model.generate(ids(20), **OPTIONS)
     assert torch.equal(accelerate(model).generate(ids(20), **OPTIONS), wanted)
-    assert model.speculation.pass_kind == ("model's own" if change is silence else "recorded")
-
-
-def test_a_deep_model_says_the_same() -> None:
-    model = LlamaForCausalLM(deep("llama", 6).config).eval()
-    wanted = model.generate(ids(20), **OPTIONS)
-    assert torch.equal(accelerate(model).generate(ids(20), **OPTIONS), wanted)
-    assert model.speculation.pass_kind == "recorded", model.speculation.pass_reason
+    assert model.speculation.pass_kind == "recorded"

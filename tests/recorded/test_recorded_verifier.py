@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from scripted_drafter import SCRIPTS, ScriptedDrafter
@@ -77,33 +76,6 @@ def test_switches() -> None:
     assert made(model, recorded_pass="auto")[1] == "the model has fewer than 1,000,000 parameters"
     with pytest.raises(RecordingError, match="training"):
         RecordedPass(model.train(), 2)
-
-
-def test_recording_agrees_for_every_number_of_rows() -> None:
-    """One recording serves any number of rows, one included."""
-    model = build("qwen3")
-    recorded = RecordedPass(model, 2)
-    tokens = ids(40)
-    expected = model(tokens).logits[0]
-    from retrieve_spec.attention import TreeMask, attend
-    from retrieve_spec.recorded.kv_buffer import KVBuffer
-
-    for rows in (1, 2, 7, 40):
-        cache = KVBuffer([0, 0], 64)
-        mask = TreeMask(recorded.groups, torch.float32, torch.device("cpu"))
-        got = []
-        for start in range(0, 40, rows):
-            part = tokens[:, start : start + rows]
-            n = part.shape[1]
-            mask.set(start, np.tri(n, dtype=np.bool_), np.arange(n))
-            cache.length = start
-
-            def run(q: Any, k: Any, v: Any, layer: int, cache: Any = cache, mask: Any = mask) -> Any:
-                keys, values = cache.update(k, v, layer)
-                return attend(q, keys, values, mask, recorded.rules[layer])
-
-            got.append(recorded.run(part, torch.arange(start, start + n)[None], run)[0][0])
-        torch.testing.assert_close(torch.cat(got), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_cudnn_plans_nothing_while_a_model_is_examined() -> None:
