@@ -25,8 +25,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "encoder_repetition_penalty": st.sampled_from([0.7, 1.3]),
     "encoder_no_repeat_ngram_size": st.integers(1, 2),
     "bad_words_ids": st.lists(st.lists(TOKEN, min_size=1, max_size=2), min_size=1, max_size=3),
-    "forced_eos_token_id": TOKEN,
-    "suppress_tokens": TOKENS,
+    "forced_eos_token_id": st.integers(0, 99),  # which is an error where it is suppressed
+    "suppress_tokens": st.lists(st.integers(100, VOCAB - 1), min_size=1, max_size=20),
     "begin_suppress_tokens": TOKENS,
     "sequence_bias": st.dictionaries(st.tuples(TOKEN, TOKEN), st.sampled_from([-5.0, 5.0]), min_size=1, max_size=9),
     "renormalize_logits": st.just(True),
