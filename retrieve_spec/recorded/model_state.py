@@ -9,6 +9,7 @@ version counters. Whatever else is changed, `invalidate()` is told of.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_wide
 
-_ENTRIES = ("_modules", "_forward_hooks", "_forward_pre_hooks")
-_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-"""Attributes in which a layer of `peft` has what it does with its weights."""
+_FOLLOWED = (
+    "_modules", "_forward_hooks", "_forward_pre_hooks",
+    "_active_adapter", "_disable_adapters", "merged_adapters", "scaling",
+)  # fmt: skip
+"""Attributes of modules in which torch has what they run, and layers of `peft` what they do with their weights."""
 
 
 class ModelState:
@@ -34,63 +37,57 @@ class ModelState:
 
     def __init__(self, model: nn.Module, unfollowed: Collection[str] = ()) -> None:
         self._model, self._unfollowed = model, frozenset(unfollowed)
-        self._parts = self._look()
-        self._tensors = self._find()
+        parts, self._names, self._found = self._look()
+        self._parts = [copy.copy(part) if isinstance(part, (dict, list)) else part for part in parts]
+        self._tensors = list({id(tensor): tensor for tensor in self._found if tensor is not None}.values())
         weights = set(map(id, (*model.parameters(), *model.buffers())))
-        self._others = [tensor for tensor in self._tensors.values() if id(tensor) not in weights]
+        self._others = [tensor for tensor in self._tensors if id(tensor) not in weights]
         self._versions = list(map(version_of, self._others))
-        self._kinds, self._places = self._each(kind), self._each(place)
+        self._kinds, self._places = list(map(kind, self._tensors)), list(map(place, self._tensors))
 
-    def _look(self) -> list[Any]:
-        """The modules, and what they are beside their tensors."""
+    def _look(self) -> tuple[list[Any], list[tuple[int, str]], list[torch.Tensor | None]]:
+        """What modules are beside their tensors; the numbers of modules that have a tensor, with its name; these."""
         modules = list(self._model.modules())
-        found: list[Any] = [modules]
-        found += [dict(torch_wide._global_forward_hooks), dict(torch_wide._global_forward_pre_hooks)]
-        for module in modules:
+        parts: list[Any] = [modules, torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks]
+        names, tensors = list[tuple[int, str]](), list[torch.Tensor | None]()
+        for number, module in enumerate(modules):
             own = vars(module)
-            found += [type(module), module.training, own.get("forward")]
-            found += [getattr(own.get("config"), "_attn_implementation", None)]
-            found += [dict(own[name]) for name in _ENTRIES]
-            found += [copy.copy(own.get(name)) for name in _OF_ADAPTERS]
-        return found
-
-    def _find(self) -> dict[tuple[int, str], torch.Tensor]:
-        """Tensors of modules, by the number of the module and their names."""
-        return {
-            (number, name): value
-            for number, module in enumerate(self._model.modules())
-            for entries in (vars(module), vars(module)["_parameters"], vars(module)["_buffers"])
-            for name, value in entries.items()
-            if isinstance(value, torch.Tensor) and name not in self._unfollowed
-        }
-
-    def _each(self, tell: Any) -> list[Any]:
-        """What there is to tell of the tensors, each once."""
-        return [tell(tensor) for tensor in {id(tensor): tensor for tensor in self._tensors.values()}.values()]
+            attention = getattr(own.get("config"), "_attn_implementation", None)
+            parts += (type(module), own["training"], own.get("forward"), attention)
+            parts += [own[name] for name in _FOLLOWED if name in own]
+            attributes = [entry for entry in own.items() if isinstance(entry[1], torch.Tensor)]
+            for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items(), *attributes):
+                if name not in self._unfollowed:
+                    names.append((number, name))
+                    tensors.append(tensor)
+        return parts, names, tensors
 
     def holds(self) -> bool:
         """Whether the model's forward still reads what it read, wherever its tensors lie now."""
+        parts, names, found = self._look()
         return (
-            self._look() == self._parts
-            and not self.replaced()
-            and self._each(kind) == self._kinds
+            parts == self._parts
+            and names == self._names
+            and all(map(operator.is_, found, self._found))
+            and list(map(kind, self._tensors)) == self._kinds
             and list(map(version_of, self._others)) == self._versions
         )
 
     def replaced(self) -> set[str]:
         """Names of tensors that are others than they were, that went, or that were not there."""
-        now, then = self._find(), self._tensors
+        _, names, found = self._look()
+        now, then = dict(zip(names, found, strict=True)), dict(zip(self._names, self._found, strict=True))
         return {key[1] for key in now.keys() | then.keys() if now.get(key) is not then.get(key)}
 
     def has_moved(self) -> bool:
         """Whether a tensor has another storage than before; then what kept its address must not use it."""
-        before, self._places = self._places, self._each(place)
+        before, self._places = self._places, list(map(place, self._tensors))
         return before != self._places
 
     def keeps(self, other: ModelState) -> bool:
         """Whether every tensor that another state knows is known here: it could be that state again."""
-        known = {id(tensor) for tensor in self._tensors.values()}
-        return all(id(tensor) in known for tensor in other._tensors.values())
+        known = {id(tensor) for tensor in self._tensors}
+        return all(id(tensor) in known for tensor in other._tensors)
 
 
 def kind(tensor: torch.Tensor) -> Any:
