@@ -12,8 +12,6 @@ from torch import nn
 
 from retrieve_spec.kernels.row_programs import CAN_RUN, row_product, serves
 
-_LONE_BYTES = 1 << 19
-"""Smallest weight by which a lone row is multiplied so: the call takes some microseconds more."""
 _Taken = tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
 """A layer's attributes, and what stands among them as its `forward` while a pass runs."""
 
@@ -28,31 +26,27 @@ class RowLayers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._all: list[_Taken] = []
-        self._lone: list[_Taken] = []  # those by which lone rows are multiplied
+        self._layers: list[_Taken] = []
         self._threads: set[int] = set()  # that run passes
         for module in model.modules() if CAN_RUN else ():
             if type(module) is not nn.Linear or "forward" in vars(module) or not _is_fast(module.weight):
                 continue
-            self._all.append((vars(module), _handing(module, self._threads)))
-            if module.weight.nbytes >= _LONE_BYTES:
-                self._lone.append(self._all[-1])
+            self._layers.append((vars(module), _handing(module, self._threads)))
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._layers)
 
     @contextlib.contextmanager
-    def __call__(self, rows: int) -> Iterator[None]:
-        """Let a pass over so many rows that this thread runs inside of the block multiply by programs."""
-        layers = self._all if rows > 1 else self._lone
+    def __call__(self) -> Iterator[None]:
+        """Let a pass that this thread runs inside of the block multiply by programs."""
         self._threads.add(get_ident())
         try:
-            for attributes, ours in layers:
+            for attributes, ours in self._layers:
                 attributes.setdefault("forward", ours)
             yield
         finally:
             self._threads.discard(get_ident())
-            for attributes, ours in layers:
+            for attributes, ours in self._layers:
                 if attributes.get("forward") is ours:
                     del attributes["forward"]
 

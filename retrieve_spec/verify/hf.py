@@ -168,7 +168,7 @@ class HFVerifier:
         What is known of calls that give the model more than text; the first of each kind is held to single steps.
         None: nothing is looked at.
     around
-        What a pass over so many rows runs in; None for nothing.
+        What a pass runs in; None for nothing.
 
     Attributes
     ----------
@@ -191,7 +191,7 @@ class HFVerifier:
         mode: Mode = "tree",
         reason: str = "",
         signatures: SignatureModes | None = None,
-        around: Callable[[int], contextlib.AbstractContextManager[Any]] | None = None,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.model = model
         self.around = around if around is not None else contextlib.nullcontext
@@ -289,7 +289,7 @@ class HFVerifier:
             verifying = self._state.verifying(self._rows, [self._rows], [roots], [draft], self._device)
         elif nodes and self._derived is not None:
             verifying = self._derived.verifying(self.past, roots, draft, self._device)
-        with catch_hidden(self.model, want_hidden) as hidden, verifying, self.around(roots + nodes):
+        with catch_hidden(self.model, want_hidden) as hidden, verifying, self.around():
             outputs = self.model(**kwargs, return_dict=True)
         cache = getattr(outputs, self.interface.cache_name, self.cache)
         if cache is not self.cache:

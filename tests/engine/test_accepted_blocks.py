@@ -155,28 +155,6 @@ def test_a_refused_branch_across_the_edge_of_a_window(
             assert torch.equal(greedy(ours, ids), wanted), (size, first)
 
 
-_QWEN: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
-_MAMBA2: dict[str, Any] = {
-    "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2, "attn_implementation": "eager",
-}  # fmt: skip
-HYBRIDS = [("qwen3_5_text", _QWEN), ("mamba2", _MAMBA2), ("lfm2", {"layer_types": ["conv", "full_attention"]})]
-
-
-@pytest.mark.parametrize(("model_type", "settings"), HYBRIDS, ids=[name for name, _ in HYBRIDS])
-def test_state_is_that_of_the_accepted_part(model_type: str, settings: dict[str, Any]) -> None:
-    """A block in part, then none, then a whole one, in every order and for every length."""
-    plain, ours, drafter = pair(model_type, **settings)
-    ids = prompt_of()
-    wanted = greedy(plain, ids)
-    for length in BLOCKS:
-        for lengths in ([length, None, MOST], [None, length, None, None, length], [MOST, length, None]):
-            drafter.take(wanted[0], lengths)
-            assert torch.equal(greedy(ours, ids), wanted), lengths
-
-
 @pytest.mark.parametrize("recorded_pass", ["always", "off"])
 def test_blocks_end_at_the_last_position(recorded_pass: str) -> None:
     settings = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "max_position_embeddings": 32}
