@@ -28,7 +28,7 @@ _FIM_TOKENS = 128
 _CLIENT_CLOSED = 499
 ANSWERS: dict[int | str, Any] = {
     200: {"content": {"text/event-stream": {}}},
-    **errors(400, 401, 403, 408, 413, 499, 500, 501, 503),
+    **errors(400, 401, 403, 404, 408, 413, 499, 500, 501, 503),
 }
 """How the answers of a dialect are described."""
 Write = Callable[[Service, Any, Sequence[Prepared]], Answer]
@@ -123,21 +123,14 @@ async def respond(
     stream = await opened(service, lambda: [one for item in prepare() for one in item.samples(samples)])
     answer = write(service, body, stream.prepared)
     if body.stream:
-        return EventStream(_events(service, stream, body, answer))
+        return EventStream(_events(service, stream, answer))
     finished = await _collect(request, stream)
     if not answer.tells_superseded and any(done.outcome == "superseded" for done in finished):
         raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-    return JSONResponse(answer.whole(finished, await _places(service, body, finished[0], stream.prepared[0])))
+    return JSONResponse(answer.whole(finished))
 
 
-async def _places(service: Service, body: schemas.Common, done: Completion, prepared: Prepared) -> dict[str, Any]:
-    """Where the lines of a completion stand, looked for in a thread, {} where that was not asked for."""
-    return await asyncio.to_thread(service.provenance.of, done, prepared.left) if body.provenance else {}
-
-
-async def _events(
-    service: Service, stream: Stream, body: schemas.Common, answer: Answer
-) -> AsyncGenerator[bytes, None]:
+async def _events(service: Service, stream: Stream, answer: Answer) -> AsyncGenerator[bytes, None]:
     """Server-sent events, one for each pass, and comments while there is nothing to say."""
     finished: dict[int, Completion] = {}
     stream.ping_s = service.config.sse_ping_s or None
@@ -154,7 +147,7 @@ async def _events(
                     shown.append(answer.failure(news.error))
                 else:
                     finished[index] = news
-                    shown += answer.end(news, await _places(service, body, news, stream.prepared[index]), index)
+                    shown += answer.end(news, index)
             if shown or not said:
                 yield b"".join(map(event, shown)) or _PING
         for one in answer.close([finished[index] for index in sorted(finished)]):

@@ -130,7 +130,6 @@ def assemble(
         config,
         workspace,
         shared=shared,
-        stores=given,
         named=asked_for,
         drafters=kept,
         metrics=metrics,

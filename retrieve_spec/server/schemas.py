@@ -133,7 +133,6 @@ class Common(Refusing):
     user: Text | None = None
     prediction: Prediction | None = None
     speculative: StrictBool | None = Field(None, description="False decodes plainly; the text is the same.")
-    provenance: StrictBool | None = Field(None, description="Say where copied lines stand, and under which licence.")
     deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
     store: Text | None = Field(None, description="A datastore to draft from besides, by the name it is served under.")
 
@@ -534,6 +533,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_keep": (0, 1),
     "image_data": (),
     "multimodal_data": (),
+    # what this server had once
+    "provenance": (False,),
 }
 """Values with which a field asks for nothing; None, "", [] and {} always do."""
 

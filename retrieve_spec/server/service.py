@@ -20,9 +20,9 @@ from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
+from retrieve_spec.server.definitions import Definitions
 from retrieve_spec.server.guard import Metrics, Refusal
 from retrieve_spec.server.jobs import Task
-from retrieve_spec.server.lookups import Definitions, Provenance
 from retrieve_spec.server.prompts import (
     Chunk,
     FimAssembler,
@@ -78,7 +78,6 @@ class Prepared:
 
     task: Task
     truncated: bool = False
-    left: str = ""
     predicted_tokens: int = 0
     parser: Callable[[], CallParser] | None = None
 
@@ -207,8 +206,6 @@ class Service:
         Opened folders, if any.
     shared
         Several users with keys of their own share the server: none may fill the queue, or forget for the others.
-    stores
-        Datastores that copied lines are looked up in.
     named
         Datastores that requests may name.
     drafters
@@ -235,7 +232,6 @@ class Service:
         workspace: Workspace | None = None,
         *,
         shared: bool = False,
-        stores: Sequence[Datastore] = (),
         named: Mapping[str, Datastore] | None = None,
         drafters: Drafters | None = None,
         metrics: Metrics | None = None,
@@ -268,7 +264,6 @@ class Service:
         self.logprobs = LogProbWriter(self.codec, self.beginnings.spelled)
         self._shared, self._drafters = shared, drafters
         self.metrics.queues.add(self.queue)
-        self.provenance = Provenance(stores, workspace)
         self.memory = lru_cache(_USERS)(self._open_memory)
         """What the editors of one user have shown, none of which another sees; of so many users, the latest."""
         most = min(config.definition_chars, (config.fim_window or _FIM_WINDOW) * 3 // 4)
@@ -397,7 +392,7 @@ class Service:
             hints=memory.hints(prompt.context_ids, expected),
             begun=prompt.begun,
         )
-        return Prepared(task, prompt.truncated, parts.prefix, len(expected))
+        return Prepared(task, prompt.truncated, len(expected))
 
     def raw(
         self,
@@ -438,9 +433,9 @@ class Service:
             task = self._task(ids, request, wanted, who, hints=memory.hints(ids, expected))
             return Prepared(task, predicted_tokens=len(expected))
         before, after = cursor
-        left, hints = self.codec.decode(before), memory.hints([*after, *before], expected)
-        task = self._task(ids, request, wanted, caller, document=left, typing=True, hints=hints)
-        return Prepared(task, False, left, len(expected))
+        document, hints = self.codec.decode(before), memory.hints([*after, *before], expected)
+        task = self._task(ids, request, wanted, caller, document=document, typing=True, hints=hints)
+        return Prepared(task, predicted_tokens=len(expected))
 
     def no_fim(self) -> str:
         """Why the model cannot infill and which can."""

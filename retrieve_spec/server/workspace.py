@@ -224,18 +224,6 @@ class Workspace:
             body["trouble"] = f"{kind}: it is not followed for now; the server's log says more"
         return body
 
-    def lines(self, piece: str, limit: int) -> list[tuple[Path, int, str]]:
-        """Files and lines where a piece of a line stands: path, line number from 1, the whole line."""
-        found: list[tuple[Path, int, str]] = []
-        for path, text in list(self.texts.items()):
-            at = text.find(piece)
-            while at >= 0 and len(found) < limit:
-                end = text.find("\n", at)
-                line = text[text.rfind("\n", 0, at) + 1 : end if end >= 0 else len(text)]
-                found.append((path, text.count("\n", 0, at) + 1, line))
-                at = text.find(piece, at + len(piece))
-        return found
-
     def _changed(self) -> None:
         if self.follower is not None and not self._stop.is_set():
             self.follower.changed()

@@ -7,7 +7,7 @@ from time import process_time
 import pytest
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.server.lookups import Definitions, Import, imports
+from retrieve_spec.server.definitions import Definitions, Import, imports
 from retrieve_spec.server.workspace import Workspace
 
 GEOMETRY = """\
