@@ -63,8 +63,6 @@ class DraftHints:
         A `retrieve_spec.sources.session.SessionMemory` to draft from and to add the completion to, None for none.
     scope
         Whose text this is: what the model said to somebody else is not drafted from.
-    store
-        An open datastore to draft from besides, for this completion alone, or None.
     """
 
     enabled: bool = True
@@ -72,7 +70,6 @@ class DraftHints:
     context: tuple[int, ...] = ()
     session: Any = None
     scope: str = ""
-    store: Any = None
 
 
 class SharedText:
@@ -293,7 +290,6 @@ class Backend:
             options["eos_token_id"] = sorted(end_ids)
         if hints.enabled:
             options |= {"prediction": list(hints.prediction) or None, "context_ids": hints.context or None}
-            options["store"] = hints.store
         else:
             options["draft"] = "off"
         if not sampling.greedy:

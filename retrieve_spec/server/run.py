@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,6 @@ def build_service(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
-    named_stores: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     name: str | None = None,
     metrics: Metrics | None = None,
@@ -68,8 +67,6 @@ def build_service(
     ----------
     workspaces, stores
         Folders and datastores to draft from.
-    named_stores
-        Datastores that are drafted from where a request asks for them by these names.
     session
         File in which the model's answers are kept, each for whoever asked; None keeps none.
     shared
@@ -90,7 +87,6 @@ def build_service(
         shared=shared,
         workspaces=workspaces,
         stores=stores,
-        named_stores=named_stores,
         session=session,
         metrics=metrics,
     )
@@ -107,16 +103,13 @@ def assemble(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
-    named_stores: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     metrics: Metrics | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
-    asked_for = {name: open_datastore(store, tokenizer=tokenizer) for name, store in (named_stores or {}).items()}
     accelerate(model, tokenizer, datastores=given, session=session or False)
-    model.speculation.check_stores(list(asked_for.values()))
     drafters = model.speculation.drafters
     backend = Backend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
@@ -130,7 +123,6 @@ def assemble(
         config,
         workspace,
         shared=shared,
-        named=asked_for,
         drafters=kept,
         metrics=metrics,
         end_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
@@ -145,20 +137,13 @@ def assemble(
     except Exception:
         log.exception("requests of some kind will fail")
 
-    def prepared(*more: Datastore | None) -> list[Datastore]:
-        """Stores with which a drafter is ready, whatever it had to compile or load."""
-        stores_now = [*given, *(store for store in more if store is not None)]
-        trial = build_drafter(model.speculation.config, datastores=stores_now)
-        if isinstance(trial, Preparable):
-            trial.prepare()
-        return stores_now
-
-    if asked_for:
-        prepared(*asked_for.values())
     if workspace is not None:
 
         def attach(store: Datastore | None) -> None:
-            stores_now = prepared(store)
+            stores_now = given if store is None else [*given, store]
+            trial = build_drafter(model.speculation.config, datastores=stores_now)
+            if isinstance(trial, Preparable):
+                trial.prepare()  # whatever it has to compile or load
             service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
         workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
@@ -220,7 +205,6 @@ def serve(
     models_bytes: int = 0,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
-    named_stores: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     key_file: Path | None = None,
     dtype: str = "auto",
@@ -246,7 +230,7 @@ def serve(
         A datastore is not there or damaged, or the session's file is something else.
     """
     paths = named([model_name, *others])
-    for store in [*stores, *(named_stores or {}).values()]:
+    for store in stores:
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
     if session is not None:
         unpacked(session)
@@ -271,8 +255,7 @@ def serve(
         )
 
     def build_first() -> Service:
-        own = {"stores": stores, "named_stores": named_stores, "session": session}
-        service = build(models.first, **own, progress=models.tell)
+        service = build(models.first, stores=stores, session=session, progress=models.tell)
         log.info("%s, fill-in-the-middle: %s", service.name, service.family or service.no_fim())
         model = service.backend.model
         if quantize is None and model.device.type == "cpu" and model.num_parameters() >= _LARGE:

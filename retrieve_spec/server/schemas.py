@@ -134,7 +134,6 @@ class Common(Refusing):
     prediction: Prediction | None = None
     speculative: StrictBool | None = Field(None, description="False decodes plainly; the text is the same.")
     deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
-    store: Text | None = Field(None, description="A datastore to draft from besides, by the name it is served under.")
 
     def written(self, text: str) -> str:
         """A text, or a part of one, with the line ends of the document."""

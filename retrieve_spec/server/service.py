@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from threading import Lock
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
-from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
@@ -206,8 +205,6 @@ class Service:
         Opened folders, if any.
     shared
         Several users with keys of their own share the server: none may fill the queue, or forget for the others.
-    named
-        Datastores that requests may name.
     drafters
         The model's, where the answers of their sessions are kept in a file.
     metrics
@@ -232,14 +229,13 @@ class Service:
         workspace: Workspace | None = None,
         *,
         shared: bool = False,
-        named: Mapping[str, Datastore] | None = None,
         drafters: Drafters | None = None,
         metrics: Metrics | None = None,
         end_ids: Collection[int] = (),
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
-        self.workspace, self._named = workspace, dict(named or {})
+        self.workspace = workspace
         self.codec, self.backend_vocabulary = TextCodec(tokenizer), len(tokenizer)
         self.fim = find_format(self.codec)
         eos = tokenizer.eos_token_id
@@ -457,7 +453,7 @@ class Service:
         typing: bool = False,
         begun: str = "",
     ) -> Task:
-        config, store = self.config, self._store(request)
+        config = self.config
         late = request.t_max_predict_ms
         words, stop_ids = self._stops(request)
         return Task(
@@ -471,7 +467,7 @@ class Service:
                 begun,
             ),
             replace(self._sampling(request), begun=begun),
-            hints if store is None else lambda: replace(hints(), store=store),
+            hints,
             scope=caller.scope,
             typing=typing,
             arrived=caller.arrived,
@@ -483,20 +479,6 @@ class Service:
             reuse=request.cache_prompt is not False,
             drafting=request.speculative is not False,
         )
-
-    def _store(self, request: Common) -> Datastore | None:
-        """The datastore that a request names.
-
-        Raises
-        ------
-        Refusal
-            404: none is served under the name; which are is not said.
-        """
-        if request.store is None:
-            return None
-        if request.store not in self._named:
-            raise Refusal(404, f"no datastore is served as {request.store[:60]!r}", "not_found_error")
-        return self._named[request.store]
 
     def _deadline(self, request: Common) -> float | None:
         """Seconds of work after which an answer ends, None for no end."""
