@@ -8,7 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.sampling import TokenLogProb
@@ -254,10 +254,6 @@ class LlamaAnswer(Answer):
         return [self.whole([done], streamed=True)]
 
 
-Kind = Literal["chat.completion", "text_completion", "edit"]
-_ID_OF: dict[Kind, str] = {"chat.completion": "chatcmpl", "text_completion": "cmpl", "edit": "edit"}
-
-
 class OpenAIAnswer(Answer):
     """The bodies of one OpenAI answer, streamed or whole; they share an id.
 
@@ -265,8 +261,8 @@ class OpenAIAnswer(Answer):
     ----------
     service, request, prepared
         The model, and what is answered.
-    kind
-        Chat completions, text completions or edits.
+    chat
+        Whether it is a chat's.
     echoed
         What stands in front of the texts, by prompt.
     """
@@ -275,17 +271,22 @@ class OpenAIAnswer(Answer):
 
     def __init__(
         self, service: Service, request: OpenAIOptions, prepared: Sequence[Prepared],
-        kind: Kind = "text_completion", echoed: Sequence[str] = (),
+        chat: bool = False, echoed: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(service, request, prepared)
-        self._chat, self._samples, self._fields = kind == "chat.completion", request.n or 1, request.response_fields
+        self._chat, self._samples, self._fields = chat, request.n or 1, request.response_fields
         self._predicted = prepared[0].predicted_tokens
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._logprobs = None if request.wanted_logprobs() is None else service.logprobs
         self._echoed = [text for text in echoed for _ in range(self._samples)] or [""] * len(prepared)
         self._lengths = Counter[int]()  # by choice: characters that were told with log-probabilities
-        id_, now = f"{_ID_OF[kind]}-{uuid.uuid4().hex}", int(time.time())
-        self._head = {"id": id_, "object": kind, "created": now, "model": service.name}
+        kind, id_ = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
+        self._head = {
+            "id": f"{id_}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": service.name,
+        }
 
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
         """The answer without streaming."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,16 +90,7 @@ async def chat(body: schemas.ChatRequest, request: Request, service: Meant) -> R
     return await converse(service, request, body, CHAT)
 
 
-@router.post("/v1/edits", responses=ANSWERS)
-@router.post("/v1/edit", include_in_schema=False)
-async def edits(body: schemas.EditRequest, request: Request, service: Meant) -> Response:
-    """The whole new text of a file, given what to change (OpenAI's edits)."""
-    wanted, who = first(body.max_tokens, body.n_predict, -1), caller(request, body)
-    write = partial(OpenAIAnswer, kind="edit")
-    return await respond(service, request, body, lambda: [edit_task(service, body, who, wanted)], write)
-
-
-CHAT: Write = partial(OpenAIAnswer, kind="chat.completion")
+CHAT: Write = partial(OpenAIAnswer, chat=True)
 
 
 async def converse(service: Service, request: Request, body: schemas.ChatRequest, write: Write) -> Response:
@@ -289,50 +279,6 @@ async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) ->
         opening.add_done_callback(lambda _: stream.close())
         raise
     return stream
-
-
-_BACKTICKS = re.compile("`+")
-
-
-def edit_task(service: Service, request: schemas.EditRequest, caller: Caller, wanted: int) -> Prepared:
-    """A task whose answer is the new text of a file; with ``wanted`` below 0 there must be room for the whole text.
-
-    The answer begins and ends with more backticks than stand together in what was given. A text without a newline at
-    its end is answered without one.
-
-    Raises
-    ------
-    Refusal
-        400: there is nothing to change, or nothing is said of what to change; the model cannot read the text, or not
-        say as much again.
-    """
-    text, instruction, path = request.input, request.instruction.strip(), request.path or ""
-    if not text:
-        raise Refusal(400, '"input" is empty: there is nothing to change; ask /v1/completions for a new text')
-    if not instruction:
-        raise Refusal(400, '"instruction" is empty: say what is to be changed')
-    runs = _BACKTICKS.findall("\n".join((text, instruction, path)))
-    fence = "`" * max(3, 1 + max(map(len, runs), default=0))
-    ended = text.endswith("\n")
-    question = (
-        f"{instruction}\n\n{path}\n{fence}\n{text}" + ("" if ended else "\n") + f"{fence}\n\n"
-        f"Answer with the whole new text between two lines of {len(fence)} backticks, and nothing else."
-    )
-    given = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    stops = [*given, *([] if ended else [f"\n{fence}"]), fence]
-    asked = request.model_copy(
-        update={"prediction": request.prediction or schemas.Prediction(content=text), "stop": stops}
-    )
-    ids, expected = service.prompts.asked(question, f"{fence}\n"), service.prompts.expected(asked)
-    room = service.backend.n_ctx - len(ids)
-    if wanted < 0 and len(expected) > room:
-        raise Refusal(
-            400,
-            f"the new text may need {len(expected)} tokens, and {max(0, room)} can follow the prompt of {len(ids)};"
-            " send a part of the file, or say with max_tokens how much of the new text is enough",
-            "exceed_context",
-        )
-    return service.raw(ids, asked, caller, wanted, expected)
 
 
 def scope_of(request: Request) -> str:

@@ -144,14 +144,13 @@ class Common(Refusing):
     def _read(cls, fields: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(fields, dict):
             return check(fields)
-        newline = cls._line_end(fields)
-        request = check(with_line_feeds(fields) if newline else fields)
-        request._newline = newline or "\n"
+        request = check(with_line_feeds(fields))
+        request._newline = cls._line_end(fields)
         return request
 
     @classmethod
     def _line_end(cls, fields: dict[str, Any]) -> str:
-        """How the lines of the document end; "" where it is to be read as it is."""
+        """How the lines of the document end."""
         return line_end(*_texts([fields.get(name) for name in ("input_prefix", "prompt", "input_suffix", "suffix")]))
 
     @field_validator("samplers")
@@ -413,19 +412,6 @@ class ChatRequest(Conversation, OpenAIOptions):
         if self.offered and self.wanted_json()[0] is not None:
             raise ValueError("response_format: not beside tools")
         return self
-
-
-class EditRequest(OpenAIOptions):
-    """`POST /v1/edits`: OpenAI's edits, with the name of the file."""
-
-    @classmethod
-    def _line_end(cls, fields: dict[str, Any]) -> str:
-        text = fields.get("input")
-        return line_end(text) if isinstance(text, str) and text.count("\n") == text.count("\r\n") else ""
-
-    input: Text
-    instruction: Text
-    path: Text | None = Field(None, description="How the file is called in the prompt; it is not opened.")
 
 
 class TokenizeRequest(Asked):

@@ -390,17 +390,8 @@ class Service:
         )
         return Prepared(task, prompt.truncated, len(expected))
 
-    def raw(
-        self,
-        prompt: str | Sequence[int],
-        request: Common,
-        caller: Caller,
-        wanted: int,
-        expected: list[int] | None = None,
-    ) -> Prepared:
+    def raw(self, prompt: str | Sequence[int], request: Common, caller: Caller, wanted: int) -> Prepared:
         """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing.
-
-        `expected` are the tokens of the request's prediction, where they are known.
 
         Raises
         ------
@@ -423,7 +414,7 @@ class Service:
                 400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context"
             )
         memory, cursor = self.memory(caller.scope), self.prompts.cursor(ids)
-        expected = self.prompts.expected(request) if expected is None else expected
+        expected = self.prompts.expected(request)
         if cursor is None:
             who = caller if caller.explicit else replace(caller, client=None)
             task = self._task(ids, request, wanted, who, hints=memory.hints(ids, expected))
