@@ -121,13 +121,6 @@ def need_extra() -> None:
     metavar="[NAME=]reference|PATH|HUB_ID",
     help="A model to run; with several, requests name the one they want, which is loaded when it is first asked for.",
 )
-@click.option(
-    "--models-mib",
-    default=0,
-    type=WholeRange(min=0),
-    metavar="N",
-    help="Memory of the weights of several models: the one used longest ago is given up for another (all stay).",
-)
 @_workspace
 @_licences
 @_store
@@ -197,7 +190,6 @@ def need_extra() -> None:
 @click.option("--quiet", is_flag=True, help="Only errors.")
 def serve(
     models: tuple[str, ...],
-    models_mib: int,
     workspaces: tuple[Path, ...],
     licences: tuple[str, ...],
     stores: tuple[Path | str, ...],
@@ -258,7 +250,6 @@ def serve(
             models[0],
             config,
             others=models[1:],
-            models_bytes=models_mib << 20,
             workspaces=workspaces,
             stores=stores,
             session=session,

@@ -44,7 +44,7 @@ def create_app(models: Models, *, keys: Sequence[bytes] = ()) -> FastAPI:
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await loading
-        await models.close()
+        models.close()
 
     app = FastAPI(
         title="retrieve-spec",

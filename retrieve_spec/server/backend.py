@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -177,7 +176,6 @@ class Backend:
         self.model = model
         self.tokenizer = tokenizer
         self.token_bytes = int(model.speculation.bytes_per_token)
-        self.weight_bytes = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
         self._infill: Any = None
         self._grammars: Grammars | None = None
         self._beginnings: Beginnings | None = None

@@ -27,7 +27,7 @@ from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, check_binding, normal_origins, read_keys
-from retrieve_spec.server.models import Model, Models, bytes_on_disk, named
+from retrieve_spec.server.models import Model, Models, named
 from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace, WorkspaceStore
@@ -202,7 +202,6 @@ def serve(
     config: ServeConfig,
     *,
     others: Sequence[str] = (),
-    models_bytes: int = 0,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
     session: Path | None = None,
@@ -216,8 +215,7 @@ def serve(
     """Serve until interrupted.
 
     `model_name` and `others` are models as `named` reads them. The first is loaded now, the others when they are first
-    asked for; datastores and the session's file are the first's, since they hold its tokens. `models_bytes` is the
-    ``most_bytes`` of `Models`.
+    asked for; datastores and the session's file are the first's, since they hold its tokens.
 
     `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded,
     `on_loaded` when it has been, in the thread that did it.
@@ -264,12 +262,9 @@ def serve(
         on_loaded()
         return service
 
-    known = {name: Model(partial(build, name), bytes_on_disk(path)) for name, path in paths.items()}
-    models = Models(
-        known, config, metrics, most_bytes=models_bytes, on_failure=lambda: setattr(server, "should_exit", True)
-    )
-    first = known[models.first]
-    first.load, first.stays = build_first, session is not None  # who has answers forgotten means the file's, too
+    known = {name: Model(partial(build, name)) for name in paths}
+    models = Models(known, config, metrics, on_failure=lambda: setattr(server, "should_exit", True))
+    known[models.first].load = build_first
     server = uvicorn.Server(server_settings(create_app(models, keys=keys)))
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

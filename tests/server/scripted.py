@@ -24,7 +24,6 @@ class ScriptedBackend:
         self.gate: threading.Semaphore | None = None
         self.fail = False
         self.token_bytes = 8
-        self.weight_bytes = 10
         self.heals = False
         self.together: list[int] = []
 
