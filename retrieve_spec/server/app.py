@@ -7,7 +7,6 @@ import base64
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from html import escape
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from retrieve_spec._version import __version__
-from retrieve_spec.config import EDITORS
 from retrieve_spec.server import completions, schemas, translations
 from retrieve_spec.server.completions import scope_of
 from retrieve_spec.server.guard import BoundedRoute, Counted, Guard, Refusal, errors, refused
@@ -212,31 +210,3 @@ async def forget(request: Request, models: Known) -> Response:
 async def metrics(models: Known) -> Response:
     """Prometheus metrics."""
     return models.metrics.exposed()
-
-
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
-<title>retrieve-spec</title>
-<style>body{{font:16px sans-serif;margin:2em}}th,td{{text-align:left;padding-right:2em}}</style>
-<h1>retrieve-spec</h1>
-<table><tr><th>Model<th>State<th>Fill-in-the-middle<th>Context{models}</table>
-<h2>So far</h2><table>{figures}</table>
-<h2>Connect an editor</h2><pre>{connect}</pre>
-<p>OpenAI clients: the base URL is this address with <code>/v1</code>. What is taken:
-<a href="/openapi.json">openapi.json</a>.</html>
-"""
-
-
-@router.get("/", response_class=HTMLResponse)
-async def page(request: Request, models: Known) -> Response:
-    """What runs here, how to connect an editor, and figures so far, for a browser."""
-    url, first, rows = str(request.base_url).rstrip("/"), models.models[models.first].service, []
-    figures = {"Files of the workspace": float(len(first.workspace.texts))} if first and first.workspace else {}
-    for model in (entry for name, entry in models.entries().items() if name in models.models):
-        meta = model.get("meta", {})
-        cells = (model["id"], model["status"]["value"], meta.get("fim") or "–", meta.get("n_ctx", "–"))
-        rows.append("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in cells))
-    table = "".join(
-        f"<tr><th>{escape(name)}<td>{value:.4g}" for name, value in (figures | models.metrics.figures()).items()
-    )
-    connect = "\n".join(f"retrieve-spec editor {name} --url {escape(url)}" for name in EDITORS)
-    return HTMLResponse(_PAGE.format(models="".join(rows), figures=table, connect=connect))

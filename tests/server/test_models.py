@@ -120,7 +120,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_own_requests(several):
 def test_keys_guard_all_models_and_forgetting_is_of_all(several):
     s = several(keys=(b"one",))
     assert s.ask("b").status_code == 401 and s.server.client.get("/v1/models").status_code == 401
-    assert s.loads == ["a"] and s.server.client.get("/").status_code == 200
+    assert s.loads == ["a"] and s.server.client.get("/health").status_code == 200
     s.server.client.headers["Authorization"] = "Bearer one"
     assert s.said("b") == "I am b"
     kept = s.server.client.get("/v1/workspace").json()
