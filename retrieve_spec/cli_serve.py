@@ -214,8 +214,8 @@ def serve(
 ) -> None:
     """Serve completions to editors over HTTP.
 
-    Speaks llama.cpp's /infill and /completion, OpenAI's /v1/completions, /v1/chat/completions, /v1/responses and
-    /v1/embeddings, Anthropic's /v1/messages, so that llama.vim, llama.vscode, Continue, Zed and minuet work unchanged.
+    Speaks llama.cpp's /infill and /completion, OpenAI's /v1/completions, /v1/chat/completions and /v1/responses,
+    Anthropic's /v1/messages, so that llama.vim, llama.vscode, Continue, Zed and minuet work unchanged.
     """
     need_extra()
     begin_loading()

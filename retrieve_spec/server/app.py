@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,7 +19,6 @@ from retrieve_spec.server import completions, schemas, translations
 from retrieve_spec.server.completions import scope_of
 from retrieve_spec.server.guard import BoundedRoute, Counted, Guard, Refusal, errors, refused
 from retrieve_spec.server.models import DEFAULT, Known, Meant, Models
-from retrieve_spec.server.service import Service
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
 """What a page of an allowed origin may send."""
@@ -110,44 +106,6 @@ async def template(body: schemas.TemplateRequest, service: Meant) -> Response:
     """The prompt of a conversation."""
     ids = await asyncio.to_thread(service.prompts.chat, body.messages, **body.rendering())
     return JSONResponse({"prompt": service.codec.decode(ids)})
-
-
-@router.post("/v1/embeddings", responses=errors(400, 408, 413, 503))
-async def embeddings(body: schemas.EmbeddingsRequest, request: Request, service: Meant) -> Response:
-    """Vectors of texts: of the model's last hidden states the mean over a text's tokens, of length 1."""
-    prompts = [await asyncio.to_thread(_tokens, service, text) for text in body.texts()]
-    data = []
-    for index, ids in enumerate(prompts):
-        vector = await _vector(service, ids, request)
-        if body.dimensions not in (None, len(vector)):
-            raise Refusal(400, f'"dimensions": the model\'s embeddings have {len(vector)}; leave it out')
-        said = base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
-        value = said if body.encoding_format == "base64" else vector.tolist()
-        data.append({"object": "embedding", "index": index, "embedding": value})
-    tokens = sum(map(len, prompts))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return JSONResponse({"object": "list", "data": data, "model": service.name, "usage": usage})
-
-
-def _tokens(service: Service, text: str | list[int]) -> list[int]:
-    """The tokens of a text that the model can read."""
-    ids = service.prompts.encode(text) if isinstance(text, str) else text
-    if not ids or max(ids) >= service.backend_vocabulary:
-        raise Refusal(400, '"input" has a text without tokens, or a token that is not in the vocabulary')
-    if len(ids) > service.backend.n_ctx:
-        raise Refusal(400, f"a text has {len(ids)} tokens; the model reads {service.backend.n_ctx}", "exceed_context")
-    return ids
-
-
-async def _vector(service: Service, ids: list[int], request: Request) -> torch.Tensor:
-    """The (hidden,) vector of a text, which is read by pieces between the passes of others."""
-    piece, cache, total = service.config.prefill_chunk, service.backend.new_cache(), torch.zeros(())
-    for at in range(0, len(ids), piece):
-        if await request.is_disconnected():
-            raise Refusal(499, "the client closed the connection", "cancelled")
-        read = service.queue.run_when_idle(partial(service.backend.hidden, cache, ids[at : at + piece]))
-        total = total + (await asyncio.wrap_future(read)).sum(0)
-    return torch.nn.functional.normalize(total, dim=0)
 
 
 @router.get("/v1/models")

@@ -225,15 +225,15 @@ class Backend:
         """Seconds that a token of a prompt takes to read, measured behind as many tokens."""
         ids, cache = self._some_ids(), self.new_cache()
         count = len(ids)
-        self.hidden(cache, ids)
+        self._read(cache, ids)
         begun = perf_counter()
-        self.hidden(cache, ids)
+        self._read(cache, ids)
         return (perf_counter() - begun) / count
 
     def warm_up(self, end_ids: frozenset[int]) -> None:
         """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel."""
         ids, cache = self._some_ids(), self.new_cache()
-        self.hidden(cache, ids)
+        self._read(cache, ids)
         for more in (ids[:1], ids[:_PIECE]):
             texts = [
                 self.decode(
@@ -256,13 +256,12 @@ class Backend:
         count = max(1, min(_MEASURED, self.n_ctx // 4))
         return [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
 
-    def hidden(self, cache: Any, token_ids: Sequence[int]) -> torch.Tensor:
-        """Read further tokens into a cache; their (n, hidden) float32 states behind the last layer, on the CPU."""
+    def _read(self, cache: Any, token_ids: Sequence[int]) -> None:
+        """Read further tokens into a cache."""
         ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
         with using(self._engine.threads), torch.no_grad():  # what inference mode has written cannot be gone on with
             read = self.model.base_model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
-        states: torch.Tensor = read.last_hidden_state[0].float().cpu()
-        return states
+        read.last_hidden_state.cpu()  # an accelerator has done it then
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,

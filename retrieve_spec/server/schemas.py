@@ -433,28 +433,6 @@ class TemplateRequest(Conversation, Refusing):
     """`POST /apply-template`."""
 
 
-_MOST_TEXTS = 256
-Tokens = Annotated[Items[TokenId], Field(min_length=1)]
-
-
-class EmbeddingsRequest(Refusing):
-    """`POST /v1/embeddings`."""
-
-    input: (
-        Text
-        | Tokens
-        | Annotated[Items[Text], Field(min_length=1, max_length=_MOST_TEXTS)]
-        | Annotated[Items[Tokens], Field(min_length=1, max_length=_MOST_TEXTS)]
-    )
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-
-    def texts(self) -> list[str | list[int]]:
-        """The texts, as they are or in tokens."""
-        given: Any = self.input
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
-
-
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "n": (1,),

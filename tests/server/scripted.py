@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
-
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.sampling import Sampling
@@ -37,10 +35,6 @@ class ScriptedBackend:
         assert keep <= len(cache)
         del cache[keep:]
         return True
-
-    def hidden(self, cache: list[int], token_ids: Sequence[int]) -> torch.Tensor:
-        cache += token_ids
-        return torch.ones(len(token_ids), 4)
 
     def clone(self, cache: list[int]) -> list[int]:
         return list(cache)
