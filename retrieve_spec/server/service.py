@@ -19,7 +19,6 @@ from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
-from retrieve_spec.server.definitions import Definitions
 from retrieve_spec.server.guard import Metrics, Refusal
 from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.prompts import (
@@ -262,8 +261,6 @@ class Service:
         self.metrics.queues.add(self.queue)
         self.memory = lru_cache(_USERS)(self._open_memory)
         """What the editors of one user have shown, none of which another sees; of so many users, the latest."""
-        most = min(config.definition_chars, (config.fim_window or _FIM_WINDOW) * 3 // 4)
-        self.definitions = Definitions(workspace, most) if workspace is not None else None
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
 
     def _open_memory(self, scope: str) -> Memory:
@@ -336,8 +333,6 @@ class Service:
         kept = self.kept(scope)
         self.memory(scope).forget()
         self.beginnings.forget()  # of all users: whose words they were is not kept
-        if self.definitions is not None:
-            self.definitions.forget()
         if self.workspace is not None and not self._shared:
             self.workspace.forget()
         try:
@@ -370,11 +365,10 @@ class Service:
         memory = self.memory(caller.scope)
         if memory.assembler is None:
             raise Refusal(501, self.no_fim(), "not_supported_error")
-        shown = parts if self.definitions is None else self.definitions.shown_with(parts)
         most = 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8)
         # A grammar says itself what comes first, and log-probabilities are of all that is said.
         free = request.wanted_json()[0] is None and request.wanted_logprobs() is None
-        prompt = memory.assembler.assemble(shown, most, heal=free)
+        prompt = memory.assembler.assemble(parts, most, heal=free)
         expected = self.prompts.expected(request, prompt.begun)
         memory.note(chunk.text for chunk in parts.extra)
         memory.encode_new()

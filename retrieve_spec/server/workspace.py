@@ -66,8 +66,6 @@ class Workspace:
         How many files the last scan left out, by reason; a folder that is passed over counts as one.
     read
         How many files the scan under way, or the last one, has looked at, and of how many.
-    version
-        Another number whenever a file appeared, went or changed.
     trouble
         What keeps the workspace from being followed, "" while all is well.
     follower
@@ -86,7 +84,6 @@ class Workspace:
         self.chars = 0
         self.left_out: Counter[str] = Counter()
         self.read = 0, 0
-        self.version = 0
         self.trouble = ""
         self.forgotten = False
         self.indexed = threading.Event()
@@ -146,7 +143,6 @@ class Workspace:
                 if self.forgotten:
                     return
                 self.texts, self.chars, self.left_out = dict(reversed(texts.items())), total, left_out
-                self.version += 1
             self.indexed.set()
             if left_out:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
@@ -196,14 +192,12 @@ class Workspace:
             while self.chars > config.workspace_chars or len(self.texts) > config.workspace_files:
                 self.chars -= len(self.texts.pop(next(iter(self.texts))))
                 self.left_out[_TOO_MUCH] += 1
-            self.version += 1
 
     def forget(self) -> None:
         """Drop everything remembered, a scan under way included; nothing is remembered again until the next start."""
         with self._lock:
             self.forgotten = True
             self.texts, self.chars = {}, 0
-            self.version += 1
             self.left_out = Counter()
         self.indexed.set()
         if self.follower is not None:
