@@ -6,12 +6,10 @@ import ctypes
 import gc
 import logging
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -32,8 +30,6 @@ from retrieve_spec.errors import ServeError
 _DEFAULTS = ServeConfig()
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_NAME = re.compile(r"[\w.-]+")
-
 _workspace = click.option(
     "--workspace",
     "workspaces",
@@ -52,25 +48,6 @@ _store = click.option(
 )
 
 
-class _Served(Place):
-    """A datastore for all requests, or ``NAME=PLACE`` for those that ask for it by name."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """(name, place); an empty name for all requests."""
-        name, is_named, place = value.partition("=")
-        if not is_named or not _NAME.fullmatch(name) or os.path.exists(value):
-            return "", super().convert(value, param, ctx)
-        return name, super().convert(place, param, ctx)
-
-
-_served_stores = click.option(
-    "--store",
-    "stores",
-    multiple=True,
-    type=_Served(exists=True, path_type=Path),
-    metavar="[NAME=]S",
-    help="A datastore to draft from; with a name, for requests that ask for it (store). May be given more than once.",
-)
 _session = click.option(
     "--session",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -144,16 +121,9 @@ def need_extra() -> None:
     metavar="[NAME=]reference|PATH|HUB_ID",
     help="A model to run; with several, requests name the one they want, which is loaded when it is first asked for.",
 )
-@click.option(
-    "--models-mib",
-    default=0,
-    type=WholeRange(min=0),
-    metavar="N",
-    help="Memory of the weights of several models: the one used longest ago is given up for another (all stay).",
-)
 @_workspace
 @_licences
-@_served_stores
+@_store
 @_session
 @click.option("--host", default=_DEFAULTS.host, show_default=True, help="Where to listen.")
 @click.option("--port", default=_DEFAULTS.port, show_default=True, type=WholeRange(0, 65535))
@@ -220,10 +190,9 @@ def need_extra() -> None:
 @click.option("--quiet", is_flag=True, help="Only errors.")
 def serve(
     models: tuple[str, ...],
-    models_mib: int,
     workspaces: tuple[Path, ...],
     licences: tuple[str, ...],
-    stores: tuple[tuple[str, Path | str], ...],
+    stores: tuple[Path | str, ...],
     session: Path | None,
     host: str,
     port: int,
@@ -245,8 +214,8 @@ def serve(
 ) -> None:
     """Serve completions to editors over HTTP.
 
-    Speaks llama.cpp's /infill and /completion, OpenAI's /v1/completions, /v1/chat/completions, /v1/responses and
-    /v1/embeddings, Anthropic's /v1/messages, so that llama.vim, llama.vscode, Continue, Zed and minuet work unchanged.
+    Speaks llama.cpp's /infill and /completion, OpenAI's /v1/completions, /v1/chat/completions and /v1/responses,
+    Anthropic's /v1/messages, so that llama.vim, llama.vscode, Continue, Zed and minuet work unchanged.
     """
     need_extra()
     begin_loading()
@@ -281,10 +250,8 @@ def serve(
             models[0],
             config,
             others=models[1:],
-            models_bytes=models_mib << 20,
             workspaces=workspaces,
-            stores=[place for name, place in stores if not name],
-            named_stores=_by_name(stores),
+            stores=stores,
             session=session,
             key_file=key_file,
             dtype=dtype,
@@ -293,14 +260,6 @@ def serve(
             on_listening=say,
             on_loaded=end_loading,
         )
-
-
-def _by_name(stores: Sequence[tuple[str, Path | str]]) -> dict[str, Path | str]:
-    """Datastores that have names; a name that is given twice is an error."""
-    named = dict(place for place in stores if place[0])
-    if len(named) < sum(bool(name) for name, _ in stores):
-        raise click.UsageError("--store: a name is given twice")
-    return named
 
 
 @click.command(short_help="Serve inline completions as a language server.")

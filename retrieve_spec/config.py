@@ -238,9 +238,6 @@ class ServeConfig:
         Seconds without a word after which a stream has a comment, so that clients do not give up; 0 for none.
     workspace_files, workspace_chars, workspace_file_bytes
         Bounds of the workspace index: files, characters over all, bytes of one file.
-    definition_chars
-        Characters of definitions of imported names that a prompt holds at most, and fewer than a quarter of the tokens
-        around the cursor take; 0 for none.
     workspace_licences
         SPDX identifiers of the licences under which a workspace's files are drafted from; any where there are none.
     origins
@@ -268,7 +265,6 @@ class ServeConfig:
     workspace_files: int = 100_000
     workspace_chars: int = 16_000_000
     workspace_file_bytes: int = 256 << 10
-    definition_chars: int = 1600
     workspace_licences: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
 

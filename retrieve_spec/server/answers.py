@@ -8,7 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.sampling import TokenLogProb
@@ -106,7 +106,7 @@ class Answer(ABC):
         """Events for what one pass made certain."""
 
     @abstractmethod
-    def end(self, done: Completion, extra: dict[str, Any], index: int) -> Events:
+    def end(self, done: Completion, index: int) -> Events:
         """Events at the end of a text."""
 
     def close(self, finished: Sequence[Completion]) -> Events:
@@ -114,7 +114,7 @@ class Answer(ABC):
         return []
 
     @abstractmethod
-    def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
         """The answer without streaming."""
 
     def failure(self, error: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class ItemizedAnswer(Answer):
         """Events for what one pass made certain."""
         return self._told(self._said(delta.text))
 
-    def end(self, done: Completion, extra: dict[str, Any], index: int) -> Events:
+    def end(self, done: Completion, index: int) -> Events:
         """Events at the end of the text, which is one item at least."""
         rest = self._told(self._said("", last=True))
         rest += [] if self._under_way else self._opened("")
@@ -200,7 +200,7 @@ class LlamaAnswer(Answer):
         self._prompt = service.codec.decode(ids) if fields is None or "prompt" in fields else ""
         self._slot = request.id_slot if request.id_slot is not None else -1
 
-    def whole(self, finished: Sequence[Completion], extra: dict[str, Any], *, streamed: bool = False) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Completion], *, streamed: bool = False) -> dict[str, Any]:
         """The answer, or the last event of its stream."""
         (done,) = finished
         body = {
@@ -221,7 +221,6 @@ class LlamaAnswer(Answer):
             "tokens_cached": done.prompt_tokens + max(0, len(done.token_ids) - 1),
             "timings": timings(done),
             **marks(done),
-            **extra,
         }
         return project(body, self._request.response_fields)
 
@@ -250,13 +249,9 @@ class LlamaAnswer(Answer):
         text = self._written(delta.text)
         return [{"index": index, "content": text, "tokens": tokens, "stop": False, "id_slot": self._slot}]
 
-    def end(self, done: Completion, extra: dict[str, Any], index: int) -> Events:
+    def end(self, done: Completion, index: int) -> Events:
         """Events at the end of a text."""
-        return [self.whole([done], extra, streamed=True)]
-
-
-Kind = Literal["chat.completion", "text_completion", "edit"]
-_ID_OF: dict[Kind, str] = {"chat.completion": "chatcmpl", "text_completion": "cmpl", "edit": "edit"}
+        return [self.whole([done], streamed=True)]
 
 
 class OpenAIAnswer(Answer):
@@ -266,8 +261,8 @@ class OpenAIAnswer(Answer):
     ----------
     service, request, prepared
         The model, and what is answered.
-    kind
-        Chat completions, text completions or edits.
+    chat
+        Whether it is a chat's.
     echoed
         What stands in front of the texts, by prompt.
     """
@@ -276,19 +271,24 @@ class OpenAIAnswer(Answer):
 
     def __init__(
         self, service: Service, request: OpenAIOptions, prepared: Sequence[Prepared],
-        kind: Kind = "text_completion", echoed: Sequence[str] = (),
+        chat: bool = False, echoed: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(service, request, prepared)
-        self._chat, self._samples, self._fields = kind == "chat.completion", request.n or 1, request.response_fields
+        self._chat, self._samples, self._fields = chat, request.n or 1, request.response_fields
         self._predicted = prepared[0].predicted_tokens
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._logprobs = None if request.wanted_logprobs() is None else service.logprobs
         self._echoed = [text for text in echoed for _ in range(self._samples)] or [""] * len(prepared)
         self._lengths = Counter[int]()  # by choice: characters that were told with log-probabilities
-        id_, now = f"{_ID_OF[kind]}-{uuid.uuid4().hex}", int(time.time())
-        self._head = {"id": id_, "object": kind, "created": now, "model": service.name}
+        kind, id_ = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
+        self._head = {
+            "id": f"{id_}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": service.name,
+        }
 
-    def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
         """The answer without streaming."""
         choices = []
         for index, done in enumerate(finished):
@@ -303,7 +303,7 @@ class OpenAIAnswer(Answer):
                 body["text"] = self._echoed[index] + text
             choices.append(body)
         counts, spent = usage(finished, self._predicted, self._samples), timings(finished[0])
-        answer = {**self._head, "choices": choices, "usage": counts, "timings": spent, **marks(*finished), **extra}
+        answer = {**self._head, "choices": choices, "usage": counts, "timings": spent, **marks(*finished)}
         return project(answer, self._fields)
 
     def _log_probabilities(self, noted: Sequence[TokenLogProb], index: int) -> dict[str, Any] | None:
@@ -351,12 +351,12 @@ class OpenAIAnswer(Answer):
                 first += 1
         return [self._chunk(part, index) for part in parts]
 
-    def end(self, done: Completion, extra: dict[str, Any], index: int) -> Events:
+    def end(self, done: Completion, index: int) -> Events:
         """Events at the end of a text: the reason stands on a chunk before ``[DONE]``, where some clients stop."""
         rest = self._chunks("", index, last=True)
         reason = finish_reason(done, called=self._calls[index] > 0)
         last = self._chunk({} if self._chat else {"text": ""}, index, finish_reason=reason)
-        return [*rest, {**last, **({"deadline": True} if done.deadline_hit else {}), **extra}]
+        return [*rest, {**last, **({"deadline": True} if done.deadline_hit else {})}]
 
     def close(self, finished: Sequence[Completion]) -> Events:
         """Events at the end of a stream."""

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
-from html import escape
 from typing import Any
 
-import torch
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from retrieve_spec._version import __version__
-from retrieve_spec.config import EDITORS
 from retrieve_spec.server import completions, schemas, translations
 from retrieve_spec.server.completions import scope_of
 from retrieve_spec.server.guard import BoundedRoute, Counted, Guard, Refusal, errors, refused
 from retrieve_spec.server.models import DEFAULT, Known, Meant, Models
-from retrieve_spec.server.service import Service
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
 """What a page of an allowed origin may send."""
@@ -44,7 +38,7 @@ def create_app(models: Models, *, keys: Sequence[bytes] = ()) -> FastAPI:
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await loading
-        await models.close()
+        models.close()
 
     app = FastAPI(
         title="retrieve-spec",
@@ -114,44 +108,6 @@ async def template(body: schemas.TemplateRequest, service: Meant) -> Response:
     return JSONResponse({"prompt": service.codec.decode(ids)})
 
 
-@router.post("/v1/embeddings", responses=errors(400, 408, 413, 503))
-async def embeddings(body: schemas.EmbeddingsRequest, request: Request, service: Meant) -> Response:
-    """Vectors of texts: of the model's last hidden states the mean over a text's tokens, of length 1."""
-    prompts = [await asyncio.to_thread(_tokens, service, text) for text in body.texts()]
-    data = []
-    for index, ids in enumerate(prompts):
-        vector = await _vector(service, ids, request)
-        if body.dimensions not in (None, len(vector)):
-            raise Refusal(400, f'"dimensions": the model\'s embeddings have {len(vector)}; leave it out')
-        said = base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
-        value = said if body.encoding_format == "base64" else vector.tolist()
-        data.append({"object": "embedding", "index": index, "embedding": value})
-    tokens = sum(map(len, prompts))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return JSONResponse({"object": "list", "data": data, "model": service.name, "usage": usage})
-
-
-def _tokens(service: Service, text: str | list[int]) -> list[int]:
-    """The tokens of a text that the model can read."""
-    ids = service.prompts.encode(text) if isinstance(text, str) else text
-    if not ids or max(ids) >= service.backend_vocabulary:
-        raise Refusal(400, '"input" has a text without tokens, or a token that is not in the vocabulary')
-    if len(ids) > service.backend.n_ctx:
-        raise Refusal(400, f"a text has {len(ids)} tokens; the model reads {service.backend.n_ctx}", "exceed_context")
-    return ids
-
-
-async def _vector(service: Service, ids: list[int], request: Request) -> torch.Tensor:
-    """The (hidden,) vector of a text, which is read by pieces between the passes of others."""
-    piece, cache, total = service.config.prefill_chunk, service.backend.new_cache(), torch.zeros(())
-    for at in range(0, len(ids), piece):
-        if await request.is_disconnected():
-            raise Refusal(499, "the client closed the connection", "cancelled")
-        read = service.queue.run_when_idle(partial(service.backend.hidden, cache, ids[at : at + piece]))
-        total = total + (await asyncio.wrap_future(read)).sum(0)
-    return torch.nn.functional.normalize(total, dim=0)
-
-
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
 async def listed(models: Known) -> Response:
@@ -212,31 +168,3 @@ async def forget(request: Request, models: Known) -> Response:
 async def metrics(models: Known) -> Response:
     """Prometheus metrics."""
     return models.metrics.exposed()
-
-
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
-<title>retrieve-spec</title>
-<style>body{{font:16px sans-serif;margin:2em}}th,td{{text-align:left;padding-right:2em}}</style>
-<h1>retrieve-spec</h1>
-<table><tr><th>Model<th>State<th>Fill-in-the-middle<th>Context{models}</table>
-<h2>So far</h2><table>{figures}</table>
-<h2>Connect an editor</h2><pre>{connect}</pre>
-<p>OpenAI clients: the base URL is this address with <code>/v1</code>. What is taken:
-<a href="/openapi.json">openapi.json</a>.</html>
-"""
-
-
-@router.get("/", response_class=HTMLResponse)
-async def page(request: Request, models: Known) -> Response:
-    """What runs here, how to connect an editor, and figures so far, for a browser."""
-    url, first, rows = str(request.base_url).rstrip("/"), models.models[models.first].service, []
-    figures = {"Files of the workspace": float(len(first.workspace.texts))} if first and first.workspace else {}
-    for model in (entry for name, entry in models.entries().items() if name in models.models):
-        meta = model.get("meta", {})
-        cells = (model["id"], model["status"]["value"], meta.get("fim") or "–", meta.get("n_ctx", "–"))
-        rows.append("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in cells))
-    table = "".join(
-        f"<tr><th>{escape(name)}<td>{value:.4g}" for name, value in (figures | models.metrics.figures()).items()
-    )
-    connect = "\n".join(f"retrieve-spec editor {name} --url {escape(url)}" for name in EDITORS)
-    return HTMLResponse(_PAGE.format(models="".join(rows), figures=table, connect=connect))

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -63,8 +62,6 @@ class DraftHints:
         A `retrieve_spec.sources.session.SessionMemory` to draft from and to add the completion to, None for none.
     scope
         Whose text this is: what the model said to somebody else is not drafted from.
-    store
-        An open datastore to draft from besides, for this completion alone, or None.
     """
 
     enabled: bool = True
@@ -72,7 +69,6 @@ class DraftHints:
     context: tuple[int, ...] = ()
     session: Any = None
     scope: str = ""
-    store: Any = None
 
 
 class SharedText:
@@ -180,7 +176,6 @@ class Backend:
         self.model = model
         self.tokenizer = tokenizer
         self.token_bytes = int(model.speculation.bytes_per_token)
-        self.weight_bytes = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
         self._infill: Any = None
         self._grammars: Grammars | None = None
         self._beginnings: Beginnings | None = None
@@ -230,15 +225,15 @@ class Backend:
         """Seconds that a token of a prompt takes to read, measured behind as many tokens."""
         ids, cache = self._some_ids(), self.new_cache()
         count = len(ids)
-        self.hidden(cache, ids)
+        self._read(cache, ids)
         begun = perf_counter()
-        self.hidden(cache, ids)
+        self._read(cache, ids)
         return (perf_counter() - begun) / count
 
     def warm_up(self, end_ids: frozenset[int]) -> None:
         """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel."""
         ids, cache = self._some_ids(), self.new_cache()
-        self.hidden(cache, ids)
+        self._read(cache, ids)
         for more in (ids[:1], ids[:_PIECE]):
             texts = [
                 self.decode(
@@ -261,13 +256,12 @@ class Backend:
         count = max(1, min(_MEASURED, self.n_ctx // 4))
         return [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
 
-    def hidden(self, cache: Any, token_ids: Sequence[int]) -> torch.Tensor:
-        """Read further tokens into a cache; their (n, hidden) float32 states behind the last layer, on the CPU."""
+    def _read(self, cache: Any, token_ids: Sequence[int]) -> None:
+        """Read further tokens into a cache."""
         ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
         with using(self._engine.threads), torch.no_grad():  # what inference mode has written cannot be gone on with
             read = self.model.base_model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
-        states: torch.Tensor = read.last_hidden_state[0].float().cpu()
-        return states
+        read.last_hidden_state.cpu()  # an accelerator has done it then
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
@@ -293,7 +287,6 @@ class Backend:
             options["eos_token_id"] = sorted(end_ids)
         if hints.enabled:
             options |= {"prediction": list(hints.prediction) or None, "context_ids": hints.context or None}
-            options["store"] = hints.store
         else:
             options["draft"] = "off"
         if not sampling.greedy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ _FIM_TOKENS = 128
 _CLIENT_CLOSED = 499
 ANSWERS: dict[int | str, Any] = {
     200: {"content": {"text/event-stream": {}}},
-    **errors(400, 401, 403, 408, 413, 499, 500, 501, 503),
+    **errors(400, 401, 403, 404, 408, 413, 499, 500, 501, 503),
 }
 """How the answers of a dialect are described."""
 Write = Callable[[Service, Any, Sequence[Prepared]], Answer]
@@ -91,16 +90,7 @@ async def chat(body: schemas.ChatRequest, request: Request, service: Meant) -> R
     return await converse(service, request, body, CHAT)
 
 
-@router.post("/v1/edits", responses=ANSWERS)
-@router.post("/v1/edit", include_in_schema=False)
-async def edits(body: schemas.EditRequest, request: Request, service: Meant) -> Response:
-    """The whole new text of a file, given what to change (OpenAI's edits)."""
-    wanted, who = first(body.max_tokens, body.n_predict, -1), caller(request, body)
-    write = partial(OpenAIAnswer, kind="edit")
-    return await respond(service, request, body, lambda: [edit_task(service, body, who, wanted)], write)
-
-
-CHAT: Write = partial(OpenAIAnswer, kind="chat.completion")
+CHAT: Write = partial(OpenAIAnswer, chat=True)
 
 
 async def converse(service: Service, request: Request, body: schemas.ChatRequest, write: Write) -> Response:
@@ -123,21 +113,14 @@ async def respond(
     stream = await opened(service, lambda: [one for item in prepare() for one in item.samples(samples)])
     answer = write(service, body, stream.prepared)
     if body.stream:
-        return EventStream(_events(service, stream, body, answer))
+        return EventStream(_events(service, stream, answer))
     finished = await _collect(request, stream)
     if not answer.tells_superseded and any(done.outcome == "superseded" for done in finished):
         raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-    return JSONResponse(answer.whole(finished, await _places(service, body, finished[0], stream.prepared[0])))
+    return JSONResponse(answer.whole(finished))
 
 
-async def _places(service: Service, body: schemas.Common, done: Completion, prepared: Prepared) -> dict[str, Any]:
-    """Where the lines of a completion stand, looked for in a thread, {} where that was not asked for."""
-    return await asyncio.to_thread(service.provenance.of, done, prepared.left) if body.provenance else {}
-
-
-async def _events(
-    service: Service, stream: Stream, body: schemas.Common, answer: Answer
-) -> AsyncGenerator[bytes, None]:
+async def _events(service: Service, stream: Stream, answer: Answer) -> AsyncGenerator[bytes, None]:
     """Server-sent events, one for each pass, and comments while there is nothing to say."""
     finished: dict[int, Completion] = {}
     stream.ping_s = service.config.sse_ping_s or None
@@ -154,7 +137,7 @@ async def _events(
                     shown.append(answer.failure(news.error))
                 else:
                     finished[index] = news
-                    shown += answer.end(news, await _places(service, body, news, stream.prepared[index]), index)
+                    shown += answer.end(news, index)
             if shown or not said:
                 yield b"".join(map(event, shown)) or _PING
         for one in answer.close([finished[index] for index in sorted(finished)]):
@@ -296,50 +279,6 @@ async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) ->
         opening.add_done_callback(lambda _: stream.close())
         raise
     return stream
-
-
-_BACKTICKS = re.compile("`+")
-
-
-def edit_task(service: Service, request: schemas.EditRequest, caller: Caller, wanted: int) -> Prepared:
-    """A task whose answer is the new text of a file; with ``wanted`` below 0 there must be room for the whole text.
-
-    The answer begins and ends with more backticks than stand together in what was given. A text without a newline at
-    its end is answered without one.
-
-    Raises
-    ------
-    Refusal
-        400: there is nothing to change, or nothing is said of what to change; the model cannot read the text, or not
-        say as much again.
-    """
-    text, instruction, path = request.input, request.instruction.strip(), request.path or ""
-    if not text:
-        raise Refusal(400, '"input" is empty: there is nothing to change; ask /v1/completions for a new text')
-    if not instruction:
-        raise Refusal(400, '"instruction" is empty: say what is to be changed')
-    runs = _BACKTICKS.findall("\n".join((text, instruction, path)))
-    fence = "`" * max(3, 1 + max(map(len, runs), default=0))
-    ended = text.endswith("\n")
-    question = (
-        f"{instruction}\n\n{path}\n{fence}\n{text}" + ("" if ended else "\n") + f"{fence}\n\n"
-        f"Answer with the whole new text between two lines of {len(fence)} backticks, and nothing else."
-    )
-    given = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    stops = [*given, *([] if ended else [f"\n{fence}"]), fence]
-    asked = request.model_copy(
-        update={"prediction": request.prediction or schemas.Prediction(content=text), "stop": stops}
-    )
-    ids, expected = service.prompts.asked(question, f"{fence}\n"), service.prompts.expected(asked)
-    room = service.backend.n_ctx - len(ids)
-    if wanted < 0 and len(expected) > room:
-        raise Refusal(
-            400,
-            f"the new text may need {len(expected)} tokens, and {max(0, room)} can follow the prompt of {len(ids)};"
-            " send a part of the file, or say with max_tokens how much of the new text is enough",
-            "exceed_context",
-        )
-    return service.raw(ids, asked, caller, wanted, expected)
 
 
 def scope_of(request: Request) -> str:

@@ -41,7 +41,7 @@ _ANTHROPIC = {
 """Kinds of errors as Anthropic calls them."""
 UNSUPPORTED = "unsupported_field"
 Schema = TypeVar("Schema", bound=BaseModel)
-OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
+OPEN_PATHS = frozenset({"/health", "/v1/health"})
 """What answers without a key."""
 
 
@@ -428,17 +428,6 @@ class Metrics:
         self._drafted.inc(done.report.nodes)
         for source, count in done.report.accepted_by_source.items():
             self._accepted.labels(source).inc(count)
-
-    def figures(self) -> dict[str, float]:
-        """What a page shows: tokens per pass, accepted draft tokens by source, requests that wait and are under way."""
-        values = {
-            (sample.name.removeprefix("retrieve_spec_"), sample.labels.get("source", "")): sample.value
-            for family in self.registry.collect()
-            for sample in family.samples
-        }
-        figures = {"Tokens per pass": values["tokens_emitted_total", ""] / max(values["passes_total", ""], 1.0)}
-        figures |= {f"Accepted from {of}": n for (name, of), n in values.items() if name == "accepted_tokens_total"}
-        return figures | {"Requests waiting": values["queue_length", ""], "Under way": values["running", ""]}
 
     def exposed(self) -> Response:
         """All of them as Prometheus reads them."""

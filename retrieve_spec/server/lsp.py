@@ -11,13 +11,10 @@ import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 from lsprotocol import types as lsp
-from pygls.exceptions import JsonRpcException, JsonRpcInvalidParams
 from pygls.lsp.server import LanguageServer
-from pygls.protocol import LanguageServerProtocol, default_converter
 from pygls.uris import to_fs_path
 from pygls.workspace import TextDocument
 
@@ -156,21 +153,6 @@ async def loaded(load: Callable[[], Service], config: ServeConfig) -> Completer:
 Connect = Callable[[Sequence[Path]], Awaitable[Completer]]
 
 
-def strict_converter() -> Any:
-    """pygls' converter, which would read the number in a string, the whole part of another, and kinds there are not."""
-    converter = default_converter()  # type: ignore[no-untyped-call]
-    for kind in (int, str):
-        converter.register_structure_hook(kind, _plain)
-    converter.register_structure_hook(Kind, lambda value, kind: kind(value))
-    return converter
-
-
-def _plain(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
-
-
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
@@ -181,20 +163,6 @@ class Document(TextDocument):
     def lines(self) -> tuple[str, ...]:
         """Its lines with their ends, which are CR, LF or both."""
         return tuple(_LINE.findall(self.source))
-
-
-class AnsweringProtocol(LanguageServerProtocol):
-    """pygls' protocol, which leaves a request unanswered whose parameters are not of its kind."""
-
-    def structure_message(self, data: dict[str, Any]) -> Any:
-        """A message as an object; one that is none and wants an answer gets the error -32602."""
-        try:
-            return super().structure_message(data)
-        except JsonRpcException as error:
-            if "id" in data and "method" in data:
-                refusal = JsonRpcInvalidParams(f"malformed parameters of {data['method']}")
-                self._send_response(data["id"], error=refusal.to_response_error())
-            raise error
 
 
 class CompletionServer(LanguageServer):
@@ -214,9 +182,7 @@ class CompletionServer(LanguageServer):
     """
 
     def __init__(self, connect: Connect, workspaces: Sequence[Path] = ()) -> None:
-        super().__init__(
-            "retrieve-spec", __version__, protocol_cls=AnsweringProtocol, converter_factory=strict_converter
-        )
+        super().__init__("retrieve-spec", __version__)
         self._connect, self._workspaces = connect, list(workspaces)
         self.completer: Completer | None = None
         self._places: dict[str, int] = {}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from time import monotonic
@@ -19,8 +17,6 @@ from starlette.responses import JSONResponse
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
-from retrieve_spec.model_files import PACKAGED
-from retrieve_spec.reference_model import REFERENCE, reference_path
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, Refusal
 from retrieve_spec.server.service import Service
@@ -29,8 +25,6 @@ log = logging.getLogger("retrieve_spec.server")
 
 DEFAULT = "default"
 """Another name of the first model."""
-_LOOK_S = 0.05
-"""Seconds between two looks whether the requests of a model that is given up are over."""
 
 
 def named(given: Sequence[str]) -> dict[str, str]:
@@ -53,14 +47,6 @@ def named(given: Sequence[str]) -> dict[str, str]:
     return models
 
 
-def bytes_on_disk(model_name: str) -> int:
-    """Bytes of a model's weights as files, 0 where they are not on this machine under that name."""
-    if model_name in PACKAGED:  # which may still be packed
-        return PACKAGED[model_name].unpacked_bytes
-    path = reference_path() if model_name == REFERENCE else Path(model_name).expanduser()
-    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
-
-
 class Model:
     """One of the models of a server.
 
@@ -68,10 +54,6 @@ class Model:
     ----------
     load
         Makes its service; takes as long as it takes.
-    size
-        Bytes of its weights, as far as is known before it is loaded.
-    stays
-        Whether it is never given up.
 
     Attributes
     ----------
@@ -79,15 +61,12 @@ class Model:
         `"unloaded"`, `"loading"`, `"loaded"` or `"failed"`, as llama.cpp's server calls them.
     service
         What is loaded, None while nothing is.
-    users, used
-        Requests under way, and when the last one came.
     """
 
-    def __init__(self, load: Callable[[], Service], size: int = 0, *, stays: bool = False) -> None:
-        self.load, self.size, self.stays = load, size, stays
+    def __init__(self, load: Callable[[], Service]) -> None:
+        self.load = load
         self.state = "unloaded"
         self.service: Service | None = None
-        self.users = self.used = 0
 
     async def begin(self) -> None:
         """Load it in a thread, for which a program that ends meanwhile does not wait, and serve with it."""
@@ -108,15 +87,7 @@ class Model:
             self.state = "failed"
             raise
         service.start()
-        self.service, self.state, self.size = service, "loaded", service.backend.weight_bytes
-
-    async def end(self) -> None:
-        """Let go of what was loaded when the requests under way are over; those that come meanwhile load it again."""
-        service, self.service, self.state = self.service, None, "unloaded"
-        while self.users:
-            await asyncio.sleep(_LOOK_S)
-        if service is not None:
-            service.close()
+        self.service, self.state = service, "loaded"
 
 
 class Models:
@@ -130,23 +101,23 @@ class Models:
         Limits.
     metrics
         Counters of all.
-    most_bytes
-        Bytes of weights that may be loaded: the model that was used longest ago is given up for another one. 0 keeps
-        all.
     on_failure
         Called where the first cannot be loaded; `error` says why.
     """
 
     def __init__(
-        self, models: Mapping[str, Model], config: ServeConfig, metrics: Metrics, *, most_bytes: int = 0,
+        self,
+        models: Mapping[str, Model],
+        config: ServeConfig,
+        metrics: Metrics,
         on_failure: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.models, self.config, self.metrics = dict(models), config, metrics
         self.first, self.several = next(iter(self.models)), len(self.models) > 1
         self.error: Exception | None = None
-        self._most_bytes, self._on_failure = most_bytes, on_failure
+        self._on_failure = on_failure
         self._changing = asyncio.Lock()
-        self._waiting = self._uses = 0
+        self._waiting = 0
         self._ready, self._stage, self._since = False, "starting", monotonic()
 
     @classmethod
@@ -208,9 +179,8 @@ class Models:
         said = {name: ask(service) for name, service in loaded.items() if service is not None}
         return said if self.several else said[self.first]
 
-    @contextlib.asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[Service]:
-        """The service of a model, which stays loaded meanwhile; who asks for one that is not loaded waits for it.
+    async def service(self, name: str) -> Service:
+        """The service of a model; who asks for one that is not loaded waits for it.
 
         Raises
         ------
@@ -221,12 +191,7 @@ class Models:
         if model.service is None:
             await self._wait_for(name, model)
         assert model.service is not None
-        self._uses += 1
-        model.users, model.used = model.users + 1, self._uses
-        try:
-            yield model.service
-        finally:
-            model.users -= 1
+        return model.service
 
     async def _wait_for(self, name: str, model: Model) -> None:
         if self._waiting >= self.config.max_queue:
@@ -242,7 +207,6 @@ class Models:
             self._waiting -= 1
 
     async def _load(self, name: str, model: Model) -> None:
-        await self._make_room(model)
         try:
             await model.begin()
         except Exception as error:
@@ -250,31 +214,13 @@ class Models:
             kind = in_a_line(error).partition(":")[0]
             message = f"the model {name!r} could not be loaded ({kind}); the server's log says why"
             raise Refusal(500, message, "server_error") from error
-        log.info("%s is loaded, %d MiB of weights", name, model.size >> 20)
-        await self._make_room(model)
+        log.info("%s is loaded", name)
 
-    async def _make_room(self, wanted: Model) -> None:
-        """Give up what nobody uses, then what was used longest ago, until there is room, or nothing else is left."""
-        while self._most_bytes:
-            others = [model for model in self.models.values() if model.service is not None and model is not wanted]
-            free = [model for model in others if not model.stays]
-            if not free or wanted.size + sum(model.size for model in others) <= self._most_bytes:
-                return
-            await min(free, key=lambda model: (model.users > 0, model.used)).end()
-            await asyncio.to_thread(_collect)
-
-    async def close(self) -> None:
+    def close(self) -> None:
         """Let go of all that are loaded; their requests have been ended."""
         for model in self.models.values():
-            model.users = 0
-            await model.end()
-
-
-def _collect() -> None:
-    """Give the memory back that nobody refers to, also of what was there when a server had started."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
+            if model.service is not None:
+                model.service.close()
 
 
 async def _known(request: Request) -> Models:  # FastAPI gives plain functions a thread
@@ -286,11 +232,10 @@ Known = Annotated[Models, Depends(_known)]
 """What a handler that is about all models is given."""
 
 
-async def _meant(request: Request, models: Known) -> AsyncIterator[Service]:
+async def _meant(request: Request, models: Known) -> Service:
     named = getattr(request.state, "model", None) or request.query_params.get("model")
-    async with models.using(models.find(named)) as service:
-        yield service
+    return await models.service(models.find(named))
 
 
 Meant = Annotated[Service, Depends(_meant)]
-"""The model that a request names, which stays loaded until its answer is sent."""
+"""The model that a request names."""

@@ -13,9 +13,6 @@ from retrieve_spec.server.schemas import Common, Message
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.tools import with_tools_told
 
-_PLACE = "<<what the user says>>"
-"""Stands for a question while a chat template is filled in, since questions are encoded apart."""
-
 
 class Prompts:
     """Prompts for one model; what cannot fit is refused by its length, before it is encoded."""
@@ -93,26 +90,6 @@ class Prompts:
                     " serve a model that was trained to call tools",
                     "unsupported_field",
                 )
-
-    def asked(self, question: str, begun: str) -> list[int]:
-        """Token ids of a question, in which nothing is a control token, and of how its answer begins.
-
-        Raises
-        ------
-        Refusal
-            400: too long.
-        """
-        self._fits(len(question) + len(begun))
-        encode = self.codec.encode
-        if not self.template:
-            has_chatml = None not in (self.codec.token_id("<|im_start|>"), self.codec.token_id("<|im_end|>"))
-            asked = self._plain_chat([{"role": "user", "content": question}])
-            return [*asked, *encode(begun if has_chatml else f"\n{begun}")]
-        before, found, after = self._templated([{"role": "user", "content": _PLACE}]).partition(_PLACE)
-        if not found:
-            raise Refusal(400, "the model's chat template leaves out what the user says")
-        ends = (self.codec.encode_prompt(part, add_special_tokens=False) for part in (before, after))
-        return [*next(ends), *encode(question), *next(ends), *encode(begun)]
 
     @property
     def template(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from retrieve_spec.acceleration import accelerate
 from retrieve_spec.config import ServeConfig
@@ -27,7 +27,7 @@ from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, check_binding, normal_origins, read_keys
-from retrieve_spec.server.models import Model, Models, bytes_on_disk, named
+from retrieve_spec.server.models import Model, Models, named
 from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace, WorkspaceStore
@@ -53,7 +53,6 @@ def build_service(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
-    named_stores: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     name: str | None = None,
     metrics: Metrics | None = None,
@@ -68,8 +67,6 @@ def build_service(
     ----------
     workspaces, stores
         Folders and datastores to draft from.
-    named_stores
-        Datastores that are drafted from where a request asks for them by these names.
     session
         File in which the model's answers are kept, each for whoever asked; None keeps none.
     shared
@@ -90,7 +87,6 @@ def build_service(
         shared=shared,
         workspaces=workspaces,
         stores=stores,
-        named_stores=named_stores,
         session=session,
         metrics=metrics,
     )
@@ -107,16 +103,13 @@ def assemble(
     shared: bool = False,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
-    named_stores: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     metrics: Metrics | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
     given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
-    asked_for = {name: open_datastore(store, tokenizer=tokenizer) for name, store in (named_stores or {}).items()}
     accelerate(model, tokenizer, datastores=given, session=session or False)
-    model.speculation.check_stores(list(asked_for.values()))
     drafters = model.speculation.drafters
     backend = Backend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
@@ -130,8 +123,6 @@ def assemble(
         config,
         workspace,
         shared=shared,
-        stores=given,
-        named=asked_for,
         drafters=kept,
         metrics=metrics,
         end_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
@@ -146,20 +137,13 @@ def assemble(
     except Exception:
         log.exception("requests of some kind will fail")
 
-    def prepared(*more: Datastore | None) -> list[Datastore]:
-        """Stores with which a drafter is ready, whatever it had to compile or load."""
-        stores_now = [*given, *(store for store in more if store is not None)]
-        trial = build_drafter(model.speculation.config, datastores=stores_now)
-        if isinstance(trial, Preparable):
-            trial.prepare()
-        return stores_now
-
-    if asked_for:
-        prepared(*asked_for.values())
     if workspace is not None:
 
         def attach(store: Datastore | None) -> None:
-            stores_now = prepared(store)
+            stores_now = given if store is None else [*given, store]
+            trial = build_drafter(model.speculation.config, datastores=stores_now)
+            if isinstance(trial, Preparable):
+                trial.prepare()  # whatever it has to compile or load
             service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
         workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
@@ -218,10 +202,8 @@ def serve(
     config: ServeConfig,
     *,
     others: Sequence[str] = (),
-    models_bytes: int = 0,
     workspaces: Sequence[Path] = (),
     stores: Sequence[Path | str] = (),
-    named_stores: Mapping[str, Path | str] | None = None,
     session: Path | None = None,
     key_file: Path | None = None,
     dtype: str = "auto",
@@ -233,8 +215,7 @@ def serve(
     """Serve until interrupted.
 
     `model_name` and `others` are models as `named` reads them. The first is loaded now, the others when they are first
-    asked for; datastores and the session's file are the first's, since they hold its tokens. `models_bytes` is the
-    ``most_bytes`` of `Models`.
+    asked for; datastores and the session's file are the first's, since they hold its tokens.
 
     `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded,
     `on_loaded` when it has been, in the thread that did it.
@@ -247,7 +228,7 @@ def serve(
         A datastore is not there or damaged, or the session's file is something else.
     """
     paths = named([model_name, *others])
-    for store in [*stores, *(named_stores or {}).values()]:
+    for store in stores:
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
     if session is not None:
         unpacked(session)
@@ -272,8 +253,7 @@ def serve(
         )
 
     def build_first() -> Service:
-        own = {"stores": stores, "named_stores": named_stores, "session": session}
-        service = build(models.first, **own, progress=models.tell)
+        service = build(models.first, stores=stores, session=session, progress=models.tell)
         log.info("%s, fill-in-the-middle: %s", service.name, service.family or service.no_fim())
         model = service.backend.model
         if quantize is None and model.device.type == "cpu" and model.num_parameters() >= _LARGE:
@@ -282,12 +262,9 @@ def serve(
         on_loaded()
         return service
 
-    known = {name: Model(partial(build, name), bytes_on_disk(path)) for name, path in paths.items()}
-    models = Models(
-        known, config, metrics, most_bytes=models_bytes, on_failure=lambda: setattr(server, "should_exit", True)
-    )
-    first = known[models.first]
-    first.load, first.stays = build_first, session is not None  # who has answers forgotten means the file's, too
+    known = {name: Model(partial(build, name)) for name in paths}
+    models = Models(known, config, metrics, on_failure=lambda: setattr(server, "should_exit", True))
+    known[models.first].load = build_first
     server = uvicorn.Server(server_settings(create_app(models, keys=keys)))
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -313,25 +290,6 @@ def server_settings(app: Any) -> Any:
 HEAD_S = 20.0
 """Seconds a client may take from the connection, or from a request's first byte, to the end of the headers."""
 HEAD_BYTES = 64 << 10
-_BEGINNING = b"HTTP/1.1 "
-"""What every answer begins with."""
-_LOOK_S = 0.02
-"""Seconds between two looks whether a client that says nothing more still reads."""
-
-
-class _Begun:
-    """The transport of an answer whose beginning has been sent."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._transport = cycle, cycle.transport
-
-    def write(self, data: bytes) -> None:
-        """Send the rest of the answer's head; what comes after it goes to the connection's own transport."""
-        self._cycle.transport = self._transport
-        self._transport.write(data[len(_BEGINNING) :])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -339,8 +297,6 @@ class BoundedConnection(HttpToolsProtocol):
 
     _timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
-    _answering: RequestResponseCycle | None = None
-    _says_no_more = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
@@ -373,48 +329,6 @@ class BoundedConnection(HttpToolsProtocol):
         """The head is here; the time of a body is bounded where it is read."""
         self._stop_waiting()
         super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        """Read what came, unless the connection has been given up."""
-        if not self.transport.is_closing():
-            super().data_received(data)
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answering = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """The client says no more; it gets the answer under way if it still reads.
-
-        One that has closed the connection looks the same, until something is sent to it: the beginning of the answer,
-        or of a chunk's length, which may be a zero.
-        """
-        answer = self._answering
-        if answer is None or answer.response_complete or answer.more_body:
-            return False
-        self._says_no_more = True
-        if not answer.response_started:
-            answer.transport.write(_BEGINNING)
-            answer.transport = _Begun(answer)  # type: ignore[assignment]
-        elif answer.chunked_encoding:
-            answer.transport.write(b"0")
-        self.loop.call_soon(self._look)
-        return True
-
-    def _look(self) -> None:
-        """End the connection where what was sent has not been taken."""
-        if self.transport.is_closing():
-            return
-        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.transport.abort()
-        else:
-            self.loop.call_later(_LOOK_S, self._look)
-
-    def on_response_complete(self) -> None:
-        """An answer is over, and so is the connection where no further request waits in it and none will come."""
-        super().on_response_complete()
-        if self._says_no_more and self._answering is not None and self._answering.response_complete:
-            self.transport.close()
 
     def shutdown(self) -> None:
         """The server ends, and with it a stream under way; an answer that comes as a whole is still sent."""

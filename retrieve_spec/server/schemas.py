@@ -133,9 +133,7 @@ class Common(Refusing):
     user: Text | None = None
     prediction: Prediction | None = None
     speculative: StrictBool | None = Field(None, description="False decodes plainly; the text is the same.")
-    provenance: StrictBool | None = Field(None, description="Say where copied lines stand, and under which licence.")
     deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
-    store: Text | None = Field(None, description="A datastore to draft from besides, by the name it is served under.")
 
     def written(self, text: str) -> str:
         """A text, or a part of one, with the line ends of the document."""
@@ -146,14 +144,13 @@ class Common(Refusing):
     def _read(cls, fields: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(fields, dict):
             return check(fields)
-        newline = cls._line_end(fields)
-        request = check(with_line_feeds(fields) if newline else fields)
-        request._newline = newline or "\n"
+        request = check(with_line_feeds(fields))
+        request._newline = cls._line_end(fields)
         return request
 
     @classmethod
     def _line_end(cls, fields: dict[str, Any]) -> str:
-        """How the lines of the document end; "" where it is to be read as it is."""
+        """How the lines of the document end."""
         return line_end(*_texts([fields.get(name) for name in ("input_prefix", "prompt", "input_suffix", "suffix")]))
 
     @field_validator("samplers")
@@ -417,19 +414,6 @@ class ChatRequest(Conversation, OpenAIOptions):
         return self
 
 
-class EditRequest(OpenAIOptions):
-    """`POST /v1/edits`: OpenAI's edits, with the name of the file."""
-
-    @classmethod
-    def _line_end(cls, fields: dict[str, Any]) -> str:
-        text = fields.get("input")
-        return line_end(text) if isinstance(text, str) and text.count("\n") == text.count("\r\n") else ""
-
-    input: Text
-    instruction: Text
-    path: Text | None = Field(None, description="How the file is called in the prompt; it is not opened.")
-
-
 class TokenizeRequest(Asked):
     """`POST /tokenize`."""
 
@@ -447,28 +431,6 @@ class DetokenizeRequest(Asked):
 
 class TemplateRequest(Conversation, Refusing):
     """`POST /apply-template`."""
-
-
-_MOST_TEXTS = 256
-Tokens = Annotated[Items[TokenId], Field(min_length=1)]
-
-
-class EmbeddingsRequest(Refusing):
-    """`POST /v1/embeddings`."""
-
-    input: (
-        Text
-        | Tokens
-        | Annotated[Items[Text], Field(min_length=1, max_length=_MOST_TEXTS)]
-        | Annotated[Items[Tokens], Field(min_length=1, max_length=_MOST_TEXTS)]
-    )
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-
-    def texts(self) -> list[str | list[int]]:
-        """The texts, as they are or in tokens."""
-        given: Any = self.input
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -534,6 +496,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_keep": (0, 1),
     "image_data": (),
     "multimodal_data": (),
+    # what this server had once
+    "provenance": (False,),
 }
 """Values with which a field asks for nothing; None, "", [] and {} always do."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from threading import Lock
@@ -16,13 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
-from retrieve_spec.datastore.store import Datastore
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.guard import Metrics, Refusal
 from retrieve_spec.server.jobs import Task
-from retrieve_spec.server.lookups import Definitions, Provenance
 from retrieve_spec.server.prompts import (
     Chunk,
     FimAssembler,
@@ -78,7 +76,6 @@ class Prepared:
 
     task: Task
     truncated: bool = False
-    left: str = ""
     predicted_tokens: int = 0
     parser: Callable[[], CallParser] | None = None
 
@@ -207,10 +204,6 @@ class Service:
         Opened folders, if any.
     shared
         Several users with keys of their own share the server: none may fill the queue, or forget for the others.
-    stores
-        Datastores that copied lines are looked up in.
-    named
-        Datastores that requests may name.
     drafters
         The model's, where the answers of their sessions are kept in a file.
     metrics
@@ -235,15 +228,13 @@ class Service:
         workspace: Workspace | None = None,
         *,
         shared: bool = False,
-        stores: Sequence[Datastore] = (),
-        named: Mapping[str, Datastore] | None = None,
         drafters: Drafters | None = None,
         metrics: Metrics | None = None,
         end_ids: Collection[int] = (),
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
-        self.workspace, self._named = workspace, dict(named or {})
+        self.workspace = workspace
         self.codec, self.backend_vocabulary = TextCodec(tokenizer), len(tokenizer)
         self.fim = find_format(self.codec)
         eos = tokenizer.eos_token_id
@@ -268,11 +259,8 @@ class Service:
         self.logprobs = LogProbWriter(self.codec, self.beginnings.spelled)
         self._shared, self._drafters = shared, drafters
         self.metrics.queues.add(self.queue)
-        self.provenance = Provenance(stores, workspace)
         self.memory = lru_cache(_USERS)(self._open_memory)
         """What the editors of one user have shown, none of which another sees; of so many users, the latest."""
-        most = min(config.definition_chars, (config.fim_window or _FIM_WINDOW) * 3 // 4)
-        self.definitions = Definitions(workspace, most) if workspace is not None else None
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
 
     def _open_memory(self, scope: str) -> Memory:
@@ -345,8 +333,6 @@ class Service:
         kept = self.kept(scope)
         self.memory(scope).forget()
         self.beginnings.forget()  # of all users: whose words they were is not kept
-        if self.definitions is not None:
-            self.definitions.forget()
         if self.workspace is not None and not self._shared:
             self.workspace.forget()
         try:
@@ -379,11 +365,10 @@ class Service:
         memory = self.memory(caller.scope)
         if memory.assembler is None:
             raise Refusal(501, self.no_fim(), "not_supported_error")
-        shown = parts if self.definitions is None else self.definitions.shown_with(parts)
         most = 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8)
         # A grammar says itself what comes first, and log-probabilities are of all that is said.
         free = request.wanted_json()[0] is None and request.wanted_logprobs() is None
-        prompt = memory.assembler.assemble(shown, most, heal=free)
+        prompt = memory.assembler.assemble(parts, most, heal=free)
         expected = self.prompts.expected(request, prompt.begun)
         memory.note(chunk.text for chunk in parts.extra)
         memory.encode_new()
@@ -397,19 +382,10 @@ class Service:
             hints=memory.hints(prompt.context_ids, expected),
             begun=prompt.begun,
         )
-        return Prepared(task, prompt.truncated, parts.prefix, len(expected))
+        return Prepared(task, prompt.truncated, len(expected))
 
-    def raw(
-        self,
-        prompt: str | Sequence[int],
-        request: Common,
-        caller: Caller,
-        wanted: int,
-        expected: list[int] | None = None,
-    ) -> Prepared:
+    def raw(self, prompt: str | Sequence[int], request: Common, caller: Caller, wanted: int) -> Prepared:
         """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing.
-
-        `expected` are the tokens of the request's prediction, where they are known.
 
         Raises
         ------
@@ -432,15 +408,15 @@ class Service:
                 400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context"
             )
         memory, cursor = self.memory(caller.scope), self.prompts.cursor(ids)
-        expected = self.prompts.expected(request) if expected is None else expected
+        expected = self.prompts.expected(request)
         if cursor is None:
             who = caller if caller.explicit else replace(caller, client=None)
             task = self._task(ids, request, wanted, who, hints=memory.hints(ids, expected))
             return Prepared(task, predicted_tokens=len(expected))
         before, after = cursor
-        left, hints = self.codec.decode(before), memory.hints([*after, *before], expected)
-        task = self._task(ids, request, wanted, caller, document=left, typing=True, hints=hints)
-        return Prepared(task, False, left, len(expected))
+        document, hints = self.codec.decode(before), memory.hints([*after, *before], expected)
+        task = self._task(ids, request, wanted, caller, document=document, typing=True, hints=hints)
+        return Prepared(task, predicted_tokens=len(expected))
 
     def no_fim(self) -> str:
         """Why the model cannot infill and which can."""
@@ -462,7 +438,7 @@ class Service:
         typing: bool = False,
         begun: str = "",
     ) -> Task:
-        config, store = self.config, self._store(request)
+        config = self.config
         late = request.t_max_predict_ms
         words, stop_ids = self._stops(request)
         return Task(
@@ -476,7 +452,7 @@ class Service:
                 begun,
             ),
             replace(self._sampling(request), begun=begun),
-            hints if store is None else lambda: replace(hints(), store=store),
+            hints,
             scope=caller.scope,
             typing=typing,
             arrived=caller.arrived,
@@ -488,20 +464,6 @@ class Service:
             reuse=request.cache_prompt is not False,
             drafting=request.speculative is not False,
         )
-
-    def _store(self, request: Common) -> Datastore | None:
-        """The datastore that a request names.
-
-        Raises
-        ------
-        Refusal
-            404: none is served under the name; which are is not said.
-        """
-        if request.store is None:
-            return None
-        if request.store not in self._named:
-            raise Refusal(404, f"no datastore is served as {request.store[:60]!r}", "not_found_error")
-        return self._named[request.store]
 
     def _deadline(self, request: Common) -> float | None:
         """Seconds of work after which an answer ends, None for no end."""

@@ -191,7 +191,7 @@ class MessageAnswer(ItemizedAnswer):
             "usage": {"input_tokens": len(prepared[0].task.prompt_ids), "output_tokens": 0},
         }
 
-    def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
         """The message."""
         (done,) = finished
         text, calls = self._spoken(done)
@@ -442,7 +442,7 @@ class ResponseAnswer(ItemizedAnswer):
             "store": False,
         }
 
-    def whole(self, finished: Sequence[Completion], extra: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
         """The response."""
         (done,) = finished
         text, calls = self._spoken(done)

@@ -66,8 +66,6 @@ class Workspace:
         How many files the last scan left out, by reason; a folder that is passed over counts as one.
     read
         How many files the scan under way, or the last one, has looked at, and of how many.
-    version
-        Another number whenever a file appeared, went or changed.
     trouble
         What keeps the workspace from being followed, "" while all is well.
     follower
@@ -86,7 +84,6 @@ class Workspace:
         self.chars = 0
         self.left_out: Counter[str] = Counter()
         self.read = 0, 0
-        self.version = 0
         self.trouble = ""
         self.forgotten = False
         self.indexed = threading.Event()
@@ -146,7 +143,6 @@ class Workspace:
                 if self.forgotten:
                     return
                 self.texts, self.chars, self.left_out = dict(reversed(texts.items())), total, left_out
-                self.version += 1
             self.indexed.set()
             if left_out:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
@@ -196,14 +192,12 @@ class Workspace:
             while self.chars > config.workspace_chars or len(self.texts) > config.workspace_files:
                 self.chars -= len(self.texts.pop(next(iter(self.texts))))
                 self.left_out[_TOO_MUCH] += 1
-            self.version += 1
 
     def forget(self) -> None:
         """Drop everything remembered, a scan under way included; nothing is remembered again until the next start."""
         with self._lock:
             self.forgotten = True
             self.texts, self.chars = {}, 0
-            self.version += 1
             self.left_out = Counter()
         self.indexed.set()
         if self.follower is not None:
@@ -223,18 +217,6 @@ class Workspace:
             kind = self.trouble.partition(":")[0]
             body["trouble"] = f"{kind}: it is not followed for now; the server's log says more"
         return body
-
-    def lines(self, piece: str, limit: int) -> list[tuple[Path, int, str]]:
-        """Files and lines where a piece of a line stands: path, line number from 1, the whole line."""
-        found: list[tuple[Path, int, str]] = []
-        for path, text in list(self.texts.items()):
-            at = text.find(piece)
-            while at >= 0 and len(found) < limit:
-                end = text.find("\n", at)
-                line = text[text.rfind("\n", 0, at) + 1 : end if end >= 0 else len(text)]
-                found.append((path, text.count("\n", 0, at) + 1, line))
-                at = text.find(piece, at + len(piece))
-        return found
 
     def _changed(self) -> None:
         if self.follower is not None and not self._stop.is_set():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
-
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.sampling import Sampling
@@ -24,7 +22,6 @@ class ScriptedBackend:
         self.gate: threading.Semaphore | None = None
         self.fail = False
         self.token_bytes = 8
-        self.weight_bytes = 10
         self.heals = False
         self.together: list[int] = []
 
@@ -38,10 +35,6 @@ class ScriptedBackend:
         assert keep <= len(cache)
         del cache[keep:]
         return True
-
-    def hidden(self, cache: list[int], token_ids: Sequence[int]) -> torch.Tensor:
-        cache += token_ids
-        return torch.ones(len(token_ids), 4)
 
     def clone(self, cache: list[int]) -> list[int]:
         return list(cache)

@@ -1,13 +1,11 @@
-"""Anthropic's messages, and OpenAI's responses and embeddings: raw, and by the official packages where they are."""
+"""Anthropic's messages, and OpenAI's responses: raw, and by the official packages where they are."""
 
 from __future__ import annotations
 
 import json
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
-import torch
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 
@@ -352,29 +350,3 @@ def test_a_response_is_the_chats_answer(server, client):
 def test_what_responses_ask_for_in_vain_is_named(client, fields, name):
     with pytest.raises(openai.BadRequestError, match=name):
         client.responses.create(**{"model": "tiny", "input": "a", **fields})
-
-
-@pytest.mark.parametrize("piece", [256, 7])
-def test_embeddings_are_the_mean_of_transformers_last_hidden_states(reference_live, reference, piece, monkeypatch):
-    service, plain, tokenizer = reference
-    monkeypatch.setattr(service, "config", service.config.__class__(prefill_chunk=piece))
-    texts = ["def add(a, b):", "日本語", "x = 1\n" * 50]
-    client = openai.OpenAI(base_url=reference_live.url + "/v1", api_key="k", max_retries=0)
-    given = client.embeddings.create(model="x", input=texts)  # the package asks for base64
-    as_numbers = client.embeddings.create(model="x", input=texts, encoding_format="float")
-    for text, one, other in zip(texts, given.data, as_numbers.data, strict=True):
-        with torch.no_grad():
-            states = plain(**tokenizer(text, return_tensors="pt"), output_hidden_states=True).hidden_states[-1][0]
-        expected = torch.nn.functional.normalize(states.mean(0), dim=0).numpy()
-        np.testing.assert_allclose(one.embedding, expected, atol=1e-5)
-        np.testing.assert_allclose(other.embedding, expected, atol=1e-5)
-    ids = tokenizer(texts[0])["input_ids"]
-    alone = client.embeddings.create(model="x", input=ids)
-    np.testing.assert_allclose(alone.data[0].embedding, given.data[0].embedding, atol=1e-6)
-    assert alone.usage.total_tokens == len(ids)
-
-
-@pytest.mark.parametrize("wrong", ["", [""], [10**6], "word " * 9000, [1, "a"], {"a": 1}])
-def test_texts_that_cannot_be_embedded_are_400(reference_live, wrong):
-    assert reference_live.post("/v1/embeddings", {"input": wrong}).status_code == 400
-    assert reference_live.post("/v1/embeddings", {"input": "a", "dimensions": 3}).status_code == 400

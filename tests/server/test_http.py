@@ -347,17 +347,6 @@ def test_an_ending_engine_answers_503_in_every_dialect(server):
             assert raw.headers["retry-after"] and "ending" in raw.json()["error"]["message"]
 
 
-def test_a_page_says_what_runs_and_how_to_connect(live, say):
-    server = live(say("x = 1"), keys=(b"one",))
-    server.post("/infill", {**INFILL, "prompt": "secret_prompt"}, headers={"Authorization": "Bearer one"})
-    raw = server.client.get("/")
-    assert raw.status_code == 200 and raw.headers["content-type"].startswith("text/html")
-    for said in ("tiny", "qwen", "Tokens per pass", "Accepted from prediction", f"editor vim --url {server.url}"):
-        assert said in raw.text
-    assert "secret_prompt" not in raw.text and "one" not in raw.text.split()
-    assert server.client.head("/").status_code == 200
-
-
 def test_metrics_count_what_happened(server):
     server.post("/infill", INFILL)
     server.post("/infill", {})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -106,40 +104,6 @@ async def test_documents_may_have_any_address_and_none_is_read_that_the_client_h
             assert (await s.complete(1, 3, uri=uri)).items, uri
 
 
-def test_malformed_parameters_are_an_error():
-    """Spoken to without a client, which would not send them."""
-    server = subprocess.Popen([sys.executable, SERVER, "x"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def ask(number, method, **params):
-        body = json.dumps({"jsonrpc": "2.0", "id": number, "method": method, **params}).encode()
-        server.stdin.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-        server.stdin.flush()
-        while True:
-            size = int(server.stdout.readline().partition(b":")[2])
-            while server.stdout.readline() != b"\r\n":
-                pass
-            answer = json.loads(server.stdout.read(size))
-            if answer.get("id") == number:
-                return answer
-
-    try:
-        assert ask(1, "initialize", params={"capabilities": {}, "processId": None, "rootUri": None})["result"]
-        malformed = [{"textDocument": {"uri": URI}}, {"position": 3}, [], "x", {"context": {"triggerKind": "x"}}]
-        for line in ("0", 0.5, None, True):
-            place = {"line": line, "character": 0}
-            malformed.append({"textDocument": {"uri": URI}, "position": place, "context": {"triggerKind": 1}})
-        place = {"line": 0, "character": 0}
-        malformed.append({"textDocument": {"uri": URI}, "position": place, "context": {"triggerKind": 7}})
-        malformed.append({"textDocument": {"uri": 5}, "position": place, "context": {"triggerKind": 1}})
-        for number, params in enumerate(malformed, 2):
-            assert ask(number, "textDocument/inlineCompletion", params=params)["error"]["code"] == -32602
-        assert ask(19, "textDocument/inlineCompletion")["error"]["code"] == -32602
-        assert ask(20, "shutdown")["result"] is None
-    finally:
-        server.kill()
-        server.communicate()
-
-
 @in_a_loop
 async def test_a_document_keeps_its_line_ends():
     async with Session("urn a\n    x = 1\n", text=TEXT.replace("\n", "\r\n")) as s:
@@ -182,19 +146,3 @@ async def test_a_newer_request_ends_the_older_one_and_a_cancelled_one_is_cancell
         with pytest.raises(JsonRpcRequestCancelled):
             await asyncio.wait_for(future, 60)
         assert (await s.complete(1, 18)).items
-
-
-@in_a_loop
-async def test_nothing_is_read_that_the_client_has_not_opened(tmp_path):
-    other = tmp_path / "other.py"
-    other.write_text("private = 1\nret")
-    async with Session("urn a + b") as s:
-        kind = lsp.InlineCompletionTriggerKind.Automatic
-        document = lsp.TextDocumentIdentifier(other.as_uri())
-        request = lsp.InlineCompletionParams(lsp.InlineCompletionContext(kind), document, lsp.Position(1, 3))
-        asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
-        assert await asyncio.wait_for(asked, 60) is None
-        item = lsp.TextDocumentItem(other.as_uri(), "python", 1, other.read_text())
-        s.client.text_document_did_open(lsp.DidOpenTextDocumentParams(item))
-        asked = s.client.protocol.send_request_async(lsp.TEXT_DOCUMENT_INLINE_COMPLETION, request)
-        assert (await asyncio.wait_for(asked, 60)).items

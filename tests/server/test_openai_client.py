@@ -27,6 +27,7 @@ def test_prediction_with_usage(client):
         stream=True,
         stream_options={"include_usage": True},
         max_tokens=30,
+        store=False,
     )
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "one two three four five six seven"

@@ -193,14 +193,12 @@ def test_echoes_stand_in_front_of_every_choice(server, codec):
         ("/v1/fim/completions", {"echo": True}, '"echo"'),
         ("/v1/chat/completions", {"top_logprobs": 2}, "logprobs: true"),
         ("/v1/chat/completions", {"echo": True}, "echo"),
-        ("/v1/edits", {"logprobs": 1}, "logprobs"),
         ("/completion", {"presence_penalty": 0.5}, "presence_penalty"),
         ("/completion", {"n": 2}, ": n;"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(server, path, fields, told):
     body = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}.get(path, {"prompt": "x"})
-    body = {"input": "x", "instruction": "y"} if path == "/v1/edits" else body
     raw = server.post(path, {**body, **fields})
     assert raw.status_code == 400
     assert told in raw.json()["error"]["message"]

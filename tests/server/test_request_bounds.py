@@ -39,50 +39,6 @@ def answer(connection):
     return data
 
 
-# ── clients that say no more ──
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_ends_its_side_and_reads_is_answered(live, say, stream):
-    backend = say("one two three", run=1)
-    backend.gate = threading.Semaphore(0)
-    server = live(backend)
-    body = json.dumps({**INFILL, "stream": stream}).encode()
-    with connect(server, head(len(body)) + body) as connection:
-        if stream:
-            backend.gate.release(1)
-            wait_for(lambda: backend.passes == 1)
-        connection.shutdown(socket.SHUT_WR)
-        time.sleep(0.1)
-        backend.gate.release(1000)
-        raw = answer(connection)
-    whole = server.post("/infill", INFILL).json()["content"]
-    lines, _, payload = raw.partition(b"\r\n\r\n")
-    assert lines.startswith(b"HTTP/1.1 200 OK\r\n")
-    if stream:
-        payload = unchunked(payload)
-        events = [json.loads(block.removeprefix(b"data: ")) for block in payload.split(b"\n\n") if block]
-        assert "".join(event["content"] for event in events) == whole
-    else:
-        assert json.loads(payload)["content"] == whole
-
-
-def unchunked(data):
-    parts = []
-    while data:
-        size, _, data = data.partition(b"\r\n")
-        parts.append(data[: int(size, 16)])
-        data = data[int(size, 16) + 2 :]
-    return b"".join(parts)
-
-
-def test_who_ends_its_side_gets_the_answers_of_all_its_requests(live, say):
-    body = json.dumps(INFILL).encode()
-    with connect(live(say("x = 1")), 2 * (head(len(body)) + body)) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        assert answer(connection).count(b'"content":"x = 1"') == 2
-
-
 # ── time ──
 
 

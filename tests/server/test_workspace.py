@@ -17,8 +17,6 @@ from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import ServeError, StoreLockedError
 from retrieve_spec.server import workspace as workspace_module
-from retrieve_spec.server.jobs import Completion
-from retrieve_spec.server.lookups import Provenance
 from retrieve_spec.server.workspace import (
     Workspace,
     WorkspaceStore,
@@ -321,10 +319,3 @@ def test_a_store_that_another_server_is_building_is_left_alone(folder, attached,
         assert attached == [None]
     assert store.sync()
     assert attached[-1].manifest.documents > 0
-
-
-def test_provenance_looks_in_stores_too(attached, store):
-    store.sync()
-    done = Completion(text="    return sum(item.price for item in items)\n    unheard_of_line_of_code()\n")
-    found, unheard_of = Provenance(attached).of(done)["provenance"]
-    assert [place["file"] for place in found["places"]] == ["a.py"] and not unheard_of["places"]
