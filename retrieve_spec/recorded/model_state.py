@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,18 @@ class ModelState:
         self._others = [tensor for tensor in self._tensors if id(tensor) not in weights]
         self._versions = list(map(version_of, self._others))
         self._kinds, self._places = list(map(kind, self._tensors)), list(map(place, self._tensors))
+        self._lives = list(self._containers())
+        self._copies = list(map(copy.copy, self._lives))
+
+    def _containers(self) -> Iterator[Any]:
+        """The dictionaries and lists that a look reads."""
+        yield from (torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks)
+        for module in self._model.modules():
+            own = vars(module)
+            yield own
+            kept = (own.get(name) for name in (*_FOLLOWED, "_parameters", "_buffers"))
+            yield from (container for container in kept if isinstance(container, (dict, list)))
+            yield getattr(own.get("config"), "__dict__", {})
 
     def _look(self) -> tuple[list[Any], list[tuple[int, str]], list[torch.Tensor | None]]:
         """What modules are beside their tensors; the numbers of modules that have a tensor, with its name; these."""
@@ -64,14 +76,22 @@ class ModelState:
 
     def holds(self) -> bool:
         """Whether the model's forward still reads what it read, wherever its tensors lie now."""
-        parts, names, found = self._look()
         return (
-            parts == self._parts
-            and names == self._names
-            and all(map(operator.is_, found, self._found))
+            (self._is_untouched() or self._is_alike())
             and list(map(kind, self._tensors)) == self._kinds
             and list(map(version_of, self._others)) == self._versions
         )
+
+    def _is_untouched(self) -> bool:
+        """Whether nothing that a look reads has changed, which takes a seventh of the time of a look."""
+        try:
+            return self._lives == self._copies
+        except RuntimeError:  # tensors of several numbers have no truth value
+            return False
+
+    def _is_alike(self) -> bool:
+        parts, names, found = self._look()
+        return parts == self._parts and names == self._names and all(map(operator.is_, found, self._found))
 
     def replaced(self) -> set[str]:
         """Names of tensors that are others than they were, that went, or that were not there."""

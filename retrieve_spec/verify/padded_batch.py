@@ -98,7 +98,7 @@ class PaddedBatch:
         drafts: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._state is not None:
             drafts = self._state.verifying(whole, caches, counts, trees, self._device)
-        with catch_hidden(self.model, want_hidden) as hidden, drafts, texts[0].around(len(texts) * width):
+        with catch_hidden(self.model, want_hidden) as hidden, drafts, texts[0].around():
             logits = self.model(**kwargs, return_dict=True).logits
         outputs = []
         for at, (text, cache, count, size) in enumerate(zip(texts, caches, counts, sizes, strict=True)):
