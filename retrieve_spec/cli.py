@@ -46,7 +46,6 @@ COMMANDS = {
 BENCH_COMMANDS = {
     "run": ("retrieve_spec.bench.cli", "Compare methods on prompts, interleaved, and write a report."),
     "report": ("retrieve_spec.bench.cli", "Write the report of a results folder anew."),
-    "record": ("retrieve_spec.bench.cli", "Record a model's answers with its logits, to replay them."),
     "replay": ("retrieve_spec.bench.cli", "Replay recorded answers and count tokens per pass."),
 }
 

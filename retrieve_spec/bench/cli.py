@@ -20,7 +20,6 @@ from retrieve_spec.cli_common import (
     SEED,
     FiniteRange,
     WholeRange,
-    layer_of,
 )
 from retrieve_spec.config import MAX_NODES
 
@@ -127,45 +126,6 @@ def _show(folder: Path, as_json: bool) -> None:
     click.echo(json.dumps(summary) if as_json else (folder / "report.md").read_text(encoding="utf-8"))
 
 
-@click.command(short_help="Record a model's answers with its logits, to replay them.")
-@MODEL
-@PROMPTS
-@click.option(
-    "--nodes",
-    type=WholeRange(1, MAX_NODES),
-    multiple=True,
-    default=(60, MAX_NODES),
-    show_default=True,
-    metavar="N",
-    help="Nodes per pass; all is answered once with each, so that a replay knows the wrong turns of each.",
-)
-@LENGTH
-@TEMPERATURE
-@TOP_P
-@SEEDED
-@LIMIT
-@TASKS
-@DTYPE
-@QUANTIZE
-@DEVICE
-@click.option(
-    "--hidden", type=layer_of, metavar="last|N", help="Keep the hidden states of a layer, too, for dense indexes."
-)
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE.npz", help="What to write."
-)
-@click.option("--quiet", is_flag=True, help="No progress bar.")
-def record(out: Path, quiet: bool, **options: Any) -> None:
-    """Let a model answer prompts, and keep its 16 most probable tokens wherever a pass has looked.
-
-    `bench replay FILE.npz` then shows sources that learn from logits what the model would have shown them.
-    """
-    from retrieve_spec.bench.recording import record_prompts
-
-    answers = record_prompts(out, quiet=quiet, **options)
-    click.echo(f"{out}: {answers} answers, {out.stat().st_size / 1e6:.1f} MB")
-
-
 @click.command(short_help="Replay recorded answers and count tokens per pass.")
 @click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--tokenizer", required=True, metavar="PATH|HUB_ID", help="tokenizer.json, a model folder or a hub id.")
@@ -198,10 +158,9 @@ def record(out: Path, quiet: bool, **options: Any) -> None:
 def replay(trace: Path, tokenizer: str, quiet: bool, as_json: bool, by_task: bool, **options: Any) -> None:
     """Replay the recorded answers of TRACE through a drafter, without the model that wrote them.
 
-    TRACE is JSON Lines with "prompt" and "output" (and "more": [[context, answer], …] for later turns), or what `bench
-    record` wrote. At each step the drafter proposes, the recorded answer decides what is accepted, and one more token
-    follows, as verification would. Without recorded logits sources that learn from them stay empty, so a model gets at
-    least these figures.
+    TRACE is JSON Lines with "prompt" and "output" (and "more": [[context, answer], …] for later turns). At each step
+    the drafter proposes, the recorded answer decides what is accepted, and one more token follows, as verification
+    would. Sources that learn from a model's logits stay empty, so a model gets at least these figures.
     """
     from tqdm import tqdm
 

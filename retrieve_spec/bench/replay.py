@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.bench.methods import FreshDrafter
-from retrieve_spec.bench.recording import NOWHERE, LogitTrace, Shown, TraceRow
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.drafting.tree import NO_DRAFT, ROOT, DraftTree
+from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import SOURCE_NAMES
 
 LIVE = "live"
 Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded conversation: the prompt, then segments in order; only generated ones are drafted.
+
+    Rows of one group share text (a repository, a question asked again) and are kept on one side of a split.
+    """
+
+    task: str
+    prompt: Ids
+    segments: list[tuple[Ids, bool]]
+    group: str = ""
 
 
 def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> Iterator[TraceRow]:
@@ -109,7 +122,7 @@ class Replay:
             self.drafter.start(row.prompt)
             for ids, generated in row.segments:
                 if generated:
-                    self._generate(ids, self._by_task[row.task], row.shown)
+                    self._generate(ids, self._by_task[row.task])
                 else:
                     self.drafter.feed(ids)
             self.drafter.finish()
@@ -118,25 +131,15 @@ class Replay:
                 progress(total["tokens"], total["passes"])
         return self.result()
 
-    def _generate(self, output: Ids, tally: Counter[str], shown: Shown | None) -> None:
-        at, context = 0, NOWHERE
-        if shown is not None:  # the prompt's pass brings a token
-            at, context = 1, shown.contexts.behind(shown.end, output[:1].tolist())
-            self.drafter.observe_prompt(*shown.of_prompt())
-            self.drafter.observe(VerifiedPass(NO_DRAFT, NO_DRAFT.parent, output[:1], hidden=shown.state_at(0)))
-            tally.update(passes=1, tokens=1)
+    def _generate(self, output: Ids, tally: Counter[str]) -> None:
+        at = 0
         while at < len(output):
-            noise = None if shown is None else shown.noise_at(at)
             began = time.perf_counter()
-            tree = self.drafter.propose(Budget(self.nodes, len(output) - at, self._cost, noise))
+            tree = self.drafter.propose(Budget(self.nodes, len(output) - at, self._cost))
             proposed = time.perf_counter()
             path = walk(tree, output[at:])
             emitted = output[at : at + len(path) + 1]
             verified = VerifiedPass(tree, path, emitted)
-            if shown is not None:
-                verified = shown.contexts.shown(context, tree, path, emitted)
-                verified.hidden = shown.state_at(at + len(path))
-                context = shown.contexts.behind(context, emitted.tolist())
             middle = time.perf_counter()
             self.drafter.observe(verified)
             self._times.append(((proposed - began) * 1e6, (time.perf_counter() - middle) * 1e6))
@@ -230,7 +233,7 @@ def replay_trace(
     Parameters
     ----------
     path
-        The trace: JSON Lines (`read_trace` says what a line holds), or what `bench record` wrote (.npz).
+        The trace: JSON Lines (`read_trace` says what a line holds).
     tokenizer
         The tokenizer of the model that will answer: a ``tokenizer.json``, a model folder, a hub id or an object.
     draft, nodes
@@ -269,15 +272,7 @@ def replay_trace(
     if not hasattr(fresh.drafter, "feed"):
         remedy = "Replay `auto` or another preset."
         raise ConfigError("a preset that can be fed text it did not draft", repr(draft), remedy)
-    if Path(path).suffix == ".npz":
-        trace = LogitTrace.load(path, encoder)
-        wanted = fresh.drafter.wants_hidden
-        if None not in (wanted, trace.layer) and wanted != trace.layer:
-            remedy = f"Record with --hidden {wanted}."
-            raise TraceError(f"hidden states of layer {wanted} in {path}", f"those of {trace.layer}", remedy)
-        fresh.bigrams, rows = trace.bigrams, iter(trace.rows[:limit])
-    else:
-        rows = read_trace(path, encoder, limit)
+    rows = read_trace(path, encoder, limit)
     replay = Replay(fresh.drafter, nodes, node_cost)
     if phrases == LIVE:
         replay.run(rows, progress)
