@@ -421,18 +421,11 @@ def verify(store: Path | str, quiet: bool, as_json: bool) -> None:
     metavar="N",
     help="Continuations and places to list.",
 )
-@click.option("--dense", is_flag=True, help="Find the places most like the end of TEXT to the model instead.")
-@click.option("--model", metavar="MODEL", help="With --dense: where the model is; by default where the build had it.")
 @JSON
-def search(store: Path | str, text: str, limit: int, dense: bool, model: str | None, as_json: bool) -> None:
+def search(store: Path | str, text: str, limit: int, as_json: bool) -> None:
     """Find the longest end of TEXT that occurs, what followed it, and in which documents."""
     if not text:
         raise click.UsageError("Give some TEXT to search for.")
-    if model is not None and not dense:
-        raise click.UsageError("Give --model with --dense only: the longest match needs no model.")
-    if dense:
-        _search_dense(store, text, limit, model, as_json)
-        return
     from retrieve_spec.datastore.inspection import search_datastore
     from retrieve_spec.datastore.store import open_datastore
 
@@ -456,22 +449,6 @@ def search(store: Path | str, text: str, limit: int, dense: bool, model: str | N
         document = place.document
         licence = f" ({document.licence})" if document.licence else ""
         click.echo(f"  {document.path}{licence} @ {place.position - document.start}: {place.continuation!r}")
-
-
-def _search_dense(store: Path | str, text: str, limit: int, model: str | None, as_json: bool) -> None:
-    from retrieve_spec.datastore.inspection import search_dense
-    from retrieve_spec.datastore.store import open_datastore
-
-    opened = open_datastore(store)
-    with loading_bars():
-        found = search_dense(opened, text, model=model, limit=limit)
-    if as_json:
-        click.echo(json.dumps({"neighbours": [asdict(neighbour) for neighbour in found]}))
-        return
-    for place in found:
-        licence = f" ({place.document.licence})" if place.document.licence else ""
-        at = place.position - place.document.start
-        click.echo(f"  {place.similarity:.3f}  {place.continuation!r}  {place.document.path}{licence} @ {at}")
 
 
 def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.change import progress_bar
-from retrieve_spec.datastore.dense import DenseIndex, check_model, continuation
+from retrieve_spec.datastore.dense import DenseIndex, continuation
 from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import (
     CATALOG,
@@ -48,7 +48,7 @@ from retrieve_spec.datastore.segment import (
 )
 from retrieve_spec.datastore.sources import readable
 from retrieve_spec.datastore.store import Datastore, open_datastore
-from retrieve_spec.errors import BuildError, PromptError, StoreCorruptError, StoreError
+from retrieve_spec.errors import BuildError, StoreCorruptError, StoreError
 from retrieve_spec.kernels.suffix_array import sa_longest, sa_successors
 
 _ATTEMPTS = 5
@@ -185,23 +185,20 @@ SPAN = 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place of a store.
+    """One place of a store where a match stands.
 
     Attributes
     ----------
     segment, position
-        Index of the segment, and the token there: the first of a match, or the one whose key is similar.
+        Index of the segment, and the first token of the match there.
     document, continuation
-        The document, and what follows the match or the token.
-    similarity
-        Cosine of the keys; 1 for a match.
+        The document, and what follows the match.
     """
 
     segment: int
     position: int
     document: Document
     continuation: str
-    similarity: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +288,7 @@ def _longest(segment: Segment, ids: NDArray[np.int64]) -> tuple[int, int, int]:
     return int(lo), int(hi), int(depth)
 
 
-def _place(store: Datastore, index: int, position: int, last: int, span: int, similarity: float = 1.0) -> Place:
+def _place(store: Datastore, index: int, position: int, last: int, span: int) -> Place:
     """A position of a segment, and what follows the last token of the match there."""
     segment = store.segments[index]
     try:
@@ -301,58 +298,7 @@ def _place(store: Datastore, index: int, position: int, last: int, span: int, si
             f"positions in documents in the suffix array of segment {segment.name}", str(error)
         ) from None
     following = store.tokenizer.decode(continuation(segment, last, span).tolist(), skip_special_tokens=False)
-    return Place(index, position, document, following, similarity)
-
-
-def search_dense(store: Datastore, text: str, *, model: Any = None, limit: int = 10) -> tuple[Place, ...]:
-    """Find the places of a store that are most like the end of a text to the model of its dense indexes.
-
-    Parameters
-    ----------
-    store
-        An open store with dense indexes.
-    text
-        What to look for.
-    model
-        Name of the model, or a model at hand; by default the one the manifest names.
-    limit
-        Neighbours to return at most.
-
-    Returns
-    -------
-    tuple of Place
-        Most similar first.
-
-    Raises
-    ------
-    BuildError
-        When the store has no dense index.
-    ModelMismatchError
-        When its dense indexes were built with another model.
-    PromptError
-        When the text has no tokens.
-    """
-    from retrieve_spec.datastore.dense_build import HiddenStates, prefix_of  # imports torch
-    from retrieve_spec.reference_model import load_model
-
-    record = store.manifest.dense
-    if record is None or not store.dense:
-        raise BuildError(
-            "a store with dense indexes", f"{store.path}, which has none", "Build it with `--dense MODEL`."
-        )
-    ids = np.array(store.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-    if not len(ids):
-        raise PromptError("a text to search for", "an empty one", "Give some text.")
-    name = record.model if model is None else model
-    loaded = load_model(name)[0] if isinstance(name, str) else name
-    check_model(record, loaded, name if isinstance(name, str) else "")
-    encoder = HiddenStates(loaded, record.layer, prefix_of(store.tokenizer, loaded))
-    hidden = encoder([ids[-encoder.window(len(ids) + len(encoder.prefix)) :]])[0][-1:]
-    found = []
-    for number, index in store.dense:
-        similarity, positions = index.search(hidden, limit)
-        found += [(-float(s), number, int(p)) for s, p in zip(similarity[0], positions[0], strict=True) if p >= 0]
-    return tuple(_place(store, number, at, at, SPAN, -negated) for negated, number, at in sorted(found)[:limit])
+    return Place(index, position, document, following)
 
 
 _COLUMNS = {

@@ -86,7 +86,6 @@ def test_sources_without_text_say_why_and_leave_no_folder(command, tmp_path):
         (["retokenize", "{tmp}/s"], 2, "--tokenizer"),
         (["search", "{tmp}/s"], 2, "TEXT"),
         (["search", "{tmp}/s", ""], 2, "TEXT"),
-        (["search", "{tmp}/s", "cat", "--model", "reference"], 2, "--dense"),
         (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "reference", "--layer", "3"], 2, "--dense"),
         (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "reference", "--dims", "64"], 2, "--dense"),
         (["build", "{tmp}/new", "{tmp}/texts", "--tokenizer", "{tmp}/texts"], 1, "a folder without one"),

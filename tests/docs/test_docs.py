@@ -107,7 +107,7 @@ def test_a_model_of_ones_own_is_loaded_as_the_page_says(number):
 RUN = {
     "README.md": ["generate", "build", "generate"],
     "docs/start.md": ["doctor", "build", "generate"],
-    "docs/datastores.md": ["build", "generate", "push", "pull", "build", "search"],
+    "docs/datastores.md": ["build", "generate", "push", "pull", "build"],
     "docs/benchmarks.md": ["bench", "bench"],
 }
 """Commands that pages show and a test runs, in order; others need a container, a service, or wait for an editor."""
