@@ -286,6 +286,14 @@ class Function(_Whole):
             raise ValueError('expected "properties" by name, and a list of those that are "required"')
         return given
 
+    @property
+    def of_arguments(self) -> dict[str, Any] | None:
+        """The JSON schema of its arguments; where that is a definition, as Pydantic's of a recursive model is, this."""
+        schema = self.parameters or {}
+        known, name = schema.get("$defs"), str(schema.get("$ref")).removeprefix("#/$defs/")
+        definition = known.get(name) if isinstance(known, dict) else None
+        return {**definition, "$defs": known} if isinstance(definition, dict) else self.parameters
+
 
 class Tool(_Whole):
     """A function with its type, the only one there is."""
@@ -350,7 +358,7 @@ class Conversation(Lenient):
     @property
     def argument_schemas(self) -> dict[str, dict[str, Any] | None]:
         """The JSON schemas of what the tools that may be called are given, by name."""
-        return {name: tool.function.parameters for name, tool in self.offered.items()}
+        return {name: tool.function.of_arguments for name, tool in self.offered.items()}
 
     @property
     def named(self) -> str | None:

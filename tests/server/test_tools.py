@@ -9,11 +9,13 @@ from time import perf_counter
 
 import pytest
 from live import Live
+from pydantic import BaseModel
 from templates import CHATML, HERMES, TOOLS, is_right
 
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.server.run import assemble
+from retrieve_spec.server.schemas import ChatRequest
 from retrieve_spec.server.tools import FORMATS, CallParser, ToolCall, calls_grammar, find_tool_format
 
 F, G = ToolCall("f", {"a": "</tool_call> ]}"}), ToolCall("get", {"b": [1, {"c": None}], "é": "\n"})
@@ -162,6 +164,22 @@ def test_references_in_tags_are_from_the_root_of_all_arguments(name):
         matcher = llguidance.LLMatcher(hf.from_tokenizer(tokenizer), grammar)
         ids = tokenizer.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, matcher.get_error()
+
+
+def test_arguments_may_be_a_definition():
+    """As Pydantic writes the schema of a model that has itself in it."""
+
+    class Node(BaseModel):
+        name: str
+        size: int
+        next: Node | None = None
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": Node.model_json_schema()}}]
+    schemas = ChatRequest(messages=[{"role": "user", "content": "go"}], tools=tools).argument_schemas
+    call = ToolCall("f", {"name": "12", "size": 7, "next": {"name": "x", "size": 1}})
+    fmt = find_tool_format("", "qwen-coder")
+    assert CallParser(fmt, schemas).feed(in_tags(fmt, call)) == [call]
+    assert "call_0_1: %json" in calls_grammar(fmt, schemas, json.dumps, several=False)
 
 
 def test_damage_in_tags_costs_no_time():
