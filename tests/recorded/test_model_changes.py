@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_decoders import OPTIONS, VOCAB, accelerate, build, check, ids, says
@@ -97,6 +98,15 @@ def test_a_change_is_followed_and_the_pass_recorded_again(change: str) -> None:
     CHANGES[change](model)
     check(model)
     assert (model.speculation.pass_kind, model.speculation.pass_reason) == ("recorded", "")
+    check(model)
+
+
+def test_attributes_that_have_no_truth_value_may_change() -> None:
+    model = build("llama")
+    model.memo = np.arange(3)
+    accelerate(model)
+    check(model)
+    model.memo = np.arange(1, 4)
     check(model)
 
 
