@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import FEW_ROOTS, MAX_NODES, PASS
+from retrieve_spec.config import FEW_ROOTS, PASS
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.budget import Backoff, gain, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.cost import Costs
@@ -116,7 +116,7 @@ class Engine:
         if shares and self._backoff.rests():
             return batch
         began = perf_counter()
-        most_rows = MAX_NODES + 1 if _shared_passes(batch[0]) is None else PASS.tree_rows
+        most_rows = min(sequence.verifier.most_rows for sequence in batch)
         most = max(most_rows - count, 0) // (count if padded else 1)
         cost = None if seconds is None else row_cost(seconds, count, padded)
         asked = self._backoff.sample(batch) if shares else batch

@@ -73,6 +73,11 @@ class RecordedVerifier:
         return "plain" if self.recorded.exact and self.not_recorded else self.own.mode
 
     @property
+    def most_rows(self) -> int:
+        """Root tokens and draft nodes of one pass at most."""
+        return self.own.most_rows if self.not_recorded else PASS.tree_rows
+
+    @property
     def reason(self) -> str:
         """Why that is no tree."""
         return self.not_recorded if self.recorded.exact and self.not_recorded else self.own.reason

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from retrieve_spec.config import MAX_NODES
+from retrieve_spec.config import MAX_NODES, PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.verify.cache import (
@@ -197,6 +197,7 @@ class HFVerifier:
         self.around = around if around is not None else contextlib.nullcontext
         self.interface = interface
         self.mode: Mode = mode
+        self.most_rows = PASS.tree_rows if interface.scale_step else MAX_NODES + 1
         self.reason = reason
         ignores_state = interface.recurrence is not None and interface.recurrence.way == "steps"
         counts = any(place.kind == "past" for place in interface.places)  # padding tokens inside may be left out
@@ -357,7 +358,7 @@ class HFVerifier:
         if self.interface.scale_step and self._model_mode[0] == "tree":
             room = -self.past % self.interface.scale_step
             here = self._mode_here[0]
-            self.mode = "chain" if room <= MAX_NODES + 1 and here == "tree" else here
+            self.mode = "chain" if room <= self.most_rows and here == "tree" else here
 
     def begin_shared(self) -> Any:
         """The cache, up to the text, for a pass that several texts share."""

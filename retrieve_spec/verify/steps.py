@@ -174,6 +174,7 @@ class StepVerifier:
     def __init__(self, model: Any, reason: str) -> None:
         self.model = model
         self.mode: Mode = "plain"
+        self.most_rows = 1
         self.reason = reason
         self.whole_prompts = True
         self.pass_kind: PassKind = "plain"

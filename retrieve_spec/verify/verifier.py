@@ -131,6 +131,10 @@ class Verifier(Protocol):
         """
 
     @property
+    def most_rows(self) -> int:
+        """Root tokens and draft nodes of one pass at most."""
+
+    @property
     def reason(self) -> str:
         """Why the mode is not "tree"; empty when it is."""
 
