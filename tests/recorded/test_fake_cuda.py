@@ -113,7 +113,7 @@ def test_texts_with_different_rules_are_drawn_at_once(gpu: PretendCuda, with_tri
 
 def test_slabs_grow_under_captured_passes(gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs read where slabs stand: a text that outgrows its slabs captures nothing again."""
-    monkeypatch.setattr(recorded_verifier, "PASS", PassConfig(cache_block=8, tree_rows=1))
+    monkeypatch.setattr(recorded_verifier, "PASS", PassConfig(cache_block=8, tree_rows=12))
     monkeypatch.setattr(kv_buffer, "PASS", PassConfig(cache_block=8))
     placed = Placed(gpu)
     options: dict[str, Any] = {"max_new_tokens": 200, "do_sample": False}

@@ -59,7 +59,7 @@ def test_rows_of_a_batch_attend_in_one_launch(
     gpu: PretendCuda, with_triton: None, family: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One launch per layer serves all rows, whose slabs move as they grow, under captured passes, too."""
-    monkeypatch.setattr(recorded_verifier, "PASS", PassConfig(cache_block=1, tree_rows=1))
+    monkeypatch.setattr(recorded_verifier, "PASS", PassConfig(cache_block=1, tree_rows=12))
     monkeypatch.setattr(kv_buffer, "PASS", PassConfig(cache_block=1))
     grown: list[bool] = []
     make_room = Slab.make_room
