@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from retrieve_spec.server.guard import UNSUPPORTED
 from retrieve_spec.server.sampling import sampler_chain
 from retrieve_spec.server.text import line_end, with_line_feeds
+from retrieve_spec.server.tools import referenced
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
@@ -289,10 +290,9 @@ class Function(_Whole):
     @property
     def of_arguments(self) -> dict[str, Any] | None:
         """The JSON schema of its arguments; where that is a definition, as Pydantic's of a recursive model is, this."""
-        schema = self.parameters or {}
-        known, name = schema.get("$defs"), str(schema.get("$ref")).removeprefix("#/$defs/")
-        definition = known.get(name) if isinstance(known, dict) else None
-        return {**definition, "$defs": known} if isinstance(definition, dict) else self.parameters
+        others = dict(self.parameters or {})
+        definition = referenced(str(others.pop("$ref", "")), others)
+        return {**others, **definition} if isinstance(definition, dict) else self.parameters
 
 
 class Tool(_Whole):

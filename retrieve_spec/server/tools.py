@@ -302,6 +302,14 @@ def _tagged_call(tags: Tags, close: str, names: Collection[str]) -> regex.Patter
     return regex.compile(rf"{spelled(tags.head, f'(?P<name>{name})')}{one}*\s*{end}", regex.DOTALL)
 
 
+def referenced(path: str, root: Any) -> Any:
+    """What a reference within a schema names; None where there is nothing."""
+    part = root
+    for name in path.removeprefix("#/").split("/"):
+        part = part.get(name) if isinstance(part, dict) else None
+    return part
+
+
 def _takes_text(schema: Any, argument: str) -> bool | None:
     """Whether an argument may be a string, None where the schema does not say so, or is none."""
     try:
@@ -315,10 +323,7 @@ def _may_be_text(schema: Any, root: Any, depth: int = 8) -> bool | None:
     if not isinstance(schema, dict) or not depth:
         return None
     if isinstance(path := schema.get("$ref"), str):
-        part = root
-        for name in path.removeprefix("#/").split("/"):
-            part = part.get(name) if isinstance(part, dict) else None
-        return _may_be_text(part, root, depth - 1)
+        return _may_be_text(referenced(path, root), root, depth - 1)
     if (kinds := schema.get("type")) is not None:
         return "string" in ([kinds] if isinstance(kinds, str) else kinds)
     if given := [schema["const"]] if "const" in schema else schema.get("enum"):
