@@ -24,19 +24,17 @@ from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore, read_ahead
 from retrieve_spec.drafting.drafter import Drafter
-from retrieve_spec.engine.bigrams import bigrams_of
 from retrieve_spec.engine.drafters import OFF
-from retrieve_spec.engine.speculation import Speculation, measure_passes
+from retrieve_spec.engine.speculation import Speculation, bigrams_of, measure_passes
 from retrieve_spec.engine.threads import PassThreads, some_of_a_pass, using
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
-from retrieve_spec.generation.many import generate_many
-from retrieve_spec.generation.streams import generate_stream
+from retrieve_spec.generation.streams import generate_many, generate_stream
 from retrieve_spec.kernels.compiled_code import compiles
 from retrieve_spec.model_layers import base_model, embedded_tokens, evaluating
 from retrieve_spec.openmp import survive_forks
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
-from retrieve_spec.sampling.pass_logits import read_logits
+from retrieve_spec.sampling.acceptance import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
 from retrieve_spec.verify.interface import input_device, new_cache, read_interface
 from retrieve_spec.verify.probe import Finding, probe
@@ -67,7 +65,7 @@ def accelerate(
     `store` (a datastore, or several, that this call alone drafts from besides: folders, or stores opened before),
     `siblings` ("share": samples of one prompt draft from what the others write, or
     "off") and `return_logprobs` (with `return_dict_in_generate=True` the output has the fields `logprobs` and
-    `raw_logprobs`, see `retrieve_spec.generation.outputs.DecoderOnlyOutput`). What cannot be sped up is left to the
+    `raw_logprobs`, see `retrieve_spec.generation.calls.DecoderOnlyOutput`). What cannot be sped up is left to the
     original `generate`; `model.speculation.last` says what happened and why.
 
     Parameters

@@ -49,11 +49,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 import retrieve_spec as rs
 from retrieve_spec.bench.runner import parting
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.sampling.acceptance import RandomSampler, Warpers
-from retrieve_spec.sampling.device_acceptance import DeviceSampler, draw, draws_alike
-from retrieve_spec.sampling.pass_logits import packing, read_logits, read_packed
-from retrieve_spec.sampling.text import RowText
+from retrieve_spec.engine.sequence import GenerationReport
+from retrieve_spec.sampling.acceptance import RandomSampler, RowText, Warpers, packing, read_logits, read_packed
+from retrieve_spec.sampling.samplers import DeviceSampler, draw, draws_alike
 from retrieve_spec.verify.verifier import VerifierInputs
 
 PROMPTS = (

@@ -27,7 +27,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import PRESETS, build_drafter
-from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.sequence import GenerationReport
 from retrieve_spec.errors import ConfigError, nearest
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.bigrams import Bigrams

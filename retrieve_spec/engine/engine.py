@@ -23,14 +23,12 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import FEW_ROOTS, PASS
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import Backoff, gain, row_cost, share_evenly, share_out, worth
-from retrieve_spec.engine.cost import Costs
+from retrieve_spec.engine.budget import Backoff, Costs, gain, row_cost, share_evenly, share_out, worth
 from retrieve_spec.engine.sequence import Sequence, autocast_key
-from retrieve_spec.engine.step_lock import StepLock
-from retrieve_spec.engine.threads import PassThreads, using
+from retrieve_spec.engine.threads import PassThreads, StepLock, using
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_together
-from retrieve_spec.sampling.device_acceptance import DeviceSampler, read_sampled
-from retrieve_spec.sampling.pass_logits import PassLogits, read_side_by_side
+from retrieve_spec.sampling.acceptance import PassLogits, read_side_by_side
+from retrieve_spec.sampling.samplers import DeviceSampler, read_sampled
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.verifier import Ran, VerifierOutput
 

@@ -16,16 +16,143 @@ from numpy.typing import NDArray
 from retrieve_spec.config import dial
 from retrieve_spec.datastore.store import sourced_runs
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
-from retrieve_spec.engine.drafters import OFF, DrafterLease, Drafters
-from retrieve_spec.engine.memories import Siblings
-from retrieve_spec.engine.rows import Prepared, Row, SharedPrompts, is_text_alone, rows_of
-from retrieve_spec.engine.sequence import Limits, Sequence
+from retrieve_spec.engine.drafters import OFF, DrafterLease, Drafters, Siblings
+from retrieve_spec.engine.sequence import Limits, Sequence, SharedPrompt
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.sampling.acceptance import Stopper
 from retrieve_spec.sampling.guides import guide_of
-from retrieve_spec.sampling.samplers import make_sampler, whole_seed
-from retrieve_spec.sampling.text import Stopper
+from retrieve_spec.sampling.samplers import make_sampler, processors_of_row, whole_seed
 from retrieve_spec.sources.answers import RolloutMemory
+from retrieve_spec.verify.verifier import OF_TEXT, VerifierInputs
+
+
+class DelegatedCall(Exception):
+    """A call is left to the original `generate`; the message says why."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What `generate` prepared for decoding.
+
+    Attributes
+    ----------
+    inputs
+        Where the verifier starts from.
+    processors
+        Logits processors in order, warpers included when sampling.
+    criteria
+        Stopping criteria in order.
+    config
+        The merged generation config.
+    callers_cache
+        Whether the cache is the caller's own.
+    context_ids
+        (n,) int32 what a drafter reads in place of the prompt, where that is not the prompt alone.
+    ids
+        (rows, L) long, the text as processors and criteria see it, where a prompt of embeddings is no part of it.
+    """
+
+    inputs: VerifierInputs
+    processors: Any
+    criteria: Any
+    config: Any
+    callers_cache: bool = False
+    context_ids: NDArray[np.int32] | None = None
+    ids: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Row:
+    """One row of a prepared call.
+
+    Attributes
+    ----------
+    index
+        In the call; the noise its tokens are drawn with is its own.
+    ids
+        (1, L) long, its text as processors and criteria see it.
+    padding
+        Tokens in front of it that it is decoded without.
+    inputs
+        Where its verifier starts from.
+    processors
+        Its logits processors in order.
+    """
+
+    index: int
+    ids: torch.Tensor
+    padding: int
+    inputs: VerifierInputs
+    processors: Any
+
+
+def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -> list[Row]:
+    """The rows of a prepared call, those of a batch without the padding in front and over caches of their own."""
+    whole = prepared.inputs
+    texts = whole.input_ids if prepared.ids is None else prepared.ids
+    fewer = texts.shape[1] - whole.input_ids.shape[1]
+    if len(texts) == 1:
+        return [Row(0, texts, fewer, whole, processors_of_row(prepared.processors, 0))]
+    rows = []
+    mask = whole.model_kwargs.get("attention_mask")
+    for index, padding in enumerate(padding_in_front(whole) or []):
+        kwargs = {**whole.model_kwargs, cache_name: new_cache()}
+        if mask is not None:  # what is behind the padding may have holes
+            rest = mask[index : index + 1, padding:]
+            kwargs["attention_mask"] = None if bool(rest.all()) else rest
+        if (positions := kwargs.get("position_ids")) is not None:
+            kwargs["position_ids"] = positions[..., index : index + 1, padding:]
+        ids = whole.input_ids[index : index + 1]
+        inputs = VerifierInputs(
+            ids[:, padding:], kwargs, max_length=whole.max_length - padding, returns_cache=whole.returns_cache
+        )
+        processors = processors_of_row(prepared.processors, index)
+        rows.append(Row(index, texts[index : index + 1], padding + fewer, inputs, processors))
+    return rows
+
+
+def padding_in_front(inputs: VerifierInputs) -> list[int] | None:
+    """Padding tokens in front of every row of a batch; None when a row has nothing else, or the mask is no row's."""
+    mask = inputs.model_kwargs.get("attention_mask")
+    rows, length = inputs.input_ids.shape
+    if mask is None:
+        return [0] * rows
+    if mask.shape != (rows, length):
+        return None
+    shown = mask.bool().cpu().numpy()
+    return shown.argmax(axis=1).tolist() if shown.any(axis=1).all() else None
+
+
+KEPT = 4
+"""Prompts of `generate_many` whose readings are kept for later requests."""
+
+
+def is_text_alone(inputs: VerifierInputs, cache_name: str) -> bool:
+    """Whether tokens are all that a model is given."""
+    known = OF_TEXT | {cache_name}
+    return all(name in known or value is None for name, value in inputs.model_kwargs.items())
+
+
+class SharedPrompts:
+    """The prompts of sequences that go together, by their tokens."""
+
+    def __init__(self, cache_name: str) -> None:
+        self.cache_name = cache_name
+        self._known: dict[bytes, SharedPrompt] = {}
+
+    def of(self, inputs: VerifierInputs) -> SharedPrompt | None:
+        """What sequences with these inputs share; None where they hold more than tokens."""
+        if not is_text_alone(inputs, self.cache_name) or inputs.past_length or inputs.returns_cache:
+            return None
+        parts = [inputs.input_ids, *(inputs.model_kwargs.get(name) for name in ("attention_mask", "position_ids"))]
+        key = b"|".join(b"" if part is None else part.cpu().numpy().tobytes() for part in parts)
+        shared = self._known.pop(key, None) or SharedPrompt(self.cache_name)
+        shared.members += 1
+        self._known[key] = shared
+        while len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+        return shared
 
 
 @dataclass(slots=True)

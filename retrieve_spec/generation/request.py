@@ -15,20 +15,77 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation import logits_process as hf
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.engine.rows import DelegatedCall, Prepared, check_batch, extras_of
+from retrieve_spec.engine.joining import DelegatedCall, Prepared, padding_in_front
 from retrieve_spec.errors import ConfigError, PromptError, UnknownTokenError, nearest
 from retrieve_spec.model_layers import embedded_tokens
+from retrieve_spec.sampling.guides import GrammarProcessor
 from retrieve_spec.verify.cache import decoder_cache, seq_length
 from retrieve_spec.verify.interface import ModelInterface, input_device
 from retrieve_spec.verify.pass_inputs import TOKEN_TYPES
 from retrieve_spec.verify.steps import Captured, capture
 from retrieve_spec.verify.tensor_parallel import why_in_step
-from retrieve_spec.verify.verifier import CACHE_NAMES, VerifierInputs
+from retrieve_spec.verify.verifier import CACHE_NAMES, OF_TEXT, VerifierInputs, says_nothing
+
+_ROW_BY_ROW = (
+    hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor, hf.RepetitionPenaltyLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor, hf.NoBadWordsLogitsProcessor, hf.SequenceBiasLogitsProcessor,
+    hf.SuppressTokensLogitsProcessor, hf.SuppressTokensAtBeginLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor,
+    hf.ForcedBOSTokenLogitsProcessor, hf.ExponentialDecayLengthPenalty, hf.InfNanRemoveLogitsProcessor,
+    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.TopHLogitsWarper, hf.LogitNormalization,
+    hf.PrefixConstrainedLogitsProcessor, GrammarProcessor,
+)  # fmt: skip
+"""Processors that say the same of a row alone as in company; others may count rows or calls."""
+_STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCriteria)
+
+
+def extras_of(prepared: Prepared, cache_name: str) -> list[str]:
+    """What a batch is given besides text; what is whose only the model knows."""
+    kwargs = prepared.inputs.model_kwargs
+    parts = {name: value for name, value in kwargs.items() if isinstance(value, (torch.Tensor, dict))}
+    return [name for name, value in parts.items() if name not in OF_TEXT | {cache_name} and not says_nothing(value)]
+
+
+def check_batch(prepared: Prepared, cache_name: str) -> None:
+    """Look whether the rows of a prepared batch can be decoded together.
+
+    Raises
+    ------
+    DelegatedCall
+        They cannot.
+    """
+    kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
+    if extras := extras_of(prepared, cache_name):
+        raise DelegatedCall(f"a batch is given {', '.join(extras)}")
+    if prepared.callers_cache:
+        raise DelegatedCall("a batch goes on from a cache that was given")
+    if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] != len(prepared.inputs.input_ids):
+        raise DelegatedCall("a batch brings its own positions")
+    if type(kwargs.get(cache_name)) is not DynamicCache or kwargs[cache_name].offloading:
+        raise DelegatedCall(f"a batch is kept in a {type(kwargs.get(cache_name)).__name__}")
+    others = [p for p in prepared.processors if type(p) not in _ROW_BY_ROW]
+    others += [c for c in criteria if type(c) not in _STOPS]
+    if others:
+        kind = type(others[0]).__name__
+        raise DelegatedCall(f"a {kind} may tell the rows of a batch apart: generate_many calls it for each request")
+    kinds = {type(criterion) for criterion in criteria}
+    if kinds & {StopStringCriteria, MaxTimeCriteria} and EosTokenCriteria not in kinds:
+        raise DelegatedCall("rows of a batch go on behind where they stop: there is no end-of-text token")
+    if padding_in_front(prepared.inputs) is None:
+        raise DelegatedCall("a row of a batch has no text")
+
 
 _ROWS = "a prompt of token ids, a tensor of shape (rows, tokens)"
 _ELSEWHERE = frozenset(["datastores", "drafter", "config", *(field.name for field in fields(SpeculationConfig))])

@@ -1,26 +1,26 @@
-"""Streams: what becomes visible with every pass of a call of `generate_stream`."""
+"""Streams of one text as it is written, and of many requests as they end: callers of `Engine.run`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from collections.abc import Sequence as Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
-from retrieve_spec.engine.joining import sequences_of
-from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.engine.rows import DelegatedCall, Prepared
-from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.joining import DelegatedCall, Prepared, SharedPrompts, sequences_of
+from retrieve_spec.engine.sequence import GenerationReport, Sequence
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.generation.calls import delegate, prepare_call, speculation_of
-from retrieve_spec.generation.outputs import check_decoder, noted
-from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, setting
+from retrieve_spec.generation.calls import check_decoder, delegate, noted, prepare_call, speculation_of
+from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions, setting
 from retrieve_spec.model_layers import base_model
 
 
@@ -308,3 +308,320 @@ def _pieces(runs: Generator[_Run, None, None], decoder: TextDecoder | None) -> G
             yield Piece(visible, decoder.push(visible) if decoder else "", *(() if both is None else both))
         if rest := decoder.flush() if decoder else "":
             yield Piece(np.empty(0, np.int32), rest, *(() if both is None else both[:, :0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One text that the model wrote.
+
+    Attributes
+    ----------
+    token_ids
+        (n,) int32, behind the prompt.
+    text
+        The same as text; empty without a tokenizer.
+    report
+        How it was decoded.
+    logprobs, raw_logprobs
+        (n,) float32 with `return_logprobs=True`, as in the output of `generate`; else None.
+    """
+
+    token_ids: NDArray[np.int32]
+    text: str
+    report: GenerationReport
+    logprobs: NDArray[np.float32] | None = None
+    raw_logprobs: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that is over.
+
+    Attributes
+    ----------
+    index
+        Its place among the requests.
+    request
+        What was given.
+    outputs
+        One for each of `num_return_sequences`; as far as they got where it failed or was cancelled.
+    error
+        What it failed with, else None.
+    cancelled
+        Whether `Requests.cancel` ended it.
+    """
+
+    index: int
+    request: Any
+    outputs: tuple[Completion, ...] = ()
+    error: Exception | None = None
+    cancelled: bool = False
+
+    @property
+    def text(self) -> str:
+        """Text of the first output; empty where there is none."""
+        return self.outputs[0].text if self.outputs else ""
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """(n,) int32 tokens of the first output."""
+        return self.outputs[0].token_ids if self.outputs else np.empty(0, np.int32)
+
+
+Order = Literal["given", "completed"]
+_Call = tuple[dict[str, Any], dict[str, Any], str]
+"""Arguments of `generate` and of this library, and why the original decodes them."""
+_OWN = ("draft", "nodes", "seed", "siblings", "scope", "store", "return_logprobs", "on_pass", "context_ids")
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A request whose sequences have been made."""
+
+    index: int
+    request: Any
+    sequences: list[Sequence]
+    tokenizer: Any
+
+
+class Requests(Iterator[Finished]):
+    """The requests of one `generate_many`, each as it is over.
+
+    Closing it, leaving it in a `with` statement, or losing it ends what is under way.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        requests: Iterable[Any],
+        common: dict[str, Any],
+        *,
+        order: Order,
+        rows: int,
+        progress: bool,
+    ) -> None:
+        self._model, self._common, self._kept_order = model, common, order == "given"
+        self._speculation = speculation_of(model)
+        self._rows = 1 if self._speculation.batching_blocker() else rows  # they would only wait for one another
+        self._prompts = SharedPrompts(self._speculation.interface.cache_name)
+        self._given = enumerate(requests)
+        self._under_way: dict[int, _UnderWay] = {}
+        self._over: deque[Finished] = deque()
+        self._cancelled: set[int] = set()
+        self._apart: tuple[int, Any, _Call] | None = None  # left to the original `generate`
+        self._exhausted = False
+        total = len(requests) if isinstance(requests, Sized) else None
+        self._bar = tqdm(total=total, unit="request", dynamic_ncols=True) if progress else None
+        self._finished = self._in_order(self._as_completed())
+
+    def __next__(self) -> Finished:
+        return next(self._finished)
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._finished.close()
+
+    def cancel(self, index: int) -> None:
+        """End one request, whether it has begun or not; the others go on. Safe from any thread."""
+        self._cancelled.add(index)
+        for job in list(self._under_way.values()):
+            if job.index == index:
+                self._speculation.engine.leave(*job.sequences)
+
+    def _in_order(self, finished: Generator[Finished, None, None]) -> Generator[Finished, None, None]:
+        """Requests as they are handed out."""
+        early: dict[int, Finished] = {}
+        turn = 0
+        with contextlib.closing(finished), self._bar or contextlib.nullcontext():
+            for one in finished:
+                if self._bar is not None:
+                    self._bar.update()
+                if not self._kept_order:
+                    yield one
+                    continue
+                early[one.index] = one
+                while turn in early:
+                    yield early.pop(turn)
+                    turn += 1
+
+    def _as_completed(self) -> Generator[Finished, None, None]:
+        """Requests as they end; one that is left to the original `generate` waits until those before it have ended."""
+        while not self._exhausted:
+            with contextlib.closing(self._speculation.engine.run(self._sequences(), self._rows)) as running:
+                for sequence, visible in running:
+                    if visible is None:
+                        self._ended(sequence)
+                    while self._over:
+                        yield self._over.popleft()
+            if self._apart is not None:
+                self._over.append(self._delegated(*self._apart))
+                self._apart = None
+            while self._over:
+                yield self._over.popleft()
+
+    def _sequences(self) -> Iterator[Sequence]:
+        """The sequences of request after request, until there is something that must be done before the next."""
+        for index, request in self._given:
+            try:
+                made = self._begin(index, request)
+            except Exception as error:  # of this request alone
+                self._over.append(Finished(index, request, error=error))
+                made = []
+            yield from made
+            if self._apart is not None or (self._over and not self._under_way):
+                return
+        self._exhausted = True
+
+    def _begin(self, index: int, request: Any) -> list[Sequence]:
+        """The sequences of a request; none where it is over, or left to the original `generate`."""
+        if index in self._cancelled:
+            self._over.append(Finished(index, request, cancelled=True))
+            return []
+        model, speculation = self._model, self._speculation
+        arguments = self._arguments(request)
+        tokenizer, prediction = arguments["tokenizer"], arguments.pop("prediction", None)
+        own = {name: arguments.pop(name, None) for name in _OWN}
+        if own["context_ids"] is not None:
+            own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
+        if own["return_logprobs"]:
+            check_decoder(model, arguments)
+        try:
+            prepared = prepare_call(model, arguments, speculation.batching_blocker())
+        except DelegatedCall as why:
+            self._apart = index, request, (arguments, own, str(why))
+            return []
+        predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
+        sequences = sequences_of(speculation, prepared, predictions, together=self._prompts, **own)
+        job = _UnderWay(index, request, sequences, tokenizer)
+        self._under_way.update({id(sequence): job for sequence in sequences})
+        return sequences
+
+    def _arguments(self, request: Any) -> dict[str, Any]:
+        """A request as arguments of `generate` and of this library."""
+        own: dict[str, Any] = dict(request) if isinstance(request, Mapping) else {"inputs": request}
+        arguments = self._common | own
+        tokenizer = arguments["tokenizer"] = arguments.get("tokenizer") or self._speculation.tokenizer
+        inputs = arguments.pop("inputs", None)
+        arguments = as_inputs(arguments if inputs is None else arguments | as_inputs(inputs, tokenizer, self._model),
+                              tokenizer, self._model)  # fmt: skip
+        ids = arguments.get("input_ids")
+        if ids is None or len(ids) != 1:
+            got = "none" if ids is None else f"{len(ids)} rows"
+            raise ConfigError("one prompt per request", got, "Give each prompt as a request of its own.")
+        if arguments.get("streamer") is not None:
+            raise ConfigError("requests without a streamer", "one", "Call generate_stream for text as it is written.")
+        return arguments | {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
+
+    def _ended(self, sequence: Sequence) -> None:
+        """Note that a sequence has ended; the first of a request that fails ends the request."""
+        job = self._under_way.pop(id(sequence))
+        if sequence.error is not None:
+            self._speculation.engine.leave(*job.sequences)
+            if not isinstance(sequence.error, Exception):  # as KeyboardInterrupt from a processor
+                raise sequence.error
+        if any(id(other) in self._under_way for other in job.sequences):
+            return
+        self._speculation.ended(*job.sequences)
+        outputs = tuple(
+            self._completion(s.text.new_ids, job.tokenizer, s.report, noted(s)) for s in job.sequences
+        )  # fmt: skip
+        error = next((s.error for s in job.sequences if isinstance(s.error, Exception)), None)
+        cancelled = job.index in self._cancelled and not all(s.stopped for s in job.sequences)
+        self._over.append(Finished(job.index, job.request, outputs, error, cancelled))
+
+    def _completion(
+        self, ids: Any, tokenizer: Any, report: GenerationReport, both: NDArray[np.float32] | None = None
+    ) -> Completion:
+        """What was written, with its text and log-probabilities (2, n)."""
+        new_ids = np.asarray(ids, np.int32)
+        text = ""
+        if tokenizer is not None:
+            text = tokenizer.decode(new_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Completion(new_ids, text, report, *(() if both is None else both[:, : len(new_ids)]))
+
+    def _delegated(self, index: int, request: Any, call: _Call) -> Finished:
+        """Let the original `generate` answer a request."""
+        arguments, own, reason = call
+        report = self._speculation.delegated(reason)
+        try:
+            rows, both = delegate(self._model, arguments, own["seed"], own["return_logprobs"])
+        except Exception as error:  # of this request alone
+            return Finished(index, request, error=error)
+        ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
+        noted_rows = [None] * len(rows) if both is None else both.cpu().numpy()
+        outputs = [
+            self._completion(_until(row, ends), tokenizer, report, logprobs)
+            for row, logprobs in zip(rows, noted_rows, strict=True)
+        ]
+        return Finished(index, request, tuple(outputs))
+
+
+def _until(row: torch.Tensor, ends: Any) -> NDArray[np.int64]:
+    """A row (n,) up to its first end-of-text token, without the padding behind it."""
+    ids: NDArray[np.int64] = row.cpu().numpy()
+    found = np.flatnonzero(np.isin(ids, [] if ends is None else np.atleast_1d(np.asarray(ends))))
+    return ids[: found[0] + 1] if len(found) else ids
+
+
+def generate_many(
+    model: Any,
+    requests: Iterable[Any],
+    *,
+    order: Order = "given",
+    rows: int = 0,
+    progress: bool = False,
+    **common: Any,
+) -> Requests:
+    """Answer any number of requests, as many at a time as there is room for, and yield each when it is over.
+
+    Requests are taken from the iterable when there is room for them, so that it may be endless, and share passes of
+    the model. Each says what it says alone. One that fails, or is cancelled, is handed out as such and ends nothing
+    else.
+
+    Parameters
+    ----------
+    model
+        An accelerated model.
+    requests
+        Each is a text, token ids, or a mapping with `inputs` (either) or what a tokenizer returns (`input_ids`,
+        `attention_mask`), and whatever `generate` takes for this request alone: `max_new_tokens`, `temperature`,
+        `num_return_sequences`, `stop_strings` …, `prediction`, `draft`, `nodes`, `seed`, `scope`, `store`,
+        `context_ids`, `tokenizer`.
+    order
+        `"given"` keeps the order of the requests (what is over early waits), `"completed"` does not.
+    rows
+        Texts under way at a time at most; 0 for `config.PASS.batch_rows`. Their keys and values take
+        `config.PASS.batch_bytes` at most, but one text is always under way.
+    progress
+        Show a bar on standard error.
+    **common
+        The same for every request that does not say otherwise.
+
+    Returns
+    -------
+    Requests
+        An iterator of `Finished`; `cancel(index)` ends one request, `close()` all.
+
+    Raises
+    ------
+    ConfigError
+        The model is not accelerated, or `order` or `rows` is something else.
+
+    Examples
+    --------
+    >>> for done in rs.generate_many(model, ["def add(", {"inputs": "class A", "seed": 1}], max_new_tokens=8):
+    ...     print(done.index, done.text)
+    """
+    if order not in ("given", "completed"):
+        raise ConfigError("order to be 'given' or 'completed'", repr(order), "Leave it at 'given'.")
+    if isinstance(requests, str | Mapping) or not hasattr(requests, "__iter__"):
+        raise ConfigError("many requests", type(requests).__name__, "Give a list of them, as [request].")
+    if not isinstance(rows, int) or rows < 0:
+        raise ConfigError("rows of at least 0", repr(rows), "Leave it at 0 for as many as there is room for.")
+    return Requests(base_model(model), requests, common, order=order, rows=rows, progress=progress)

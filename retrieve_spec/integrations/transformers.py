@@ -22,7 +22,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from retrieve_spec.acceleration import prepare
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Drafter
-from retrieve_spec.engine.rows import DelegatedCall
+from retrieve_spec.engine.joining import DelegatedCall
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.calls import BEFORE, decode_prepared, seeded

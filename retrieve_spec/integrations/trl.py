@@ -13,7 +13,7 @@ import torch
 from retrieve_spec.acceleration import accelerate, generate_many
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.generation.many import Completion
+from retrieve_spec.generation.streams import Completion
 from retrieve_spec.model_layers import base_model, evaluating
 
 

@@ -20,7 +20,7 @@ from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_pass import LaidOut, PackedPass, PassGraphs, packs, shape_of
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
-from retrieve_spec.sampling.pass_logits import on_device
+from retrieve_spec.sampling.acceptance import on_device
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier, SignatureModes
 from retrieve_spec.verify.verifier import Mode, PassKind, Ran, VerifierInputs, VerifierOutput

@@ -7,20 +7,247 @@ the emitted text is that of plain decoding whatever was drafted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from retrieve_spec.drafting.tree import ROOT, DraftTree
-from retrieve_spec.errors import DistributionError
+from retrieve_spec.errors import DistributionError, in_a_line
 from retrieve_spec.kernels.sampling import draw_row, gumbel_argmax, truncate_row
+from retrieve_spec.kernels.topk import BLOCK, row_topk
 from retrieve_spec.kernels.treemask import find_child
-from retrieve_spec.sampling.pass_logits import PassLogits, read_logits
-from retrieve_spec.sampling.text import RowText
+
+
+class RowText:
+    """Prompt and emitted tokens of one row.
+
+    Parameters
+    ----------
+    input_ids
+        (1, L) long, the prompt as `generate` got it. The buffer doubles when it is full.
+    """
+
+    def __init__(self, input_ids: torch.Tensor) -> None:
+        self.prompt_length = input_ids.shape[1]
+        self.length = self.prompt_length
+        self._device = input_ids.device
+        self._tensor = torch.empty((1, self.length + 256), dtype=torch.long)
+        self._tensor[:, : self.length] = input_ids
+        self._ids: NDArray[np.int64] = self._tensor.numpy()[0]
+
+    def append(self, token_id: int) -> None:
+        """Add one token."""
+        if self.length == len(self._ids):
+            self._tensor = torch.cat([self._tensor, torch.empty_like(self._tensor)], dim=-1)
+            self._ids = self._tensor.numpy()[0]
+        self._ids[self.length] = token_id
+        self.length += 1
+
+    def tensor(self) -> torch.Tensor:
+        """(1, length) long on the prompt's device: a view on the CPU, a copy elsewhere; read only."""
+        return self._tensor[:, : self.length].to(self._device)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """(length,) view of all tokens; read only."""
+        row: NDArray[np.int64] = self._ids[: self.length]
+        return row
+
+    @property
+    def last(self) -> int:
+        """The last token."""
+        return int(self._ids[self.length - 1])
+
+    @property
+    def last_ids(self) -> NDArray[np.int32]:
+        """(1,) copy of the last token: the root of the next pass."""
+        last: NDArray[np.int32] = self._ids[self.length - 1 : self.length].astype(np.int32)
+        return last
+
+    @property
+    def new_ids(self) -> NDArray[np.int64]:
+        """(emitted,) view of the tokens after the prompt."""
+        emitted: NDArray[np.int64] = self._ids[self.prompt_length : self.length]
+        return emitted
+
+
+class Stopper:
+    """Applies stopping criteria to every emitted token in order, as plain decoding does.
+
+    Length and end-of-text tokens are checked without building tensors; every other criterion is called as it is.
+
+    Parameters
+    ----------
+    criteria
+        What `generate` prepared: the library's own and the user's stopping criteria.
+    """
+
+    def __init__(self, criteria: Iterable[Any]) -> None:
+        self.max_length: int | None = None
+        self._eos: set[int] = set()
+        self._others: list[Any] = []
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                length = math.ceil(criterion.max_length)
+                self.max_length = length if self.max_length is None else min(self.max_length, length)
+            elif type(criterion) is EosTokenCriteria:
+                self._eos.update(int(token) for token in criterion.eos_token_id.flatten())
+            else:
+                self._others.append(criterion)
+
+    def __call__(self, text: RowText, token_id: int, scores: tuple[Any, ...] | None) -> bool:
+        """Whether generation ends with `token_id`, the last token of `text`."""
+        stop = token_id in self._eos or (self.max_length is not None and text.length >= self.max_length)
+        if self._others:
+            input_ids = text.tensor()
+            for criterion in self._others:  # all are asked, as in plain decoding: some count their calls
+                stop = bool(torch.as_tensor(criterion(input_ids, scores)).all()) or stop
+        return stop
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PassLogits:
+    """Logits of one pass, read to the host only as far as needed.
+
+    Attributes
+    ----------
+    logits
+        (rows, vocab), on the model's device, any float dtype.
+    top_ids, top_logits
+        (rows, k) int32 and float32, most probable first, k >= 1; column 0 is the argmax (the
+        first NaN where there is one).
+    chosen
+        (rows,) int32 tokens that were chosen on the device, -1 where the host chooses; None when the host chooses all.
+    """
+
+    logits: torch.Tensor
+    top_ids: NDArray[np.int32]
+    top_logits: NDArray[np.float32]
+    _host: NDArray[np.float32] | None = None
+    chosen: NDArray[np.int32] | None = None
+
+    def row(self, i: int) -> NDArray[np.float32]:
+        """(vocab,) float32 logits of one row on the host."""
+        row: NDArray[np.float32]
+        row = self._host[i] if self._host is not None else self.logits[i].float().cpu().numpy()
+        return row
+
+
+def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
+    """Find the `top_k` (at least 1) largest entries of every row, with one copy from the device."""
+    if logits.device.type != "cpu":
+        return read_packed(logits, top_k, None)
+    k = min(max(top_k, 1), logits.shape[-1])
+    rows = logits if logits.dtype == torch.float32 else logits.float()
+    rows = rows if rows.is_contiguous() else rows.contiguous()
+    host = rows.numpy()
+    ids = np.empty((len(host), k), np.int32)
+    values = np.empty((len(host), k), np.float32)
+    full = host.shape[1] // BLOCK
+    blocks = rows if full * BLOCK == host.shape[1] else rows[:, : full * BLOCK]
+    maxima = blocks.view(len(host), full, BLOCK).amax(-1).numpy() if full else host[:, :0]
+    if row_topk(host, maxima, ids, values):
+        _put_nan_first(host, ids)
+    return PassLogits(logits, ids, values, host)
+
+
+def read_side_by_side(parts: Sequence[torch.Tensor], top_k: int) -> list[PassLogits]:
+    """`read_logits` of the rows of several texts, at once for those that one pass left behind one another in memory."""
+    found = []
+    for run in _runs(parts):
+        rows, vocabulary = sum(map(len, run)), run[0].shape[1]
+        whole = run[0] if len(run) == 1 else run[0].as_strided((rows, vocabulary), (vocabulary, 1))
+        read, first = read_logits(whole, top_k), 0
+        for part in run:
+            at = slice(first, first + len(part))
+            host = None if read._host is None else read._host[at]
+            found.append(PassLogits(part, read.top_ids[at], read.top_logits[at], host))
+            first += len(part)
+    return found
+
+
+def _runs(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The parts, those together that stand behind one another in memory."""
+    runs: list[list[torch.Tensor]] = []
+    for part in parts:
+        if runs and _follows(part, runs[-1][-1]):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _follows(part: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a part begins where the one before it ends."""
+    alike = part.dtype == before.dtype and part.shape[1:] == before.shape[1:]
+    beside = part.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    whole = part.is_contiguous() and before.is_contiguous()
+    return alike and beside and whole and part.storage_offset() == before.storage_offset() + before.numel()
+
+
+def _put_nan_first(host: NDArray[np.float32], ids: NDArray[np.int32]) -> None:
+    """Let the first NaN of a row be its argmax, as in torch: a model that overflowed decodes as it does plainly."""
+    for r in np.flatnonzero(np.isnan(host).any(axis=1)):
+        nan = int(np.isnan(host[r]).argmax())
+        ids[r] = np.concatenate([[nan], ids[r][ids[r] != nan]])[: ids.shape[1]]
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Make a GPU the current one, to which kernels and graphs go; nothing on a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+Pack = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+"""`kernels.triton_topk.pack_largest`, or what does the same."""
+
+
+def read_packed(logits: torch.Tensor, top_k: int, chosen: torch.Tensor | None) -> PassLogits:
+    """Copy the `top_k` largest entries of every row and the tokens `chosen` (rows,) on the device at once."""
+    k = min(max(top_k, 1), logits.shape[-1])
+    with on_device(logits.device):
+        packed = packing(logits.device.type)(logits, k, chosen).cpu().numpy()  # the one wait for the device in a step
+    ids = np.ascontiguousarray(packed[:, 1 : k + 1])
+    for r in np.flatnonzero(ids[:, 0] != packed[:, 0]):
+        ids[r] = np.concatenate([packed[r, :1], ids[r][ids[r] != packed[r, 0]]])[:k]
+    values = np.ascontiguousarray(packed[:, k + 1 : 2 * k + 1]).view(np.float32)
+    return PassLogits(logits, ids, values, chosen=None if chosen is None else packed[:, -1])
+
+
+@functools.cache
+def packing(device: str) -> Pack:
+    """What packs the largest entries on a kind of device: on a GPU Triton's kernels, if they give what torch gives."""
+    if device != "cuda":
+        return _pack
+    try:
+        from retrieve_spec.kernels.triton_topk import pack_largest
+
+        logits = torch.arange(5000.0, device=device).roll(700).view(2, 2500)
+        if not torch.equal(pack_largest(logits, 8, logits[:, 0].long()), _pack(logits, 8, logits[:, 0].long())):
+            raise ValueError("other tokens than by torch")
+    except Exception as error:  # whatever the compiler raises: torch packs the same
+        logger.warning("the most probable tokens are found by torch: %s", in_a_line(error))
+        return _pack
+    return pack_largest
+
+
+def _pack(logits: torch.Tensor, k: int, chosen: torch.Tensor | None) -> torch.Tensor:
+    """`pack_largest` by torch, but for the order of equal logits."""
+    values, ids = torch.topk(logits, k, dim=-1)
+    best = logits.argmax(dim=-1)  # ties go to the lowest id, which topk does not promise
+    parts = [best.int()[:, None], ids.int(), values.float().view(torch.int32)]
+    return torch.cat([*parts, (best if chosen is None else chosen).int()[:, None]], dim=-1)
 
 
 def check_drawable(scores: NDArray[np.float32]) -> None:

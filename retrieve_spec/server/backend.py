@@ -20,8 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from transformers import DynamicCache
 
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.engine.rows import CopiesRows
+from retrieve_spec.engine.sequence import CopiesRows, GenerationReport
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import using

@@ -13,11 +13,9 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.sampling.acceptance import Sampler
+from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler
 from retrieve_spec.sampling.guides import EXTRA, GrammarProcessor, json_grammar, problem_of, read_vocabulary
-from retrieve_spec.sampling.pass_logits import PassLogits
 from retrieve_spec.sampling.samplers import LogProbSampler
-from retrieve_spec.sampling.text import RowText
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.tools import ToolFormat, calls_grammar

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import retrieve_spec as rs
 from retrieve_spec.drafting.drafter import Budget
-from retrieve_spec.engine.cost import CostModel
+from retrieve_spec.engine.budget import CostModel
 from retrieve_spec.errors import RankError
 from retrieve_spec.kernels import sampling  # noqa: F401  (compiled before ranks wait for each other)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.engine.cost import CostModel, Costs
+from retrieve_spec.engine.budget import CostModel, Costs
 
 
 def linear(nodes: Any) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.kernels import sampling, topk, treemask
-from retrieve_spec.sampling.pass_logits import read_logits, read_side_by_side
+from retrieve_spec.sampling.acceptance import read_logits, read_side_by_side
 
 SEEDS = st.integers(0, 2**32 - 1)
 FEW = settings(max_examples=40, deadline=None)

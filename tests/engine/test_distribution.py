@@ -10,9 +10,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.sampling.acceptance import Sampler, walk
+from retrieve_spec.sampling.acceptance import RowText, Sampler, walk
 from retrieve_spec.sampling.samplers import make_sampler
-from retrieve_spec.sampling.text import RowText
 
 VOCAB = 8
 _TABLE = np.random.default_rng(5).standard_normal((VOCAB + 1, VOCAB)).astype(np.float32) * 1.5

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from retrieve_spec.engine import cost
-from retrieve_spec.engine.cost import NODE_KNOTS, _Filter
+from retrieve_spec.engine import budget
+from retrieve_spec.engine.budget import NODE_KNOTS, _Filter
 
 
 def naive(mean, covariance, noise, nodes, seconds, balance):
@@ -17,12 +17,12 @@ def naive(mean, covariance, noise, nodes, seconds, balance):
     knots = NODE_KNOTS.tolist()
     usual = np.diff(np.log(1 + NODE_KNOTS / balance))
     steepness = 1.5 * np.diff(NODE_KNOTS / (balance + NODE_KNOTS))
-    mean[1:] = usual + cost._MEMORY * (mean[1:] - usual)
-    covariance[1:] *= cost._MEMORY
-    covariance[:, 1:] *= cost._MEMORY
-    covariance[0, 0] += cost._SPEED
+    mean[1:] = usual + budget._MEMORY * (mean[1:] - usual)
+    covariance[1:] *= budget._MEMORY
+    covariance[:, 1:] *= budget._MEMORY
+    covariance[0, 0] += budget._SPEED
     forgotten = np.outer(steepness, steepness) + np.diag((0.1 + 0.3 * usual) ** 2)
-    covariance[1:, 1:] += (1 - cost._MEMORY**2) * forgotten
+    covariance[1:, 1:] += (1 - budget._MEMORY**2) * forgotten
     right = min(bisect.bisect_left(knots, nodes), len(knots) - 1)
     left = max(right - 1, 0)
     share = 1.0 if right == left else (nodes - knots[left]) / (knots[right] - knots[left])
@@ -50,7 +50,7 @@ def test_passes_are_learned_as_one_after_another_in_numpy(widest: int) -> None:
         0.004 * (1 + nodes / 30) * np.exp(random.normal(0, 0.3, 200)) * random.choice([1, 20], 200, p=[0.95, 0.05])
     )
     balance = 10.0 * (1 + widest)
-    ours, theirs, noise = _Filter(balance), _Filter(balance), cost._NOISE
+    ours, theirs, noise = _Filter(balance), _Filter(balance), budget._NOISE
     for first in range(0, 200, 8):
         part = slice(first, first + 8)
         ours.learn(tuple(nodes[part].tolist()), tuple(seconds[part].tolist()))
@@ -65,4 +65,4 @@ def test_a_filter_made_of_another_learns_for_itself() -> None:
     first = _Filter()
     second = first.elsewhere()
     second.learn((0, 3), (0.1, 0.2))
-    assert first.noise[0] == cost._NOISE and np.array_equal(first.mean, _Filter().mean)
+    assert first.noise[0] == budget._NOISE and np.array_equal(first.mean, _Filter().mean)

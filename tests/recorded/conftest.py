@@ -13,11 +13,11 @@ from pretend_cuda import PretendCuda, triton_stand_in
 import retrieve_spec.kernels
 from retrieve_spec import attention
 from retrieve_spec.recorded import packed_pass
-from retrieve_spec.sampling import device_acceptance, pass_logits
+from retrieve_spec.sampling import acceptance, samplers
 
 TRIALS = (
-    attention.why_not_triton, attention.processors, packed_pass.why_not_packed, device_acceptance.draws_alike,
-    pass_logits.packing,
+    attention.why_not_triton, attention.processors, packed_pass.why_not_packed, samplers.draws_alike,
+    acceptance.packing,
 )  # fmt: skip
 
 

@@ -19,12 +19,17 @@ import retrieve_spec as rs
 import retrieve_spec.kernels
 from retrieve_spec.drafting.tree import DraftTree, unpacked
 from retrieve_spec.engine import joining
-from retrieve_spec.sampling import device_acceptance, pass_logits, samplers
-from retrieve_spec.sampling.acceptance import GreedySampler, ProcessorSampler, RandomSampler, Warpers, walk
-from retrieve_spec.sampling.device_acceptance import DeviceSampler, path_tokens
-from retrieve_spec.sampling.pass_logits import read_logits
-from retrieve_spec.sampling.samplers import make_sampler
-from retrieve_spec.sampling.text import RowText
+from retrieve_spec.sampling import acceptance, samplers
+from retrieve_spec.sampling.acceptance import (
+    GreedySampler,
+    ProcessorSampler,
+    RandomSampler,
+    RowText,
+    Warpers,
+    read_logits,
+    walk,
+)
+from retrieve_spec.sampling.samplers import DeviceSampler, make_sampler, path_tokens
 
 pytestmark = pytest.mark.usefixtures("drawn_by_host")
 
@@ -81,7 +86,7 @@ def test_a_walk_goes_where_the_hosts_goes(
 
 
 def test_unsure_rows_are_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_acceptance, "draw", lambda scores, rules: torch.full((len(scores),), -1))
+    monkeypatch.setattr(samplers, "draw", lambda scores, rules: torch.full((len(scores),), -1))
     logits = torch.randn(1, 300)
     device = DeviceSampler(host := RandomSampler(Warpers(), 5))
     text = text_of([1, 2, 3])
@@ -96,8 +101,8 @@ def test_a_device_that_draws_otherwise_is_not_asked(
 ) -> None:
     sampler = partial(make_sampler, [TEMPERATURE], 1, device=torch.device("cuda"))
     assert type(sampler()) is DeviceSampler
-    device_acceptance.draws_alike.cache_clear()
-    monkeypatch.setattr(device_acceptance, "draw", wrong)
+    samplers.draws_alike.cache_clear()
+    monkeypatch.setattr(samplers, "draw", wrong)
     assert type(sampler()) is RandomSampler
     assert "drawn on the host" in caplog.text
 
@@ -108,7 +113,7 @@ def test_most_probable_tokens_are_torchs_where_a_kernel_finds_others(
     logits = torch.randn(3, 50).to("cuda")
     expected = read_logits(logits, 4).top_ids
     assert not caplog.text and gpu.ran["pretended.pack_largest.default"] == 2, "a trial, and the kernel"
-    pass_logits.packing.cache_clear()
+    acceptance.packing.cache_clear()
     zeros = torch.zeros((2, 18), dtype=torch.int32, device="cuda")
     monkeypatch.setattr(retrieve_spec.kernels.triton_topk, "pack_largest", lambda *_: zeros)
     assert read_logits(logits, 4).top_ids.tolist() == expected.tolist()
@@ -230,7 +235,7 @@ def test_rows_of_several_texts_are_chosen_as_each_alone() -> None:
     firsts = [len(part) - 1 - len(tree) for part, tree in zip(parts, trees, strict=True)]
     assert all(sampler.reads_along(text) for sampler, text in zip(samplers, texts, strict=True))
     rules = [sampler.rules(text, tree) for sampler, text, tree in zip(samplers, texts, trees, strict=True)]
-    together = device_acceptance.read_sampled(parts, firsts, rules, 4)
+    together = samplers.read_sampled(parts, firsts, rules, 4)
     for read, part, first, tree, text, sampler in zip(together, parts, firsts, trees, texts, samplers, strict=True):
         alone = sampler.read(part, first, tree, text, 4)
         assert alone.chosen is not None and read.chosen is not None

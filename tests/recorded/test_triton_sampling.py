@@ -15,9 +15,9 @@ import numpy as np, torch
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import sampling, triton_sampling
 from retrieve_spec.sampling.acceptance import RandomSampler, Warpers
-from retrieve_spec.sampling.device_acceptance import DeviceSampler, draw
-from retrieve_spec.sampling.pass_logits import read_logits
-from retrieve_spec.sampling.text import RowText
+from retrieve_spec.sampling.samplers import DeviceSampler, draw
+from retrieve_spec.sampling.acceptance import read_logits
+from retrieve_spec.sampling.acceptance import RowText
 
 TEXT = RowText(torch.tensor([[1, 2, 3]]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.sequence import GenerationReport
 from retrieve_spec.server.backend import DraftHints
 from retrieve_spec.server.sampling import Sampling
 

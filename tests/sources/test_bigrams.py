@@ -11,7 +11,7 @@ import retrieve_spec as rs
 from retrieve_spec.config import cache_dir
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.engine import bigrams as model_bigrams
+from retrieve_spec.engine import speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.bigrams import Bigrams
@@ -29,7 +29,7 @@ def entries(vocabulary, rows):
 def cache(tmp_path, monkeypatch):
     """An empty cache, and a model that is asked as long as it takes."""
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(model_bigrams, "SECONDS", 60.0)
+    monkeypatch.setattr(speculation, "ASKED_SECONDS", 60.0)
     return tmp_path / "bigrams"
 
 
@@ -77,7 +77,7 @@ def test_entries_are_what_the_model_says(reference_model, reference_tokenizer, c
     ],
 )
 def test_a_file_that_is_another_is_learned_anew(small, reference_tokenizer, cache, monkeypatch, spoil):
-    monkeypatch.setattr(model_bigrams, "_NEVER_KEPT", 0.0)
+    monkeypatch.setattr(speculation, "_NEVER_KEPT", 0.0)
     rs.accelerate(small, tokenizer=reference_tokenizer)
     wanted = small.speculation.drafters.bigrams.entries
     (file,) = cache.iterdir()
@@ -88,7 +88,7 @@ def test_a_file_that_is_another_is_learned_anew(small, reference_tokenizer, cach
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(small, reference_tokenizer, cache, monkeypatch):
-    monkeypatch.setattr(model_bigrams, "_NEVER_KEPT", 0.0)
+    monkeypatch.setattr(speculation, "_NEVER_KEPT", 0.0)
     cache.parent.joinpath("bigrams").write_text("a file where the folder would be")
     rs.accelerate(small, tokenizer=reference_tokenizer)
     assert len(known(small))
