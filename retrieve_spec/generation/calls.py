@@ -44,8 +44,6 @@ from retrieve_spec.sampling.acceptance import RowText
 from retrieve_spec.sampling.samplers import LogProbSampler, whole_seed
 from retrieve_spec.verify.steps import capture, sample_tokens
 
-_KEPT = ("output_scores", "output_logits")
-
 
 @dataclass
 class DecoderOnlyOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
@@ -90,83 +88,17 @@ def by_row(sequences: Many[Sequence], device: torch.device) -> dict[str, torch.T
     return dict(zip(("logprobs", "raw_logprobs"), whole.to(device), strict=True))
 
 
-def check_call(model: Any, arguments: dict[str, Any]) -> None:
-    """Refuse a call of `generate` whose output has no place for log-probabilities, or that searches beams.
+def check_log_probs(asked: bool | None, reason: str) -> None:
+    """Refuse log-probabilities of a call that the original `generate` decodes, for a reason.
 
     Raises
     ------
     ConfigError
-        It returns a tensor, or decodes several beams.
+        They are asked for.
     """
-    if not setting(model, arguments, "return_dict_in_generate"):
-        raise ConfigError(
-            "return_dict_in_generate=True with return_logprobs=True",
-            "an output of token ids alone",
-            "Ask for the output as a whole: log-probabilities are its fields logprobs and raw_logprobs.",
-        )
-    check_decoder(model, arguments)
-
-
-def check_decoder(model: Any, arguments: dict[str, Any]) -> None:
-    """Refuse a call whose tokens are chosen by more than their own distribution.
-
-    Raises
-    ------
-    ConfigError
-        It searches beams.
-    """
-    beams = setting(model, arguments, "num_beams") or 1
-    if beams > 1:
-        raise ConfigError("one beam with return_logprobs=True", f"num_beams={beams}", "Sample, or decode greedily.")
-
-
-def of_original(model: Any, original: Any, arguments: dict[str, Any]) -> Any:
-    """What the original `generate` says to a call, with log-probabilities from its scores and logits.
-
-    Raises
-    ------
-    ConfigError
-        It hands out no scores.
-    """
-    output = original(**arguments | dict.fromkeys(_KEPT, True) | {"return_dict_in_generate": True})
-    scores, logits = getattr(output, "scores", None), getattr(output, "logits", None)
-    if not scores or not logits or len(scores[0]) != len(output.sequences):
-        raise ConfigError(
-            "a decoder that returns scores with return_logprobs=True",
-            type(output).__name__,
-            f"Leave it out: {model.speculation.last.reason}.",
-        )
-    new = output.sequences[:, -len(scores) :]
-    shown = _shown(model, arguments, new)
-    fields = {
-        name: torch.stack([_log_prob(step, new[:, i]) for i, step in enumerate(steps)], dim=1).where(shown, 0.0)
-        for name, steps in (("logprobs", scores), ("raw_logprobs", logits))
-    }
-    kind = DecoderOnlyOutput if isinstance(output, GenerateDecoderOnlyOutput) else EncoderDecoderOutput
-    asked = {name.removeprefix("output_"): bool(setting(model, arguments, name)) for name in _KEPT}
-    kept = {name: value for name, value in output.items() if asked.get(name, True)}
-    return kind(**kept, **fields)
-
-
-def _log_prob(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """(rows,) float32 log-probabilities of tokens (rows,) under softmax of (rows, vocab)."""
-    scores = scores.float()
-    chosen: torch.Tensor = scores.gather(1, tokens[:, None].to(scores.device))[:, 0]
-    log_prob: torch.Tensor = chosen - torch.logsumexp(scores, dim=-1)
-    return log_prob
-
-
-def _shown(model: Any, arguments: dict[str, Any], new: torch.Tensor) -> torch.Tensor:
-    """(rows, new) bool: tokens up to the first end-of-text token, or up to padding at the end of a row."""
-    ends, pad = setting(model, arguments, "eos_token_id"), setting(model, arguments, "pad_token_id")
-    stops = torch.as_tensor([] if ends is None else ends, device=new.device, dtype=new.dtype).reshape(-1)
-    over = torch.isin(new, stops).long().cumsum(dim=1)
-    before = (over - torch.isin(new, stops).long()) == 0
-    if pad is None:
-        return before
-    padding = (new == pad).flip(1).long().cumprod(dim=1).flip(1).bool() & ~torch.isin(new, stops)
-    shown: torch.Tensor = before & ~padding
-    return shown
+    if asked:
+        remedy = "Leave it out: transformers computes them with compute_transition_scores."
+        raise ConfigError("a call that is decoded here with return_logprobs=True", reason, remedy)
 
 
 def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
@@ -364,41 +296,44 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self)(*args, **kwargs)  # a copy of an accelerated model
     speculation = speculation_of(self)
     if reason := own_generate(self):  # its arguments are its own, too
-        if own["return_logprobs"]:
-            raise ConfigError("to return log-probabilities", reason, "Leave out return_logprobs=True.")
+        check_log_probs(own["return_logprobs"], reason)
         try:
             with seeded(own["seed"], self):
                 return decode_inside(
                     self, original(self), args, kwargs, lambda prepared: decode_prepared(self, prepared, own, {})
                 )
         except DelegatedCall as why:
-            speculation.delegated(str(why))
-        with seeded(own["seed"], self):
-            return original(self)(*args, **kwargs)
-    arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
-    arguments.pop("self")
-    arguments |= arguments.pop("kwargs", {})
-    check_arguments(self, arguments, _OWN_OPTIONS)
-    if own["store"] is None:
-        speculation.drafter(own["draft"])  # an unknown preset is an error
-    if own["return_logprobs"]:
-        check_call(self, arguments)
-    prepared: Prepared | None = None
-    try:
-        prepared = _prepared(self, arguments, "" if is_one_row(self, arguments) else speculation.batching_blocker())
-    except DelegatedCall as why:
-        speculation.delegated(str(why))
-    if prepared is not None:
-        return decode_prepared(self, prepared, own, arguments)
+            reason = str(why)
+    else:
+        arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
+        arguments.pop("self")
+        arguments |= arguments.pop("kwargs", {})
+        check_arguments(self, arguments, _OWN_OPTIONS)
+        if own["store"] is None:
+            speculation.drafter(own["draft"])  # an unknown preset is an error
+        alone = "" if is_one_row(self, arguments) else speculation.batching_blocker()
+        prepared: Prepared | None = None
+        try:
+            prepared = _prepared(self, arguments, alone)
+        except DelegatedCall as why:
+            reason = str(why)
+        if prepared is not None:
+            return decode_prepared(self, prepared, own, arguments)
+        check_log_probs(own["return_logprobs"], reason)
+    speculation.delegated(reason)
     with seeded(own["seed"], self):
-        if own["return_logprobs"]:
-            return of_original(self, original(self), arguments)
         return original(self)(*args, **kwargs)
 
 
 def decode_prepared(model: Any, prepared: Prepared, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
     """What a prepared call returns, given the options that are ours (`own`) and the others."""
     speculation = model.speculation
+    if own.get("return_logprobs") and not prepared.config.return_dict_in_generate:
+        raise ConfigError(
+            "return_dict_in_generate=True with return_logprobs=True",
+            "an output of token ids alone",
+            "Ask for the output as a whole: log-probabilities are its fields logprobs and raw_logprobs.",
+        )
     tokenizer = arguments.get("tokenizer") or speculation.tokenizer
     options = {name: value for name, value in own.items() if name != "prediction"}
     predictions = row_predictions(own["prediction"], tokenizer, len(prepared.inputs.input_ids), model)
@@ -537,14 +472,10 @@ def original(model: Any) -> Any:
     return original if original is not None else types.MethodType(type(model).generate, model)
 
 
-def delegate(
-    model: Any, arguments: dict[str, Any], seed: int | None, return_logprobs: bool | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the original `generate` says: (rows, new) long without the prompt, (rows, 2, new) log-probabilities."""
+def delegate(model: Any, arguments: dict[str, Any], seed: int | None) -> torch.Tensor:
+    """(rows, new) long: what the original `generate` says, without the prompt."""
     with seeded(seed, model):
-        decode = original(model)
-        output = of_original(model, decode, arguments) if return_logprobs else decode(**arguments)
+        output = original(model)(**arguments)
     whole: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
     given = 1 if model.config.is_encoder_decoder else arguments["input_ids"].shape[1]
-    both = torch.stack([output.logprobs, output.raw_logprobs], dim=1) if return_logprobs else None
-    return whole[:, given:], both
+    return whole[:, given:]

@@ -19,7 +19,7 @@ from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.joining import DelegatedCall, Prepared, SharedPrompts, sequences_of
 from retrieve_spec.engine.sequence import GenerationReport, Sequence
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.generation.calls import check_decoder, delegate, noted, prepare_call, speculation_of
+from retrieve_spec.generation.calls import check_log_probs, delegate, noted, prepare_call, speculation_of
 from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions, setting
 from retrieve_spec.model_layers import base_model
 
@@ -274,16 +274,15 @@ def _runs(
 ) -> Generator[_Run, None, None]:
     """What each pass of one row makes visible; the call is prepared when the first is asked for."""
     speculation = speculation_of(model)
-    if options["return_logprobs"]:
-        check_decoder(model, arguments)
     prepared: Prepared | None = None
     try:
         prepared = prepare_call(model, arguments)
     except DelegatedCall as why:
+        check_log_probs(options["return_logprobs"], str(why))
         under_way.append(speculation.delegated(str(why)))
     if prepared is None:
-        rows, both = delegate(model, arguments, options["seed"], options["return_logprobs"])
-        yield rows[0].cpu().numpy().astype(np.int32), None if both is None else both[0].cpu().numpy()
+        rows = delegate(model, arguments, options["seed"])
+        yield rows[0].cpu().numpy().astype(np.int32), None
         return
     (sequence,) = sequences_of(speculation, prepared, [prediction], **options)
     under_way.append(sequence.report)
@@ -489,11 +488,10 @@ class Requests(Iterator[Finished]):
         own = {name: arguments.pop(name, None) for name in _OWN}
         if own["context_ids"] is not None:
             own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
-        if own["return_logprobs"]:
-            check_decoder(model, arguments)
         try:
             prepared = prepare_call(model, arguments, speculation.batching_blocker())
         except DelegatedCall as why:
+            check_log_probs(own["return_logprobs"], str(why))
             self._apart = index, request, (arguments, own, str(why))
             return []
         predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
@@ -543,22 +541,18 @@ class Requests(Iterator[Finished]):
         text = ""
         if tokenizer is not None:
             text = tokenizer.decode(new_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Completion(new_ids, text, report, *(() if both is None else both[:, : len(new_ids)]))
+        return Completion(new_ids, text, report, *(() if both is None else both))
 
     def _delegated(self, index: int, request: Any, call: _Call) -> Finished:
         """Let the original `generate` answer a request."""
         arguments, own, reason = call
         report = self._speculation.delegated(reason)
         try:
-            rows, both = delegate(self._model, arguments, own["seed"], own["return_logprobs"])
+            rows = delegate(self._model, arguments, own["seed"])
         except Exception as error:  # of this request alone
             return Finished(index, request, error=error)
         ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
-        noted_rows = [None] * len(rows) if both is None else both.cpu().numpy()
-        outputs = [
-            self._completion(_until(row, ends), tokenizer, report, logprobs)
-            for row, logprobs in zip(rows, noted_rows, strict=True)
-        ]
+        outputs = [self._completion(_until(row, ends), tokenizer, report) for row in rows]
         return Finished(index, request, tuple(outputs))
 
 
