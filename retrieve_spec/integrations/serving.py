@@ -28,30 +28,30 @@ from retrieve_spec.kernels.treemask import find_child
 from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
 from retrieve_spec.sources.session import SessionMemory, token_ids_of
 
+if TYPE_CHECKING:
+    from retrieve_spec.datastore.store import Datastore
+
+logger = logging.getLogger(__name__)
+Shape = Literal["chain", "tree"]
+GREEDY, SAMPLED = "greedy", "sampled"
+_NO_COST = np.empty(0, np.float32)
+_ANY_TOKEN = 1 << 31
+_SAVE_EVERY = 30.0
+"""Seconds between two times that what was learned is written, where requests end."""
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
 _PATIENCE = 4
 """Looks in a row which find nothing that pays, behind which steps rest: a few say little of the next one. Resting no
 sooner is worth one per cent for a lone sampled request."""
-_HOPE_EVERY, _LEAST_HOPE, _MOST = 4, 2.0, 64
-"""Where several rows have fewer drafted tokens than there are rows, one of so many looks takes them to cost less than
-they seem to, by a factor. It doubles while nothing pays even so, the looks in between while something does, to that
-many at most. A few slow steps, as there are beside other work, would else be believed for good."""
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Steps over about as many rows: what they cost; how many had no drafts, and how many had some since then; nodes
-    that the last look found to pay; looks since one that was hopeful, how many there are between two, and what these
-    divide the cost of nodes by."""
+    """Steps over about as many rows: what they cost; how many had no drafts, and how many had some since then."""
 
     cost: CostModel
     plain: int = 0
     since: int = 0
-    nodes: int = 0
-    looks: int = 0
-    patience: int = _HOPE_EVERY
-    hope: float = _LEAST_HOPE
 
 
 class Pace:
@@ -67,7 +67,6 @@ class Pace:
         self._rows: dict[tuple[int, bool], _Rows] = {}
         self._step: tuple[_Rows, int, int] | None = None
         self._backoff = Backoff(patience=_PATIENCE)
-        self._hopes = False
 
     def measured(self, seconds: float) -> None:
         """Learn what the step over the last drafts took; a second report of the same step counts no more."""
@@ -78,56 +77,29 @@ class Pace:
         known.since = known.since + 1 if nodes else 0
         known.cost.observe(nodes, context, seconds)
 
-    def curve(self, rows: int, context: int, sampled: bool = False) -> NDArray[np.float32] | None:
+    def curve(self, rows: int, context: int, sampled: bool) -> NDArray[np.float32] | None:
         """(MAX_NODES + 1,) seconds of a step over so many rows and 0 … n nodes, None while nothing is measured."""
-        known = self._of(rows, sampled)
-        self._hopes = False
-        if not known.cost.measured:
-            return None
-        curve = known.cost.seconds(context, MAX_NODES)
-        known.looks += 1
-        if known.nodes >= rows or rows == 1:
-            known.looks, known.patience = 0, _HOPE_EVERY
-        elif known.looks >= known.patience:  # the curve if nodes cost less than they seem to
-            known.looks, self._hopes = 0, True
-            curve = curve[0] + (curve - curve[0]) / np.float32(known.hope)
-        return curve
+        cost = self._of(rows, sampled).cost
+        return cost.seconds(context, MAX_NODES) if cost.measured else None
 
-    def goes_without(self, rows: int, sampled: bool = False) -> bool:
+    def goes_without(self, rows: int, sampled: bool) -> bool:
         """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
         if self._backoff.rests():
             return True
         known = self._of(rows, sampled)
         return known.since >= (_FIRST_EVERY if known.plain < _FIRST_PLAIN else _PLAIN_EVERY)
 
-    def stepped(self, rows: int, nodes: int, context: int, sampled: bool = False, looked: bool = False) -> None:
+    def stepped(self, rows: int, nodes: int, context: int, sampled: bool, looked: bool = False) -> None:
         """Be told of the drafts that the next step verifies; `looked`: there are so few as no more would pay."""
-        known = self._of(rows, sampled)
-        if looked and self._hopes:
-            known.hope = _LEAST_HOPE if nodes else min(2.0 * known.hope, _MOST)
-            known.patience = min(2 * known.patience, _MOST) if nodes else known.patience
-        elif looked:
+        if looked:
             self._backoff.looked(nodes > 0)
-            known.nodes = nodes
-        self._step = known, nodes, context
+        self._step = self._of(rows, sampled), nodes, context
 
     def _of(self, rows: int, sampled: bool) -> _Rows:
         bucket = 1 << (rows - 1).bit_length()
         if (bucket, sampled) not in self._rows:
             self._rows[bucket, sampled] = _Rows(self._costs[sampled].of(bucket))
         return self._rows[bucket, sampled]
-
-
-if TYPE_CHECKING:
-    from retrieve_spec.datastore.store import Datastore
-
-logger = logging.getLogger(__name__)
-Shape = Literal["chain", "tree"]
-GREEDY, SAMPLED = "greedy", "sampled"
-_NO_COST = np.empty(0, np.float32)
-_ANY_TOKEN = 1 << 31
-_SAVE_EVERY = 30.0
-"""Seconds between two times that what was learned is written, where requests end."""
 
 
 @dataclass(slots=True)
