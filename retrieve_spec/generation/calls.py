@@ -11,10 +11,8 @@ import contextlib
 import copy
 import functools
 import inspect
-import operator
 import threading
 import types
-from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -338,52 +336,8 @@ def decode_prepared(model: Any, prepared: Prepared, own: dict[str, Any], argumen
     options = {name: value for name, value in own.items() if name != "prediction"}
     predictions = row_predictions(own["prediction"], tokenizer, len(prepared.inputs.input_ids), model)
     sequences = sequences_of(speculation, prepared, predictions, **options)
-    pad = prepared.config._pad_token_tensor
-    feed = StreamerFeed(arguments.get("streamer"), len(sequences), 0 if pad is None else int(pad))
-    _run(speculation, sequences, prepared, feed)
+    _run(speculation, sequences, prepared, arguments.get("streamer"))
     return result_of(sequences, prepared)
-
-
-class StreamerFeed:
-    """Feeds a `transformers` streamer as plain decoding does: prompts, a token of every row at a time, then the end.
-
-    A row that has ended goes on with padding while others are under way.
-
-    Parameters
-    ----------
-    streamer
-        Object with `put` and `end`, or None.
-    rows
-        Texts that are decoded together.
-    pad
-        Token behind the end of a row.
-    """
-
-    def __init__(self, streamer: Any, rows: int = 1, pad: int = 0) -> None:
-        self._streamer, self._pad = streamer, pad
-        self._waiting: list[deque[int]] = [deque() for _ in range(rows)]
-        self._over = [False] * rows
-
-    def prompt(self, input_ids: torch.Tensor) -> None:
-        """Show the prompts, (rows, L)."""
-        if self._streamer is not None:
-            self._streamer.put(input_ids.cpu())
-
-    def put(self, row: int, token_ids: NDArray[np.int32] | None) -> None:
-        """Take the next tokens of a row, None behind its last, and show what all rows have by now."""
-        if token_ids is None:
-            self._over[row] = True
-        else:
-            self._waiting[row].extend(token_ids.tolist())
-        while any(self._waiting) and all(map(operator.or_, map(bool, self._waiting), self._over)):
-            step = [waiting.popleft() if waiting else self._pad for waiting in self._waiting]
-            if self._streamer is not None:
-                self._streamer.put(torch.tensor(step))
-
-    def end(self) -> None:
-        """Tell the streamer that nothing follows."""
-        if self._streamer is not None:
-            self._streamer.end()
 
 
 @contextlib.contextmanager
@@ -419,19 +373,25 @@ def _prepared(model: Any, arguments: dict[str, Any], alone: str) -> Prepared:
     return prepare(model, original(model), model.speculation.interface, arguments, alone)
 
 
-def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared, feed: StreamerFeed) -> None:
-    """Run the sequences of a call to their ends; the first that fails ends all. The streamer hears of the end."""
+def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared, streamer: Any) -> None:
+    """Run the sequences of a call to their ends; the first that fails ends all.
+
+    A `streamer` (of one row, or None) hears what plain decoding tells it: the prompt, token by token, and the end.
+    """
     running = speculation.engine.run(sequences)
-    row = {id(sequence): i for i, sequence in enumerate(sequences)}
     try:
-        feed.prompt(prepared.inputs.input_ids if prepared.ids is None else prepared.ids)
+        if streamer is not None:
+            streamer.put((prepared.inputs.input_ids if prepared.ids is None else prepared.ids).cpu())
         for sequence, visible in running:
             if visible is None and sequence.error is not None:
                 raise sequence.error
-            feed.put(row[id(sequence)], visible)
+            if streamer is not None and visible is not None:
+                for token in visible.tolist():
+                    streamer.put(torch.tensor([token]))
     finally:
         running.close()
-        feed.end()
+        if streamer is not None:
+            streamer.end()
         speculation.ended(*sequences)
 
 

@@ -259,7 +259,7 @@ def prepare(
         arguments["cache_implementation"] = "dynamic"
     check_arguments_decoded(model, arguments, alone)
     tokenizer = arguments.pop("tokenizer", None)
-    arguments.pop("streamer", None)
+    streamer = arguments.pop("streamer", None)
     stop_strings = setting(model, arguments, "stop_strings")
     if stop_strings is not None and tokenizer is not None:
         arguments["stop_strings"] = None
@@ -267,6 +267,8 @@ def prepare(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
     captured: Captured = generate(**{**arguments, "custom_generate": capture})
+    if streamer is not None and len(captured.input_ids) > 1:
+        raise DelegatedCall("a streamer gets tokens of several rows")
     return from_captured(model, captured, interface, arguments, alone)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from batch_rows import KINDS, left_padded, script, small_model
-from transformers import TextStreamer
 
 LENGTHS = (5, 17, 11)
 
@@ -60,7 +59,7 @@ def test_greedy_batches(
 
 
 class Steps:
-    """A streamer of batches."""
+    """A streamer of any number of rows."""
 
     def __init__(self, fail_at: int = -1) -> None:
         self.heard: list[Any] = []
@@ -75,34 +74,22 @@ class Steps:
         self.heard.append("end")
 
 
-@pytest.mark.parametrize("recorded_pass", ["always", "off"])
-def test_streamers_get_a_token_of_every_row_at_a_time(
-    tiny: Any, recorded_pass: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that end at different times, and are several tokens apart with drafts; samples of one prompt."""
+def test_streamers_hear_what_plain_decoding_tells_them(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = left_padded(LENGTHS)
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 7}
-    free = tiny.generate(**inputs, **options)
-    options["eos_token_id"] = [int(free[0, 17 + 4]), int(free[1, 17 + 12])]
-    plain, ours, failing, alone, again = Steps(), Steps(), Steps(fail_at=3), Steps(), Steps()
     row = {name: given[1:2] for name, given in inputs.items()}
-    tiny.generate(**row, **options, streamer=alone)
-    wanted = tiny.generate(**inputs, **options, streamer=plain)
-    script(tiny, monkeypatch, free, "half", recorded_pass=recorded_pass)
-    assert torch.equal(tiny.generate(**inputs, **options, streamer=ours), wanted)
-    assert tiny.speculation.last.mode == "tree"
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    plain, ours, failing, several, again = Steps(), Steps(), Steps(fail_at=3), Steps(), Steps()
+    wanted = tiny.generate(**row, **options, streamer=plain)
+    tiny.generate(**inputs, **options, streamer=several)
+    script(tiny, monkeypatch, wanted, "half", recorded_pass="off")
+    assert torch.equal(tiny.generate(**row, **options, streamer=ours), wanted)
     assert tiny.speculation.last.tokens_per_pass > 3
     assert ours.heard == plain.heard
-    tiny.generate(**row, **options, streamer=again)
-    assert again.heard == alone.heard
     with pytest.raises(RuntimeError, match="went away"):
-        tiny.generate(**inputs, **options, streamer=failing)
+        tiny.generate(**row, **options, streamer=failing)
     assert failing.heard == [*plain.heard[:3], "end"]
-    samples = Steps()
-    said = tiny.generate(**inputs, max_new_tokens=9, do_sample=True, num_return_sequences=2, streamer=samples)
-    assert [step for _, step in samples.heard[1:-1]] == said[:, 17:].T.tolist()
-    with pytest.raises(ValueError, match="batch size 1"):
-        tiny.generate(**inputs, **options, streamer=TextStreamer(None))
+    tiny.generate(**inputs, **options, streamer=again)
+    assert again.heard == several.heard and tiny.speculation.last.mode == "delegated"
 
 
 @pytest.mark.parametrize("recorded_pass", ["always", "off"])
