@@ -104,9 +104,7 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
         if (positions := kwargs.get("position_ids")) is not None:
             kwargs["position_ids"] = positions[..., index : index + 1, padding:]
         ids = whole.input_ids[index : index + 1]
-        inputs = VerifierInputs(
-            ids[:, padding:], kwargs, max_length=whole.max_length - padding, returns_cache=whole.returns_cache
-        )
+        inputs = VerifierInputs(ids[:, padding:], kwargs, max_length=whole.max_length - padding, returns_cache=False)
         processors = processors_of_row(prepared.processors, index)
         rows.append(Row(index, texts[index : index + 1], padding + fewer, inputs, processors))
     return rows

@@ -8,7 +8,6 @@ where that hands decoding on to transformers, this part is ours.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import threading
@@ -21,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, GenerationMixin
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from retrieve_spec.engine.joining import DelegatedCall, Prepared, sequences_of
@@ -102,8 +100,8 @@ def check_log_probs(asked: bool | None, reason: str) -> None:
 def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
     """Put the output together as `generate` returns it.
 
-    Of a row of a batch that has ended, scores and logits are zero, and so are the cache's rows, where plain `generate`
-    goes on with padding; its recurrent state is that of its end.
+    Of a row of a batch that has ended, scores and logits are zero, where plain `generate` goes on with padding. A batch
+    has no cache: it was that of each row.
     """
     ids = prepared.inputs.input_ids  # narrower prompts become int64, as in plain decoding
     pad = prepared.config._pad_token_tensor
@@ -115,12 +113,11 @@ def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
     kind: Any = GenerateDecoderOnlyOutput if encoded is None else GenerateEncoderDecoderOutput
     if logprobs:
         kind = DecoderOnlyOutput if encoded is None else EncoderDecoderOutput
-    one = len(sequences) == 1
     return kind(
         sequences=output,
         scores=_by_step([sequence.sampler.scores for sequence in sequences]),
         logits=_by_step([sequence.sampler.raw for sequence in sequences]),
-        past_key_values=sequences[0].cache if one else _one_cache(sequences, output.shape[1] - 1),
+        past_key_values=sequences[0].cache if len(sequences) == 1 else None,
         **logprobs,
     )
 
@@ -142,44 +139,6 @@ def _by_step(rows: Many[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] 
     none = torch.zeros_like(kept[0][0])
     longest = max(map(len, kept))
     return tuple(torch.cat([row[step] if step < len(row) else none for row in kept]) for step in range(longest))
-
-
-def _one_cache(sequences: Many[Sequence], length: int) -> DynamicCache | None:
-    """The caches of rows in one of `length` columns, behind their padding."""
-    if any(sequence.cache is None for sequence in sequences):
-        return None
-    ends = [sequence.text.length - 1 for sequence in sequences]
-    whole = DynamicCache()
-    whole.layers = [copy.copy(layer) for layer in sequences[0].cache.layers]
-    for index, layer in enumerate(whole.layers):
-        theirs = [sequence.cache.layers[index] for sequence in sequences]
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for name in ("conv_states", "recurrent_states"):
-                setattr(layer, name, _side_by_side([getattr(one, name) for one in theirs]))
-        if getattr(theirs[0], "keys", None) is None:
-            continue
-        layer.keys, layer.values = (
-            _columns([getattr(one, name) for one in theirs], ends, length) for name in ("keys", "values")
-        )
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            first = max(length - layer.sliding_window + 1, 0)
-            layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
-            layer.cumulative_length = length
-    return whole
-
-
-def _side_by_side(states: Many[dict[int, Any]]) -> dict[int, Any]:
-    """Recurrent states of rows in one tensor each, by their numbers."""
-    return {i: state if state is None else torch.cat([row[i] for row in states]) for i, state in states[0].items()}
-
-
-def _columns(parts: Many[torch.Tensor], ends: Many[int], length: int) -> torch.Tensor:
-    """(rows, heads, length, d): the last rows that each text holds, up to its end."""
-    like = parts[0]
-    whole = like.new_zeros((len(parts), like.shape[1], length, like.shape[3]))
-    for row, (part, end) in enumerate(zip(parts, ends, strict=True)):
-        whole[row, :, end - part.shape[2] : end] = part[0]
-    return whole
 
 
 Decode = Callable[[Prepared], Any]

@@ -1,4 +1,4 @@
-"""What batches hand back, as plain `generate` does: scores, logits and a cache, steps for a streamer; any padding."""
+"""What batches hand back, as plain `generate` does: scores and logits; what a streamer hears; any padding."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ LENGTHS = (5, 17, 11)
 def test_greedy_batches(
     model_type: str, extra: dict[str, Any], recorded_pass: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With drafts; rows that end at different times, and the cache is good to go on from."""
+    """With drafts; rows that end at different times."""
     model = small_model(model_type, **extra)
     inputs = left_padded(LENGTHS)
     options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True}
@@ -42,20 +42,7 @@ def test_greedy_batches(
                 torch.testing.assert_close(
                     a[row], b[row] if step <= end else torch.zeros_like(b[row]), atol=1e-4, rtol=1e-4
                 )
-    for a, b in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
-        assert a.keys.shape == b.keys.shape
-        first = length - 1 - a.keys.shape[2]
-        for row, (end, padding) in enumerate(zip(ends, (17 - n for n in LENGTHS), strict=True)):
-            part = slice(max(padding - first, 0), max(17 + end - first, 0))
-            torch.testing.assert_close(a.keys[row, :, part], b.keys[row, :, part], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(a.values[row, :, part], b.values[row, :, part], atol=1e-4, rtol=1e-4)
-    longest = max(range(len(ends)), key=ends.__getitem__)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(3, length - 17, dtype=torch.long)], dim=1)
-    more = {name: value for name, value in options.items() if name not in ("eos_token_id", "max_new_tokens")}
-    onward = {"input_ids": ours.sequences, "attention_mask": mask, "max_new_tokens": 3}
-    again = model.generate(**onward, **more, past_key_values=ours.past_key_values)
-    wanted = model.generate(**onward, **more, past_key_values=plain.past_key_values)
-    assert torch.equal(again.sequences[longest], wanted.sequences[longest])
+    assert ours.past_key_values is None
 
 
 class Steps:
@@ -111,7 +98,3 @@ def test_padding_anywhere(
     report = model.speculation.last
     assert (report.mode, report.rows) == ("tree", 5)
     assert report.tokens_per_pass > 4
-    for a, b in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
-        shown = torch.cat([mask.bool(), torch.ones(5, 13, dtype=torch.bool)], dim=1)[:, -b.keys.shape[2] :]
-        for row in range(5):
-            torch.testing.assert_close(a.keys[row, :, shown[row]], b.keys[row, :, shown[row]], atol=1e-4, rtol=1e-4)
