@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -267,53 +266,10 @@ class Costs:
 
 
 Seconds = NDArray[np.float32]
-_DOUBT = 4.0
-"""Passes of one token each that a sequence is taken to have behind it, so that a few passes say little of its pace."""
 _LOOKS = 8
 """Looks at the same few sequences of many before others are looked at."""
 _LOSS, _MOST_RESTS = 0.02, 64
 """Share of the passes' time that looks which find nothing may take, and passes without a look at most."""
-_IMPATIENCE = 4.0
-"""How much more a row counts that needs more passes to its end: this power of their number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a sequence is.
-
-    Attributes
-    ----------
-    call
-        Names the call whose rows are waited for together, None where it is waited for alone.
-    left
-        Tokens it may still write.
-    written, passes
-        Tokens it wrote, in so many passes.
-    """
-
-    call: str | None
-    left: int
-    written: int
-    passes: int
-
-
-def worth(progress: Many[Progress], seconds: Seconds | None) -> NDArray[np.float64]:
-    """(sequences,) what one more token of each is worth, 1 on average; `seconds` are those of `share_out`.
-
-    A token saves its sequence a place in one pass. Where it brings the end of a whole call nearer it saves a part of
-    what passes cost anyway, too: of the rows of one call those count that will probably be the last.
-    """
-    count = len(progress)
-    share = np.full(count, 1.0 / max(count, 1))
-    if seconds is None or count < 2:
-        return share * count
-    passes_left = np.array([max(p.left, 1) * (p.passes + _DOUBT) / (p.written + _DOUBT) for p in progress])
-    for call in {p.call for p in progress if p.call is not None}:
-        rows = np.array([p.call == call for p in progress])
-        late = (passes_left[rows] / passes_left[rows].max()) ** _IMPATIENCE
-        share[rows] = late * (share[rows].sum() / late.sum())
-    place = min(float(seconds[min(count, len(seconds) - 1)] - seconds[0]) / float(seconds[0]), 1.0) / count
-    return count * (place + (1.0 - count * place) * share)
 
 
 def row_cost(seconds: Seconds, sequences: int, padded: bool = False) -> Seconds:
@@ -331,9 +287,7 @@ def row_cost(seconds: Seconds, sequences: int, padded: bool = False) -> Seconds:
     return others
 
 
-def share_out(
-    trees: Many[DraftTree], seconds: Seconds | None, most: int, worths: NDArray[np.float64]
-) -> list[DraftTree]:
+def share_out(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> list[DraftTree]:
     """Keep the nodes that one pass has room for and that pay, the most probable ones of all trees first.
 
     Parameters
@@ -344,18 +298,16 @@ def share_out(
         (m,) seconds of a pass with 0 … m - 1 nodes; None keeps all there is room for.
     most
         Nodes at most.
-    worths
-        (sequences,) what a token of each is worth.
     """
     sizes = [len(tree) for tree in trees]
     total, sequences = sum(sizes), len(trees)
     if sequences == 1 or total == 0 or (seconds is None and total <= most):
         return list(trees)
-    p = np.exp(np.concatenate([tree.log_p for tree in trees]), dtype=np.float64) * np.repeat(worths, sizes)
+    p = np.exp(np.concatenate([tree.log_p for tree in trees]), dtype=np.float64)
     order = np.argsort(-p, kind="stable")[:most]
     count = len(order)
     if seconds is not None:
-        gained = worths.sum() + np.concatenate([[0.0], np.cumsum(p[order])])
+        gained = sequences + np.concatenate([[0.0], np.cumsum(p[order])])
         count = int(np.argmax(gained / seconds[: len(order) + 1]))
     if count == total:
         return list(trees)
@@ -364,9 +316,7 @@ def share_out(
     return [pruned(tree, part) for tree, part in zip(trees, np.split(kept, np.cumsum(sizes)[:-1]), strict=True)]
 
 
-def share_evenly(
-    trees: Many[DraftTree], seconds: Seconds | None, most: int, worths: NDArray[np.float64]
-) -> list[DraftTree]:
+def share_evenly(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> list[DraftTree]:
     """Keep as many nodes of every tree as pay in a pass that is padded to the largest, its most probable ones first.
 
     Arguments are those of `share_out`; `most` is for each tree.
@@ -376,9 +326,9 @@ def share_evenly(
     orders = [np.argsort(-tree.log_p, kind="stable") for tree in trees]
     if seconds is not None and widest:
         widest = min(widest, (len(seconds) - 1) // sequences)
-        gained = np.full(widest + 1, worths.sum())
-        for tree, order, value in zip(trees, orders, worths, strict=True):
-            gains = value * np.cumsum(np.exp(tree.log_p[order[:widest]], dtype=np.float64))
+        gained = np.full(widest + 1, float(sequences))
+        for tree, order in zip(trees, orders, strict=True):
+            gains = np.cumsum(np.exp(tree.log_p[order[:widest]], dtype=np.float64))
             gained[1:] += np.pad(gains, (0, widest - len(gains)), "edge") if len(gains) else 0.0
         widest = int(np.argmax(gained / seconds[::sequences][: widest + 1]))
     kept = []
@@ -391,16 +341,15 @@ def share_evenly(
 
 def keep_best(tree: DraftTree, seconds: Seconds | None, most: int) -> DraftTree:
     """The nodes of a sequence's own tree that pay, most probable first; `seconds` and `most` as for `share_evenly`."""
-    return share_evenly([tree], seconds, most, np.ones(1))[0]
+    return share_evenly([tree], seconds, most)[0]
 
 
-def gain(trees: Many[DraftTree], seconds: Seconds, worths: NDArray[np.float64], padded: bool) -> float:
+def gain(trees: Many[DraftTree], seconds: Seconds, padded: bool) -> float:
     """Seconds of plain passes that verifying these trees is expected to save, less what it costs."""
     sizes = [len(tree) for tree in trees]
     nodes = len(trees) * max(sizes) if padded else sum(sizes)
-    hoped = sum(value * tree.expected_accepted for tree, value in zip(trees, worths, strict=True))
-    total: float = worths.sum()
-    saved: float = float(seconds[0]) * (total + hoped) / total
+    tokens = len(trees) + sum(tree.expected_accepted for tree in trees)
+    saved: float = float(seconds[0]) * tokens / len(trees)
     return saved - float(seconds[min(nodes, len(seconds) - 1)])
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import FEW_ROOTS, PASS
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import Backoff, Costs, gain, row_cost, share_evenly, share_out, worth
+from retrieve_spec.engine.budget import Backoff, Costs, gain, row_cost, share_evenly, share_out
 from retrieve_spec.engine.sequence import Sequence, autocast_key
 from retrieve_spec.engine.threads import PassThreads, StepLock, using
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_together
@@ -121,13 +121,12 @@ class Engine:
         each(asked, lambda sequence: sequence.draft(most, cost))
         batch = [sequence for sequence in batch if not sequence.is_over]
         trees = [sequence.tree for sequence in batch]
-        worths = worth([sequence.progress for sequence in batch], seconds)
-        trees = (share_evenly if padded else share_out)(trees, seconds, most, worths)
+        trees = (share_evenly if padded else share_out)(trees, seconds, most)
         for sequence, tree in zip(batch, trees, strict=True):
             sequence.tree = tree
         if len(batch) > 1 and seconds is not None:
             took = perf_counter() - began
-            self._backoff.looked(gain(trees, seconds, worths, padded) > took, took / float(seconds[0]))
+            self._backoff.looked(gain(trees, seconds, padded) > took, took / float(seconds[0]))
         return batch
 
     def _seconds(self, batch: list[Sequence]) -> NDArray[np.float32] | None:

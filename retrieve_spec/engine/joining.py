@@ -302,7 +302,6 @@ def sequences_of(
             on_end=give_back,
             waits_for_reader=prepared.callers_cache,
             prompt=together.of(row.inputs) if together else None,
-            call=call,
             guide=guide_of(row.processors),
         )
         made.append(sequence)

@@ -23,7 +23,7 @@ from retrieve_spec.datastore.store import SourcedRun
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.forced import Guide, forced_run, with_forced
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import Progress, keep_best, within
+from retrieve_spec.engine.budget import keep_best, within
 from retrieve_spec.engine.drafters import DrafterLease
 from retrieve_spec.errors import PositionError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
@@ -367,8 +367,6 @@ class Sequence:
         Takes part in passes only while its reader asks for one: its cache is the caller's and never runs ahead.
     prompt
         Its prompt, where other sequences may have the same.
-    call
-        Names the call that it is a row of, where that has several.
     guide
         Knows where the text has no choice, or None.
 
@@ -401,7 +399,6 @@ class Sequence:
         on_end: Callable[[Sequence], None] | None = None,
         waits_for_reader: bool = False,
         prompt: SharedPrompt | None = None,
-        call: str | None = None,
         guide: Guide | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
@@ -419,7 +416,7 @@ class Sequence:
         self.tree = NO_DRAFT
         self.seen: SeenPass = SeenPass(NO_DRAFT)
         self._drafts_at_once = False
-        self._prompt, self._call, self._guide = prompt, call, guide
+        self._prompt, self._guide = prompt, guide
         self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
         self._started = False
 
@@ -447,12 +444,6 @@ class Sequence:
     def is_schedulable(self) -> bool:
         """Whether the next pass may take it along: its reader is not too far behind."""
         return not self.is_over and self.reader.is_near
-
-    @property
-    def progress(self) -> Progress:
-        """How far it is."""
-        length, begun = self.text.length, self.text.prompt_length
-        return Progress(self._call, self.limits.max_length - length, length - begun, len(self.steps))
 
     @property
     def has_news(self) -> bool:

@@ -451,7 +451,7 @@ class ServingDrafter:
         for state, most, depth in zip(rows, nodes, depths, strict=True):
             tree = state.row.look(Budget(most, depth, cost), chains)
             found.append(tree if self.vocabulary is None else within(tree, self.vocabulary))
-        trees = share_out(found, seconds, MAX_NODES, np.ones(len(rows)))
+        trees = share_out(found, seconds, MAX_NODES)
         for state, tree in zip(rows, trees, strict=True):  # only a draft that does not pay is judged by its first token
             unknown = self.vocabulary is not None and state.row.first_token >= self.vocabulary
             if len(tree) or seconds is None or unknown:

@@ -186,12 +186,10 @@ def test_even_shares_are_the_best_there_are(data: st.DataObject) -> None:
     best = [sorted(np.exp(tree.log_p).tolist(), reverse=True) for tree in trees]
     widest = min(most, max(map(len, trees)))
     rates = [(rows + sum(sum(p[:w]) for p in best)) / seconds[rows * w] for w in range(widest + 1)]
-    kept = share_evenly(trees, seconds, most, np.ones(len(trees)))
+    kept = share_evenly(trees, seconds, most)
     width = max(map(len, kept))
     got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[rows * width]
     assert got == pytest.approx(max(rates), rel=1e-4)
     for tree in kept:
         assert (tree.parent < np.arange(len(tree))).all()
-    assert [len(tree) for tree in share_evenly(trees, None, most, np.ones(len(trees)))] == [
-        min(len(tree), most) for tree in trees
-    ]
+    assert [len(tree) for tree in share_evenly(trees, None, most)] == [min(len(tree), most) for tree in trees]

@@ -40,7 +40,7 @@ def test_shares_are_those_of_the_engine(seed, rows, measured):
     steps = np.concatenate([[rows], rng.choice([0.1, 0.5, 1.0], MAX_NODES)])
     cost = np.cumsum(steps).astype(np.float32) if measured else np.empty(0, np.float32)
     total = sum(map(len, trees))
-    wanted = share_out(trees, cost if measured else None, MAX_NODES, np.ones(rows))
+    wanted = share_out(trees, cost if measured else None, MAX_NODES)
     if total and (measured or total > MAX_NODES):
         batch.share(calls, cost, total)
     assert requests[:, state.DRAFTED].tolist() == [len(tree) for tree in wanted]

@@ -204,7 +204,7 @@ def test_shares_are_the_best_there_are(data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.floats(0.0, 1.0), min_size=total + 1, max_size=total + 1))
     seconds = (1.0 + np.cumsum(steps)).astype(np.float32)
     most = data.draw(st.integers(0, total))
-    kept = share_out(trees, seconds, most, np.ones(len(trees)))
+    kept = share_out(trees, seconds, most)
     flat = sorted((float(np.exp(p)) for tree in trees for p in tree.log_p), reverse=True)
     rates = [(rows + sum(flat[:n])) / seconds[n] for n in range(min(most, total) + 1)]
     got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[sum(map(len, kept))]
@@ -224,7 +224,7 @@ def test_what_stands_behind_a_node_that_does_not_pay_is_not_kept_without_it() ->
     """Drafters may hope more of it: its position would be another one in the text."""
     tree = DraftTree.from_paths([[1, 2, 3, 4], [1, 5]])
     tree.log_p[:] = [0.0, -9.0, -0.1, -0.2, -0.5]
-    for left in share_out([tree, tree], None, 7, np.ones(2)):
+    for left in share_out([tree, tree], None, 7):
         left.validate()
-    (left,) = share_evenly([tree], None, 4, np.ones(1))
+    (left,) = share_evenly([tree], None, 4)
     assert left.token_ids.tolist() == [1, 5]
