@@ -55,23 +55,16 @@ class CostModel:
         A model of passes of another kind to begin with; what it learned counts, but less surely.
     more
         Rows that every pass has beside those that `known` was learned from.
-
-    Attributes
-    ----------
-    overhead
-        Seconds of a step spent outside the model's forward, running mean.
     """
 
     def __init__(self, known: CostModel | None = None, more: int = 0) -> None:
         self._filters: dict[int, _Filter] = {}
         self._balance: float = _BALANCE if known is None else known._balance + more
-        self.overhead = 0.0
         self._passes = 0
         if known is not None:
             known._take_in()
             self._filters = {row: filter_.elsewhere(more) for row, filter_ in known._filters.items()}
-            self.overhead = known.overhead
-        self._pending: list[tuple[int, int, float, float]] = []
+        self._pending: list[tuple[int, int, float]] = []
         self._curves: dict[int, NDArray[np.float32]] = {}
 
     @property
@@ -86,12 +79,12 @@ class CostModel:
         """
         if widest := max(seconds):
             self._balance = widest / max(seconds[widest] / seconds[0] - 1.0, widest / _MOST_BALANCE)
-        for nodes, forward_s in seconds.items():
-            self.observe(nodes, context, forward_s)
+        for nodes, took in seconds.items():
+            self.observe(nodes, context, took)
 
-    def observe(self, nodes: int, context: int, forward_s: float, overhead_s: float = 0.0) -> None:
+    def observe(self, nodes: int, context: int, seconds: float) -> None:
         """Learn from one pass over `nodes` nodes behind `context` tokens (taken in when a curve is next rebuilt)."""
-        self._pending.append((nodes, context, forward_s, overhead_s))
+        self._pending.append((nodes, context, seconds))
 
     def seconds(self, context: int, max_nodes: int) -> NDArray[np.float32]:
         """(max_nodes + 1,) float32: seconds of a step with 0 … max_nodes nodes, the loop's own time included.
@@ -103,19 +96,15 @@ class CostModel:
         row = _bucket(context)
         curve = self._curves.get(row)
         if curve is None:
-            curve = self._curves[row] = (self._filter(row).curve() + self.overhead).astype(np.float32)
+            curve = self._curves[row] = self._filter(row).curve().astype(np.float32)
         return curve[: max_nodes + 1]
 
     def _take_in(self) -> None:
         """Learn from the passes seen since the last time."""
-        buckets = [(_bucket(context), nodes, forward_s) for nodes, context, forward_s, _ in self._pending]
+        buckets = [(_bucket(context), nodes, seconds) for nodes, context, seconds in self._pending]
         for row, passes in itertools.groupby(buckets, itemgetter(0)):
             filter_ = self._filters[row] = self._filter(row)
             filter_.learn(*zip(*[(nodes, seconds) for _, nodes, seconds in passes], strict=True))
-        for *_, overhead_s in self._pending:
-            if self.overhead == 0.0:
-                self.overhead = overhead_s
-            self.overhead += 0.1 * (min(overhead_s, 4.0 * self.overhead) - self.overhead)
         self._passes += len(self._pending)
         self._pending.clear()
         self._curves.clear()
@@ -179,7 +168,7 @@ class _Filter:
         return np.diff(levels, prepend=0.0)
 
     def curve(self) -> NDArray[np.float64]:
-        """(MAX_NODES + 1,) seconds of the forward pass alone, never falling."""
+        """(MAX_NODES + 1,) seconds of a step, never falling."""
         knots = np.exp(_never_falling(np.cumsum(self.mean), np.cumsum(self.covariance, 0).cumsum(1).diagonal()))
         return np.interp(np.arange(MAX_NODES + 1), _KNOTS, knots)
 
@@ -247,22 +236,21 @@ class Costs:
         """Seconds of a step over so many sequences and drafted nodes."""
         return float(self.of(sequences).seconds(context, MAX_NODES)[min(nodes, MAX_NODES)])
 
-    def learn(self, sequences: int, nodes: int, context: int, seconds: Many[float]) -> None:
-        """Learn from a pass.
+    def learn(self, sequences: int, nodes: int, context: int, seconds: float) -> None:
+        """Learn from a step.
 
         Parameters
         ----------
         sequences
             How many it served.
         nodes
-            Rows of it beyond a last token of each, padding included.
+            Rows of its pass beyond a last token of each, padding included.
         context
             Tokens in front, of all sequences.
         seconds
-            Of drafting, the model's forward, commits and learning.
+            What it took, from drafts to what was learned.
         """
-        drafted, forward, committed, learned = seconds
-        self.of(sequences).observe(nodes, context, forward, drafted + committed + learned)
+        self.of(sequences).observe(nodes, context, seconds)
 
 
 Seconds = NDArray[np.float32]

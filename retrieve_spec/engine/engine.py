@@ -158,7 +158,7 @@ class Engine:
                 self.costs.doubt()
             if is_trial:
                 return  # it says nothing of passes to come
-        self.costs.learn(len(batch), nodes, context, seconds)
+        self.costs.learn(len(batch), nodes, context, sum(seconds))
 
     def run(
         self, sequences: Iterable[Sequence], rows: int = 0
