@@ -26,7 +26,7 @@ from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datas
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation, bigrams_of, measure_passes
-from retrieve_spec.engine.threads import PassThreads, some_of_a_pass, using
+from retrieve_spec.engine.threads import PassThreads, using
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
 from retrieve_spec.generation.streams import generate_many, generate_stream
@@ -152,8 +152,6 @@ def prepare(
     check_stores = functools.partial(_check_stores, model, config)
     check_stores(stores)
     threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
-    if threads is not None and Ranks.of(model) is None:
-        threads.settle(some_of_a_pass(model))  # where another program has a core, all threads would wait for it
     with using(threads):
         own = DenseIndexes(stores).layer if drafter is None and config.dense == AUTO else None
         layer = own or getattr(drafter, "wants_hidden", None) or "last"

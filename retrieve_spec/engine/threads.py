@@ -9,12 +9,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from statistics import median
-from time import perf_counter
 from types import FrameType
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.openmp import libgomp_of
@@ -117,8 +115,6 @@ _TOLERATED, _ALARM = 0.15, 1.0
 _SHARE = 1 / 32
 """Of the time of all passes, how much trials of more threads may lose: one pass that waits for a taken core can take as
 long as a whole answer."""
-_ROWS, _LAYERS, _WEIGHTS = 8, 16, 1 << 26
-"""Rows, and at most about as many layers and weights, of what is multiplied before the first pass."""
 
 
 class PassThreads:
@@ -186,19 +182,6 @@ class PassThreads:
         finally:  # also where Ctrl-C comes as soon as it is set
             self._set(before)
 
-    def settle(self, work: Callable[[], object]) -> None:
-        """Choose by work that is done for nothing else, until no other number is found faster."""
-        tried = 1  # of the numbers, against the one that is chosen
-        while tried < len(self._numbers) and (other := self._challenger()):
-            before = self.chosen
-            self._begin(other)
-            while self.comparing:
-                began = perf_counter()
-                with self.used():
-                    work()
-                self.observe(perf_counter() - began, 1.0)
-            tried = tried + 1 if self.chosen == before else 1
-
     def observe(self, seconds: float, expected: float) -> None:
         """Learn from the pass that ran with `next` threads.
 
@@ -263,21 +246,3 @@ class PassThreads:
 def using(threads: PassThreads | None) -> contextlib.AbstractContextManager[None]:
     """`PassThreads.used`; where there is nothing to choose, nothing changes."""
     return contextlib.nullcontext() if threads is None else threads.used()
-
-
-def some_of_a_pass(model: nn.Module) -> Callable[[], object]:
-    """Work that is part of any pass of a model: a few rows times the weights of some of its layers."""
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    left = _WEIGHTS
-    for module in model.modules():
-        if type(module) is nn.Linear and module.weight.is_floating_point() and left > 0 and len(pairs) < _LAYERS:
-            weight = module.weight
-            pairs.append((torch.zeros(_ROWS, module.in_features, dtype=weight.dtype, device=weight.device), weight))
-            left -= weight.numel()
-
-    def multiply() -> None:
-        with torch.no_grad():
-            for rows, weight in pairs:
-                nn.functional.linear(rows, weight)
-
-    return multiply
