@@ -24,7 +24,7 @@ from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from retrieve_spec.engine.joining import DelegatedCall, Prepared, sequences_of
-from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.sequence import GenerationReport, Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.generation.request import (
@@ -84,17 +84,18 @@ def by_row(sequences: Many[Sequence], device: torch.device) -> dict[str, torch.T
     return dict(zip(("logprobs", "raw_logprobs"), whole.to(device), strict=True))
 
 
-def check_log_probs(asked: bool | None, reason: str) -> None:
-    """Refuse log-probabilities of a call that the original `generate` decodes, for a reason.
+def report_delegated(speculation: Speculation, reason: str, return_logprobs: bool | None) -> GenerationReport:
+    """Report a call that the original `generate` is to decode.
 
     Raises
     ------
     ConfigError
-        They are asked for.
+        It asks for log-probabilities, which are those of passes that verify.
     """
-    if asked:
+    if return_logprobs:
         remedy = "Leave it out: transformers computes them with compute_transition_scores."
         raise ConfigError("a call that is decoded here with return_logprobs=True", reason, remedy)
+    return speculation.delegated(reason)
 
 
 def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
@@ -253,7 +254,6 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self)(*args, **kwargs)  # a copy of an accelerated model
     speculation = speculation_of(self)
     if reason := own_generate(self):  # its arguments are its own, too
-        check_log_probs(own["return_logprobs"], reason)
         try:
             with seeded(own["seed"], self):
                 return decode_inside(
@@ -269,15 +269,11 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if own["store"] is None:
             speculation.drafter(own["draft"])  # an unknown preset is an error
         alone = "" if is_one_row(self, arguments) else speculation.batching_blocker()
-        prepared: Prepared | None = None
-        try:
-            prepared = _prepared(self, arguments, alone)
-        except DelegatedCall as why:
-            reason = str(why)
-        if prepared is not None:
+        prepared = prepare_call(self, arguments, alone)
+        if isinstance(prepared, Prepared):
             return decode_prepared(self, prepared, own, arguments)
-        check_log_probs(own["return_logprobs"], reason)
-    speculation.delegated(reason)
+        reason = prepared
+    report_delegated(speculation, reason, own["return_logprobs"])
     with seeded(own["seed"], self):
         return original(self)(*args, **kwargs)
 
@@ -312,24 +308,16 @@ def seeded(seed: int | None, model: Any) -> Iterator[None]:
         yield
 
 
-def prepare_call(model: Any, arguments: dict[str, Any], alone: str = "it asks for more than one row") -> Prepared:
-    """Prepare a call; `alone`: why more than one row would be left to the original `generate`.
-
-    Raises
-    ------
-    DelegatedCall
-        The original `generate` decodes it.
-    """
-    if why := own_generate(model):
-        raise DelegatedCall(why)
-    return _prepared(model, arguments, alone)
-
-
-def _prepared(model: Any, arguments: dict[str, Any], alone: str) -> Prepared:
-    """The same of a model whose class has no `generate` of its own."""
+def prepare_call(model: Any, arguments: dict[str, Any], alone: str = "it asks for more than one row") -> Prepared | str:
+    """A prepared call, or why the original `generate` decodes it; `alone`: why it would decode more than one row."""
+    if why_own := own_generate(model):
+        return why_own
     if model.speculation.engine.is_stepping:
-        raise DelegatedCall("it is asked for in the middle of another generation")
-    return prepare(model, original(model), model.speculation.interface, arguments, alone)
+        return "it is asked for in the middle of another generation"
+    try:
+        return prepare(model, original(model), model.speculation.interface, arguments, alone)
+    except DelegatedCall as why:
+        return str(why)
 
 
 def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared, streamer: Any) -> None:
@@ -391,10 +379,13 @@ def original(model: Any) -> Any:
     return original if original is not None else types.MethodType(type(model).generate, model)
 
 
-def delegate(model: Any, arguments: dict[str, Any], seed: int | None) -> torch.Tensor:
-    """(rows, new) long: what the original `generate` says, without the prompt."""
-    with seeded(seed, model):
+def delegate(
+    model: Any, arguments: dict[str, Any], reason: str, own: dict[str, Any]
+) -> tuple[GenerationReport, torch.Tensor]:
+    """What the original `generate` says to a call, (rows, new) long without the prompt, and the report of that."""
+    report = report_delegated(model.speculation, reason, own["return_logprobs"])
+    with seeded(own["seed"], model):
         output = original(model)(**arguments)
     whole: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
     given = 1 if model.config.is_encoder_decoder else arguments["input_ids"].shape[1]
-    return whole[:, given:]
+    return report, whole[:, given:]

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
-from retrieve_spec.engine.joining import DelegatedCall, Prepared, SharedPrompts, sequences_of
+from retrieve_spec.engine.joining import SharedPrompts, sequences_of
 from retrieve_spec.engine.sequence import GenerationReport, Sequence
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.generation.calls import check_log_probs, delegate, noted, prepare_call, speculation_of
+from retrieve_spec.generation.calls import delegate, noted, prepare_call, speculation_of
 from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions, setting
 from retrieve_spec.model_layers import base_model
 
@@ -245,9 +245,8 @@ def open_sequence(
     the call is left to the original `generate`.
     """
     arguments = {**as_inputs(input_ids, tokenizer, model), **kwargs, "tokenizer": tokenizer}
-    try:
-        prepared = prepare_call(model, arguments)
-    except DelegatedCall:
+    prepared = prepare_call(model, arguments)
+    if isinstance(prepared, str):
         return None
     read = None if context_ids is None else known_ids(context_ids, "context_ids", model)
     (sequence,) = sequences_of(
@@ -273,15 +272,10 @@ def _runs(
     under_way: list[GenerationReport],
 ) -> Generator[_Run, None, None]:
     """What each pass of one row makes visible; the call is prepared when the first is asked for."""
-    speculation = speculation_of(model)
-    prepared: Prepared | None = None
-    try:
-        prepared = prepare_call(model, arguments)
-    except DelegatedCall as why:
-        check_log_probs(options["return_logprobs"], str(why))
-        under_way.append(speculation.delegated(str(why)))
-    if prepared is None:
-        rows = delegate(model, arguments, options["seed"])
+    speculation, prepared = speculation_of(model), prepare_call(model, arguments)
+    if isinstance(prepared, str):
+        report, rows = delegate(model, arguments, prepared, options)
+        under_way.append(report)
         yield rows[0].cpu().numpy().astype(np.int32), None
         return
     (sequence,) = sequences_of(speculation, prepared, [prediction], **options)
@@ -488,11 +482,9 @@ class Requests(Iterator[Finished]):
         own = {name: arguments.pop(name, None) for name in _OWN}
         if own["context_ids"] is not None:
             own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
-        try:
-            prepared = prepare_call(model, arguments, speculation.batching_blocker())
-        except DelegatedCall as why:
-            check_log_probs(own["return_logprobs"], str(why))
-            self._apart = index, request, (arguments, own, str(why))
+        prepared = prepare_call(model, arguments, speculation.batching_blocker())
+        if isinstance(prepared, str):
+            self._apart = index, request, (arguments, own, prepared)
             return []
         predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
         sequences = sequences_of(speculation, prepared, predictions, together=self._prompts, **own)
@@ -546,9 +538,8 @@ class Requests(Iterator[Finished]):
     def _delegated(self, index: int, request: Any, call: _Call) -> Finished:
         """Let the original `generate` answer a request."""
         arguments, own, reason = call
-        report = self._speculation.delegated(reason)
         try:
-            rows = delegate(self._model, arguments, own["seed"])
+            report, rows = delegate(self._model, arguments, reason, own)
         except Exception as error:  # of this request alone
             return Finished(index, request, error=error)
         ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
