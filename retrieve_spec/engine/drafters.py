@@ -127,22 +127,31 @@ class Siblings(SessionMemory):
         The model's session, or None.
     max_tokens
         Tokens read at most, those read twice counted twice.
-    earlier
-        Answers to the prompt from earlier calls (`RolloutMemory.automata`), which nothing is added to.
+    prompt
+        (n,) int32 their prompt, where its answers are kept.
+    rollouts
+        Where they are, or None.
+    vocabulary
+        Tokens that the model knows: earlier answers with others are not drafted from.
     """
 
     def __init__(
         self,
         session: SessionMemory | None = None,
         max_tokens: int = 1_000_000,
-        earlier: Sequence[SuffixAutomaton] = (),
+        prompt: NDArray[np.int32] | None = None,
+        rollouts: RolloutMemory | None = None,
+        vocabulary: int = 1 << 31,
     ) -> None:
         super().__init__(max_tokens)
+        self._prompt, self._rollouts = prompt, rollouts
         self._session = session
         self._heard: dict[object, tuple[list[int], int]] = {}
         self._news: dict[object, None] = {}  # texts of which something is not read yet
-        own = SuffixAutomaton(1024)
-        self.automata = [*(session.automata if session is not None else ()), *earlier, own]
+        self.automata = [] if session is None else list(session.automata)
+        if prompt is not None and rollouts is not None:
+            self.automata += rollouts.automata(prompt, vocabulary)
+        self.automata.append(SuffixAutomaton(1024))
 
     def __enter__(self) -> Self:
         if self._session is not None:
@@ -166,6 +175,11 @@ class Siblings(SessionMemory):
         """Add the whole text of one sample, (n,) int32, to the session, if there is one."""
         if self._session is not None:
             self._session.remember(token_ids)
+
+    def answer(self, token_ids: NDArray[np.int64]) -> None:
+        """Keep a whole answer (m,) to the prompt for later calls, where they are kept."""
+        if self._prompt is not None and self._rollouts is not None:
+            self._rollouts.remember(self._prompt, token_ids.astype(np.int32))
 
     def hear(self, text: object, token_ids: NDArray[np.int32]) -> None:
         """Take down how a sample's text has gone on, (n,) int32; it is read when somebody looks."""
@@ -572,13 +586,14 @@ class Drafters:
 
     def siblings(
         self,
-        draft: str | None = None,
-        earlier: Sequence[SuffixAutomaton] = (),
+        draft: str | None,
+        prompt: NDArray[np.int32] | None,
+        vocabulary: int,
         scope: str = "",
         several: bool = True,
         stores: Sequence[Any] = (),
     ) -> Siblings:
-        """A memory for samples of one prompt, around the session that their drafters have and `earlier` answers.
+        """A memory for samples of one `prompt`, around the session that their drafters have.
 
         Where there are not `several` samples it keeps nothing of what is written: that is in the sample's own text.
         """
@@ -588,7 +603,8 @@ class Drafters:
             if scope and drafter is not None and drafter is not self.given:
                 session = self._session(drafter, scope)
             session = session if isinstance(session, SessionMemory) else None
-            return Siblings(session, self._config.session_tokens if several else 0, earlier)
+            tokens = self._config.session_tokens if several else 0
+            return Siblings(session, tokens, prompt, self.rollouts, vocabulary)
 
     def _build(self, name: str, session: Any, calibration: Any, stores: Sequence[Any] = ()) -> Drafter:
         config = self._config.with_options(draft=name)

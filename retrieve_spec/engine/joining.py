@@ -23,7 +23,6 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.acceptance import Stopper
 from retrieve_spec.sampling.guides import guide_of
 from retrieve_spec.sampling.samplers import make_sampler, processors_of_row, whole_seed
-from retrieve_spec.sources.answers import RolloutMemory
 from retrieve_spec.verify.verifier import OF_TEXT, VerifierInputs
 
 
@@ -153,29 +152,7 @@ class SharedPrompts:
         return shared
 
 
-@dataclass(slots=True)
-class Family:
-    """What the rows of one prompt share.
-
-    Attributes
-    ----------
-    siblings
-        What they draft from.
-    rollouts
-        Where their answers to `prompt` (n,) int32 are kept, or None.
-    """
-
-    siblings: Siblings
-    prompt: NDArray[np.int32]
-    rollouts: RolloutMemory | None = None
-
-    def remember(self, token_ids: NDArray[np.int64]) -> None:
-        """Keep an answer (m,)."""
-        if self.rollouts is not None:
-            self.rollouts.remember(self.prompt, token_ids.astype(np.int32))
-
-
-def families(
+def siblings_of(
     rows: Many[Row],
     drafters: Drafters,
     draft: str | None,
@@ -183,7 +160,7 @@ def families(
     vocabulary: int,
     scope: str = "",
     stores: Many[Any] = (),
-) -> list[Family | None]:
+) -> list[Siblings | None]:
     """By row, what those with its prompt share; None for a row that has nothing but its own text.
 
     `vocabulary`: tokens that the model knows; `scope`: whose rows these are. A prompt of more than tokens has no
@@ -191,14 +168,13 @@ def families(
     """
     prompts = [_shown(row) for row in rows]
     keys = [prompt.tobytes() for prompt in prompts]
-    counts, made = Counter(keys), dict[bytes, Family]()
+    counts, made = Counter(keys), dict[bytes, Siblings]()
     for row, prompt, key in zip(rows, prompts, keys, strict=True):
         inputs = row.inputs
         whole = is_text_alone(inputs, cache_name) and (inputs.holds_past or not inputs.past_length)
-        rollouts = drafters.rollouts if whole else None
-        if key not in made and (counts[key] > 1 or rollouts is not None):
-            earlier = [] if rollouts is None else rollouts.automata(prompt, vocabulary)
-            made[key] = Family(drafters.siblings(draft, earlier, scope, counts[key] > 1, stores), prompt, rollouts)
+        if key not in made and (counts[key] > 1 or (whole and drafters.rollouts is not None)):
+            answers_to = prompt if whole else None
+            made[key] = drafters.siblings(draft, answers_to, vocabulary, scope, counts[key] > 1, stores)
     return [made.get(key) for key in keys]
 
 
@@ -257,16 +233,16 @@ def sequences_of(
     # One that others watch, or that must see every pass, comes at once.
     may_wait = like is not None and like is not speculation.drafters.given and like.wants_hidden is None
     may_wait &= most is None and ranks is None and on_pass is None and on_loan is None
-    shared: list[Family | None] = [None] * len(rows)
+    shared: list[Siblings | None] = [None] * len(rows)
     if siblings != "off" and most != 0 and draft != OFF:
-        shared = families(rows, speculation.drafters, draft, cache_name, interface.vocabulary, scope or "", stores)
+        shared = siblings_of(rows, speculation.drafters, draft, cache_name, interface.vocabulary, scope or "", stores)
     unseen = 0 if whole.holds_past else whole.past_length
     ends = [interface.max_positions] if interface.max_positions else []
     if interface.rope_switch and not interface.rope_rescans:
         ends.append(interface.rope_switch)
     made = []
-    for row, verifier, prediction, family in zip(rows, verifiers, predictions, shared, strict=True):
-        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, family, on_loan, scope or "", stores)
+    for row, verifier, prediction, group in zip(rows, verifiers, predictions, shared, strict=True):
+        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, group, on_loan, scope or "", stores)
         stopper = Stopper(criteria)
         sampler = make_sampler(
             row.processors,
@@ -312,7 +288,7 @@ def loan(
     speculation: Speculation,
     draft: str | None,
     call: str | None,
-    family: Family | None,
+    siblings: Siblings | None,
     on_loan: Callable[[Drafter], None] | None = None,
     scope: str = "",
     stores: Many[Any] = (),
@@ -324,7 +300,7 @@ def loan(
     def lend() -> Drafter | str:
         if drafters.times_forgotten(scope) > began:  # one that comes late would take in what was said before
             return "what was said in its scope was to be forgotten meanwhile"
-        drafter = drafters.lend(draft, call, None if family is None else family.siblings, scope, stores)
+        drafter = drafters.lend(draft, call, siblings, scope, stores)
         if isinstance(drafter, str):
             return drafter
         lent.append(drafter)
@@ -338,8 +314,8 @@ def loan(
         for drafter in lent:
             drafters.give_back(drafter, sequence.lease.spoiled)
         said_all = sequence.stopped and sequence.error is None and drafters.times_forgotten(scope) == began
-        if lent and family is not None and said_all:
-            family.remember(sequence.text.new_ids)
+        if lent and siblings is not None and said_all:
+            siblings.answer(sequence.text.new_ids)
         lent.clear()
         sequence.report.provenance = sourced_runs(sequence.report.origins, read)
 
