@@ -362,8 +362,6 @@ class Finished:
 
 
 Order = Literal["given", "completed"]
-_Call = tuple[dict[str, Any], dict[str, Any], str]
-"""Arguments of `generate` and of this library, and why the original decodes them."""
 _OWN = ("draft", "nodes", "seed", "siblings", "scope", "store", "return_logprobs", "on_pass", "context_ids")
 
 
@@ -401,7 +399,6 @@ class Requests(Iterator[Finished]):
         self._under_way: dict[int, _UnderWay] = {}
         self._over: deque[Finished] = deque()
         self._cancelled: set[int] = set()
-        self._apart: tuple[int, Any, _Call] | None = None  # left to the original `generate`
         self._exhausted = False
         total = len(requests) if isinstance(requests, Sized) else None
         self._bar = tqdm(total=total, unit="request", dynamic_ncols=True) if progress else None
@@ -444,7 +441,7 @@ class Requests(Iterator[Finished]):
                     turn += 1
 
     def _as_completed(self) -> Generator[Finished, None, None]:
-        """Requests as they end; one that is left to the original `generate` waits until those before it have ended."""
+        """Requests as they end; one that the original `generate` answers is answered between two passes of others."""
         while not self._exhausted:
             with contextlib.closing(self._speculation.engine.run(self._sequences(), self._rows)) as running:
                 for sequence, visible in running:
@@ -452,14 +449,11 @@ class Requests(Iterator[Finished]):
                         self._ended(sequence)
                     while self._over:
                         yield self._over.popleft()
-            if self._apart is not None:
-                self._over.append(self._delegated(*self._apart))
-                self._apart = None
             while self._over:
                 yield self._over.popleft()
 
     def _sequences(self) -> Iterator[Sequence]:
-        """The sequences of request after request, until there is something that must be done before the next."""
+        """The sequences of request after request, until one is over while no others are under way."""
         for index, request in self._given:
             try:
                 made = self._begin(index, request)
@@ -467,7 +461,7 @@ class Requests(Iterator[Finished]):
                 self._over.append(Finished(index, request, error=error))
                 made = []
             yield from made
-            if self._apart is not None or (self._over and not self._under_way):
+            if self._over and not self._under_way:
                 return
         self._exhausted = True
 
@@ -484,7 +478,7 @@ class Requests(Iterator[Finished]):
             own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
         prepared = prepare_call(model, arguments, speculation.batching_blocker())
         if isinstance(prepared, str):
-            self._apart = index, request, (arguments, own, prepared)
+            self._over.append(self._delegated(index, request, arguments, own, prepared))
             return []
         predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
         sequences = sequences_of(speculation, prepared, predictions, together=self._prompts, **own)
@@ -535,13 +529,11 @@ class Requests(Iterator[Finished]):
             text = tokenizer.decode(new_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Completion(new_ids, text, report, *(() if both is None else both))
 
-    def _delegated(self, index: int, request: Any, call: _Call) -> Finished:
-        """Let the original `generate` answer a request."""
-        arguments, own, reason = call
-        try:
-            report, rows = delegate(self._model, arguments, reason, own)
-        except Exception as error:  # of this request alone
-            return Finished(index, request, error=error)
+    def _delegated(
+        self, index: int, request: Any, arguments: dict[str, Any], own: dict[str, Any], reason: str
+    ) -> Finished:
+        """Let the original `generate` answer a request, for a reason."""
+        report, rows = delegate(self._model, arguments, reason, own)
         ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
         outputs = [self._completion(_until(row, ends), tokenizer, report) for row in rows]
         return Finished(index, request, tuple(outputs))
