@@ -38,7 +38,7 @@ from retrieve_spec.generation.request import (
 )
 from retrieve_spec.sampling.acceptance import RowText
 from retrieve_spec.sampling.samplers import LogProbSampler, whole_seed
-from retrieve_spec.verify.steps import capture, sample_tokens
+from retrieve_spec.verify.steps import Captured, capture, sample_tokens
 
 
 @dataclass
@@ -142,7 +142,6 @@ def _by_step(rows: Many[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] 
     return tuple(torch.cat([row[step] if step < len(row) else none for row in kept]) for step in range(longest))
 
 
-Decode = Callable[[Prepared], Any]
 _UNHEARD = ("streamer", "assistant_model", "custom_generate")
 """Arguments of which what decodes inside does not hear."""
 
@@ -174,41 +173,52 @@ def why_not_inside(model: Any) -> str:
 
 
 def decode_inside(
-    model: Any, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], decode: Decode
+    model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], own: dict[str, Any]
 ) -> Any:
-    """Let a class's own `generate` run with another way of decoding inside; what it returns.
+    """Let a class's own `generate` run with our way of decoding inside; what it returns.
 
     Parameters
     ----------
+    generate
+        The class's, as it was before.
     own
-        The class's `generate`, as it was before.
-    decode
-        Decodes a prepared call and returns what `generate` would.
+        The call's options that are ours.
 
     Raises
     ------
     DelegatedCall
         The class has to decode by itself.
     """
-    speculation = model.speculation
-    arguments = _by_name(own, args, kwargs)
+    arguments = _by_name(generate, args, kwargs)
     _check_decoded_inside(model, arguments)
     decoded: list[bool] = []
 
     def inside(model_inside: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
         if model_inside is not model:
             raise DelegatedCall(f"{type(model).__name__} lets a {type(model_inside).__name__} decode")
-        captured = capture(model, input_ids, **prepared)
-        check_arguments_decoded(model, {"generation_config": captured.generation_config}, "")
-        alone = "" if len(input_ids) == 1 else speculation.batching_blocker()
-        found = from_captured(model, captured, speculation.interface, arguments, alone)
+        answer = decode_captured(model, capture(model, input_ids, **prepared), arguments, own)
         decoded.append(True)
-        return decode(found)
+        return answer
 
-    output = own(*args, **kwargs, custom_generate=inside)
+    output = generate(*args, **kwargs, custom_generate=inside)
     if not decoded:
         raise DelegatedCall(own_generate(model))
     return output
+
+
+def decode_captured(model: Any, captured: Captured, arguments: dict[str, Any], own: dict[str, Any]) -> Any:
+    """What a call returns that transformers has prepared, given its `arguments` and the options that are ours (`own`).
+
+    Raises
+    ------
+    DelegatedCall
+        Transformers is to decode it.
+    """
+    speculation = model.speculation
+    check_arguments_decoded(model, {"generation_config": captured.generation_config}, "")
+    alone = "" if len(captured.input_ids) == 1 else speculation.batching_blocker()
+    prepared = from_captured(model, captured, speculation.interface, arguments, alone)
+    return decode_prepared(model, prepared, own, {})
 
 
 def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -256,9 +266,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     if reason := own_generate(self):  # its arguments are its own, too
         try:
             with seeded(own["seed"], self):
-                return decode_inside(
-                    self, original(self), args, kwargs, lambda prepared: decode_prepared(self, prepared, own, {})
-                )
+                return decode_inside(self, original(self), args, kwargs, own)
         except DelegatedCall as why:
             reason = str(why)
     else:

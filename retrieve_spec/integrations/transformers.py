@@ -25,9 +25,8 @@ from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.engine.joining import DelegatedCall
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.generation.calls import BEFORE, decode_prepared, seeded
+from retrieve_spec.generation.calls import BEFORE, decode_captured, seeded
 from retrieve_spec.generation.calls import generate as accelerated_generate
-from retrieve_spec.generation.request import check_arguments_decoded, from_captured
 from retrieve_spec.verify.steps import capture
 
 FOLDER = str(Path(__file__).parent / "recipe")
@@ -114,19 +113,15 @@ def _decode(model: Any, input_ids: Any, own: dict[str, Any], arguments: dict[str
     speculation = model.speculation
     speculation.drafter(own["draft"])  # an unknown preset is an error
     prepared = capture(model, input_ids, **arguments)
-    settings = prepared.generation_config
     try:
         if speculation.engine.is_stepping:
             raise DelegatedCall("it is asked for in the middle of another generation")
-        check_arguments_decoded(model, {"generation_config": settings}, "")
-        alone = "" if len(input_ids) == 1 else speculation.batching_blocker()
         cache = speculation.interface.cache_name
-        found = from_captured(model, prepared, speculation.interface, {cache: arguments.get(cache)}, alone)
-        return decode_prepared(model, found, own, {})
+        return decode_captured(model, prepared, {cache: arguments.get(cache)}, own)
     except DelegatedCall as why:
         reason = str(why)
         speculation.delegated(reason)
-    method = getattr(type(model), GENERATION_MODES_MAPPING[settings.get_generation_mode()], None)
+    method = getattr(type(model), GENERATION_MODES_MAPPING[prepared.generation_config.get_generation_mode()], None)
     if method is None:
         raise ConfigError("a way to decode that transformers has itself", reason, "Leave custom_generate out.")
     with seeded(own["seed"], model):
