@@ -14,7 +14,6 @@ import logging
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -142,9 +141,7 @@ def prepare(
         )
     if isinstance(getattr(model, "speculation", None), Speculation):
         restore(model)
-    began = perf_counter()
     read_logits(torch.zeros(1, 2), 1)  # Numba sets itself up and loads a first kernel; what follows is timed without it
-    loading = perf_counter() - began
     stores = [_open_store(store, tokenizer) for store in datastores or ()]
     if stores and tokenizer is None:
         logger.warning("no tokenizer was given to check the datastores by: pass tokenizer= to accelerate")
@@ -165,7 +162,6 @@ def prepare(
     speculation.engine.threads = threads
     speculation.new_cache = functools.partial(new_cache, model)
     speculation.bytes_per_token = _bytes_per_token(model.config.get_text_config(decoder=True), model.dtype)
-    speculation.prepare_seconds = loading
     if tokenizer is not None and _reads_bigrams(model, speculation):
         with using(threads):
             speculation.drafters.bigrams = bigrams_of(model, speculation.verifiers()[0], tokenizer)

@@ -510,35 +510,33 @@ class Drafters:
         """How often a scope was to be forgotten: what began before the last time keeps nothing of its text."""
         return self._forgotten[None] + self._forgotten[scope]
 
-    def forget(self) -> None:
-        """Drop all drafters that were made here, with what they learned; phrases also where they are kept."""
-        with self._lock, contextlib.ExitStack() as all_of_it:  # each of them, also where a file cannot be written
-            if self.rollouts is not None:
-                all_of_it.callback(self.rollouts.forget)
-            all_of_it.callback(self.sessions.forget)
-            for calibration in self._calibrations():
-                all_of_it.callback(calibration.forget)
-            self._forget_loans(None)
-            self._made.clear()
-            self._learned.clear()
-            self._rollouts_calibration = None
+    def forget(self, scope: str | None = None) -> None:
+        """Drop all drafters that were made here, with what they learned, or what they learned of one scope's text.
 
-    def forget_scope(self, scope: str) -> None:
-        """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
+        Phrases go in either case, also where they are kept: whose they are is not.
+        """
         with self._lock, contextlib.ExitStack() as all_of_it:  # each of them, also where a file cannot be written
+            if scope == "":
+                all_of_it.callback(self._renew)  # when its session is forgotten
+            if scope is None and self.rollouts is not None:
+                all_of_it.callback(self.rollouts.forget)
+            all_of_it.callback(self.sessions.forget, scope)
             for calibration in self._calibrations():
                 all_of_it.callback(calibration.forget)
             self._forget_loans(scope)
             for drafter, last in list(self._scopes.items()):
                 if last == scope:
                     _forget_logits(drafter)
-            try:
-                self.sessions.forget(scope)
-            finally:
-                if not scope:  # those that are at work end with the old session
-                    for name, made in self._made.items():
-                        session, calibration = self.sessions.of(exact=name != AUTO), self._own_of(made[0])[1]
-                        made[:] = [self._build(name, session, calibration)]
+            if scope is None:
+                self._made.clear()
+                self._learned.clear()
+                self._rollouts_calibration = None
+
+    def _renew(self) -> None:
+        """Draft from the session as it is opened next; drafters that are at work end with the one that was."""
+        for name, made in self._made.items():
+            session, calibration = self.sessions.of(exact=name != AUTO), self._own_of(made[0])[1]
+            made[:] = [self._build(name, session, calibration)]
 
     def _forget_loans(self, scope: str | None) -> None:
         """Let nothing more be kept of texts of a scope, or of all, that are under way."""

@@ -21,7 +21,7 @@ from retrieve_spec.datastore.dense import model_fingerprint
 from retrieve_spec.drafting.calibration import put_array
 from retrieve_spec.drafting.drafter import Drafter, Preparable
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import CostModel, Costs
+from retrieve_spec.engine.budget import Costs
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.sequence import GenerationReport, Sequence, together
@@ -31,7 +31,6 @@ from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sources.bigrams import Bigrams
-from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
@@ -59,8 +58,6 @@ class Speculation:
         What drafts for them.
     last
         Report of the generation that ended last, None before the first.
-    model_key
-        Name under which what was learned about the model is kept beside a store.
     check_stores
         Raises a typed error for stores that are not for this model.
     open_stores
@@ -71,8 +68,6 @@ class Speculation:
         Makes an empty cache for the model.
     bytes_per_token
         Memory that keys and values of one token take.
-    prepare_seconds
-        How long kernels took to get ready at `accelerate` (compiled, or loaded from Numba's cache).
     """
 
     def __init__(
@@ -91,8 +86,6 @@ class Speculation:
         self.reason = finding.reason
         self.tokenizer = tokenizer
         self.last: GenerationReport | None = None
-        self.model_key = model_key
-        self.prepare_seconds = 0.0
         self.bytes_per_token = 0
         self.new_cache: Callable[[], Any] = DynamicCache
         self.check_stores: Callable[[Many[Any]], None] = lambda stores: None
@@ -147,11 +140,6 @@ class Speculation:
             self._passes.assume_frozen()
 
     @property
-    def cost(self) -> CostModel:
-        """Measured seconds of passes over one sequence."""
-        return self.engine.costs.alone
-
-    @property
     def datastores(self) -> list[Any]:
         """Open stores that are drafted from."""
         return self.drafters.datastores
@@ -169,12 +157,10 @@ class Speculation:
         return self.drafters.of(draft)
 
     def prepare(self) -> None:
-        """Make the configured drafter ready (kernels compiled or loaded); the time is added to `prepare_seconds`."""
-        began = perf_counter()
+        """Make the configured drafter ready: its kernels are compiled, or loaded."""
         drafter = self.drafter()
         if isinstance(drafter, Preparable):
             drafter.prepare()
-        self.prepare_seconds += perf_counter() - began
 
     def use_datastores(self, datastores: Many[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
@@ -182,26 +168,13 @@ class Speculation:
             self.check_stores(datastores)
             self.drafters.use(datastores)
 
-    def session(self) -> SessionMemory:
-        """Memory of earlier generations that the configured drafter drafts from.
-
-        Raises
-        ------
-        ConfigError
-            The drafter has none.
-        """
-        memory = getattr(self.drafter(), "session", None)
-        if not isinstance(memory, SessionMemory):
-            raise ConfigError("a drafter with a session", "one without", "Use accelerate(model, session=True).")
-        return memory
-
     def forget(self, scope: str | None = None) -> None:
         """Drop what was learned from earlier generations (texts, calibration), in files, too; measured costs stay.
 
         Of one `scope`: its texts, and all phrases, since whose they are is not kept.
         """
         with self.engine.alone():
-            self.drafters.forget() if scope is None else self.drafters.forget_scope(scope)
+            self.drafters.forget(scope)
 
     def delegated(self, reason: str) -> GenerationReport:
         """Report a call that the original `generate` decodes; the first time for each reason, say so in the log."""
@@ -297,8 +270,9 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
             else:
                 began, is_ready = began + took, True
         found[width] = min(times)
-    speculation.cost.begin(context, found)
-    speculation.cost.seconds(context, 0)  # takes them in: no call waits for the kernel that does
+    costs = speculation.engine.costs.alone
+    costs.begin(context, found)
+    costs.seconds(context, 0)  # takes them in: no call waits for the kernel that does
     verifier.finish()
 
 

@@ -324,7 +324,7 @@ class Backend:
 
     def forget(self, scope: str) -> None:
         """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
-        self.model.speculation.drafters.forget_scope(scope)
+        self.model.speculation.drafters.forget(scope)
 
 
 COPY_FROM = 64

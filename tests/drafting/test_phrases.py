@@ -160,7 +160,7 @@ def test_of_what_is_under_way_while_its_scope_is_forgotten_no_phrase_is_learned(
     for drafter in lent.values():
         drafter.start(np.arange(5, dtype=np.int32))
         drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array(answer(1, *RARE), np.int32)))
-    drafters.forget_scope("alice")
+    drafters.forget("alice")
     for scope, requests in (("alice", 0), ("bob", 1)):
         drafter = lent[scope]
         drafter.finish()

@@ -85,7 +85,7 @@ def test_a_stop_inside_of_what_is_forced_leaves_no_more_in_the_session(tiny: Any
     rs.accelerate(tiny, session=True)
     stopped = tiny.generate(prompt, **options, eos_token_id=int(text[ends]))
     assert torch.equal(stopped[0], text[: ends + 1])
-    told = tiny.speculation.session().automata[-1]
+    told = tiny.speculation.drafter().session.automata[-1]
     assert len(told) <= ends + 2 - prompt.shape[1], "what was drafted and not said"
 
 

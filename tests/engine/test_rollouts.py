@@ -136,9 +136,9 @@ def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
 def test_beside_a_session(tiny: Any) -> None:
     """The session is drafted from as well, and remembers every sample once, at its end."""
     rs.accelerate(tiny, recorded_pass="always", session=True)
-    session = tiny.speculation.session()
+    session = tiny.speculation.drafter().session
     rows = tiny.generate(prompts()[:1], **OPTIONS, num_return_sequences=3)
-    assert tiny.speculation.session() is session
+    assert tiny.speculation.drafter().session is session
     assert sorted(text.tolist() for text in session.texts) == sorted(rows[:, 8:].tolist())
     again = tiny.generate(prompts()[:1], **OPTIONS, num_return_sequences=3)
     assert torch.equal(again, rows)
