@@ -6,14 +6,12 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.joining import SharedPrompts, sequences_of
@@ -389,7 +387,6 @@ class Requests(Iterator[Finished]):
         *,
         order: Order,
         rows: int,
-        progress: bool,
     ) -> None:
         self._model, self._common, self._kept_order = model, common, order == "given"
         self._speculation = speculation_of(model)
@@ -400,8 +397,6 @@ class Requests(Iterator[Finished]):
         self._over: deque[Finished] = deque()
         self._cancelled: set[int] = set()
         self._exhausted = False
-        total = len(requests) if isinstance(requests, Sized) else None
-        self._bar = tqdm(total=total, unit="request", dynamic_ncols=True) if progress else None
         self._finished = self._in_order(self._as_completed())
 
     def __next__(self) -> Finished:
@@ -428,10 +423,8 @@ class Requests(Iterator[Finished]):
         """Requests as they are handed out."""
         early: dict[int, Finished] = {}
         turn = 0
-        with contextlib.closing(finished), self._bar or contextlib.nullcontext():
+        with contextlib.closing(finished):
             for one in finished:
-                if self._bar is not None:
-                    self._bar.update()
                 if not self._kept_order:
                     yield one
                     continue
@@ -552,7 +545,6 @@ def generate_many(
     *,
     order: Order = "given",
     rows: int = 0,
-    progress: bool = False,
     **common: Any,
 ) -> Requests:
     """Answer any number of requests, as many at a time as there is room for, and yield each when it is over.
@@ -575,8 +567,6 @@ def generate_many(
     rows
         Texts under way at a time at most; 0 for `config.PASS.batch_rows`. Their keys and values take
         `config.PASS.batch_bytes` at most, but one text is always under way.
-    progress
-        Show a bar on standard error.
     **common
         The same for every request that does not say otherwise.
 
@@ -601,4 +591,4 @@ def generate_many(
         raise ConfigError("many requests", type(requests).__name__, "Give a list of them, as [request].")
     if not isinstance(rows, int) or rows < 0:
         raise ConfigError("rows of at least 0", repr(rows), "Leave it at 0 for as many as there is room for.")
-    return Requests(base_model(model), requests, common, order=order, rows=rows, progress=progress)
+    return Requests(base_model(model), requests, common, order=order, rows=rows)
