@@ -84,18 +84,43 @@ def by_row(sequences: Many[Sequence], device: torch.device) -> dict[str, torch.T
     return dict(zip(("logprobs", "raw_logprobs"), whole.to(device), strict=True))
 
 
-def report_delegated(speculation: Speculation, reason: str, return_logprobs: bool | None) -> GenerationReport:
-    """Report a call that the original `generate` is to decode.
+def of_original(model: Any, arguments: dict[str, Any]) -> Any:
+    """What the original `generate` says to a call, with log-probabilities from the scores and logits that it keeps.
 
     Raises
     ------
     ConfigError
-        It asks for log-probabilities, which are those of passes that verify.
+        It searches beams, or keeps no scores.
     """
-    if return_logprobs:
-        remedy = "Leave it out: transformers computes them with compute_transition_scores."
-        raise ConfigError("a call that is decoded here with return_logprobs=True", reason, remedy)
-    return speculation.delegated(reason)
+    kept = dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
+    output = original(model)(**arguments | kept)
+    kind = {GenerateDecoderOnlyOutput: DecoderOnlyOutput, GenerateEncoderDecoderOutput: EncoderDecoderOutput}
+    if type(output) not in kind or not output.scores:
+        raise ConfigError(
+            "a decoder of one text with return_logprobs=True",
+            type(output).__name__,
+            f"Leave it out: {model.speculation.last.reason}.",
+        )
+    shown = _shown(model, arguments, output.sequences[:, -len(output.scores) :])
+    both = (
+        model.compute_transition_scores(output.sequences, steps, normalize_logits=True).float().where(shown, 0.0)
+        for steps in (output.scores, output.logits)
+    )
+    fields = dict(output) | dict(zip(("logprobs", "raw_logprobs"), both, strict=True))
+    for name in ("scores", "logits"):
+        if not setting(model, arguments, f"output_{name}"):
+            del fields[name]
+    return kind[type(output)](**fields)
+
+
+def _shown(model: Any, arguments: dict[str, Any], new: torch.Tensor) -> torch.Tensor:
+    """(rows, new) bool: tokens up to the first end-of-text token, or up to padding at the end of a row."""
+    ends, pad = setting(model, arguments, "eos_token_id"), setting(model, arguments, "pad_token_id")
+    is_end = torch.isin(new, torch.as_tensor([] if ends is None else ends, device=new.device, dtype=new.dtype))
+    is_padding = new == pad if pad is not None else torch.zeros_like(is_end)
+    behind = (is_padding & ~is_end).flip(1).cumprod(dim=1).flip(1).bool()
+    shown: torch.Tensor = (is_end.cumsum(dim=1) - is_end.long() == 0) & ~behind
+    return shown
 
 
 def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
@@ -268,7 +293,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             with seeded(own["seed"], self):
                 return decode_inside(self, original(self), args, kwargs, own)
         except DelegatedCall as why:
-            reason = str(why)
+            reason, arguments = str(why), _by_name(original(self), args, kwargs)
     else:
         arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
         arguments.pop("self")
@@ -281,8 +306,10 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(prepared, Prepared):
             return decode_prepared(self, prepared, own, arguments)
         reason = prepared
-    report_delegated(speculation, reason, own["return_logprobs"])
+    speculation.delegated(reason)
     with seeded(own["seed"], self):
+        if own["return_logprobs"]:
+            return of_original(self, arguments)
         return original(self)(*args, **kwargs)
 
 
@@ -389,11 +416,19 @@ def original(model: Any) -> Any:
 
 def delegate(
     model: Any, arguments: dict[str, Any], reason: str, own: dict[str, Any]
-) -> tuple[GenerationReport, torch.Tensor]:
-    """What the original `generate` says to a call, (rows, new) long without the prompt, and the report of that."""
-    report = report_delegated(model.speculation, reason, own["return_logprobs"])
+) -> tuple[GenerationReport, torch.Tensor, torch.Tensor | None]:
+    """What the original `generate` says to a call.
+
+    Returns
+    -------
+    tuple
+        The report of that, (rows, new) long without the prompt, and (rows, 2, new) float32 log-probabilities where they
+        are asked for.
+    """
+    report = model.speculation.delegated(reason)
     with seeded(own["seed"], model):
-        output = original(model)(**arguments)
+        output = of_original(model, arguments) if own["return_logprobs"] else original(model)(**arguments)
     whole: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
     given = 1 if model.config.is_encoder_decoder else arguments["input_ids"].shape[1]
-    return report, whole[:, given:]
+    both = torch.stack([output.logprobs, output.raw_logprobs], dim=1) if own["return_logprobs"] else None
+    return report, whole[:, given:], both

@@ -272,9 +272,9 @@ def _runs(
     """What each pass of one row makes visible; the call is prepared when the first is asked for."""
     speculation, prepared = speculation_of(model), prepare_call(model, arguments)
     if isinstance(prepared, str):
-        report, rows = delegate(model, arguments, prepared, options)
+        report, rows, both = delegate(model, arguments, prepared, options)
         under_way.append(report)
-        yield rows[0].cpu().numpy().astype(np.int32), None
+        yield rows[0].cpu().numpy().astype(np.int32), None if both is None else both[0].cpu().numpy()
         return
     (sequence,) = sequences_of(speculation, prepared, [prediction], **options)
     under_way.append(sequence.report)
@@ -520,15 +520,19 @@ class Requests(Iterator[Finished]):
         text = ""
         if tokenizer is not None:
             text = tokenizer.decode(new_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Completion(new_ids, text, report, *(() if both is None else both))
+        return Completion(new_ids, text, report, *(() if both is None else both[:, : len(new_ids)]))
 
     def _delegated(
         self, index: int, request: Any, arguments: dict[str, Any], own: dict[str, Any], reason: str
     ) -> Finished:
         """Let the original `generate` answer a request, for a reason."""
-        report, rows = delegate(self._model, arguments, reason, own)
+        report, rows, both = delegate(self._model, arguments, reason, own)
         ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
-        outputs = [self._completion(_until(row, ends), tokenizer, report) for row in rows]
+        noted_rows = [None] * len(rows) if both is None else both.cpu().numpy()
+        outputs = [
+            self._completion(_until(row, ends), tokenizer, report, logprobs)
+            for row, logprobs in zip(rows, noted_rows, strict=True)
+        ]
         return Finished(index, request, tuple(outputs))
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from batch_rows import left_padded, script
+from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 import retrieve_spec as rs
-from retrieve_spec.errors import ConfigError
 
 LENGTHS = (5, 17, 11)
 DICT: dict[str, Any] = {"return_dict_in_generate": True, "return_logprobs": True}
@@ -81,7 +81,7 @@ def test_a_separate_forward_says_the_same(
 
 
 def test_every_door_says_the_same(tiny: Any, prompt: torch.Tensor) -> None:
-    """Samples, requests, streams, and kept scores."""
+    """Samples, requests, streams, kept scores, and the original `generate`'s own scores."""
     rs.accelerate(tiny, nodes=8, recorded_pass="off")
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 5, "max_new_tokens": 10}
     samples = tiny.generate(prompt, **options, num_return_sequences=3, **DICT, output_scores=True, output_logits=True)
@@ -102,13 +102,29 @@ def test_every_door_says_the_same(tiny: Any, prompt: torch.Tensor) -> None:
     assert "logprobs" not in tiny.generate(prompt, **options, return_dict_in_generate=True)
 
 
-def test_a_call_that_the_original_decodes_has_none(tiny: Any, prompt: torch.Tensor) -> None:
+def test_where_the_original_decodes(tiny: Any) -> None:
+    """A custom processor of a batch, which only the original may call: its scores and logits are read."""
+
+    class Halve(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return scores / 2
+
+    inputs = left_padded(LENGTHS)
     rs.accelerate(tiny, recorded_pass="off")
-    with pytest.raises(ConfigError, match="beams"):
-        tiny.generate(prompt, num_beams=2, max_new_tokens=4, **DICT)
-    with pytest.raises(ConfigError, match="beams"):
-        next(rs.generate_stream(tiny, prompt, num_beams=2, max_new_tokens=4, return_logprobs=True))
-    (done,) = rs.generate_many(tiny, [prompt[0]], num_beams=2, max_new_tokens=4, return_logprobs=True)
-    assert isinstance(done.error, ConfigError)
-    with pytest.raises(ConfigError, match="return_dict_in_generate"):
-        tiny.generate(prompt, max_new_tokens=4, return_logprobs=True)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0}
+    options["logits_processor"] = LogitsProcessorList([Halve()])
+    free = tiny.generate(**inputs, **options, seed=1, eos_token_id=None)
+    end = int(free[0, 17 + 2])
+    out = tiny.generate(**inputs, **options, seed=1, eos_token_id=end, **DICT)
+    assert tiny.speculation.last.mode == "delegated"
+    assert out.scores is None and out.logits is None
+    assert (out.logprobs[0, 3:] == 0).all() and (out.raw_logprobs[0, 3:] == 0).all()
+    assert (out.logprobs[0, :3] < 0).all()
+    rs.restore(tiny)
+    with torch.no_grad():
+        logits = tiny(out.sequences[1:2]).logits[0, 16:-1]
+    tokens = out.sequences[1, 17:, None]
+    until = 1 + int((tokens[:, 0] == end).long().argmax()) if (tokens == end).any() else len(tokens)
+    for got, scores in ((out.logprobs, logits / 2), (out.raw_logprobs, logits)):
+        wanted = scores.log_softmax(-1).gather(1, tokens)[:, 0]
+        torch.testing.assert_close(got[1, :until], wanted[:until], atol=1e-5, rtol=0.0)
