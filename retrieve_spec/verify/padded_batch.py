@@ -28,7 +28,7 @@ from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, new_cache
 from retrieve_spec.verify.pass_inputs import as_mask
 from retrieve_spec.verify.probe import start
-from retrieve_spec.verify.recurrent import state_of
+from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.shrink import lengths_of
 from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import VerifierOutput
@@ -58,7 +58,7 @@ class PaddedBatch:
     def __init__(self, model: Any, interface: ModelInterface) -> None:
         self.model, self.interface = model, interface
         self._device = input_device(model)
-        self._state = state_of(interface.recurrence)
+        self._state = None if interface.recurrence is None else RecurrentState(interface.recurrence)
 
     @staticmethod
     def takes(text: HFVerifier) -> bool:
