@@ -1,7 +1,8 @@
 """Tree attention: queries of a draft tree attend to preallocated keys and values, without a copy of the prefix.
 
-Every row of a pass sees the whole committed prefix, so only the last `rows × rows` block of scores needs a mask. Three
-backends compute the same thing behind `attend`:
+Every row of a pass sees the whole committed prefix, so only the last `rows × rows` block of scores needs a mask. Two
+backends compute the same thing behind `attend`, where neither programs over rows (`retrieve_spec.kernels.row_programs`)
+nor Triton's kernels (`retrieve_spec.kernels.triton_tree_attention`) do:
 
 masked
     one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated, and the
@@ -9,17 +10,13 @@ masked
 split
     tree block with a mask and prefix without, block by block (`attend_blocks`); also applies
     soft-capping and sinks.
-triton
-    both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +25,6 @@ from torch.nn import functional
 
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree, unpacked
-from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.treemask import write_block
 
 
@@ -92,41 +88,6 @@ def attend_blocks(packed: torch.Tensor, blocks: Iterable[Block], rule: LayerRule
     return (out / total).to(packed.dtype)
 
 
-Backend = Literal["masked", "split", "triton"]
-
-
-def choose_backend(mask: TreeMask, rule: LayerRule, width: int, value_width: int) -> Backend:
-    """Pick a layer's backend; every backend computes the same."""
-    if mask.device.type == "cuda" and width == value_width <= 256 and not why_not_triton("cuda"):
-        return "triton"
-    if rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window):
-        return "split"
-    return "masked"
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def why_not_triton(device: str) -> str:
-    """Why the GPU kernel cannot be used on a kind of device, tried once on a small input; empty when it can."""
-    if not has_triton():
-        return "triton is not installed"
-    if device != "cuda":
-        return f"the kernel runs on a GPU, the model on {device}"
-    mask = TreeMask(1, torch.float16, torch.device(device))
-    mask.set(1, visible_rows(1, None), row_depths(1, None))
-    try:
-        states = torch.ones((1, 1, 2, 16), dtype=torch.float16, device=device)
-        wrong = float((attend_triton(states[:, :, 1:], states, states, mask, LayerRule(1.0)) - 1.0).abs().max())
-    except Exception as error:  # whatever the compiler raises: other backends compute the same
-        return f"triton does not compile here ({in_a_line(error)})"
-    return "" if wrong < 1e-2 else f"triton computes something else here (off by {wrong:.2g})"
-
-
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
@@ -150,17 +111,13 @@ def attend(
     """
     batch, heads, rows, width = query.shape
     kv_heads = keys.shape[1]
-    backend = choose_backend(mask, rule, width, values.shape[-1])
     if rule.window and (start := mask.first_key(rule.window)):
         columns = mask.prefix + mask.rows - start
         keys, values = keys[:, :, -columns:], values[:, :, -columns:]
-    if backend == "triton":
-        return attend_triton(query, keys, values, mask, rule)
     packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
-    if backend == "split":
-        out = attend_split(packed, keys, values, mask, rule)
-    else:
-        out = attend_masked(packed, keys, values, mask, rule)
+    split = rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window)
+    backend = attend_split if split else attend_masked
+    out = backend(packed, keys, values, mask, rule)
     return out.reshape(batch, heads, rows, values.shape[-1]).transpose(1, 2)
 
 
@@ -217,33 +174,6 @@ def attend_split(
             yield keys[:, :, part], values[:, :, part], None if windowed is None else windowed[..., part]
 
     return attend_blocks(packed, blocks(), rule)
-
-
-def attend_triton(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: TreeMask,
-    rule: LayerRule,
-) -> torch.Tensor:
-    """The GPU kernel over all keys: queries (1, heads, rows, d) in, (1, rows, heads, d) out."""
-    from retrieve_spec.kernels.triton_tree_attention import num_splits, tree_attention
-
-    words, depths, prefix = mask.on_device(keys.shape[2] - mask.rows)
-    _, heads, rows, _ = query.shape
-    kv_heads = keys.shape[1]
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    splits = num_splits(kv_heads, heads // kv_heads * rows, keys.shape[2], processors(query.device))
-    return tree_attention(
-        query[0], keys[0], values[0], words, depths, prefix,
-        scale=rule.scale, softcap=rule.softcap, window=rule.window, sinks=rule.sinks, splits=splits,
-    )[None]  # fmt: skip
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; one elsewhere."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 KNOWN_RULES = ("sliding_window", "softcap", "s_aux")
@@ -316,15 +246,11 @@ class TreeMask:
         self._host: NDArray[np.float32] | None = None  # the same memory
         self._packed: torch.Tensor | None = None
         self._windows: dict[int, torch.Tensor] = {}
-        self._device_words: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._device_prefix: dict[int, torch.Tensor] = {}
 
     def set(self, prefix: int, seen: NDArray[np.bool_], depths: NDArray[np.int64]) -> None:
         """Describe the next pass: committed rows before it, who sees whom, and positions relative to its first row."""
         self.rows, self.prefix, self.seen, self._depths = len(seen), prefix, seen, depths
         self._windows.clear()
-        self._device_words = None
-        self._device_prefix.clear()
         self._packed = None
 
     @property
@@ -332,19 +258,6 @@ class TreeMask:
         """Whether the zero-prefix buffer stays within `config.PASS.mask_bytes`."""
         columns = self.prefix + self.rows
         return self.groups * self.rows * columns * self.dtype.itemsize <= PASS.mask_bytes
-
-    def on_device(self, prefix: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The pass behind `prefix` rows as the GPU kernel reads it: `visibility_bits`, int32 depths, (1,) prefix."""
-        if self._device_words is None:
-            bits, depths = visibility_bits(self.seen), self._depths.astype(np.int32)
-            self._device_words = (self._send(bits), self._send(depths))
-        if prefix not in self._device_prefix:
-            self._device_prefix[prefix] = self._send(np.array([prefix], np.int32))
-        return (*self._device_words, self._device_prefix[prefix])
-
-    def _send(self, array: NDArray[Any]) -> torch.Tensor:
-        """Copy to the device without waiting for what it is doing; pageable memory is read before the call returns."""
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def block(self) -> torch.Tensor:
         """(rows, rows) additive mask of the tree block."""

@@ -345,9 +345,7 @@ def run_pass(
     if graphs is not None and (replayed := graphs.run(laid, wanted)) is not None:
         return replayed
     rows = sum(len(text.ids) for text in laid)
-    if len(laid) > 1 and packs(recorded, laid):
-        for text in laid:
-            text.cache.settle()
+    if packs(recorded, laid):
         shape = shape_of(recorded, laid, rows, len(laid), 0 if wanted is None else len(wanted))
         packed = PackedPass(recorded, laid[0].cache, shape)
         packed.fill(laid, wanted)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from retrieve_spec.attention import why_not_triton
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.kernels import layer_rows
@@ -23,7 +22,7 @@ from retrieve_spec.kernels.number_formats import LIKE
 from retrieve_spec.recorded.kv_buffer import cache_windows
 from retrieve_spec.recorded.layer_copies import copied_layers
 from retrieve_spec.recorded.model_state import ModelState
-from retrieve_spec.recorded.packed_pass import PassGraphs
+from retrieve_spec.recorded.packed_pass import PassGraphs, why_not_triton
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, check_recordable, has_adapters_of_a_call
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.row_layers import RowLayers

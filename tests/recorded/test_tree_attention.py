@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 
 from retrieve_spec import attention
-from retrieve_spec.attention import LayerRule, TreeMask, attend, choose_backend, row_depths, visible_rows
+from retrieve_spec.attention import LayerRule, TreeMask, attend, row_depths, visible_rows
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.kv_buffer import KVBuffer
@@ -94,28 +94,6 @@ def test_blocks_of_a_long_prefix_are_naive_attention(
     expected = naive(query.float(), keys.float(), values.float(), seen, depths, prefix, rule)
     tolerance = 2e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_a_gpu_on_which_triton_fails_gets_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here because there is no GPU; tried once, not at every layer."""
-    calls: list[str] = []
-
-    def failing(*_: Any, **__: Any) -> Any:
-        calls.append("tried")
-        raise RuntimeError("no such instruction\nmore")
-
-    monkeypatch.setattr(attention, "has_triton", lambda: True)
-    monkeypatch.setattr(attention, "attend_triton", failing)
-    monkeypatch.setattr(attention, "TreeMask", lambda *_: TreeMask(1, torch.float16, CPU))
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1, 1, 2, 16))
-    attention.why_not_triton.cache_clear()
-    mask = TreeMask(2, torch.float16, CPU)
-    mask.device = torch.device("cuda")
-    for _ in range(3):
-        assert choose_backend(mask, RULES[0], 16, 16) == "split"
-    assert len(calls) == 1
-    assert attention.why_not_triton("cuda") == "triton does not compile here (RuntimeError: no such instruction)"
-    attention.why_not_triton.cache_clear()
 
 
 def test_mask_buffer_is_right_after_any_sequence_of_passes() -> None:
