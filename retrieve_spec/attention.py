@@ -5,8 +5,7 @@ backends compute the same thing behind `attend`, where neither programs over row
 nor Triton's kernels (`retrieve_spec.kernels.triton_tree_attention`) do:
 
 masked
-    one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated, and the
-    mask is a view into a buffer whose prefix columns are always zero, so it is never rebuilt.
+    one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated.
 split
     tree block with a mask and prefix without, block by block (`attend_blocks`); also applies
     soft-capping and sinks.
@@ -25,7 +24,6 @@ from torch.nn import functional
 
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree, unpacked
-from retrieve_spec.kernels.treemask import write_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ def attend(
     """
     batch, heads, rows, width = query.shape
     kv_heads = keys.shape[1]
-    if rule.window and (start := mask.first_key(rule.window)):
+    if start := mask.first_key(rule.window):
         columns = mask.prefix + mask.rows - start
         keys, values = keys[:, :, -columns:], values[:, :, -columns:]
     packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
@@ -151,10 +149,8 @@ def attend_masked(
     packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
     """One fused call over prefix and tree block: (1, kv_heads, groups · rows, d) in and out."""
-    if rule.window and rule.window <= mask.prefix + mask.rows:
-        additive: torch.Tensor | None = mask.windowed(rule.window)
-    else:
-        additive = mask.packed() if mask.rows > 1 else None
+    hides = mask.rows > 1 or mask.cuts(rule.window)
+    additive = mask.additive(rule.window, mask.first_key(rule.window)) if hides else None
     return functional.scaled_dot_product_attention(packed, keys, values, attn_mask=additive, scale=rule.scale)
 
 
@@ -164,8 +160,8 @@ def attend_split(
     """Tree block, then prefix in blocks, by online softmax: (1, kv_heads, groups · rows, d) in and out."""
     prefix = keys.shape[2] - mask.rows
     size = max(PASS.score_bytes // (4 * packed.shape[1] * packed.shape[2]), 64)  # keys whose scores there is room for
-    windowed = mask.windowed(rule.window) if rule.window and rule.window <= mask.prefix + mask.rows else None
-    drafted = mask.block().repeat(mask.groups, 1)[None, None] if windowed is None else windowed[..., prefix:]
+    windowed = mask.additive(rule.window, mask.first_key(rule.window)) if mask.cuts(rule.window) else None
+    drafted = mask.additive(0, mask.prefix) if windowed is None else windowed[..., prefix:]
 
     def blocks() -> Iterator[Block]:
         yield keys[:, :, prefix:], values[:, :, prefix:], drafted
@@ -225,7 +221,7 @@ def visibility_bits(seen: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 
 class TreeMask:
-    """The mask of one pass in every form a backend asks for, kept in buffers that live from pass to pass.
+    """The mask of one pass, made once for all layers with one window.
 
     Parameters
     ----------
@@ -241,68 +237,33 @@ class TreeMask:
         self.rows = self.prefix = 0
         self.seen: NDArray[np.bool_] = np.ones((1, 1), np.bool_)
         self._depths: NDArray[np.int64] = np.zeros(1, np.int64)
-        self._buffer = torch.empty((0, 0), dtype=dtype, device=device)
-        self._margin = self._spare = 0
-        self._host: NDArray[np.float32] | None = None  # the same memory
-        self._packed: torch.Tensor | None = None
-        self._windows: dict[int, torch.Tensor] = {}
+        self._made: dict[tuple[int, int], torch.Tensor] = {}
 
     def set(self, prefix: int, seen: NDArray[np.bool_], depths: NDArray[np.int64]) -> None:
         """Describe the next pass: committed rows before it, who sees whom, and positions relative to its first row."""
         self.rows, self.prefix, self.seen, self._depths = len(seen), prefix, seen, depths
-        self._windows.clear()
-        self._packed = None
+        self._made.clear()
 
     @property
     def fits(self) -> bool:
-        """Whether the zero-prefix buffer stays within `config.PASS.mask_bytes`."""
+        """Whether a mask over all keys stays within `config.PASS.mask_bytes`."""
         columns = self.prefix + self.rows
         return self.groups * self.rows * columns * self.dtype.itemsize <= PASS.mask_bytes
 
-    def block(self) -> torch.Tensor:
-        """(rows, rows) additive mask of the tree block."""
-        block = torch.zeros((self.rows, self.rows), dtype=self.dtype)
-        block.masked_fill_(torch.from_numpy(~self.seen), float("-inf"))
-        return block.to(self.device, non_blocking=True)
-
-    def packed(self) -> torch.Tensor:
-        """(1, 1, groups · rows, prefix + rows) additive mask: zeros, then the tree block once per group."""
-        if self._packed is None:
-            height, end = self.groups * self.rows, self._margin + self.rows
-            if height > self._buffer.shape[0] or self.prefix > self._margin or self.rows > self._spare:
-                self._grow(height)
-                end = self._margin + self.rows
-            if self._host is not None:
-                write_block(self.seen, self._margin, self._host[:height])
-            else:
-                target = self._buffer[:height, self._margin : end]
-                target.view(self.groups, self.rows, self.rows).copy_(self.block())
-            self._packed = self._buffer[:height, self._margin - self.prefix : end][None, None]
-        return self._packed
-
-    def _grow(self, height: int) -> None:
-        """Make a zeroed buffer with room for this pass and longer prefixes."""
-        block = PASS.cache_block
-        self._spare = max(-(-self.rows // 32) * 32, self._spare)
-        self._margin = max(self._margin, -(-(self.prefix + 1) // block) * block)
-        self._buffer = torch.zeros(
-            (max(height, self.groups * self._spare), self._margin + self._spare), dtype=self.dtype, device=self.device
-        )
-        if self.device.type == "cpu" and self.dtype == torch.float32:
-            self._host = self._buffer.numpy()
-
     def first_key(self, window: int) -> int:
-        """First cached row that any row of the pass sees in a layer with this window."""
-        return max(0, self.prefix - window + 1)
+        """First cached row that any row of the pass sees in a layer with this window; 0: with none."""
+        return max(0, self.prefix - window + 1) if window else 0
 
-    def windowed(self, window: int) -> torch.Tensor:
-        """(1, 1, groups · rows, columns) additive mask of a layer with a window, from column `first_key` on."""
-        if window not in self._windows:
-            start = self.first_key(window)
-            position = np.concatenate([np.arange(start, self.prefix), self.prefix + self._depths])
-            near = position[None, :] > (self.prefix + self._depths - window)[:, None]
-            near[:, self.prefix - start :] &= self.seen
-            mask = torch.zeros(near.shape, dtype=self.dtype)
-            mask.masked_fill_(torch.from_numpy(~near), float("-inf"))
-            self._windows[window] = mask.repeat(self.groups, 1).to(self.device, non_blocking=True)[None, None]
-        return self._windows[window]
+    def cuts(self, window: int) -> bool:
+        """Whether a window hides anything."""
+        return 0 < window <= self.prefix + self.rows
+
+    def additive(self, window: int, first: int) -> torch.Tensor:
+        """(1, 1, groups · rows, columns) additive mask of a layer with this window, from column `first` on."""
+        if (window, first) not in self._made:
+            position = np.concatenate([np.arange(first, self.prefix), self.prefix + self._depths])
+            seen = position > (self.prefix + self._depths - (window or np.inf))[:, None]
+            seen[:, self.prefix - first :] &= self.seen
+            mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
+            self._made[window, first] = mask.repeat(self.groups, 1).to(self.device, non_blocking=True)[None, None]
+        return self._made[window, first]
