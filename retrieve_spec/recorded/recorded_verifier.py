@@ -50,7 +50,7 @@ class RecordedVerifier:
         state: ModelState | None = None,
     ) -> None:
         self.model = model
-        self.not_recorded = ""
+        self.pass_reason = ""
         """Why this generation does not use the recorded pass; empty when it does."""
         self.recorded, self._state = recorded, state
         self.own = own
@@ -69,27 +69,22 @@ class RecordedVerifier:
     @property
     def mode(self) -> Mode:
         """What `forward` accepts now: nothing where passes are to be exact and this generation's are not recorded."""
-        return "plain" if self.recorded.exact and self.not_recorded else self.own.mode
+        return "plain" if self.recorded.exact and self.pass_reason else self.own.mode
 
     @property
     def most_rows(self) -> int:
         """Root tokens and draft nodes of one pass at most."""
-        return self.own.most_rows if self.not_recorded else PASS.tree_rows
+        return self.own.most_rows if self.pass_reason else PASS.tree_rows
 
     @property
     def reason(self) -> str:
         """Why that is no tree."""
-        return self.not_recorded if self.recorded.exact and self.not_recorded else self.own.reason
+        return self.pass_reason if self.recorded.exact and self.pass_reason else self.own.reason
 
     @property
     def pass_kind(self) -> PassKind:
         """What runs the model in this generation."""
-        return self.own.pass_kind if self.not_recorded else "recorded"
-
-    @property
-    def pass_reason(self) -> str:
-        """Why the recorded pass does not; empty when it does."""
-        return self.not_recorded
+        return self.own.pass_kind if self.pass_reason else "recorded"
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
@@ -102,7 +97,7 @@ class RecordedVerifier:
         positions = inputs.model_kwargs.get("position_ids")
         self._shift = self.own.inputs.shift
         self._in_a_row = positions is None or bool((positions.diff() == 1).all())  # no padding inside
-        self.not_recorded = self._why_not(inputs)
+        self.pass_reason = self._why_not(inputs)
 
     def fresh(self, state: ModelState | None = None, signatures: SignatureModes | None = None) -> RecordedVerifier:
         """Another verifier of the same recording, for another text.
@@ -137,8 +132,8 @@ class RecordedVerifier:
         """Run one pass (`Verifier.forward`)."""
         roots = self._pending = len(root_ids)
         if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
-            self.not_recorded = self.not_recorded or f"hidden states of layer {want_hidden} are not recorded"
-        if self.not_recorded or (self._unread > 0 and not self._reads(roots, keep)):
+            self.pass_reason = self.pass_reason or f"hidden states of layer {want_hidden} are not recorded"
+        if self.pass_reason or (self._unread > 0 and not self._reads(roots, keep)):
             least = max(keep, min(self.recorded.exact, roots))  # of one order with any more of them
             output = self.own.forward(root_ids, tree, keep=least, want_hidden=want_hidden)
             rows = slice(least - keep, None)
@@ -160,7 +155,7 @@ class RecordedVerifier:
     def reads_rest(self, roots: int) -> bool:
         """Whether it reads the last few tokens of a prompt behind what the cache was given with, and a draft too."""
         is_the_rest = self._past > 0 and roots == self._unread <= FEW
-        return not self.not_recorded and is_the_rest and self._goes_on_as_it_is
+        return not self.pass_reason and is_the_rest and self._goes_on_as_it_is
 
     @property
     def _goes_on_as_it_is(self) -> bool:
@@ -170,7 +165,7 @@ class RecordedVerifier:
     @property
     def packs_prompts(self) -> bool:
         """Whether its prompt can be read in passes with those of others."""
-        if self.not_recorded or not self._in_a_row or self.recorded.exact:
+        if self.pass_reason or not self._in_a_row or self.recorded.exact:
             return False
         return self._slabs is not None or self._past > 0 or len(self._cache.layers) == len(self.recorded.rules)
 
