@@ -1,25 +1,21 @@
 """Tree attention: queries of a draft tree attend to preallocated keys and values, without a copy of the prefix.
 
-Every row of a pass sees the whole committed prefix, so only the last `rows × rows` block of scores needs a mask. Three
-backends compute the same thing behind `attend`:
+Every row of a pass sees the whole committed prefix, so only the last `rows × rows` block of scores needs a mask. Two
+backends compute the same thing behind `attend`, where neither programs over rows (`retrieve_spec.kernels.row_programs`)
+nor Triton's kernels (`retrieve_spec.kernels.triton_tree_attention`) do:
 
 masked
-    one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated, and the
-    mask is a view into a buffer whose prefix columns are always zero, so it is never rebuilt.
+    one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated.
 split
     tree block with a mask and prefix without, block by block (`attend_blocks`); also applies
     soft-capping and sinks.
-triton
-    both parts in one launch on a GPU (`retrieve_spec.kernels.triton_tree_attention`).
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +24,6 @@ from torch.nn import functional
 
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree, unpacked
-from retrieve_spec.errors import in_a_line
-from retrieve_spec.kernels.treemask import write_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,41 +86,6 @@ def attend_blocks(packed: torch.Tensor, blocks: Iterable[Block], rule: LayerRule
     return (out / total).to(packed.dtype)
 
 
-Backend = Literal["masked", "split", "triton"]
-
-
-def choose_backend(mask: TreeMask, rule: LayerRule, width: int, value_width: int) -> Backend:
-    """Pick a layer's backend; every backend computes the same."""
-    if mask.device.type == "cuda" and width == value_width <= 256 and not why_not_triton("cuda"):
-        return "triton"
-    if rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window):
-        return "split"
-    return "masked"
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def why_not_triton(device: str) -> str:
-    """Why the GPU kernel cannot be used on a kind of device, tried once on a small input; empty when it can."""
-    if not has_triton():
-        return "triton is not installed"
-    if device != "cuda":
-        return f"the kernel runs on a GPU, the model on {device}"
-    mask = TreeMask(1, torch.float16, torch.device(device))
-    mask.set(1, visible_rows(1, None), row_depths(1, None))
-    try:
-        states = torch.ones((1, 1, 2, 16), dtype=torch.float16, device=device)
-        wrong = float((attend_triton(states[:, :, 1:], states, states, mask, LayerRule(1.0)) - 1.0).abs().max())
-    except Exception as error:  # whatever the compiler raises: other backends compute the same
-        return f"triton does not compile here ({in_a_line(error)})"
-    return "" if wrong < 1e-2 else f"triton computes something else here (off by {wrong:.2g})"
-
-
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
@@ -150,17 +109,13 @@ def attend(
     """
     batch, heads, rows, width = query.shape
     kv_heads = keys.shape[1]
-    backend = choose_backend(mask, rule, width, values.shape[-1])
-    if rule.window and (start := mask.first_key(rule.window)):
+    if start := mask.first_key(rule.window):
         columns = mask.prefix + mask.rows - start
         keys, values = keys[:, :, -columns:], values[:, :, -columns:]
-    if backend == "triton":
-        return attend_triton(query, keys, values, mask, rule)
     packed = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
-    if backend == "split":
-        out = attend_split(packed, keys, values, mask, rule)
-    else:
-        out = attend_masked(packed, keys, values, mask, rule)
+    split = rule.softcap or rule.sinks is not None or mask.device.type != "cpu" or not (mask.fits or rule.window)
+    backend = attend_split if split else attend_masked
+    out = backend(packed, keys, values, mask, rule)
     return out.reshape(batch, heads, rows, values.shape[-1]).transpose(1, 2)
 
 
@@ -194,10 +149,8 @@ def attend_masked(
     packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
     """One fused call over prefix and tree block: (1, kv_heads, groups · rows, d) in and out."""
-    if rule.window and rule.window <= mask.prefix + mask.rows:
-        additive: torch.Tensor | None = mask.windowed(rule.window)
-    else:
-        additive = mask.packed() if mask.rows > 1 else None
+    hides = mask.rows > 1 or mask.cuts(rule.window)
+    additive = mask.additive(rule.window, mask.first_key(rule.window)) if hides else None
     return functional.scaled_dot_product_attention(packed, keys, values, attn_mask=additive, scale=rule.scale)
 
 
@@ -207,8 +160,8 @@ def attend_split(
     """Tree block, then prefix in blocks, by online softmax: (1, kv_heads, groups · rows, d) in and out."""
     prefix = keys.shape[2] - mask.rows
     size = max(PASS.score_bytes // (4 * packed.shape[1] * packed.shape[2]), 64)  # keys whose scores there is room for
-    windowed = mask.windowed(rule.window) if rule.window and rule.window <= mask.prefix + mask.rows else None
-    drafted = mask.block().repeat(mask.groups, 1)[None, None] if windowed is None else windowed[..., prefix:]
+    windowed = mask.additive(rule.window, mask.first_key(rule.window)) if mask.cuts(rule.window) else None
+    drafted = mask.additive(0, mask.prefix) if windowed is None else windowed[..., prefix:]
 
     def blocks() -> Iterator[Block]:
         yield keys[:, :, prefix:], values[:, :, prefix:], drafted
@@ -217,33 +170,6 @@ def attend_split(
             yield keys[:, :, part], values[:, :, part], None if windowed is None else windowed[..., part]
 
     return attend_blocks(packed, blocks(), rule)
-
-
-def attend_triton(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: TreeMask,
-    rule: LayerRule,
-) -> torch.Tensor:
-    """The GPU kernel over all keys: queries (1, heads, rows, d) in, (1, rows, heads, d) out."""
-    from retrieve_spec.kernels.triton_tree_attention import num_splits, tree_attention
-
-    words, depths, prefix = mask.on_device(keys.shape[2] - mask.rows)
-    _, heads, rows, _ = query.shape
-    kv_heads = keys.shape[1]
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    splits = num_splits(kv_heads, heads // kv_heads * rows, keys.shape[2], processors(query.device))
-    return tree_attention(
-        query[0], keys[0], values[0], words, depths, prefix,
-        scale=rule.scale, softcap=rule.softcap, window=rule.window, sinks=rule.sinks, splits=splits,
-    )[None]  # fmt: skip
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; one elsewhere."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 KNOWN_RULES = ("sliding_window", "softcap", "s_aux")
@@ -295,7 +221,7 @@ def visibility_bits(seen: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 
 class TreeMask:
-    """The mask of one pass in every form a backend asks for, kept in buffers that live from pass to pass.
+    """The mask of one pass, made once for all layers with one window.
 
     Parameters
     ----------
@@ -311,85 +237,33 @@ class TreeMask:
         self.rows = self.prefix = 0
         self.seen: NDArray[np.bool_] = np.ones((1, 1), np.bool_)
         self._depths: NDArray[np.int64] = np.zeros(1, np.int64)
-        self._buffer = torch.empty((0, 0), dtype=dtype, device=device)
-        self._margin = self._spare = 0
-        self._host: NDArray[np.float32] | None = None  # the same memory
-        self._packed: torch.Tensor | None = None
-        self._windows: dict[int, torch.Tensor] = {}
-        self._device_words: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._device_prefix: dict[int, torch.Tensor] = {}
+        self._made: dict[tuple[int, int], torch.Tensor] = {}
 
     def set(self, prefix: int, seen: NDArray[np.bool_], depths: NDArray[np.int64]) -> None:
         """Describe the next pass: committed rows before it, who sees whom, and positions relative to its first row."""
         self.rows, self.prefix, self.seen, self._depths = len(seen), prefix, seen, depths
-        self._windows.clear()
-        self._device_words = None
-        self._device_prefix.clear()
-        self._packed = None
+        self._made.clear()
 
     @property
     def fits(self) -> bool:
-        """Whether the zero-prefix buffer stays within `config.PASS.mask_bytes`."""
+        """Whether a mask over all keys stays within `config.PASS.mask_bytes`."""
         columns = self.prefix + self.rows
         return self.groups * self.rows * columns * self.dtype.itemsize <= PASS.mask_bytes
 
-    def on_device(self, prefix: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The pass behind `prefix` rows as the GPU kernel reads it: `visibility_bits`, int32 depths, (1,) prefix."""
-        if self._device_words is None:
-            bits, depths = visibility_bits(self.seen), self._depths.astype(np.int32)
-            self._device_words = (self._send(bits), self._send(depths))
-        if prefix not in self._device_prefix:
-            self._device_prefix[prefix] = self._send(np.array([prefix], np.int32))
-        return (*self._device_words, self._device_prefix[prefix])
-
-    def _send(self, array: NDArray[Any]) -> torch.Tensor:
-        """Copy to the device without waiting for what it is doing; pageable memory is read before the call returns."""
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    def block(self) -> torch.Tensor:
-        """(rows, rows) additive mask of the tree block."""
-        block = torch.zeros((self.rows, self.rows), dtype=self.dtype)
-        block.masked_fill_(torch.from_numpy(~self.seen), float("-inf"))
-        return block.to(self.device, non_blocking=True)
-
-    def packed(self) -> torch.Tensor:
-        """(1, 1, groups · rows, prefix + rows) additive mask: zeros, then the tree block once per group."""
-        if self._packed is None:
-            height, end = self.groups * self.rows, self._margin + self.rows
-            if height > self._buffer.shape[0] or self.prefix > self._margin or self.rows > self._spare:
-                self._grow(height)
-                end = self._margin + self.rows
-            if self._host is not None:
-                write_block(self.seen, self._margin, self._host[:height])
-            else:
-                target = self._buffer[:height, self._margin : end]
-                target.view(self.groups, self.rows, self.rows).copy_(self.block())
-            self._packed = self._buffer[:height, self._margin - self.prefix : end][None, None]
-        return self._packed
-
-    def _grow(self, height: int) -> None:
-        """Make a zeroed buffer with room for this pass and longer prefixes."""
-        block = PASS.cache_block
-        self._spare = max(-(-self.rows // 32) * 32, self._spare)
-        self._margin = max(self._margin, -(-(self.prefix + 1) // block) * block)
-        self._buffer = torch.zeros(
-            (max(height, self.groups * self._spare), self._margin + self._spare), dtype=self.dtype, device=self.device
-        )
-        if self.device.type == "cpu" and self.dtype == torch.float32:
-            self._host = self._buffer.numpy()
-
     def first_key(self, window: int) -> int:
-        """First cached row that any row of the pass sees in a layer with this window."""
-        return max(0, self.prefix - window + 1)
+        """First cached row that any row of the pass sees in a layer with this window; 0: with none."""
+        return max(0, self.prefix - window + 1) if window else 0
 
-    def windowed(self, window: int) -> torch.Tensor:
-        """(1, 1, groups · rows, columns) additive mask of a layer with a window, from column `first_key` on."""
-        if window not in self._windows:
-            start = self.first_key(window)
-            position = np.concatenate([np.arange(start, self.prefix), self.prefix + self._depths])
-            near = position[None, :] > (self.prefix + self._depths - window)[:, None]
-            near[:, self.prefix - start :] &= self.seen
-            mask = torch.zeros(near.shape, dtype=self.dtype)
-            mask.masked_fill_(torch.from_numpy(~near), float("-inf"))
-            self._windows[window] = mask.repeat(self.groups, 1).to(self.device, non_blocking=True)[None, None]
-        return self._windows[window]
+    def cuts(self, window: int) -> bool:
+        """Whether a window hides anything."""
+        return 0 < window <= self.prefix + self.rows
+
+    def additive(self, window: int, first: int) -> torch.Tensor:
+        """(1, 1, groups · rows, columns) additive mask of a layer with this window, from column `first` on."""
+        if (window, first) not in self._made:
+            position = np.concatenate([np.arange(first, self.prefix), self.prefix + self._depths])
+            seen = position > (self.prefix + self._depths - (window or np.inf))[:, None]
+            seen[:, self.prefix - first :] &= self.seen
+            mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
+            self._made[window, first] = mask.repeat(self.groups, 1).to(self.device, non_blocking=True)[None, None]
+        return self._made[window, first]

@@ -68,12 +68,13 @@ class Conversation:
             The conversation has become too long for the model; the question is no part of it.
         """
         from retrieve_spec.generation.streams import generate_stream
+        from retrieve_spec.model_layers import max_positions
 
         question = {"role": "user", "content": self.loaded + text}
         self.loaded = ""
         request = request_of(self._model, self._tokenizer, [*self.messages, question], self._options)
         ids = request["input_ids"][0].tolist()
-        most = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        most = max_positions(self._model)
         if most and len(ids) >= most:
             raise PromptError(f"a conversation of fewer than {most} tokens", f"{len(ids)}", "/clear forgets it.")
         self._begin_with(ids)

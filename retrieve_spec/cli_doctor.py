@@ -35,7 +35,7 @@ def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
     The model writes a few short answers, of the kinds that are named, with drafts and by its original `generate`.
     """
     from retrieve_spec.bench.machine import machine_facts
-    from retrieve_spec.weight_formats import product_times
+    from retrieve_spec.quantized import product_times
 
     facts: dict[str, Any] = {"machine": machine_facts()}
     facts["missing_extras"] = [extra for extra, modules in EXTRAS.items() if not all(map(find_spec, modules))]
@@ -115,7 +115,7 @@ def _examine(name: str, dtype: str, device: str) -> dict[str, Any]:
 
 def advice(facts: dict[str, Any]) -> list[str]:
     """What would be faster, or what is missing, a sentence each."""
-    from retrieve_spec.weight_formats import advice_on_format
+    from retrieve_spec.quantized import advice_on_format
 
     machine, model, found = facts["machine"], facts.get("model"), []
     if not facts["kernels"]["kept"]:

@@ -1,4 +1,4 @@
-"""Parts of a model: what is inside an adapter's wrapper, its table of tokens, and the decoder blocks of any family."""
+"""Parts of a model: what is inside an adapter's wrapper, its tokens, positions and blocks, whatever its family."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ def embedded_tokens(model: Any) -> int:
     """How many token ids a model embeds: rows of its table, or what its config says where it has several tables."""
     weight = getattr(model.get_input_embeddings(), "weight", None)
     return int(model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0])
+
+
+def max_positions(model: Any) -> int:
+    """Positions that a model's decoder was made for, as its config says; 0 where it does not."""
+    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
 
 
 def decoder_blocks(model: Any) -> nn.ModuleList:

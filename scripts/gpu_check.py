@@ -120,10 +120,10 @@ def kernels(check: Check) -> dict[str, Any]:
     from triton.testing import do_bench
 
     from retrieve_spec.kernels import triton_rows
-    from retrieve_spec.recorded.packed_pass import why_not_packed
+    from retrieve_spec.recorded.packed_pass import why_not_triton
 
     torch.manual_seed(0)
-    found: dict[str, Any] = {"several texts": why_not_packed("cuda") or "agree"}
+    found: dict[str, Any] = {"several texts": why_not_triton("cuda") or "agree"}
     for dtype in (torch.bfloat16, torch.float16):
         x, other = (torch.randn(1, 65, 4096, device="cuda", dtype=dtype) for _ in range(2))
         weight = torch.randn(4096, device="cuda", dtype=dtype)

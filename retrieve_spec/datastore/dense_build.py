@@ -37,7 +37,7 @@ from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_finger
 from retrieve_spec.datastore.manifest import SEGMENTS, DenseRecord, Manifest, SegmentEntry
 from retrieve_spec.datastore.segment import Segment, open_segment
 from retrieve_spec.errors import BuildError, ConfigError, TokenizerMismatchError
-from retrieve_spec.model_layers import decoder_blocks
+from retrieve_spec.model_layers import decoder_blocks, max_positions
 from retrieve_spec.reference_model import REFERENCE, load_config_and_tokenizer, load_model
 
 Windows = NDArray[np.int64]
@@ -225,7 +225,7 @@ class HiddenStates:
 
     def window(self, wanted: int) -> int:
         """Tokens of a window: as wanted, or as many as the model has positions for."""
-        limit = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or wanted)
+        limit = max_positions(self.model) or wanted
         return max(2, min(wanted, limit) - len(self.prefix))
 
     def __call__(self, rows: Sequence[NDArray[Any]]) -> list[NDArray[np.float32]]:

@@ -286,7 +286,7 @@ def _shared_passes(sequence: Sequence) -> object:
     if isinstance(verifier, HFVerifier):
         shares = verifier.batch is not None and not sequence.is_reading and verifier.batch.takes(verifier)
         return verifier.batch if shares else None
-    if not isinstance(verifier, RecordedVerifier) or verifier.not_recorded:
+    if not isinstance(verifier, RecordedVerifier) or verifier.pass_reason:
         return None
     if sequence.is_reading and not verifier.packs_prompts:
         return None

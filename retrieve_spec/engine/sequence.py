@@ -212,7 +212,7 @@ class SharedPrompt:
             return inputs, None
         kwargs = {**inputs.model_kwargs, self._cache_name: same_rows(self._rows)}
         past = inputs.input_ids.shape[1]
-        behind = replace(inputs, model_kwargs=kwargs, past_length=past, holds_past=True, common_rows=True)
+        behind = replace(inputs, model_kwargs=kwargs, past_length=past, holds_past=True)
         return behind, self._last_pass
 
 

@@ -68,7 +68,7 @@ class Step(IntEnum):
     KEEP = 6
     """keys, values, layer, heads of keys, their width, that of values."""
     ATTEND = 7
-    """queries, out, layer, heads, heads of keys, their width, that of values, scale."""
+    """queries, out, layer, heads, heads of keys, their width, that of values, window, scale, soft-capping."""
 
 
 _PLACES = {
@@ -173,10 +173,10 @@ def _run(address: int, like: Any) -> None:
                 for panel in range(unit * each, min((unit + 1) * each, step[7])):
                     _do_panel(step, parts, at, rows, panel, like)
             elif step[0] == _ATTEND:
-                scale = np.float32(step[8:].view(np.float64)[0])
+                scale, softcap = step[9:].view(np.float64)
                 attend_part(
-                    by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], step[7], scale,
-                    scratch, like,
+                    by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], step[7], step[8],
+                    np.float32(scale), np.float32(softcap), scratch, like,
                 )  # fmt: skip
             elif step[0] == _KEEP:
                 keep_row(by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], like)
@@ -214,17 +214,23 @@ class RowTexts:
         By text, how many of the pass.
     seen
         By text, (rows, rows) bool, who of them sees whom.
+    depths
+        By text, (rows,) int64, their positions, counted from the first row's.
     places
         By text, (layers, 4) int64: addresses of keys and values, capacity, rows held.
     """
 
     def __init__(
-        self, rows: Sequence[int], seen: Sequence[NDArray[np.bool_]], places: Sequence[NDArray[np.int64]]
+        self,
+        rows: Sequence[int],
+        seen: Sequence[NDArray[np.bool_]],
+        depths: Sequence[NDArray[np.int64]],
+        places: Sequence[NDArray[np.int64]],
     ) -> None:
-        self._held = [*map(np.ascontiguousarray, seen), *map(np.ascontiguousarray, places)]
-        addresses = [array.ctypes.data for array in self._held]
+        self._held = [list(map(np.ascontiguousarray, arrays)) for arrays in (seen, places, depths)]
+        addresses = [[array.ctypes.data for array in arrays] for arrays in self._held]
         ends = np.cumsum(rows)
-        self.by_text = np.column_stack([ends - rows, rows, addresses[: len(rows)], addresses[len(rows) :]])
+        self.by_text = np.column_stack([ends - rows, rows, *addresses])
         self.longest = max(int(place[:, 3].max()) + count for place, count in zip(places, rows, strict=True))
 
 

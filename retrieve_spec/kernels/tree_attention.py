@@ -20,9 +20,10 @@ from retrieve_spec.kernels.packed_products import block_of
 from retrieve_spec.kernels.vector_code import BLOCKS, LANES, here, mix_block, score_block
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
-TEXT_FIELDS = 4
-"""Of a text: its first row in the pass, how many it has, the address of (rows, rows) bool who of them sees whom, and
-that of (layers, 4) int64: the addresses of keys and values (heads, capacity, width), capacity, rows held before."""
+TEXT_FIELDS = 5
+"""Of a text: its first row in the pass, how many it has, and the addresses of (rows, rows) bool who of them sees whom,
+of (layers, 4) int64: the addresses of keys and values (heads, capacity, width), capacity, rows held before, and of
+(rows,) int64 positions of its rows, counted from the first of them."""
 _QUERIES = BLOCKS[-1]
 """Queries that are served at once."""
 _UNIT = np.float32(1 << 40)
@@ -75,6 +76,28 @@ def keep_row(
         _copy(values + size * dv * of, place[1] + size * dv * to, dv, like)
 
 
+@inner
+def _cap(scores: NDArray[np.float32], scale: np.float32, softcap: np.float32) -> None:
+    """Let scores be softcap · tanh(scale · score / softcap)."""
+    factor = np.float32(-2.0) * scale / softcap
+    for j in range(len(scores)):
+        scores[j] = softcap * (np.float32(2.0) / (np.float32(1.0) + exp(factor * scores[j])) - np.float32(1.0))
+
+
+@inner
+def _hide(
+    scores: NDArray[np.float32], first: int, held: int, window: int, row: int, sights: NDArray[np.uint8],
+    depths: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """Let scores of the keys from `first` on that a row does not see be none."""
+    if window:
+        for j in range(first, min(held, held + depths[row] - window + 1)):
+            scores[j] = -np.inf
+    for j in range(held, len(scores)):
+        if not sights[j - held] or (window and depths[row] - depths[j - held] >= window):
+            scores[j] = -np.inf
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
     """Let scores be shares of the greatest, and add these up; what is not seen has none."""
@@ -92,9 +115,12 @@ def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
 @part
 def attend_part(
     by_text: NDArray[np.int64], number: int, queries: int, out: int, layer: int, heads: int, kv_heads: int, d: int,
-    dv: int, scale: np.float32, scratch: int, like: Any,
+    dv: int, window: int, scale: np.float32, softcap: np.float32, scratch: int, like: Any,
 ) -> None:  # fmt: skip
-    """Attend some queries of one head of keys: (rows, heads, d) to (rows, heads, dv) at addresses."""
+    """Attend some queries of one head of keys: (rows, heads, d) to (rows, heads, dv) at addresses.
+
+    A window of 0 shows all keys, a softcap of 0 leaves scores as they are.
+    """
     text, groups, size = 0, heads // kv_heads, bytes_of(like)
     while number >= _parts_of(by_text, text, heads, kv_heads):
         number -= _parts_of(by_text, text, heads, kv_heads)
@@ -104,6 +130,13 @@ def attend_part(
     keys, values, held = place[0] + size * d * h * place[2], place[1] + size * dv * h * place[2], place[3]
     count = min(_QUERIES, groups * rows - begin)
     last, block = held + (begin + count - 1) // groups + 1, block_of(count)
+    depths, start, whole = view_i64(by_text[text, 4], rows), 0, held  # keys looked at, and those that all queries see
+    if window:
+        least, most = depths[begin // groups], np.int64(0)
+        for row in range(begin // groups, last - held):
+            least, most = min(least, depths[row]), max(most, depths[row])
+        start = min(max(held + least - window + 1, 0), held) // LANES * LANES
+        whole = held if held + most < window else start
     stride = -(-last // LANES) * LANES
     asks, mixed, chunks = scratch, scratch + size * _QUERIES * d, size * d // 64
     scores = mixed + 4 * _QUERIES * dv
@@ -111,17 +144,17 @@ def attend_part(
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
         for chunk in range(chunks):
             _copy(queries + size * head * d + 64 * chunk, asks + 64 * (chunk * block + q), 64 // size, like)
-    for j in range(0, last, LANES):  # what lies behind the last row is looked at and not used
+    for j in range(start, last, LANES):  # what lies behind the last row is looked at and not used
         _score(like, block, keys + size * d * j, size * d, asks, chunks, scores + 4 * j, 4 * stride)
     for q in range(count):
-        sights, own = view_u8(seen + rows * ((begin + q) // groups), rows), view_f32(scores + 4 * q * stride, last)
-        for j in range(held, last):
-            if not sights[j - held]:
-                own[j] = -np.inf
-        view_f32(asks + 4 * q, 1)[0] = np.float32(1.0) / _share(own, scale)
+        row, own = (begin + q) // groups, view_f32(scores + 4 * q * stride, last)
+        if softcap:
+            _cap(own[start:], scale, softcap)
+        _hide(own, start, held, window, row, view_u8(seen + rows * row, rows), depths)
+        view_f32(asks + 4 * q, 1)[0] = np.float32(1.0) / _share(own[start:], np.float32(1.0) if softcap else scale)
     for i in range(0, dv, LANES):
-        of, to = values + size * i, mixed + 4 * i
-        mix_block(like, block, scores, 4 * stride, of, size * dv, held, last - held, to, 4 * dv)
+        of, to = values + size * (dv * start + i), mixed + 4 * i
+        mix_block(like, block, scores + 4 * start, 4 * stride, of, size * dv, whole - start, last - whole, to, 4 * dv)
     for q in range(count):
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
         factor, sums = view_f32(asks + 4 * q, 1)[0], view_f32(mixed + 4 * q * dv, dv)

@@ -81,26 +81,6 @@ def see_ancestors(parent: NDArray[np.int32], num_roots: int, words: NDArray[np.i
 
 
 @door
-def write_block(seen: NDArray[np.bool_], first: int, additive: NDArray[np.float32]) -> None:
-    """Write who looks at whom in a pass as an additive mask, once per group of rows.
-
-    Parameters
-    ----------
-    seen
-        (rows, rows) whether row i looks at row j.
-    first
-        Column of row 0.
-    additive
-        (groups · rows, ≥ first + rows), filled there: 0 where a row is seen, else -inf.
-    """
-    rows = len(seen)
-    for group in range(len(additive) // rows):
-        for i in range(rows):
-            for j in range(rows):
-                additive[group * rows + i, first + j] = 0.0 if seen[i, j] else -np.inf
-
-
-@door
 def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: int, token_id: int) -> int:
     """Return the child of `node` (-1: the root) that carries `token_id`, -1 if none does."""
     for i in range(node + 1, parent.shape[0]):

@@ -38,54 +38,6 @@ def launch_options(height: int, width: int, itemsize: int) -> dict[str, int]:
     return {"BLOCK_D": block_d, "BLOCK_M": block_m, "BLOCK_N": 64 if block_d <= 128 else 32, "num_stages": 2}
 
 
-def tree_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    words: torch.Tensor,
-    depths: torch.Tensor,
-    prefix: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sinks: torch.Tensor | None = None,
-    splits: int = 1,
-) -> torch.Tensor:
-    """Attention of one pass over one text.
-
-    Parameters
-    ----------
-    query
-        (heads, rows, d), last axis contiguous; the heads that share a key head stand together.
-    keys, values
-        (kv_heads, capacity, d), last axis contiguous; the pass's own rows stand behind the prefix.
-    words
-        (rows, ceil(rows / 32)) int32, bit j of row i: row i sees row j of the pass.
-    depths
-        (rows,) int32, position of a row minus the position of the pass's first row.
-    prefix
-        (1,) int32, cached rows before the pass, on the device.
-    sinks
-        (heads,) logits of a key without a value that every query also attends to.
-    splits
-        Programs that share one context, at most `MAX_SPLITS`.
-
-    Returns
-    -------
-    Tensor
-        (rows, heads, d) of the query's type.
-    """
-    height = query.shape[0] // keys.shape[0] * query.shape[1]
-    options = launch_options(height, query.shape[2], query.element_size())
-    nothing = (prefix, prefix, prefix)
-    blocks = triton.cdiv(height, options["BLOCK_M"])
-    return _launch(
-        query, keys, values, (words, depths, prefix, *nothing), 0, blocks, scale, softcap, window, sinks, splits,
-        options, packed=False,
-    )  # fmt: skip
-
-
 def packed_tree_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -134,8 +86,10 @@ def packed_tree_attention(
         Which layer of the slabs.
     block
         Queries of a tile: `BLOCK_M` of the `launch_options` that the tiles were made for.
+    sinks
+        (heads,) logits of a key without a value that every query also attends to.
     splits
-        As for `tree_attention`.
+        Programs that share one context, at most `MAX_SPLITS`.
 
     Returns
     -------
@@ -149,10 +103,21 @@ def packed_tree_attention(
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         D=width, BLOCK_D=options["BLOCK_D"], num_warps=1, **overlap(keys.device, rows),
     )  # fmt: skip
-    described = (words, depths, prefix, starts, tiles, slabs)
-    return _launch(
-        query, keys, values, described, layer, len(tiles), scale, softcap, window, sinks, splits, options, packed=True
-    )
+    height = query.shape[0] // kv_heads * rows
+    parts = torch.empty((splits, kv_heads, height, width), dtype=torch.float32, device=query.device)
+    lse = torch.empty((splits, kv_heads, height), dtype=torch.float32, device=query.device)
+    out = torch.empty((rows, query.shape[0], width), dtype=query.dtype, device=query.device)
+    attend_split[(kv_heads, len(tiles), splits)](
+        query, keys, values, words, depths, prefix, starts, tiles, slabs, parts, lse,
+        scale, softcap, rows, query.shape[0] // kv_heads, words.shape[1], layer, query.stride(0), query.stride(1),
+        D=width, WINDOW=window, CAPPED=softcap > 0.0, **options, **overlap(query.device, rows),
+    )  # fmt: skip
+    merge_splits[(height, kv_heads)](
+        parts, lse, out if sinks is None else sinks, out, rows, height, splits,
+        D=width, BLOCK_D=options["BLOCK_D"], BLOCK_S=max(2, triton.next_power_of_2(splits)), SINKS=sinks is not None,
+        **overlap(query.device, rows),
+    )  # fmt: skip
+    return out
 
 
 def move_rows(
@@ -186,45 +151,10 @@ def move_rows(
     )  # fmt: skip
 
 
-def _launch(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    described: tuple[torch.Tensor, ...],
-    layer: int,
-    blocks: int,
-    scale: float,
-    softcap: float,
-    window: int,
-    sinks: torch.Tensor | None,
-    splits: int,
-    options: dict[str, int],
-    packed: bool,
-) -> torch.Tensor:
-    heads, rows, width = query.shape
-    kv_heads = keys.shape[0]
-    height = heads // kv_heads * rows
-    parts = torch.empty((splits, kv_heads, height, width), dtype=torch.float32, device=query.device)
-    lse = torch.empty((splits, kv_heads, height), dtype=torch.float32, device=query.device)
-    out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
-    attend_split[(kv_heads, blocks, splits)](
-        query, keys, values, *described, parts, lse,
-        scale, softcap, rows, heads // kv_heads, described[0].shape[1], layer,
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        D=width, WINDOW=window, CAPPED=softcap > 0.0, PACKED=packed, **options, **overlap(query.device, rows),
-    )  # fmt: skip
-    merge_splits[(height, kv_heads)](
-        parts, lse, out if sinks is None else sinks, out, rows, height, splits,
-        D=width, BLOCK_D=options["BLOCK_D"], BLOCK_S=max(2, triton.next_power_of_2(splits)), SINKS=sinks is not None,
-        **overlap(query.device, rows),
-    )  # fmt: skip
-    return out
-
-
 @triton.jit
-def _scores(q, keys, row_stride, n, inside, d, scale, softcap, D: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scores(q, keys, n, inside, d, scale, softcap, D: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scores of a block of keys."""
-    k = tl.load(keys + n[:, None] * row_stride + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
+    k = tl.load(keys + n[:, None] * D + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if CAPPED:
         s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0)
@@ -232,13 +162,13 @@ def _scores(q, keys, row_stride, n, inside, d, scale, softcap, D: tl.constexpr, 
 
 
 @triton.jit
-def _fold(s, values, row_stride, n, inside, d, best, weight, acc, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fold(s, values, n, inside, d, best, weight, acc, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Online softmax: the running maximum, sum and output with a block of values."""
     top = tl.maximum(best, tl.max(s, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp(s - base[:, None])
     shrink = tl.exp(best - base)
-    v = tl.load(values + n[:, None] * row_stride + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
+    v = tl.load(values + n[:, None] * D + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
     acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     return top, weight * shrink + tl.sum(p, 1), acc
 
@@ -258,14 +188,14 @@ def _slab_of(slabs, text, layer, head, heads, keys, values, D: tl.constexpr):  #
 )
 def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     query,  # (heads, total, d), strides given; the heads of a group stand together
-    keys,  # (kv_heads, capacity, d), strides given; PACKED: of the type that slabs hold
+    keys,  # of the type that slabs hold; not read
     values,
     words,  # (total, num_words) int32: bit j of row i: row i sees row j of its text in the pass
     depths,  # (total,) int32: position of a row minus the position of its text's first row in the pass
-    prefix,  # (1,) int32: cached rows before the pass; PACKED: (texts,)
-    starts,  # PACKED: (texts + 1,) int32: where a text's rows begin
-    tiles,  # PACKED: (tiles, 2) int32: text and first query of a program's block, text -1 where there is none
-    slabs,  # PACKED: (texts, 3) int64: addresses of keys and values (layers, kv_heads, capacity, d), capacity
+    prefix,  # (texts,) int32: rows a text's slab holds before the pass
+    starts,  # (texts + 1,) int32: where a text's rows begin
+    tiles,  # (tiles, 2) int32: text and first query of a program's block, text -1 where there is none
+    slabs,  # (texts, 3) int64: addresses of keys and values (layers, kv_heads, capacity, d), capacity
     out,  # (splits, kv_heads, groups * total, d) float32, not written where a share holds no key
     lse,  # (splits, kv_heads, groups * total) float32
     scale,
@@ -276,17 +206,12 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     layer,
     query_head_stride,
     query_row_stride,
-    key_head_stride,
-    key_row_stride,
-    value_head_stride,
-    value_row_stride,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    PACKED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """Attention of a block of queries to a share of the keys, and the logarithm of its softmax denominator."""
@@ -295,28 +220,17 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     d = tl.arange(0, BLOCK_D)
-    if PACKED:
-        text = tl.load(tiles + 2 * tl.program_id(1))
-        if text < 0:
-            return
-        m = tl.load(tiles + 2 * tl.program_id(1) + 1) + tl.arange(0, BLOCK_M)
-        begin = tl.load(starts + text)
-        rows = tl.load(starts + text + 1) - begin
-        past = tl.load(prefix + text)
-        keys, values = _slab_of(slabs, text, layer, head, tl.num_programs(0), keys, values, D)
-        key_row: tl.constexpr = D
-        value_row: tl.constexpr = D
-        words += begin * num_words
-        depths += begin
-        query += begin * query_row_stride
-    else:
-        m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-        rows = total
-        past = tl.load(prefix)
-        keys += head * key_head_stride
-        values += head * value_head_stride
-        key_row = key_row_stride
-        value_row = value_row_stride
+    text = tl.load(tiles + 2 * tl.program_id(1))
+    if text < 0:
+        return
+    m = tl.load(tiles + 2 * tl.program_id(1) + 1) + tl.arange(0, BLOCK_M)
+    begin = tl.load(starts + text)
+    rows = tl.load(starts + text + 1) - begin
+    past = tl.load(prefix + text)
+    keys, values = _slab_of(slabs, text, layer, head, tl.num_programs(0), keys, values, D)
+    words += begin * num_words
+    depths += begin
+    query += begin * query_row_stride
     row = m % rows
     height = groups * rows
     query_head = head * groups + m // rows
@@ -336,28 +250,27 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     stop = tl.minimum(start + share, past)
     if WINDOW > 0:  # no row sees further back than the first one
         start = tl.maximum(start, tl.maximum(past - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
-    m_out = m // rows * total + begin + row if PACKED else m
-    at_out = (split * tl.num_programs(0) + head) * groups * total + m_out
+    at_out = (split * tl.num_programs(0) + head) * groups * total + m // rows * total + begin + row
     if (start >= stop) & (split < splits - 1):
         tl.store(lse + at_out, float("-inf"), m < height)
         return
     for first in range(start, stop, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         inside = n < stop
-        s = _scores(q, keys, key_row, n, inside, d, scale, softcap, D, CAPPED)
+        s = _scores(q, keys, n, inside, d, scale, softcap, D, CAPPED)
         seen = inside[None, :]
         if WINDOW > 0:
             seen = seen & (depth[:, None] + past - n[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        best, weight, acc = _fold(s, values, value_row, n, inside, d, best, weight, acc, D)
+        best, weight, acc = _fold(s, values, n, inside, d, best, weight, acc, D)
 
     tl.static_assert(BLOCK_N <= 64, "a block of the tree has two words of bits at most")
-    keys += past.to(tl.int64) * key_row
-    values += past.to(tl.int64) * value_row
+    keys += past.to(tl.int64) * D
+    values += past.to(tl.int64) * D
     for first in range(0, tl.where(split == splits - 1, rows, 0), BLOCK_N):  # the last share is the smallest
         n = first + tl.arange(0, BLOCK_N)
         inside = n < rows
-        s = _scores(q, keys, key_row, n, inside, d, scale, softcap, D, CAPPED)
+        s = _scores(q, keys, n, inside, d, scale, softcap, D, CAPPED)
         word = first // 32
         bits = tl.load(words + row * num_words + word)[:, None]
         if BLOCK_N > 32:
@@ -367,7 +280,7 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
         if WINDOW > 0:
             seen = seen & (depth[:, None] - tl.load(depths + n, inside, 0)[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        best, weight, acc = _fold(s, values, value_row, n, inside, d, best, weight, acc, D)
+        best, weight, acc = _fold(s, values, n, inside, d, best, weight, acc, D)
 
     share_of_row = tl.where(weight > 0.0, weight, 1.0)
     tl.store(

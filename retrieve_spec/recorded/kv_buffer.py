@@ -40,7 +40,7 @@ class Slab:
         self.tensors: tuple[torch.Tensor, ...] = ()
         self._layers = num_layers
         spare = max(window // 4, PASS.cache_block) + PASS.tree_rows
-        self.capacity = min(capacity, window + spare) if window else -(-capacity // LANES) * LANES  # read in vectors
+        self.capacity = -(-min(capacity, window + spare if window else capacity) // LANES) * LANES  # read in vectors
 
     def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(1, kv_heads, capacity, head_dim) keys and values of one layer."""
@@ -123,9 +123,6 @@ class KVBuffer:
         By slab, its first layer.
     layer_slabs
         By layer, its part of the slab's tensors.
-    prefixes
-        (layers, 3) int64: where keys and values, (kv_heads, n, head_dim) float32 each, of the first n rows lie that
-        other texts begin with too, and n; 0 where there are none.
     kind
         (kv_heads, head_dim, dtype) of keys and values alike in all slabs; None where they differ, or nothing is in.
     host_dtype
@@ -145,11 +142,9 @@ class KVBuffer:
         self.first_layers = [layers[0] for layers in of_slab]
         self.slabs = [Slab(len(layers), self.windows[layers[0]], capacity) for layers in of_slab]
         self.layer_slabs: list[tuple[torch.Tensor, torch.Tensor]] = [(_NO_ROWS, _NO_ROWS)] * len(windows)
-        self.prefixes: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
         self.host_dtype: torch.dtype | None = None
         self.kind: tuple[int, int, torch.dtype] | None = None
         self.addresses: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
-        self._common: list[torch.Tensor] = []  # what these point to
         self._fits = 0  # rows of text for which nothing has to be moved or replaced
 
     def refresh(self) -> None:
@@ -243,11 +238,8 @@ class KVBuffer:
             for slab in self.slabs:
                 slab.move(moves.astype(np.int64) + first, first)
 
-    def load(self, cache: DynamicCache, length: int, common: bool = False) -> None:
-        """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards.
-
-        Of rows that other texts begin with too (`common`), it is noted where all of them find them.
-        """
+    def load(self, cache: DynamicCache, length: int) -> None:
+        """Take over the rows of a dynamic cache that has seen `length` tokens; its layers are empty afterwards."""
         for k, slab in enumerate(self.slabs):
             for i in (i for i, at in enumerate(self.slab_of) if at == k):
                 theirs = cache.layers[i]
@@ -259,18 +251,9 @@ class KVBuffer:
                 parts = slab.of_layer(self.layer_in_slab[i])
                 for part, states in zip(parts, (theirs.keys, theirs.values), strict=True):
                     part[:, :, :held] = states
-                if common and not slab.window:
-                    self._note_common(i, theirs.keys, theirs.values)
                 theirs.keys = theirs.values = None
         self.refresh()
         self.length = length
-
-    def _note_common(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Note where a layer's rows (1, kv_heads, n, head_dim) that other texts begin with too are found."""
-        both = (keys, values)
-        if all(x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in both):
-            self._common += both
-            self.prefixes[layer] = keys.data_ptr(), values.data_ptr(), keys.shape[2]
 
     def restart(self, states: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Let a text begin that has no rows yet; `states` are keys and values of the layers, of any length."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.attention import processors, visibility_bits, why_not_triton
+from retrieve_spec.attention import visibility_bits
 from retrieve_spec.config import PASS
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded.kv_buffer import KVBuffer
@@ -229,7 +229,7 @@ class PackedPass:
         self._buffer = PackedBuffer(shape, len(cache.slabs), recorded.groups, recorded.device)
         self._kind = cache.slabs[0].tensors[0][:1, :, :1].clone()
         places = torch.tensor([cache.slab_of, cache.layer_in_slab], dtype=torch.int32)
-        self._places = places.to(recorded.device)
+        self._places = places.to(recorded.device, non_blocking=True)
         self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def fill(self, laid: Sequence[LaidOut], wanted: NDArray[np.int64] | None = None) -> None:
@@ -289,24 +289,30 @@ def shape_of(recorded: RecordedPass, laid: Sequence[LaidOut], rows: int, texts: 
 
 def packs(recorded: RecordedPass, laid: Sequence[LaidOut]) -> bool:
     """Whether one launch can serve all texts of a pass; else each layer attends text by text."""
-    if why_not_packed(recorded.device.type):
+    if why_not_triton(recorded.device.type):
         return False
     kinds = {text.cache.kind for text in laid}
     return len(kinds) == 1 and all(kind is not None and kind[1] <= 256 for kind in kinds)
 
 
 @functools.cache
-def why_not_packed(device: str) -> str:
-    """Why the GPU kernel cannot serve several texts at once, tried once on small caches; empty when it can."""
-    why = why_not_triton(device)
-    if not why:
-        try:
-            wrong = _deviation(torch.device(device))
-            why = "" if wrong < 1e-2 else f"several texts at once give something else (off by {wrong:.2g})"
-        except Exception as error:  # whatever the compiler raises: text by text computes the same
-            why = f"several texts at once fail ({in_a_line(error)})"
-        if why:
-            logger.warning("batches attend row by row: %s", why)
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def why_not_triton(device: str) -> str:
+    """Why the GPU kernels cannot be used on a kind of device, tried once on small caches; empty when they can."""
+    if device != "cuda":
+        return f"the kernels run on a GPU, the model on {device}"
+    try:
+        wrong = _deviation(torch.device(device))
+        why = "" if wrong < 1e-2 else f"they give something else (off by {wrong:.2g})"
+    except Exception as error:  # whatever an import or the compiler raises: torch's operations compute the same
+        why = in_a_line(error)
+    if why:
+        logger.warning("passes attend without Triton's kernels: %s", why)
     return why
 
 

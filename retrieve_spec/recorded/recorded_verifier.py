@@ -15,7 +15,6 @@ from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.kernels.row_programs import RowTexts
-from retrieve_spec.kernels.single_rows import attend_single_rows
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_pass import LaidOut, PackedPass, PassGraphs, packs, shape_of
@@ -51,7 +50,7 @@ class RecordedVerifier:
         state: ModelState | None = None,
     ) -> None:
         self.model = model
-        self.not_recorded = ""
+        self.pass_reason = ""
         """Why this generation does not use the recorded pass; empty when it does."""
         self.recorded, self._state = recorded, state
         self.own = own
@@ -70,41 +69,35 @@ class RecordedVerifier:
     @property
     def mode(self) -> Mode:
         """What `forward` accepts now: nothing where passes are to be exact and this generation's are not recorded."""
-        return "plain" if self.recorded.exact and self.not_recorded else self.own.mode
+        return "plain" if self.recorded.exact and self.pass_reason else self.own.mode
 
     @property
     def most_rows(self) -> int:
         """Root tokens and draft nodes of one pass at most."""
-        return self.own.most_rows if self.not_recorded else PASS.tree_rows
+        return self.own.most_rows if self.pass_reason else PASS.tree_rows
 
     @property
     def reason(self) -> str:
         """Why that is no tree."""
-        return self.not_recorded if self.recorded.exact and self.not_recorded else self.own.reason
+        return self.pass_reason if self.recorded.exact and self.pass_reason else self.own.reason
 
     @property
     def pass_kind(self) -> PassKind:
         """What runs the model in this generation."""
-        return self.own.pass_kind if self.not_recorded else "recorded"
-
-    @property
-    def pass_reason(self) -> str:
-        """Why the recorded pass does not; empty when it does."""
-        return self.not_recorded
+        return self.own.pass_kind if self.pass_reason else "recorded"
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
         self.own.start(inputs)
         self._slabs = None
         self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
-        self._common_rows = inputs.common_rows
         self._past = inputs.past_length
         self._unread = len(inputs.uncached_ids)
         self._cache = inputs.model_kwargs.get(self.own.interface.cache_name)
         positions = inputs.model_kwargs.get("position_ids")
         self._shift = self.own.inputs.shift
         self._in_a_row = positions is None or bool((positions.diff() == 1).all())  # no padding inside
-        self.not_recorded = self._why_not(inputs)
+        self.pass_reason = self._why_not(inputs)
 
     def fresh(self, state: ModelState | None = None, signatures: SignatureModes | None = None) -> RecordedVerifier:
         """Another verifier of the same recording, for another text.
@@ -139,8 +132,8 @@ class RecordedVerifier:
         """Run one pass (`Verifier.forward`)."""
         roots = self._pending = len(root_ids)
         if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
-            self.not_recorded = self.not_recorded or f"hidden states of layer {want_hidden} are not recorded"
-        if self.not_recorded or (self._unread > 0 and not self._reads(roots, keep)):
+            self.pass_reason = self.pass_reason or f"hidden states of layer {want_hidden} are not recorded"
+        if self.pass_reason or (self._unread > 0 and not self._reads(roots, keep)):
             least = max(keep, min(self.recorded.exact, roots))  # of one order with any more of them
             output = self.own.forward(root_ids, tree, keep=least, want_hidden=want_hidden)
             rows = slice(least - keep, None)
@@ -162,7 +155,7 @@ class RecordedVerifier:
     def reads_rest(self, roots: int) -> bool:
         """Whether it reads the last few tokens of a prompt behind what the cache was given with, and a draft too."""
         is_the_rest = self._past > 0 and roots == self._unread <= FEW
-        return not self.not_recorded and is_the_rest and self._goes_on_as_it_is
+        return not self.pass_reason and is_the_rest and self._goes_on_as_it_is
 
     @property
     def _goes_on_as_it_is(self) -> bool:
@@ -172,7 +165,7 @@ class RecordedVerifier:
     @property
     def packs_prompts(self) -> bool:
         """Whether its prompt can be read in passes with those of others."""
-        if self.not_recorded or not self._in_a_row or self.recorded.exact:
+        if self.pass_reason or not self._in_a_row or self.recorded.exact:
             return False
         return self._slabs is not None or self._past > 0 or len(self._cache.layers) == len(self.recorded.rules)
 
@@ -220,7 +213,7 @@ class RecordedVerifier:
         room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)
         slabs = KVBuffer(windows, room, moves_later=self.graphs is not None)
         if self._past:
-            slabs.load(self._cache, self._past, self._common_rows)
+            slabs.load(self._cache, self._past)
         else:
             slabs.restart(self.recorded.no_states())
         return slabs
@@ -299,71 +292,18 @@ def forward_together(
     return outputs
 
 
-_LONG = 1024
-"""Rows held from which several threads attend faster than one kernel does."""
+def _attend_apart(laid: Sequence[LaidOut], parts: Sequence[Attend]) -> Attend:
+    """Attention of a pass over several texts, each by its own (`RecordedVerifier.attend`)."""
+    ends = np.cumsum([len(text.ids) for text in laid]).tolist()
+    spans = [slice(end - len(text.ids), end) for text, end in zip(laid, ends, strict=True)]
 
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+        outs = []
+        for span, part in zip(spans, parts, strict=True):
+            outs.append(part(query[:, :, span], keys[:, :, span], values[:, :, span], layer))
+        return torch.cat(outs, dim=1)
 
-class RowAttention:
-    """The attention of one pass over several texts.
-
-    Parameters
-    ----------
-    recorded
-        The recorded pass.
-    laid
-        By text, its part of the pass.
-    parts
-        By text, its own attention in a layer (`RecordedVerifier.attend`).
-    """
-
-    def __init__(self, recorded: RecordedPass, laid: Sequence[LaidOut], parts: Sequence[Attend]) -> None:
-        ends = np.cumsum([len(text.ids) for text in laid]).tolist()
-        self._spans = spans = [slice(end - len(text.ids), end) for text, end in zip(laid, ends, strict=True)]
-        self._recorded, self._parts = recorded, parts
-        single = [i for i, text in enumerate(laid) if _is_served(text)]
-        single.sort(key=lambda i: laid[i].cache.prefixes[:, 0].tobytes())  # those with one prompt side by side
-        self._others = sorted(set(range(len(laid))) - set(single))
-        self._rows = np.array([spans[i].start for i in single], np.int64)
-        self._laid = [laid[i] for i in single]
-        self._prefixes = [
-            np.array(by_text) for by_text in zip(*(text.cache.prefixes for text in self._laid), strict=True)
-        ]
-        if single:
-            self._places = np.stack([_places(text) for text in self._laid], axis=1)
-
-    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-        """Write a layer's keys and values and attend: (1, heads, rows, d) in, (1, rows, heads, dv) out."""
-        rule = self._recorded.rules[layer]
-        whole = range(len(self._spans)) if rule.sinks is not None or not len(self._rows) else self._others
-        parts = {}
-        for i in whole:
-            own_query, own_keys, own_values = (x[:, :, self._spans[i]] for x in (query, keys, values))
-            parts[i] = self._parts[i](own_query, own_keys, own_values, layer)
-        if len(parts) == len(self._spans):
-            return torch.cat([parts[i] for i in range(len(parts))], dim=1)
-        out = query.new_empty((1, query.shape[2], query.shape[1], values.shape[3]))
-        asked, new_keys, new_values = (x[0].contiguous().numpy() for x in (query, keys, values))
-        attend_single_rows(
-            asked,
-            new_keys,
-            new_values,
-            self._rows,
-            self._places[layer],
-            self._prefixes[layer],
-            rule.scale,
-            rule.softcap,
-            rule.window,
-            out[0].numpy(),
-        )
-        for i, part in parts.items():
-            out[:, self._spans[i]] = part
-        return out
-
-
-def _is_served(text: LaidOut) -> bool:
-    """Whether a text attends with others: it has one row, and keys and values that the kernel reads."""
-    several = text.held > _LONG and torch.get_num_threads() > 1
-    return len(text.ids) == 1 and text.cache.host_dtype == torch.float32 and not several
+    return attend
 
 
 def run_pass(
@@ -400,9 +340,7 @@ def run_pass(
     if graphs is not None and (replayed := graphs.run(laid, wanted)) is not None:
         return replayed
     rows = sum(len(text.ids) for text in laid)
-    if len(laid) > 1 and packs(recorded, laid):
-        for text in laid:
-            text.cache.settle()
+    if packs(recorded, laid):
         shape = shape_of(recorded, laid, rows, len(laid), 0 if wanted is None else len(wanted))
         packed = PackedPass(recorded, laid[0].cache, shape)
         packed.fill(laid, wanted)
@@ -423,7 +361,7 @@ def run_pass(
     ):
         together = _row_texts(laid)
     elif len(laid) > 1:
-        together = RowAttention(recorded, laid, attend)
+        together = _attend_apart(laid, attend)
     some: int | torch.Tensor = 0
     if wanted is not None:
         ends_it = len(wanted) == rows - wanted[0]
@@ -439,7 +377,12 @@ products of matrices do. So that drafts change no bit, passes with any attend by
 
 def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:
     """The texts of a pass for row programs."""
-    return RowTexts([len(text.ids) for text in laid], [text.seen for text in laid], [_places(text) for text in laid])
+    return RowTexts(
+        [len(text.ids) for text in laid],
+        [text.seen for text in laid],
+        [text.depths for text in laid],
+        [_places(text) for text in laid],
+    )
 
 
 def _places(text: LaidOut) -> NDArray[np.int64]:

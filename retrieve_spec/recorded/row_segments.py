@@ -153,11 +153,10 @@ class Segment:
         _, *states, layer = node.args
         if layer >= len(self._rules):
             return False
-        rule = self._rules[layer]
-        plain = not (rule.window or rule.softcap) and rule.sinks is None
         _, keys, values = (int(_shape(state)[3]) for state in states)
-        plain = plain and keys % GROUP == 0 and values % LANES == 0
-        return plain and all(self._turned_base(state) is not None for state in states)
+        if self._rules[layer].sinks is not None or keys * self._dtype.itemsize % 64 or values % LANES:
+            return False
+        return all(self._turned_base(state) is not None for state in states)
 
     def _turned_base(self, node: Node) -> Node | None:
         """What lies row for row under (1, heads, rows, d); None where nothing of the segment does."""
@@ -234,7 +233,9 @@ class Segment:
                 (heads, d), (kv_heads, _), (_, dv) = (map(int, _shape(state)[1::2]) for state in states)
                 program.add(Step.KEEP, keys, values, layer, kv_heads, d, dv)
                 out = result(step, heads * dv)
-                program.add(Step.ATTEND, query, out, layer, heads, kv_heads, d, dv, self._rules[layer].scale)
+                rule = self._rules[layer]
+                numbers = rule.window, rule.scale, float(rule.softcap)
+                program.add(Step.ATTEND, query, out, layer, heads, kv_heads, d, dv, *numbers)
             elif step.target in _PRODUCTS:
                 rows, kind = given(x), _bits(step)
                 same = [each for each in self._products() if self._base(each.args[0]) is self._base(x)]

@@ -6,27 +6,29 @@ adapter back and forth records each once.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from retrieve_spec.attention import why_not_triton
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.number_formats import LIKE
+from retrieve_spec.kernels.row_programs import CAN_RUN, row_product, serves
 from retrieve_spec.recorded.kv_buffer import cache_windows
 from retrieve_spec.recorded.layer_copies import copied_layers
 from retrieve_spec.recorded.model_state import ModelState
-from retrieve_spec.recorded.packed_pass import PassGraphs
+from retrieve_spec.recorded.packed_pass import PassGraphs, why_not_triton
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, check_recordable, has_adapters_of_a_call
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.recorded.row_layers import RowLayers
 from retrieve_spec.verify.cache import GROW_BY_ROWS
 from retrieve_spec.verify.comparison import is_exact, rows_for_one_order, why_not_one_order
 from retrieve_spec.verify.hf import HFVerifier
@@ -189,6 +191,63 @@ def check_asked(model: Any, config: SpeculationConfig) -> None:
         raise RecordingError("recorded_pass is off")
     if config.recorded_pass == AUTO and model.num_parameters() < PASS.min_parameters:
         raise RecordingError(f"the model has fewer than {PASS.min_parameters:,} parameters")
+
+
+_Taken = tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
+"""A layer's attributes, and what stands among them as its `forward` while a pass runs."""
+
+
+class RowLayers:
+    """The linear layers of one model whose products programs do faster.
+
+    Parameters
+    ----------
+    model
+        A float32 model on a CPU; others have no such layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: list[_Taken] = []
+        self._threads: set[int] = set()  # that run passes
+        for module in model.modules() if CAN_RUN else ():
+            if type(module) is not nn.Linear or "forward" in vars(module) or not _is_fast(module.weight):
+                continue
+            self._layers.append((vars(module), _handing(module, self._threads)))
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Let a pass that this thread runs inside of the block multiply by programs."""
+        self._threads.add(get_ident())
+        try:
+            for attributes, ours in self._layers:
+                attributes.setdefault("forward", ours)
+            yield
+        finally:
+            self._threads.discard(get_ident())
+            for attributes, ours in self._layers:
+                if attributes.get("forward") is ours:
+                    del attributes["forward"]
+
+
+def _is_fast(weight: torch.Tensor) -> bool:
+    return weight.dtype == torch.float32 and serves(weight)
+
+
+def _handing(module: nn.Linear, threads: set[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is a layer's forward while passes run."""
+    parameters = module._parameters
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        weight = parameters["weight"]
+        assert weight is not None
+        if input.dtype != weight.dtype or not _is_fast(weight) or get_ident() not in threads:
+            return nn.Linear.forward(module, input)
+        return row_product(input, weight, parameters["bias"])
+
+    return forward
 
 
 _READY_MADE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

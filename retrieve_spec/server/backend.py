@@ -26,6 +26,7 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.threads import using
 from retrieve_spec.errors import ServeError
 from retrieve_spec.generation.streams import generate_stream, open_sequence
+from retrieve_spec.model_layers import max_positions
 from retrieve_spec.server.sampling import (
     BeginningProcessor,
     Beginnings,
@@ -178,8 +179,7 @@ class Backend:
         self._infill: Any = None
         self._grammars: Grammars | None = None
         self._beginnings: Beginnings | None = None
-        config = model.config.get_text_config()
-        self.n_ctx = int(getattr(config, "max_position_embeddings", 0) or 4096)
+        self.n_ctx = max_positions(model) or 4096
         if ctx_size:
             self.n_ctx = min(self.n_ctx, ctx_size)
 

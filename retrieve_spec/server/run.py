@@ -21,6 +21,7 @@ from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import ServeError
+from retrieve_spec.quantized import advice_on_format, product_times
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app
@@ -32,7 +33,6 @@ from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace, WorkspaceStore
 from retrieve_spec.sources.answers import unpacked
-from retrieve_spec.weight_formats import advice_on_format, product_times
 
 log = logging.getLogger("retrieve_spec.server")
 

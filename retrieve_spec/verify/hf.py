@@ -32,7 +32,7 @@ from retrieve_spec.verify.comparison import Rounding, by_passes, by_single_steps
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, weaker
 from retrieve_spec.verify.pass_inputs import PassInputs
 from retrieve_spec.verify.positions import DerivedPositions
-from retrieve_spec.verify.recurrent import state_of
+from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.shrink import lengths_of
 from retrieve_spec.verify.steps import SingleSteps, StepVerifier, keeping_texts
 from retrieve_spec.verify.verifier import Mode, PassKind, Verifier, VerifierInputs, VerifierOutput
@@ -206,7 +206,7 @@ class HFVerifier:
         self._device = input_device(model)
         self._model_mode: tuple[Mode, str] = (mode, reason)
         self.signatures = signatures
-        self._state = state_of(interface.recurrence)
+        self._state = None if interface.recurrence is None else RecurrentState(interface.recurrence)
         self._derived = DerivedPositions(interface.places) if interface.places else None
         self._take_cache(None)
         self._was_recording: list[bool] = []

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.model_layers import decoder_blocks, embedded_tokens
+from retrieve_spec.model_layers import decoder_blocks, embedded_tokens, max_positions
 from retrieve_spec.verify.mixers import Mixer
 from retrieve_spec.verify.positions import Place
 from retrieve_spec.verify.verifier import CACHE_NAMES, Mode
@@ -170,7 +170,7 @@ def read_interface(model: Any) -> ModelInterface:
         reason=reason,
         rope_switch=switch,
         rope_rescans=rescans,
-        max_positions=int(getattr(config, "max_position_embeddings", 0) or 0) if attends else 0,
+        max_positions=max_positions(model) if attends else 0,
         scale_step=int(getattr(config, "floor_scale", 0) or 0) if getattr(config, "attn_temperature_tuning", 0) else 0,
         recurrent=recurrent,
         has_encoder=bool(model.config.is_encoder_decoder),

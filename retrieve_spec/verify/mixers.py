@@ -1,28 +1,24 @@
 """Mixers: the modules of a hybrid model that keep recurrent state, and drafts that they verify step by step.
 
 Where several tokens at once would ignore the cached state, every depth of a tree is one step of a mixer's one-token
-path, from its parents' states (`SteppedState`). Other mixers: `retrieve_spec.verify.recurrent`.
+path, from its parents' states (`SteppedMixer`). Other mixers: `retrieve_spec.verify.recurrent`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from retrieve_spec.attention import row_depths
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.row_scans import RowTree
 
 
 class ScratchLayer(LinearAttentionLayer):  # type: ignore[misc]
@@ -98,16 +94,16 @@ class Mixer:
         The innermost module that runs when the state is updated.
     layer_idx
         Its cache layer.
-    projections
-        Names of the linear children it calls once per pass, in order of their calls.
     inputs
-        Those of them that read the mixer's own input, unchanged.
+        Names of the linear children that it calls once per pass, with its own input.
+    output
+        Name of the one that it calls last, once per pass, with something else; empty where there is none.
     """
 
     module: nn.Module
     layer_idx: int
-    projections: tuple[str, ...]
     inputs: tuple[str, ...]
+    output: str
 
     def twin(self, replaced: tuple[str, ...]) -> tuple[nn.Module, dict[str, Given]]:
         """A copy of the module that shares its weights, with stand-ins for some of its projections."""
@@ -120,7 +116,9 @@ class Mixer:
         for value in vars(self.module).values():
             if not isinstance(value, (dict, nn.Module)):
                 memo[id(value)] = value  # configs and functions are shared, not copied
-        return copy.deepcopy(self.module, memo), stand_ins
+        made = copy.deepcopy(self.module, memo)
+        vars(made).pop("forward", None)  # what stands there is of the module itself
+        return made, stand_ins
 
 
 def find_mixers(model: Any, cache_name: str, ids: torch.Tensor) -> list[Mixer] | str:
@@ -194,9 +192,9 @@ def _described(module: nn.Module, layer_idx: int, called: list[_Call]) -> Mixer:
         if id(other) in own:
             counts.setdefault(own[id(other)], []).append(states)
     once = [name for name, inputs in counts.items() if len(inputs) == 1 and inputs[0].ndim == 3]
-    reading = [name for name in once if hidden is not None and counts[name][0].shape == hidden.shape
+    reading = [name for name in once[:-1] if hidden is not None and counts[name][0].shape == hidden.shape
                and torch.equal(counts[name][0], hidden)]  # fmt: skip
-    return Mixer(module, layer_idx, tuple(once), tuple(reading))
+    return Mixer(module, layer_idx, tuple(reading), once[-1] if once else "")
 
 
 def _is_projection(child: nn.Module) -> bool:
@@ -228,157 +226,125 @@ def flushed() -> Iterator[None]:
             torch.set_flush_denormal(False)
 
 
-class SteppedState:
-    """The recurrent layers of a text's cache under drafts, step by step; passes without a draft are the model's own.
+@dataclass(slots=True)
+class Running:
+    """The pass that mixers take part in.
+
+    Attributes
+    ----------
+    thread
+        That runs it; 0 when there is none.
+    tree
+        The rows of its drafts; None where rows follow one another and are written to the cache itself.
+    given, caches
+        The cache that the model is given, and by text those that hold states.
+    """
+
+    thread: int = 0
+    tree: RowTree | None = None
+    given: Any = None
+    caches: Sequence[Any] = ()
+
+
+class VerifyingMixer:
+    """One mixer whose forward is ours while a pass runs, in the thread that runs it.
 
     Parameters
     ----------
-    mixers
-        The modules that keep state.
+    mixer
+        The mixer.
+    running
+        The pass, which all mixers of a model share.
     """
 
-    def __init__(self, mixers: Sequence[Mixer]) -> None:
-        self._adapters = [MixerAdapter(mixer) for mixer in mixers]
-        self._rows: NDArray[np.int64] | None = None  # of the last pass over a draft, where each stands in its depth
-        self._depths: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._roots = 0
-
-    def apart(self) -> SteppedState:
-        """The same modules for another text, between whose passes and those of this one there is no third."""
-        return copy.copy(self)
-
-    def forget(self) -> None:
-        """Forget the last pass."""
-        self._rows = None
-        for adapter in self._adapters:
-            adapter.forget()
-
-    @contextmanager
-    def verifying(
-        self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device
-    ) -> Iterator[None]:
-        """Let the pass inside verify the draft of a lone text (`RowState.verifying`)."""
+    def __init__(self, mixer: Mixer, running: Running) -> None:
+        self.mixer, self.module, self._running = mixer, mixer.module, running
+        self._own: Any = None  # a forward of the module itself, such as `accelerate` gives it
         self.forget()
-        (tree,), (self._roots,) = trees, roots
-        if not len(tree):
-            yield
-            return
-        above = np.where(tree.parent < 0, self._roots - 1, tree.parent + self._roots)
-        above = np.concatenate([np.arange(-1, self._roots - 1), above])
-        self._depths = row_depths(self._roots, tree)
-        self._rows = np.zeros(len(above), np.int64)
-        levels = []
-        for depth in range(int(self._depths.max()) + 1):
-            rows = np.flatnonzero(self._depths == depth)
-            self._rows[rows] = np.arange(len(rows))
-            levels.append(tuple(torch.from_numpy(part).to(device) for part in (rows, self._rows[above[rows]])))
-        with contextlib.ExitStack() as hooks, flushed() if device.type == "cpu" else contextlib.nullcontext():
-            for adapter in self._adapters:
-                adapter.begin(levels, given)
-                for hook in adapter.hooks():
-                    hooks.enter_context(hook)
-            yield
-
-    def commit(self, cache: Any, path: NDArray[np.int32], text: int = 0) -> None:
-        """Advance the states over the root tokens and the accepted nodes of the last pass."""
-        if self._rows is not None:
-            last = int(path[-1]) + self._roots if len(path) else self._roots - 1
-            for adapter in self._adapters:
-                layer = adapter.levels[int(self._depths[last])]
-                layer.write_to(cache.layers[adapter.mixer.layer_idx], int(self._rows[last]))
-            self.forget()
-
-
-class MixerAdapter:
-    """One mixer while a draft is verified step by step: its hooks, its twin, and the states at every depth.
-
-    Its projections are called once, with all rows of the pass.
-    """
-
-    def __init__(self, mixer: Mixer) -> None:
-        self.mixer = mixer
-        self.twin, self._given = mixer.twin((*mixer.inputs, *mixer.projections[-1:]))
-        self._levels: Sequence[tuple[torch.Tensor, ...]] = ()
-        self._cache: Any = None
-        self.forget()
-
-    def begin(self, levels: Sequence[tuple[torch.Tensor, ...]], cache: Any) -> None:
-        """Verify a pass of this thread that is given a cache; by depth, its rows and where their parents stand."""
-        self._levels, self._cache, self._thread = levels, cache, get_ident()
 
     def forget(self) -> None:
         """Let go of what the last pass computed."""
-        self.levels: list[ScratchLayer] = []
-        self._levels = ()
-        self._cache = None
-        self._hidden = self._out = torch.empty(0)
-        self._known: dict[str, torch.Tensor] = {}
-        self._thread = 0
+        raise NotImplementedError
+
+    def states_behind(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
+        """What a text's cache layer holds behind some rows that follow one another, up to `last`, and in which row."""
+        raise NotImplementedError
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The mixer's forward in a pass."""
+        raise NotImplementedError
+
+    def put_in_place(self) -> None:
+        """Let the module's forward be ours."""
+        self._own = vars(self.module).get("forward")
+        vars(self.module)["forward"] = self.forward
+
+    def take_out(self) -> None:
+        """Let it be what it was."""
+        del vars(self.module)["forward"]
+        if self._own is not None:
+            vars(self.module)["forward"] = self._own
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The mixer's forward, ours where this thread runs a pass."""
+        if self._running.thread == get_ident():
+            return self.run(args, kwargs)
+        own = self._own if self._own is not None else type(self.module).forward.__get__(self.module)
+        return own(*args, **kwargs)
+
+    def call_over(
+        self, layer: ScratchLayer, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """What goes into a call over another cache layer; nothing is padded behind the prompt."""
+        own = Cache(layers=[None] * self.mixer.layer_idx + [layer])
+        given = [own if value is self._running.given else value for value in args]
+        named = {name: own if value is self._running.given else value for name, value in kwargs.items()}
+        if named.get("attention_mask") is not None:
+            named["attention_mask"] = None
+        return given, named
+
+
+class SteppedMixer(VerifyingMixer):
+    """One mixer while the draft of a lone text is verified step by step.
+
+    Its projections are called once, with all rows of the pass; a twin of it steps from depth to depth.
+    """
+
+    def __init__(self, mixer: Mixer, running: Running) -> None:
+        super().__init__(mixer, running)
+        self._twin, self._given = mixer.twin((*mixer.inputs, *filter(None, [mixer.output])))
+
+    def forget(self) -> None:
+        """Let go of what the last pass computed."""
+        self._levels: list[ScratchLayer] = []
+
+    def states_behind(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
+        """The layer of the last row's depth, and its place among the rows there."""
+        depth = len(rows) - 1
+        return self._levels[depth], tree.levels[depth].places[last]
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step from depth to depth."""
+        tree = self._running.tree
+        assert tree is not None
+        hidden, *others = args or (kwargs.pop("hidden_states"),)
+        known = {name: self.module.get_submodule(name)(hidden)[0] for name in self.mixer.inputs}
+        layer, parts = ScratchLayer(self._running.caches[0].layers[self.mixer.layer_idx]), []
+        for level in tree.levels:
+            layer = ScratchLayer(layer)
+            layer.rows(lambda state, above=level.above: state.index_select(0, above))
+            self._levels.append(layer)
+            for name, projected in known.items():
+                self._given[name].value = projected.index_select(0, level.rows)[:, None]
+            states = hidden[0].index_select(0, level.rows)[:, None]
+            given, named = self.call_over(layer, (states, *others), kwargs)
+            told = self._twin(*given, **named)
+            parts.append((told[0] if isinstance(told, tuple) else told)[:, 0])
         for stand_in in self._given.values():
             stand_in.value = None
-
-    def hooks(self) -> Iterator[Any]:
-        """Register on the mixer and its projections; hooks do nothing in other threads."""
-        module, last = self.mixer.module, self.mixer.projections[-1:]
-        yield module.register_forward_pre_hook(self._here(self._before), with_kwargs=True)
-        yield module.register_forward_hook(self._here(self._after))
-        for name in {*self.mixer.inputs, *last}:
-            child = module.get_submodule(name)
-            if name in last:
-                yield child.register_forward_pre_hook(self._here(self._before_output))
-                yield child.register_forward_hook(self._here(self._after_output))
-            else:
-                yield child.register_forward_pre_hook(self._here(lambda _module, args: (self._hidden, *args[1:])))
-                yield child.register_forward_hook(self._here(self._after_input(name)))
-
-    def _here(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook that acts in the thread that runs the pass."""
-        return lambda *given: hook(*given) if self._thread == get_ident() else None
-
-    def _call(self, states: torch.Tensor, layer: ScratchLayer) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The mixer's call with other hidden states and another cache."""
-        own = Cache(layers=[None] * self.mixer.layer_idx + [layer])
-        args = [own if value is self._cache else value for value in self._args]
-        kwargs = {name: own if value is self._cache else value for name, value in self._kwargs.items()}
-        if args:
-            args[0] = states
-        else:
-            kwargs["hidden_states"] = states
-        return tuple(args), kwargs
-
-    def _before(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._args, self._kwargs = args, kwargs
-        self._hidden = args[0] if args else kwargs["hidden_states"]
-        layer = ScratchLayer(self._cache.layers[self.mixer.layer_idx])
-        layer.rows(torch.clone)
-        self.levels = [layer]
-        return self._call(self._hidden[:, :1], layer)
-
-    def _after(self, _module: nn.Module, _args: Any, out: Any) -> Any:
-        return (self._out, *out[1:]) if isinstance(out, tuple) else self._out
-
-    def _after_input(self, name: str) -> Callable[..., torch.Tensor]:
-        def after(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
-            self._known[name] = out
-            return out[:, :1]
-
-        return after
-
-    def _before_output(self, _module: nn.Module, args: Any) -> Any:
-        hidden = self._hidden
-        states = args[0].new_empty((1, hidden.shape[1], args[0].shape[-1]))
-        states[:, :1] = args[0]
-        for rows, above in self._levels[1:]:
-            layer = ScratchLayer(self.levels[-1])
-            layer.rows(lambda state, above=above: state.index_select(0, above))
-            for name in self.mixer.inputs:
-                self._given[name].value = self._known[name][0].index_select(0, rows)[:, None]
-            own, keywords = self._call(hidden[0].index_select(0, rows)[:, None], layer)
-            out = self.twin(*own, **keywords)
-            states[0].index_copy_(0, rows, (out[0] if isinstance(out, tuple) else out)[:, 0])
-            self.levels.append(layer)
-        return (states, *args[1:])
-
-    def _after_output(self, _module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
-        self._out = out
-        return out[:, :1]
+        out = parts[0].new_empty((1, tree.width, parts[0].shape[-1]))
+        for level, part in zip(tree.levels, parts, strict=True):
+            out[0].index_copy_(0, level.rows, part)
+        if self.mixer.output:
+            out = self.module.get_submodule(self.mixer.output)(out)
+        return (out, *told[1:]) if isinstance(told, tuple) else out

@@ -28,7 +28,7 @@ from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, new_cache
 from retrieve_spec.verify.pass_inputs import as_mask
 from retrieve_spec.verify.probe import start
-from retrieve_spec.verify.recurrent import state_of
+from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.shrink import lengths_of
 from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import VerifierOutput
@@ -40,8 +40,7 @@ PADDED_LAYERS = (*TAKE_TREES, LinearAttentionLayer)
 _NOBODY = np.empty(0, np.bool_)
 _REACH = 48
 """Windows up to this length are gone beyond when a pass is tried."""
-_DEVIATION = {torch.float64: 1e-6, torch.float32: 1e-3}
-_DEVIATION_HALF = 0.1
+_DEVIATION = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest difference between a shared pass and a lone one, as a share of the logits' spread."""
 _TRIED: tuple[tuple[list[list[int]], list[int]], ...] = (
     ([[5, 6, 7], [6, 9]], [3, 4]),
@@ -58,7 +57,7 @@ class PaddedBatch:
     def __init__(self, model: Any, interface: ModelInterface) -> None:
         self.model, self.interface = model, interface
         self._device = input_device(model)
-        self._state = state_of(interface.recurrence)
+        self._state = None if interface.recurrence is None else RecurrentState(interface.recurrence)
 
     @staticmethod
     def takes(text: HFVerifier) -> bool:
@@ -208,7 +207,7 @@ def why_not_shared(model: Any, interface: ModelInterface) -> str:
     try:
         with evaluating(model), torch.no_grad():
             deviation = _deviation(model, interface, longest + 3)
-            if not deviation <= _DEVIATION.get(model.dtype, _DEVIATION_HALF):
+            if not deviation <= _DEVIATION[model.dtype]:
                 return f"a pass that texts share gives other logits than lone ones (off by {deviation:.2g})"
             if _reads_padding(model):
                 return "what stands in front of a row as padding changes what its tokens see"
@@ -224,7 +223,7 @@ def _reads_padding(model: Any) -> bool:
     shown = (torch.arange(9, device=ids.device) >= 4).long()[None]
     padded = SingleSteps.of(model, prepare_call(model, ids[:, :9], shown))
     alone = SingleSteps.of(model, prepare_call(model, ids[:, 4:9], torch.ones_like(ids[:, 4:9])))
-    most = _DEVIATION.get(model.dtype, _DEVIATION_HALF)
+    most = _DEVIATION[model.dtype]
     pairs = [(padded.feed(token), alone.feed(token)) for token in (None, *ids[0, 9:].tolist())]
     return not all(float((logits - wanted).abs().max() / wanted.std()) <= most for logits, wanted in pairs)
 

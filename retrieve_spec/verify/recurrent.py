@@ -1,10 +1,10 @@
-"""Recurrent state by rows: the convolution and recurrence of mixers go over the rows of draft trees in passes of ours.
+"""Recurrent state under drafts: every row of a tree goes on from its parent's, and states follow the accepted rows.
 
-Every row of a tree goes on from its parent's row, and the state behind the accepted ones is made for them (`RowState`).
-A mixer's own forward runs, on a copy of its function that calls ours for the two (`types.FunctionType`, with other
-globals); the model's code and modules stay as they are, but for an attribute `forward` of the mixer while a pass runs,
-which hands every other thread's call to the mixer itself. Which functions are meant, their arguments show, which
-are those of the packages that stand in for them where these are installed (`causal_conv1d`, `mamba_ssm`, `fla`).
+The model's code and modules stay as they are, but for an attribute `forward` of its mixers while a pass runs, which
+hands every other thread's call to the mixer itself. By rows (`RowMixer`), a mixer's own forward runs, on a copy of its
+function that calls ours for its convolution and recurrence (`types.FunctionType`, with other globals). Which functions
+are meant, their arguments show, which are those of the packages that stand in for them where these are installed
+(`causal_conv1d`, `mamba_ssm`, `fla`). Other mixers step from depth to depth (`retrieve_spec.verify.mixers`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -24,11 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.interface import Recurrence
-from retrieve_spec.verify.mixers import Mixer, ScratchLayer, SteppedState, flushed
+from retrieve_spec.verify.mixers import Mixer, Running, ScratchLayer, SteppedMixer, VerifyingMixer, flushed
 from retrieve_spec.verify.row_scans import (
     RowTree,
     convolve,
@@ -50,35 +48,6 @@ class RowLayer(ScratchLayer):
     def update_recurrent_state(self, recurrent_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         """States behind rows are made when these are accepted."""
         return recurrent_states
-
-
-@dataclass(slots=True)
-class Running:
-    """The pass that mixers take part in.
-
-    Attributes
-    ----------
-    thread
-        That runs it; 0 when there is none.
-    tree
-        The rows of its drafts; None where rows follow one another and are written to the cache itself.
-    given, caches
-        The cache that the model is given, and by text those that hold states.
-    """
-
-    thread: int = 0
-    tree: RowTree | None = None
-    given: Any = None
-    caches: Sequence[Any] = ()
-
-    def begin(self, tree: RowTree | None, given: Any, caches: Sequence[Any]) -> None:
-        """Let this thread's calls of mixers be part of a pass."""
-        self.tree, self.given, self.caches, self.thread = tree, given, caches, get_ident()
-
-    def end(self) -> None:
-        """Let them be the mixers' own again."""
-        self.thread = 0
-        self.tree, self.given, self.caches = None, None, ()
 
 
 def _activated(x: torch.Tensor, activation: Any) -> torch.Tensor:
@@ -128,7 +97,7 @@ def replaceable(module: torch.nn.Module) -> dict[str, str]:
 def _forward_of(module: torch.nn.Module) -> Any:
     """The function that a module's forward is, where nothing of other packages is around it."""
     own = vars(module).get("forward")
-    is_ours = isinstance(getattr(own, "__self__", None), RowMixer)  # that of another pass
+    is_ours = isinstance(getattr(own, "__self__", None), VerifyingMixer)  # that of another pass
     if (own is not None and not is_ours) or any(hasattr(child, "_hf_hook") for child in module.modules()):
         return None
     raw = inspect.unwrap(type(module).forward)
@@ -142,15 +111,8 @@ def _role(function: types.FunctionType) -> str:
     return next((role for role, needed in _ARGUMENTS.items() if needed <= taken), "")
 
 
-class RowMixer:
-    """One mixer in passes by row scans.
-
-    Parameters
-    ----------
-    mixer
-        The mixer, all of whose functions are `replaceable`.
-    running
-        The pass, which all mixers of a model share.
+class RowMixer(VerifyingMixer):
+    """One mixer in passes by row scans; all of its functions are `replaceable`.
 
     Attributes
     ----------
@@ -159,7 +121,7 @@ class RowMixer:
     """
 
     def __init__(self, mixer: Mixer, running: Running) -> None:
-        self.mixer, self.module, self._running = mixer, mixer.module, running
+        super().__init__(mixer, running)
         raw, names = _forward_of(self.module), replaceable(self.module)
         self._own_convolve: Callable[..., torch.Tensor] = next(
             raw.__globals__[name] for name, role in names.items() if role == "convolve"
@@ -169,7 +131,6 @@ class RowMixer:
             raw.__code__, {**raw.__globals__, **ours}, raw.__name__, raw.__defaults__, raw.__closure__
         )
         self._bound.__kwdefaults__ = raw.__kwdefaults__
-        self.forget()
 
     def forget(self) -> None:
         """Let go of what the last pass computed."""
@@ -177,31 +138,23 @@ class RowMixer:
         self._conv: Any = None  # the rows of the last pass over a draft as its convolution saw them: `ConvRows`
         self._rows: Any = None  # and as its recurrence saw them: `SsdRows` or `DeltaRows`
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The mixer's forward, ours where this thread runs a pass."""
-        running = self._running
-        if running.thread != get_ident():
-            return type(self.module).forward(self.module, *args, **kwargs)
-        at = self.mixer.layer_idx
-        if running.tree is not None:
-            layers = [cache.layers[at] for cache in running.caches]
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The mixer's forward, on a copy of its function."""
+        if self._running.tree is not None:
+            layers = [cache.layers[self.mixer.layer_idx] for cache in self._running.caches]
             self.layer = RowLayer.beside(layers, range(len(layers))) if len(layers) > 1 else RowLayer(layers[0])
-            own = Cache(layers=[None] * at + [self.layer])
-            args = tuple(own if value is running.given else value for value in args)
-            kwargs = {name: own if value is running.given else value for name, value in kwargs.items()}
-            if kwargs.get("attention_mask") is not None:
-                kwargs["attention_mask"] = None  # nothing is padded behind the prompt
+            args, kwargs = self.call_over(self.layer, args, kwargs)
         return self._bound(self.module, *args, **kwargs)
 
-    def states_behind(self, tree: RowTree, text: int, rows: torch.Tensor) -> ScratchLayer:
-        """What a cache layer of a text holds behind the last of some rows of it that follow one another."""
+    def states_behind(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
+        """The states behind the rows, made for them."""
         layer = ScratchLayer(self.layer)
-        layer.conv_states[0] = self._conv.behind(tree, text, int(rows[-1]))
+        layer.conv_states[0] = self._conv.behind(tree, text, last)
         state = layer.recurrent_states.get(0)
         if state is not None:
             only = slice(text, text + 1)
             layer.recurrent_states[0] = self._rows.behind(state[only], only, rows)
-        return layer
+        return layer, 0
 
     def convolve(
         self,
@@ -327,24 +280,24 @@ class RowMixer:
     step_delta = scan_delta
 
 
-class RowState:
-    """The recurrent layers of caches under drafts, every row of a tree computed once.
-
-    Passes without a draft go by the same functions: the model's own cache is written by its own forward then.
+class RecurrentState:
+    """The recurrent layers of caches under drafts.
 
     Parameters
     ----------
-    mixers
-        The modules that keep state.
+    recurrence
+        The modules that keep state, and how they verify drafts.
     """
 
-    def __init__(self, mixers: Sequence[Mixer]) -> None:
+    def __init__(self, recurrence: Recurrence) -> None:
         self._running = Running()
-        self._mixers = [RowMixer(mixer, self._running) for mixer in mixers]
+        self._by_rows = recurrence.way == "rows"
+        kind = RowMixer if self._by_rows else SteppedMixer
+        self._mixers = [kind(mixer, self._running) for mixer in recurrence.mixers]
         self._tree: RowTree | None = None  # of the last pass, until it is committed
         self._roots: Sequence[int] = ()  # by text
 
-    def apart(self) -> RowState:
+    def apart(self) -> RecurrentState:
         """The same modules for another text, between whose passes and those of this one there is no third."""
         return copy.copy(self)
 
@@ -356,26 +309,13 @@ class RowState:
                 mixer.forget()
 
     @contextlib.contextmanager
-    def _in_place(
-        self, device: torch.device, tree: RowTree | None, given: Any, caches: Sequence[Any]
-    ) -> Iterator[None]:
-        try:
-            self._running.begin(tree, given, caches)
-            for mixer in self._mixers:
-                vars(mixer.module)["forward"] = mixer.forward
-            with flushed() if device.type == "cpu" else contextlib.nullcontext():
-                yield
-        finally:
-            self._running.end()
-            for mixer in self._mixers:
-                vars(mixer.module).pop("forward", None)
-
     def verifying(
         self, given: Any, caches: Sequence[Any], roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Let the pass inside verify drafts, empty ones too; states stay as they are until they are committed.
 
-        A lone text without a draft is read in place.
+        A lone text without a draft is read in place: by rows, the model's own cache is written by its own forward then;
+        else all is the model's own.
 
         Parameters
         ----------
@@ -385,11 +325,22 @@ class RowState:
             By text of the pass, the cache that holds its states, its root tokens, and its draft.
         """
         self.forget()
-        if given is caches[0] and not len(trees[0]):
-            return self._in_place(device, None, given, caches)
-        self._tree = RowTree.of(roots, trees, device)
-        self._roots = roots
-        return self._in_place(device, self._tree, given, caches)
+        running = self._running
+        if given is not caches[0] or len(trees[0]):
+            self._tree, self._roots = RowTree.of(roots, trees, device), roots
+        elif not self._by_rows:
+            yield
+            return
+        running.tree, running.given, running.caches, running.thread = self._tree, given, caches, get_ident()
+        for mixer in self._mixers:
+            mixer.put_in_place()
+        try:
+            with flushed() if device.type == "cpu" else contextlib.nullcontext():
+                yield
+        finally:
+            running.tree, running.given, running.caches, running.thread = None, None, (), 0
+            for mixer in self._mixers:
+                mixer.take_out()
 
     def commit(self, cache: Any, path: NDArray[np.int32], text: int = 0) -> None:
         """Advance a text's states over its root tokens and the accepted nodes of the last pass."""
@@ -397,17 +348,11 @@ class RowState:
         if tree is None:
             return
         roots = self._roots[text]
-        rows = torch.from_numpy(np.concatenate([np.arange(roots), path.astype(np.int64) + roots]))
-        rows = rows.to(tree.above.device)
+        taken = np.concatenate([np.arange(roots), path.astype(np.int64) + roots])
+        rows, last = torch.from_numpy(taken).to(tree.above.device), int(taken[-1])
         with torch.no_grad():
             for mixer in self._mixers:
-                mixer.states_behind(tree, text, rows).write_to(cache.layers[mixer.mixer.layer_idx], 0)
+                layer, row = mixer.states_behind(tree, text, rows, last)
+                layer.write_to(cache.layers[mixer.mixer.layer_idx], row)
         if tree.texts == 1:
             self.forget()
-
-
-def state_of(recurrence: Recurrence | None) -> RowState | SteppedState | None:
-    """The recurrent layers of a model under drafts, None where it has none."""
-    if recurrence is None:
-        return None
-    return (RowState if recurrence.way == "rows" else SteppedState)(recurrence.mixers)

@@ -20,7 +20,26 @@ from retrieve_spec.attention import visible_rows
 from retrieve_spec.drafting.tree import DraftTree
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The rows of a text at one depth.
+
+    Attributes
+    ----------
+    rows
+        (n,) long.
+    above
+        (n,) long, which rows of the depth above they follow, by their places there.
+    places
+        By row, its place here.
+    """
+
+    rows: torch.Tensor
+    above: torch.Tensor
+    places: dict[int, int]
+
+
+@dataclass
 class RowTree:
     """The rows of a pass over one text or several, and which of them follow which.
 
@@ -84,6 +103,24 @@ class RowTree:
                 at = np.maximum(np.where(at >= held, above, at - 1), 0)
             self._windows[held, length] = torch.from_numpy(back.reshape(-1)).to(self.above.device)
         return self._windows[held, length]
+
+    @functools.cached_property
+    def levels(self) -> list[Level]:
+        """The rows of a lone text by depth."""
+        parent = self.parent[0].tolist()
+        depths: list[int] = []
+        places: list[dict[int, int]] = []
+        for row, above in enumerate(parent):
+            depths.append(depths[above] + 1 if above >= 0 else 0)
+            if depths[row] == len(places):
+                places.append({})
+            places[depths[row]][row] = len(places[depths[row]])
+        levels = []
+        for depth, here in enumerate(places):
+            followed = [places[depth - 1][parent[row]] if depth else 0 for row in here]
+            rows, above = (torch.tensor(numbers, device=self.above.device) for numbers in (list(here), followed))
+            levels.append(Level(rows, above, here))
+        return levels
 
     def decays(self, logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of (texts, width, heads) logarithms of decays at every row, those since the state, and between rows.

@@ -62,8 +62,6 @@ class VerifierInputs:
         Longest the row can become, in tokens; no pass is asked for a position at or beyond it.
     returns_cache
         Whether the cache is looked at afterwards; else `finish` need not put it back together.
-    common_rows
-        Whether other texts begin with the very tensors that the cache holds, which nobody writes to.
     """
 
     input_ids: torch.Tensor
@@ -72,7 +70,6 @@ class VerifierInputs:
     holds_past: bool = True
     max_length: int = 0
     returns_cache: bool = True
-    common_rows: bool = False
 
     @property
     def uncached_ids(self) -> NDArray[np.int32]:

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrieve_spec as rs
-from retrieve_spec.verify.comparison import drafts_for, special_tokens
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": 0, "pad_token_id": None}  # fmt: skip
@@ -41,26 +40,3 @@ def test_single_texts_and_batches(model_type: str, tokens: int, mode: str) -> No
     assert "fails" not in model.speculation.last.reason
     if model_type == "llama":
         assert model.speculation.last.mode == "tree"
-
-
-@pytest.mark.parametrize("tokens", [2, 3, 4, 5, 6, 7, 9, 12, 40, 50_000])
-@pytest.mark.parametrize("special", [(), (0, 1, 2), (4, 5, 6, 7, 8)])
-def test_drafts_are_trees_of_tokens_that_there_are(tokens: int, special: tuple[int, ...]) -> None:
-    config = AutoConfig.for_model("llama", vocab_size=tokens, **SIZES)
-    for n, token in enumerate(special):
-        setattr(config, f"kind{n}_token_id", token)
-
-    class Named:
-        def get_input_embeddings(self) -> Any:
-            return torch.nn.Embedding(tokens, 1)
-
-    model: Any = Named()
-    model.config = config
-    for draft in drafts_for("tree", 3, model):
-        given = [token for path in draft.paths for token in path]
-        assert all(0 <= token < tokens for token in [draft.root, *given])
-        firsts = {path[0] for path in draft.paths}
-        assert len(firsts) >= min(len(draft.paths), tokens, 2)
-        if tokens >= 6 + len(special_tokens(config)) + 3:
-            assert not set(given) & special_tokens(config)
-            assert len(firsts) == len(draft.paths)

@@ -13,7 +13,7 @@ ORDER = [
     {"model_files"},
     {"kernels"},
     {"quantized"},
-    {"reference_model", "weight_formats"},
+    {"reference_model"},
     {"datastore"},
     {"sources"},
     {"drafting"},

@@ -10,8 +10,9 @@ import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.verify.interface import Recurrence
 from retrieve_spec.verify.mixers import find_mixers
-from retrieve_spec.verify.recurrent import RowMixer, RowState, replaceable
+from retrieve_spec.verify.recurrent import RecurrentState, RowMixer, replaceable
 from retrieve_spec.verify.row_scans import RowTree, convolve, scan_delta, scan_ssd, unit
 
 TREES = ([[1, 2, 3], [1, 4], [5, 6]], [[7]], [], [[1, 2, 3, 4, 5, 6]], [[1], [2], [3]])
@@ -191,7 +192,7 @@ def test_prompts_and_steps_are_the_models_own(make: Any, cache: str, length: int
     """Logits and states of a prompt, in pieces as well, and of steps behind it."""
     model = make()
     ids = torch.randint(1, 64, (1, length + 3))
-    state = RowState(find_mixers(model, cache, ids[:, :3]))
+    state = RecurrentState(Recurrence(tuple(find_mixers(model, cache, ids[:, :3])), "rows"))
     texts: list[list[torch.Tensor]] = [[], []]
     caches = []
     for ours in (False, True):
@@ -221,7 +222,7 @@ def test_other_threads_run_the_mixer_itself_and_the_model_is_what_it_was(monkeyp
     wanted = model(ids).logits
     said: list[torch.Tensor] = []
     monkeypatch.setattr(RowMixer, "scan_ssd", lambda *args, **kwargs: 1 / 0)
-    rows = RowState(find_mixers(model, "cache_params", ids))
+    rows = RecurrentState(Recurrence(tuple(find_mixers(model, "cache_params", ids)), "rows"))
     with rows.verifying(None, [None], [5], [DraftTree()], CPU):
         other = threading.Thread(target=lambda: said.append(model(ids).logits))
         other.start()

@@ -259,7 +259,15 @@ def test_threads_wait_for_each_other_between_steps() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@settings(max_examples=40, deadline=None)
+def drafted(random: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Who sees whom of the rows of a random tree, and their depths."""
+    seen = np.eye(rows, dtype=np.bool_)
+    for row in range(1, rows):
+        seen[row] |= seen[random.integers(row)]
+    return seen, seen.sum(1) - 1
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.lists(st.integers(1, 20), min_size=1, max_size=3),
@@ -267,12 +275,14 @@ def test_threads_wait_for_each_other_between_steps() -> None:
     kv_heads=st.integers(1, 2),
     groups=st.integers(1, 3),
     widths=st.sampled_from([(32, 16), (64, 64), (96, 32)]),
+    window=st.sampled_from([0, 1, 5, 30, 75]),
+    softcap=st.sampled_from([0.0, 3.0]),
     threads=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_rows_attend_to_what_they_see(
-    seed: int, rows: list[int], held: int, kv_heads: int, groups: int, widths: tuple[int, int], threads: bool,
-    dtype: torch.dtype,
+    seed: int, rows: list[int], held: int, kv_heads: int, groups: int, widths: tuple[int, int], window: int,
+    softcap: float, threads: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """The naive twin; rows are written behind those held, and a row's result is bit for bit that of the row alone."""
     random, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
@@ -284,7 +294,7 @@ def test_rows_attend_to_what_they_see(
     query, keys, values = states(count, heads, d), states(count, kv_heads, d), states(count, kv_heads, dv)
     slabs = [(states(2, kv_heads, 96, d), states(2, kv_heads, 96, dv)) for _ in rows]
     before = [tuple(slab.clone() for slab in both) for both in slabs]
-    seen = [np.tril(random.random((n, n)) < 0.5) | np.eye(n, dtype=np.bool_) for n in rows]
+    seen, depths = zip(*(drafted(random, n) for n in rows), strict=True)
 
     def attend(
         queries: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, texts: RowTexts
@@ -292,8 +302,7 @@ def test_rows_attend_to_what_they_see(
         program = RowProgram(dtype)
         places = [program.place() for _ in range(4)]
         program.add(Step.KEEP, places[1], places[2], 1, kv_heads, d, dv)
-        scale = int(np.float64(0.2).view(np.int64))
-        program.add(Step.ATTEND, places[0], places[3], 1, heads, kv_heads, d, dv, scale)
+        program.add(Step.ATTEND, places[0], places[3], 1, heads, kv_heads, d, dv, window, 0.2, softcap)
         out = torch.empty(len(queries), heads, dv, dtype=dtype)
         program.finish(places)
         tensors = (queries, new_keys, new_values, out)
@@ -304,9 +313,9 @@ def test_rows_attend_to_what_they_see(
         return np.array([[*(part[layer].data_ptr() for part in slab), 96, rows_held] for layer in (0, 1)], np.int64)
 
     with mock.patch.object(row_programs, "threads_of_torch", return_value=2 if threads else 1):
-        out = attend(query, keys, values, RowTexts(rows, seen, [places_of(slab, held) for slab in slabs]))
+        out = attend(query, keys, values, RowTexts(rows, seen, depths, [places_of(slab, held) for slab in slabs]))
     begin = 0
-    for n, mine, slab, old in zip(rows, seen, slabs, before, strict=True):
+    for n, mine, depth, slab, old in zip(rows, seen, depths, slabs, before, strict=True):
         own = slice(begin, begin + n)
         for part, was, new in zip(slab, old, (keys, values), strict=True):
             assert torch.equal(part[1, :, held : held + n], new[own].transpose(0, 1))
@@ -316,20 +325,25 @@ def test_rows_attend_to_what_they_see(
             torch.cat([old_part[1, :, :held], new[own].transpose(0, 1)], 1).double()
             for old_part, new in zip(old, (keys, values), strict=True)
         )
-        mask = torch.from_numpy(np.concatenate([np.ones((n, held), np.bool_), mine], 1))
+        apart = held + depth[:, None] - np.concatenate([np.arange(held), held + depth])
+        near = np.concatenate([np.ones((n, held), np.bool_), mine], 1) & (apart < (window or 1000))
+        mask = torch.from_numpy(near)
         for head in range(heads):
             scores = query[own, head].double() @ all_keys[head // groups].T * 0.2
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
             shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
             torch.testing.assert_close(out[own, head].double(), shares @ all_values[head // groups], **CLOSE[dtype])
         last = np.flatnonzero(mine[-1])  # those that the last row sees, one behind the other, as in a text
         alone = tuple(part.clone() for part in old)
         at = begin + last
-        line = RowTexts([len(last)], [np.tri(len(last), dtype=np.bool_)], [places_of(alone, held)])
+        line = RowTexts(
+            [len(last)], [np.tri(len(last), dtype=np.bool_)], [np.arange(len(last))], [places_of(alone, held)]
+        )
         result = attend(query[at].contiguous(), keys[at].contiguous(), values[at].contiguous(), line)
         assert torch.equal(result[-1], out[begin + n - 1])
         begin += n
     bad = int(random.integers(count))  # what overflowed is nothing to rows that do not see it
     keys[bad] = values[bad] = torch.inf
-    again = attend(query, keys, values, RowTexts(rows, seen, [places_of(slab, held) for slab in slabs]))
+    again = attend(query, keys, values, RowTexts(rows, seen, depths, [places_of(slab, held) for slab in slabs]))
     others = ~torch.block_diag(*map(torch.from_numpy, seen)).bool()[:, bad]
     assert torch.equal(again[others], out[others])

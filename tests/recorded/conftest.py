@@ -11,14 +11,10 @@ from drawn_by_host import triton_sampling_twin, triton_topk_twin
 from pretend_cuda import PretendCuda, triton_stand_in
 
 import retrieve_spec.kernels
-from retrieve_spec import attention
 from retrieve_spec.recorded import packed_pass
 from retrieve_spec.sampling import acceptance, samplers
 
-TRIALS = (
-    attention.why_not_triton, attention.processors, packed_pass.why_not_packed, samplers.draws_alike,
-    acceptance.packing,
-)  # fmt: skip
+TRIALS = (packed_pass.why_not_triton, packed_pass.processors, samplers.draws_alike, acceptance.packing)
 
 
 @pytest.fixture
@@ -46,4 +42,3 @@ def drawn_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_triton(gpu: PretendCuda, drawn_by_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, triton_stand_in(gpu))
-    monkeypatch.setattr(attention, "has_triton", lambda: True)

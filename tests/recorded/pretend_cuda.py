@@ -483,16 +483,6 @@ def triton_stand_in(gpu: PretendCuda) -> ModuleType:
         if any(not isinstance(a, CudaTensor) or a.index != gpu.current for a in given if a is not None):
             raise CudaError("a kernel is launched with tensors that are not on the current GPU")
 
-    def tree_attention(
-        query: Any, keys: Any, values: Any, words: Any, depths: Any, prefix: Any,
-        *, scale: float, softcap: float = 0.0, window: int = 0, sinks: Any = None, splits: int = 1,
-    ) -> Any:  # fmt: skip
-        check(query, keys, values, words, depths, prefix, sinks)
-        assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
-        assert words.dtype == depths.dtype == prefix.dtype == torch.int32
-        gpu.launches["one text"] += 1
-        return naive_attention(query, keys, values, words, depths, prefix, scale, softcap, window, sinks)
-
     def packed_tree_attention(
         query: Any, keys: Any, values: Any, words: Any, depths: Any, prefix: Any, starts: Any, text_of: Any, tiles: Any,
         slabs: Any, *, layer: int, block: int, scale: float, softcap: float = 0.0, window: int = 0, sinks: Any = None,
@@ -502,7 +492,7 @@ def triton_stand_in(gpu: PretendCuda) -> ModuleType:
         assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
         assert {a.dtype for a in (words, depths, prefix, starts, text_of, tiles)} == {torch.int32}
         assert slabs.dtype == torch.int64
-        gpu.launches["several texts"] += 1
+        gpu.launches["attention"] += 1
         own = torch.ops.pretended
         own.store_rows(slabs, keys, values, text_of, starts, prefix, layer)
         return own.attend_rows(
@@ -514,8 +504,7 @@ def triton_stand_in(gpu: PretendCuda) -> ModuleType:
         assert {a.dtype for a in (places, prefix, starts, sources)} == {torch.int32} and slabs.dtype == torch.int64
         torch.ops.pretended.move_rows(places, slabs, prefix, starts, sources)
 
-    module.tree_attention, module.packed_tree_attention = tree_attention, packed_tree_attention
-    module.move_rows = move_rows
+    module.packed_tree_attention, module.move_rows = packed_tree_attention, move_rows
     module.num_splits = lambda *_: 1
     module.launch_options = lambda height, *_: {"BLOCK_M": min(16, height)}  # rows of tiny models fill several
     return module

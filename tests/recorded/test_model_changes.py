@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,20 @@ import retrieve_spec as rs
 from retrieve_spec.recorded.model_state import ModelState
 
 
-def _edit(model: Any) -> torch.Tensor:
-    weight: torch.Tensor = model.model.layers[1].mlp.down_proj.weight
-    return weight
+def _counted_entry(model: Any, where: str) -> None:
+    with torch.no_grad():
+        model.get_submodule(where).weight[3, 9] = 40.0
+
+
+def _uncounted_entry(model: Any, where: str) -> None:
+    model.get_submodule(where).weight.data[3, 9] = 40.0
+
+
+def _replaced_twice(model: Any, where: str) -> None:
+    weight = model.get_submodule(where).weight
+    for _ in range(2):
+        weight.data = weight.data.clone()
+    _uncounted_entry(model, where)
 
 
 def _quantise(model: Any) -> None:
@@ -69,6 +81,7 @@ def _frequencies(model: Any) -> Any:
     return model.model.rotary_emb.inv_freq
 
 
+EDITED = ("model.layers.1.mlp.down_proj", "lm_head")
 CHANGES: dict[str, Callable[[Any], object]] = {
     "in double precision": lambda model: model.double(),
     "down and up": lambda model: model.half().float(),
@@ -88,6 +101,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a forward patched": _patch_forward,
     "another buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", 0.5 * _frequencies(model)),
     "a buffer edited": lambda model: _frequencies(model).mul_(0.5),
+    **{f"an entry of {name}": partial(_counted_entry, where=name) for name in EDITED},
+    **{f"an uncounted entry of {name}": partial(_uncounted_entry, where=name) for name in EDITED},
+    **{f"{name} replaced": partial(_replaced_twice, where=name) for name in EDITED},
 }
 
 
@@ -184,33 +200,6 @@ def test_autocast_leaves_passes_to_the_model() -> None:
     check(model)
 
 
-def _counted_entry(weight: torch.Tensor) -> None:
-    with torch.no_grad():
-        weight[3, 9] = 40.0
-
-
-def _replaced_twice(weight: torch.Tensor) -> None:
-    for _ in range(2):
-        weight.data = weight.data.clone()
-    weight.data[3, 9] = 40.0
-
-
-@pytest.mark.parametrize("edit", [_counted_entry, _replaced_twice])
-@pytest.mark.parametrize("where", ["model.layers.1.mlp.down_proj", "lm_head"])
-def test_edits_of_weights_are_followed(edit: Callable[[torch.Tensor], None], where: str) -> None:
-    model = accelerate(build("llama"))
-    check(model)
-    edit(model.get_submodule(where).weight)
-    check(model)
-
-
-def test_an_uncounted_edit_of_one_entry_is_followed() -> None:
-    model = accelerate(build("llama"))
-    check(model)
-    _edit(model).data[3, 9] = 40.0
-    check(model)
-
-
 def test_a_frozen_model_is_not_looked_at_until_the_promise_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -219,10 +208,10 @@ def test_a_frozen_model_is_not_looked_at_until_the_promise_is_taken_back(
     with monkeypatch.context() as patched:
         patched.setattr(ModelState, "holds", lambda _: pytest.fail("the model is looked at"))
         check(model)
-    _edit(model).data[7] = 3.0
+    _uncounted_entry(model, EDITED[0])
     model.speculation.invalidate()
     check(model)
-    _counted_entry(_edit(model))
+    _counted_entry(model, EDITED[1])
     check(model)
 
 
@@ -232,7 +221,7 @@ def test_a_frozen_model_that_is_not_recorded_is_looked_at_all_the_same(recorded_
     if recorded_pass == "always":
         model.speculation.invalidate()
     model.speculation.assume_frozen()
-    _counted_entry(_edit(model))
+    _counted_entry(model, EDITED[0])
     check(model, "recorded" if recorded_pass == "always" else "model's own")
     with torch.autocast("cpu", torch.bfloat16):
         model.generate(ids(20), **OPTIONS)

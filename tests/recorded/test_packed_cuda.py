@@ -65,7 +65,7 @@ def test_rows_of_a_batch_attend_in_one_launch(
     make_room = Slab.make_room
     monkeypatch.setattr(Slab, "make_room", lambda *given: grown.append(not Slab.fits(*given)) or make_room(*given))
     rows = Together(gpu, family, index)
-    assert not packed_pass.why_not_packed("cuda")
+    assert not packed_pass.why_not_triton("cuda")
     captures = []
     for graphs in (False, True, True):
         rows.accelerate(graphs)
@@ -75,11 +75,8 @@ def test_rows_of_a_batch_attend_in_one_launch(
         report = rows.placed.model.speculation.last
         assert report.rows == 3 and report.tokens_per_pass > 3 and report.passes > 2
         assert any(grown)
-        if not graphs:  # the text that goes on when the others have ended is one alone
-            assert gpu.launches["several texts"]
-            assert gpu.launches["several texts"] + gpu.launches["one text"] == 2 * report.passes, (
-                "the prompts' included"
-            )
+        if not graphs:
+            assert gpu.launches["attention"] == 2 * report.passes, "the prompts' included"
             continue
         assert not report.eager_reason and set(report.ran) <= {"captured", "replayed"}, "prompts and tails included"
         captures.append(rows.graphs.captures)
@@ -87,7 +84,7 @@ def test_rows_of_a_batch_attend_in_one_launch(
     assert captures[1] == captures[0], "a second batch, whose slabs are elsewhere, replays"
 
 
-def test_batches_go_on_where_several_texts_cannot_share_a_launch_or_a_capture_fails(
+def test_batches_go_on_where_kernels_or_captures_fail(
     gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = Together(gpu)
@@ -105,11 +102,11 @@ def test_batches_go_on_where_several_texts_cannot_share_a_launch_or_a_capture_fa
     assert len(tried) == 1 and "not permitted" in caplog.text
     module = sys.modules["retrieve_spec.kernels.triton_tree_attention"]
     monkeypatch.setattr(module, "packed_tree_attention", refused)
-    packed_pass.why_not_packed.cache_clear()
+    packed_pass.why_not_triton.cache_clear()
     gpu.launches.clear()
     assert torch.equal(rows.generate(), rows.expected)
-    assert gpu.launches["one text"] > 6 and not gpu.launches["several texts"]
-    assert "batches attend row by row" in caplog.text
+    assert not gpu.launches["attention"]
+    assert "passes attend without Triton's kernels" in caplog.text
 
 
 def test_a_batch_copies_its_inputs_at_once(gpu: PretendCuda, with_triton: None) -> None:

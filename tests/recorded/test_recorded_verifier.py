@@ -24,9 +24,13 @@ def made(model: Any, **options: Any) -> Any:
     return try_recording(model, finding, SpeculationConfig(**{"recorded_pass": "always", **options}))
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_output_and_cache_are_those_of_generate(model_type: str) -> None:
-    model = build(model_type)
+WIDTHS = [*((family, 8) for family in FAMILIES), *((family, 16) for family in ("mistral", "gemma2", "gemma3_text"))]
+"""Heads of 16 numbers are attended by programs over rows, those of 8 by torch."""
+
+
+@pytest.mark.parametrize(("model_type", "head_dim"), WIDTHS)
+def test_output_and_cache_are_those_of_generate(model_type: str, head_dim: int) -> None:
+    model = build(model_type, head_dim=head_dim)
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
     plain = model.generate(ids(30), **options)
     for script in SCRIPTS:
@@ -41,6 +45,12 @@ def test_output_and_cache_are_those_of_generate(model_type: str) -> None:
                 torch.testing.assert_close(layer.keys, wanted.keys, atol=2e-5, rtol=2e-5)
                 torch.testing.assert_close(layer.values, wanted.values, atol=2e-5, rtol=2e-5)
         rs.restore(model)
+    both = torch.cat([ids(30), ids(30).flip(1)])
+    wanted = model.generate(both, max_new_tokens=24, do_sample=False)
+    rs.accelerate(model, nodes=8, recorded_pass="always")
+    assert torch.equal(model.generate(both, max_new_tokens=24, do_sample=False), wanted)
+    assert (model.speculation.last.pass_kind, model.speculation.last.rows) == ("recorded", 2)
+    rs.restore(model)
     assert model.config._attn_implementation == ("eager" if model_type in ("gemma2", "gpt_oss") else "sdpa")
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import retrieve_spec as rs
 from retrieve_spec.kernels.row_programs import CAN_RUN
-from retrieve_spec.recorded import row_layers
-from retrieve_spec.recorded.row_layers import RowLayers
+from retrieve_spec.recorded import verifier_factory
+from retrieve_spec.recorded.verifier_factory import RowLayers
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="nothing is compiled")
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
@@ -37,13 +37,13 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.count = 0
-        original = row_layers.row_product
+        original = verifier_factory.row_product
 
         def counted(*args):
             self.count += 1
             return original(*args)
 
-        monkeypatch.setattr(row_layers, "row_product", counted)
+        monkeypatch.setattr(verifier_factory, "row_product", counted)
 
 
 def test_passes_inside_give_the_same_logits_and_leave_nothing_behind(monkeypatch):

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig
 
 from retrieve_spec import attention
-from retrieve_spec.attention import LayerRule, TreeMask, attend, choose_backend, row_depths, visible_rows
+from retrieve_spec.attention import LayerRule, TreeMask, attend, row_depths, visible_rows
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.recorded.kv_buffer import KVBuffer
 
 TREE = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6, 7, 8], [9]])
 CPU = torch.device("cpu")
@@ -94,61 +92,3 @@ def test_blocks_of_a_long_prefix_are_naive_attention(
     expected = naive(query.float(), keys.float(), values.float(), seen, depths, prefix, rule)
     tolerance = 2e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_a_gpu_on_which_triton_fails_gets_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here because there is no GPU; tried once, not at every layer."""
-    calls: list[str] = []
-
-    def failing(*_: Any, **__: Any) -> Any:
-        calls.append("tried")
-        raise RuntimeError("no such instruction\nmore")
-
-    monkeypatch.setattr(attention, "has_triton", lambda: True)
-    monkeypatch.setattr(attention, "attend_triton", failing)
-    monkeypatch.setattr(attention, "TreeMask", lambda *_: TreeMask(1, torch.float16, CPU))
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1, 1, 2, 16))
-    attention.why_not_triton.cache_clear()
-    mask = TreeMask(2, torch.float16, CPU)
-    mask.device = torch.device("cuda")
-    for _ in range(3):
-        assert choose_backend(mask, RULES[0], 16, 16) == "split"
-    assert len(calls) == 1
-    assert attention.why_not_triton("cuda") == "triton does not compile here (RuntimeError: no such instruction)"
-    attention.why_not_triton.cache_clear()
-
-
-def test_mask_buffer_is_right_after_any_sequence_of_passes() -> None:
-    """The buffer is reused as prefixes and trees change; its prefix columns stay visible."""
-    mask = TreeMask(2, torch.float32, CPU)
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        prefix, rows = int(rng.integers(0, 900)), int(rng.integers(2, 70))
-        seen = np.tri(rows, dtype=bool) & (rng.random((rows, rows)) < 0.5) | np.eye(rows, dtype=bool)
-        mask.set(prefix, seen, np.arange(rows))
-        visible = mask.packed()[0, 0] == 0
-        assert visible.shape == (2 * rows, prefix + rows)
-        assert visible[:, :prefix].all()
-        assert (visible[:rows, prefix:].numpy() == seen).all()
-        assert (visible[rows:, prefix:].numpy() == seen).all()
-
-
-def rows_of(value: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    states = torch.arange(rows, dtype=torch.float32).view(1, 1, rows, 1).expand(1, 2, rows, 4) + value
-    return states, -states
-
-
-def test_cache_goes_back_where_it_came_from() -> None:
-    config = LlamaConfig(num_hidden_layers=2)
-    dynamic = DynamicCache(config=config)
-    for layer in range(2):
-        dynamic.update(*rows_of(layer, 5), layer)
-    cache = KVBuffer([0, 0], 4)
-    cache.load(dynamic, 5)
-    assert dynamic.layers[0].keys is None
-    for layer in range(2):
-        cache.update(*rows_of(50 + layer, 3), layer)
-    cache.commit(5, 1, np.array([1], np.int32))
-    cache.unload(dynamic, cache.length)
-    assert dynamic.get_seq_length() == 7
-    assert dynamic.layers[1].keys[0, 0, :, 0].tolist() == [1, 2, 3, 4, 5, 51, 53]
