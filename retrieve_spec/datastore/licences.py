@@ -1,9 +1,9 @@
 """Licence rule: under which licence a file stands, and whether that is one of those allowed.
 
 A file's own ``SPDX-License-Identifier`` lines count first, then the licence files of the nearest folder that has
-some, up to the top of the checkout or of the source, then what whoever builds says of the whole source. Licences are
-recognised by their texts, which `identify` brings. Where any of these is there but not understood, the licence is
-unknown: nothing enters by a guess.
+some, up to the top of the checkout or of the source, then what whoever builds says of the whole source. identify
+recognises licences by their texts. Where any of these is there but not understood, the licence is unknown: nothing
+enters by a guess.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+from identify.identify import license_id, tags_from_filename
+from license_expression import ExpressionError, get_spdx_licensing
 
 from retrieve_spec.datastore.git_rules import Reason, checkout_of
 from retrieve_spec.errors import BuildError
@@ -22,20 +24,10 @@ from retrieve_spec.errors import BuildError
 _HEAD_CHARS = 8192
 _MOST_BYTES = 256 << 10
 _SPDX = re.compile(
-    r"^(?:dnl|rem|[^\w\n])*SPDX-License-Identifier:[ \t]*(.*?)[ \t]*(?:\*/|-->|[#%*]\}|\*\)|\"\"\"|''')?[ \t\r]*$",
-    re.IGNORECASE | re.MULTILINE,
+    r"^[^\w\n]*SPDX-License-Identifier:[ \t]*(.*?)(?:[ \t]*\*\))?[^\w+)\n]*$", re.IGNORECASE | re.MULTILINE
 )
-_LICENCE_FILE = re.compile(
-    r"(?:licen[cs]es?|copying\d*|unlicense|eula)(?:[-_. ].*)?|.*[-_.]licen[cs]e(?:\.(?:txt|md|rst|html|rtf))?",
-    re.IGNORECASE,
-)
-"""Every such file counts, as one that is not understood leaves the licence unknown, …"""
-_NO_LICENCE_FILE = re.compile(
-    r".*\.(?:py|js|ts|jsx|tsx|c|cc|cpp|h|hpp|go|rs|java|kt|rb|php|cs|swift|scala|sh|json|ya?ml|toml|xml|csv|lock)"
-    r"|.*(?:3rd|third)[-_. ]?part(?:y|ies).*",
-    re.IGNORECASE,
-)
-"""… but for code, data, and what speaks of others' parts."""
+_LICENCE_FILE = re.compile(r"(?:licen[cs]es?|copying\d*|unlicense)(?:[-_. ].*)?", re.IGNORECASE)
+_PROSE = {"text", "plain-text", "markdown", "rst", "html"}
 _EITHER = {"MIT", "Apache-2.0"}
 """Licences whose files side by side are alternatives, by custom; of any others both hold."""
 _STATED = {
@@ -49,17 +41,7 @@ _STATED = {
 }
 """Names that packages give for one licence."""
 UNKNOWN = ""
-_WORD = re.compile(r"[a-z0-9]+")
-_COPYRIGHT = re.compile(
-    r"^[ \t]*(?:copyright\b(?!\s+(?:and|disclaimer|holders?|interest|laws?|licen[cs]es?|notices?|or|owners?|patent"
-    r"|statement|to)\b)|\(c\)|©).*$|all rights reserved\.?",
-    re.IGNORECASE | re.MULTILINE,
-)
-_END = "END OF TERMS AND CONDITIONS"
-_BRACKETS = re.compile(r"\( ([^()]*) \)")
-_YES, _NO = "yes", "no"
-"""What a part of an expression in brackets comes to."""
-_VERSIONED = re.compile(r"([AL]?GPL-\d\.\d|GFDL-\d\.\d)(\+?)")
+_spdx = cache(get_spdx_licensing)
 
 
 def allow_list(names: Iterable[str]) -> tuple[str, ...]:
@@ -75,7 +57,7 @@ def allow_list(names: Iterable[str]) -> tuple[str, ...]:
         if not name:
             continue
         known = canonical(name)
-        if not known or " OR " in known or " AND " in known:
+        if not known or len(_symbols(known)) > 1:
             remedy = "Look it up at https://spdx.org/licenses and give each licence by itself."
             raise BuildError("SPDX identifiers as licences, as MIT,Apache-2.0", repr(name), remedy)
         found.append(known)
@@ -85,15 +67,16 @@ def allow_list(names: Iterable[str]) -> tuple[str, ...]:
 def canonical(expression: str) -> str:
     """An SPDX expression as it is usually written, or `UNKNOWN`; GNU licences by their newer names."""
     try:
-        written = str(canonicalize_license_expression(_STATED.get(expression.lower(), expression)))
-    except InvalidLicenseExpression:
+        parsed = _spdx().parse(_STATED.get(expression.lower(), expression), validate=True, strict=True)
+    except ExpressionError:
         return UNKNOWN
-    return " ".join(_newer(word) for word in written.replace("(", "( ").replace(")", " )").split())
+    return UNKNOWN if parsed is None else str(parsed)
 
 
-def _newer(word: str) -> str:
-    found = _VERSIONED.fullmatch(word)
-    return word if found is None else f"{found[1]}-{'or-later' if found[2] else 'only'}"
+def _symbols(expression: str) -> list[Any]:
+    """Licences of an expression, each with its exception."""
+    found: list[Any] = _spdx().license_symbols(expression, decompose=False)
+    return found
 
 
 def allows(allowed: Sequence[str], expression: str) -> bool:
@@ -101,17 +84,14 @@ def allows(allowed: Sequence[str], expression: str) -> bool:
 
     An exception only adds permissions, and "or later" includes the version it names.
     """
-    while inner := _BRACKETS.search(expression):
-        expression = expression.replace(inner[0], _YES if allows(allowed, inner[1]) else _NO)
-    sides = (side.split(" AND ") for side in expression.split(" OR "))
-    return any(all(_is_allowed(allowed, licence) for licence in side) for side in sides)
+    spdx = _spdx()
+    values = {one: spdx.TRUE if _is_allowed(allowed, one) else spdx.FALSE for one in _symbols(expression)}
+    return expression != UNKNOWN and bool(spdx.parse(expression).subs(values).simplify() == spdx.TRUE)
 
 
-def _is_allowed(allowed: Sequence[str], licence: str) -> bool:
-    name, _, exception = licence.partition(" WITH ")
-    names = {name, name.removesuffix("-or-later") + "-only"}
-    names |= {f"{one} WITH {exception}" for one in names}
-    return licence == _YES or not names.isdisjoint(allowed)
+def _is_allowed(allowed: Sequence[str], licence: Any) -> bool:
+    name = getattr(licence, "license_symbol", licence).key
+    return not {str(licence), name, name.removesuffix("-or-later") + "-only"}.isdisjoint(allowed)
 
 
 def own_licence(text: str) -> str | None:
@@ -123,44 +103,12 @@ def own_licence(text: str) -> str | None:
 def _all_of(found: Sequence[str], join: str = " AND ") -> str:
     if UNKNOWN in found:
         return UNKNOWN
-    different = sorted(set(found))
-    return different[0] if len(different) == 1 else join.join(f"( {one} )" for one in different)
+    return str(_spdx().parse(join.join(f"({one})" for one in found)).simplify())
 
 
 def is_licence_file(name: str) -> bool:
-    """Whether a file says, by its name, under which licence others stand."""
-    return _LICENCE_FILE.fullmatch(name) is not None and _NO_LICENCE_FILE.fullmatch(name) is None
-
-
-@cache
-def _texts() -> dict[tuple[str, ...], tuple[str, frozenset[str]]]:
-    """Identifier, and words of the title, of the known licences by the words below that."""
-    from identify.vendor.licenses import LICENSES
-
-    found = {}
-    for name, whole in LICENSES:
-        for text in (whole, whole.partition(_END)[0] + _END):
-            title, _, body = text.partition("\n")
-            allowed = frozenset(_WORD.findall(f"the {title} license licence {name}".lower()))
-            found[_words(body)] = canonical(name), allowed
-            found.setdefault(_words(text), (canonical(name), frozenset()))
-    return found
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(_WORD.findall(_COPYRIGHT.sub("", text).lower()))
-
-
-def licence_of_text(text: str) -> str:
-    """SPDX identifier of the licence that a text is, `UNKNOWN` for anything else.
-
-    Copyright lines, spaces and a title in other words are free; whatever else differs makes another licence.
-    """
-    title, _, body = text.lstrip().partition("\n")
-    name, known = _texts().get(_words(body), (UNKNOWN, frozenset[str]()))
-    if known.issuperset(_words(title)):
-        return name
-    return _texts().get(_words(text), (UNKNOWN, known))[0]
+    """Whether a file says, by its name, under which licence others stand; code and data of such a name do not."""
+    return _LICENCE_FILE.fullmatch(name) is not None and tags_from_filename(name) <= _PROSE
 
 
 class LicenceRule:
@@ -178,7 +126,7 @@ class LicenceRule:
 
     def __init__(self, roots: Sequence[Path], allowed: Sequence[str], stated: str = "") -> None:
         self.allowed = tuple(allowed)
-        self._roots, self._stated = set(roots), canonical(stated) if stated else UNKNOWN
+        self._roots, self._stated = set(roots), canonical(stated)
         self._folders: dict[Path, str | None] = {}
 
     def licence(self, path: Path | None, own: str | None) -> str:
@@ -197,13 +145,10 @@ class LicenceRule:
         """What the licence files of a folder say, or of the nearest above it that has some; None where none has."""
         if folder not in self._folders:
             checkout = checkout_of(folder)
-            last = folder == checkout or folder.parent == folder or (checkout is None and folder in self._roots)
-            said = _folder_licence(folder, checkout or self._root_of(folder))
-            self._folders[folder] = said if said is not None or last else self._nearest(folder.parent)
+            top = checkout or next((root for root in self._roots if folder.is_relative_to(root)), folder)
+            said = _folder_licence(folder, top)
+            self._folders[folder] = said if said is not None or folder == top else self._nearest(folder.parent)
         return self._folders[folder]
-
-    def _root_of(self, folder: Path) -> Path:
-        return next((root for root in self._roots if folder.is_relative_to(root)), folder)
 
 
 def _folder_licence(folder: Path, top: Path) -> str | None:
@@ -212,10 +157,9 @@ def _folder_licence(folder: Path, top: Path) -> str | None:
         names = sorted(filter(is_licence_file, os.listdir(folder)))
     except OSError:
         return None
-    files = [name for name in names if not (folder / name).is_dir()]
-    if not files:
+    found = [_file_licence(folder / name, top) for name in names if not (folder / name).is_dir()]
+    if not found:
         return None
-    found = [_file_licence(folder / name, top) for name in files]
     return _all_of(found, " OR " if set(found) == _EITHER else " AND ")
 
 
@@ -225,8 +169,6 @@ def _file_licence(path: Path, top: Path) -> str:
         place = path.resolve(strict=True)
         if not place.is_file() or place.stat().st_size > _MOST_BYTES or not place.is_relative_to(top):
             return UNKNOWN
-        text = place.read_text("utf-8")
-        own = own_licence(text)
-        return licence_of_text(text) if own is None else own
+        return canonical(license_id(str(place)) or UNKNOWN)
     except (OSError, ValueError, RuntimeError):
         return UNKNOWN
