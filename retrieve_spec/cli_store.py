@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.sources import Source
 
 _NAMED = 3
-"""Paths listed of what was skipped for one reason; `--json` and the catalogue have all."""
+"""Paths listed of what was skipped for one reason; `--json` and `--left-out` have all."""
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
 STORE = click.argument("store", type=PLACE)

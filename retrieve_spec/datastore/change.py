@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.files import replace_file, sync_folder, write_bytes
+from retrieve_spec.datastore.files import replace_file, sync_folder
 from retrieve_spec.datastore.manifest import (
     CATALOG,
     MANIFEST,
     PLAN,
     SEGMENTS,
-    SKIPPED,
     TOMBSTONES,
     WORK,
     Manifest,
@@ -191,7 +190,6 @@ def publish(
         "tokens": report.tokens,
         "skipped": report.skipped_by_reason,
         **({"vectors": report.dense} if report.dense else {}),
-        **put_skipped(work.store, report.skipped),
     }
     following = manifest.following(tuple(entries.values()), event)
     write_manifest(work.store, following)
@@ -252,23 +250,7 @@ def put_files(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
         sync_folder(folder)
 
 
-def put_skipped(store: Path, skipped: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
-    """Write the list of what a change left out; returns its record for the history, empty where nothing was."""
-    if not skipped:
-        return {}
-    content = json.dumps(skipped, ensure_ascii=False, indent=0).encode("utf-8", "backslashreplace")
-    folder = store / SKIPPED
-    folder.mkdir(exist_ok=True)
-    written = write_bytes(folder / "list.tmp", content)
-    name = f"{written.sha256[:16]}.json"
-    os.replace(folder / "list.tmp", folder / name)
-    sync_folder(folder)
-    return {"listed": {"name": name, "bytes": written.bytes, "sha256": written.sha256}}
-
-
-_OURS = re.compile(
-    rf"{LOCK}|{WORK}|{SEGMENTS}|{SKIPPED}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
-)
+_OURS = re.compile(rf"{LOCK}|{WORK}|{SEGMENTS}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}")
 """Names that an interrupted first build leaves."""
 
 

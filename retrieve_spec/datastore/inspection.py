@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import (
     CATALOG,
     SEGMENTS,
-    SKIPPED,
     Manifest,
     SegmentEntry,
     config_of,
@@ -105,8 +103,6 @@ def _checked(manifest: Manifest, files: list[tuple[str, FileEntry]]) -> dict[str
 def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     manifest = store.manifest
     files = list(files_of(manifest))
-    listed = (event["listed"] for event in manifest.history if "listed" in event)
-    files += [(f"{SKIPPED}/{one['name']}", FileEntry(one["bytes"], one["sha256"])) for one in listed]
     checked = _checked(manifest, files)
     with progress_bar("checksums", checked["bytes"], "B", progress) as advance:
         for place, entry in files:
@@ -330,8 +326,7 @@ def write_catalog(path: str | os.PathLike[str]) -> Path:
     Returns
     -------
     Path
-        ``catalog.sqlite`` in the store, in place of an older one: table `documents` with full-text search over paths,
-        table `skipped` of what recent changes left out, and table `store`.
+        ``catalog.sqlite`` in the store, in place of an older one: table `documents` with full-text search over paths.
 
     Raises
     ------
@@ -350,10 +345,6 @@ def write_catalog(path: str | os.PathLike[str]) -> Path:
             documents.create_index(["segment", "number"], unique=True)
             documents.create_index(["sha256"])
             documents.enable_fts(["path"])
-            skipped = documents.db.table("skipped")
-            skipped.create({"generation": int, "path": str, "source": str, "reason": str}).insert_all(_skipped(store))
-            manifest = store.manifest
-            documents.db.table("store").insert({"generation": manifest.generation, "content": manifest.content})
         for suffix in ("-journal", "-wal", "-shm"):
             target.with_name(target.name + suffix).unlink(missing_ok=True)
         os.replace(written, target)
@@ -378,14 +369,3 @@ def list_documents(connection: sqlite3.Connection, documents: Iterable[Document]
 
 def _cell(value: Any) -> Any:
     return readable(value) if isinstance(value, str) else int(value)
-
-
-def _skipped(store: Datastore) -> Iterator[dict[str, Any]]:
-    """Rows of what the changes of the history left out."""
-    for event in store.manifest.history:
-        if "listed" in event:
-            path = store.path / SKIPPED / event["listed"]["name"]
-            check_content(path, FileEntry(event["listed"]["bytes"], event["listed"]["sha256"]))
-            for row in json.loads(path.read_bytes()):
-                values = (event["generation"], *map(readable, row))
-                yield dict(zip(("generation", "path", "source", "reason"), values, strict=True))

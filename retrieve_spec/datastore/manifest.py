@@ -30,7 +30,6 @@ WORK = "work"
 PLAN = "plan.json"
 SEGMENTS = "segments"
 TOMBSTONES = "tombstones"
-SKIPPED = "skipped"
 GONE = ".gone"
 _ESCAPED = "backslashreplace"
 """How paths that are not UTF-8 are written: as JSON escapes them."""
@@ -326,8 +325,6 @@ def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
     segments = manifest.segments if manifest else ()
     _keep(store / SEGMENTS, {entry.name for entry in segments})
     _keep(store / TOMBSTONES, {name for entry in segments for name in entry.tombstones})
-    events = manifest.history if manifest else ()
-    _keep(store / SKIPPED, {event["listed"]["name"] for event in events if "listed" in event})
 
 
 def _keep(folder: Path, names: set[str]) -> None:

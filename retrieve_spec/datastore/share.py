@@ -127,9 +127,6 @@ def push_datastore(
     folder = folder_of(path, "push")
     store = open_datastore(folder)
     manifest = store.manifest if keep_paths else public_manifest(store.manifest)
-    # The lists of what changes left out stay here.
-    history = tuple({key: value for key, value in event.items() if key != "listed"} for event in manifest.history)
-    manifest = replace(manifest, history=history)
     with explain_remote_errors(url):
         remote = Remote(url)
         newest = version = remote.newest()

@@ -10,7 +10,6 @@ from test_build import contents
 from retrieve_spec.cli import run
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.build import build_datastore
-from retrieve_spec.datastore.inspection import write_catalog
 from retrieve_spec.datastore.licences import (
     LicenceRule,
     allow_list,
@@ -136,7 +135,6 @@ def test_build_takes_what_is_allowed(checkout, tokenizer, tmp_path, admit):
     assert left_out["under no known licence"] == 2  # odd/*
     licences = {d.path: d.licence for d in open_datastore(tmp_path / "s").documents()}
     assert (licences["plain.py"], licences["rust/both.rs"]) == ("MIT", "Apache-2.0 OR MIT")
-    write_catalog(tmp_path / "s")  # lists what was left out
 
 
 def test_part_of_a_checkout_and_what_is_stated(checkout, tokenizer, tmp_path):
