@@ -55,9 +55,6 @@ TOKENIZER = click.option(
     help="Model folder, tokenizer.json, hub id, 'smollm2' or 'reference'.",
 )
 _F = TypeVar("_F", bound=Callable[..., Any])
-_TEXT_INDEXES = ("both", "exact", "ngram")
-_DENSE_INDEXES = ("auto", "flat", "ivf-pq", "hnsw")
-
 _RUN = ("max_tokens", "workers")
 """Options that `build` and `add` hand on as they are."""
 _WORKERS = click.option("--workers", type=WholeRange(min=1), metavar="N", help="Processes; all CPUs by default.")
@@ -101,14 +98,6 @@ def _was_given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
-def _only(given: tuple[str, ...], group: tuple[str, ...]) -> str | None:
-    """The one option of a group that was given, if any."""
-    found = [name for name in given if name in group]
-    if len(found) > 1:
-        raise click.UsageError(f"Give one of --index {'|'.join(group)}.")
-    return found[0] if found else None
-
-
 def _sources(options: dict[str, Any]) -> list[Source | str]:
     from retrieve_spec.datastore.sources import Source
 
@@ -128,11 +117,8 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 )
 @click.option(
     "--index",
-    "indexes",
-    type=click.Choice([*_TEXT_INDEXES, *_DENSE_INDEXES]),
-    multiple=True,
-    help="What to keep of the text (both, exact, or ngram, small enough to ship), and the kind of the dense index "
-    "(auto: by size); once for each.",
+    type=click.Choice(["both", "exact", "ngram"]),
+    help="What to keep of the text: both indexes, the exact one, or n-grams alone, small enough to ship.",
 )
 @click.option(
     "--dense", metavar="MODEL", help="Also index the model's hidden states; folder, hub id, 'smollm2' or 'reference'."
@@ -157,7 +143,7 @@ def build(
     store: Path | str,
     tokenizer: str,
     recipe: Path | None,
-    indexes: tuple[str, ...],
+    index: Any,
     dense: str | None,
     layer: int | str,
     dims: int,
@@ -187,14 +173,11 @@ def build(
         if options["admit"]:
             wished["admit"] = options["admit"]
         config, sources, name = loaded.config, [replace(s, **wished) for s in loaded.sources], loaded.name
-    index: Any = _only(indexes, _TEXT_INDEXES)
     config = replace(config, index=index) if index else config
-    kind: Any = _only(indexes, _DENSE_INDEXES)
     if dense is not None:
-        config = replace(config, dense=DenseConfig(dense, layer, dims, kind or "auto", max_vectors or 0))
-    elif kind or any(map(_was_given, ("layer", "dims", "max_vectors"))):
-        names = f"--layer, --dims, --max-vectors and --index {'|'.join(_DENSE_INDEXES)}"
-        raise click.UsageError(f"Give --dense MODEL with {names}.")
+        config = replace(config, dense=DenseConfig(dense, layer, dims, max_vectors or 0))
+    elif any(map(_was_given, ("layer", "dims", "max_vectors"))):
+        raise click.UsageError("Give --dense MODEL with --layer, --dims and --max-vectors.")
     if not sources:
         raise click.UsageError("Give at least one SOURCE, or --recipe FILE|NAME.")
     with _bars(quiet, dense is not None):
@@ -476,11 +459,7 @@ def print_report(report: ChangeReport, store: Path | str, as_json: bool, left_ou
     if report.verb == "add" and not report.documents and not report.skipped:
         click.echo("  The sources and filters name no text that fits.")
     if report.dense:
-        d = report.dense
-        click.echo(
-            f"  dense: {d['vectors']:,} of {d['positions']:,} positions ({', '.join(d['kinds'])}), "
-            f"recall@10 {d['recall_at_10']:.3f}, {d['bytes_per_vector']:.1f} bytes per vector"
-        )
+        click.echo(f"  dense: {report.dense['vectors']:,} of {report.dense['positions']:,} positions")
     from retrieve_spec.datastore.change import by_reason
     from retrieve_spec.datastore.git_rules import Reason
 

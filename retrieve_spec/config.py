@@ -281,8 +281,6 @@ class DenseConfig:
         `"last"` (after the final norm) or N ≥ 1, what the N-th block hands on.
     dims
         Numbers of a key, after PCA.
-    index
-        `"flat"` (exact), `"ivf-pq"`, `"hnsw"`, or `"auto"`: flat below 50,000 keys, IVF-PQ from there.
     max_vectors
         Keys of one build at most, 0 for all positions; random windows of the text are left out.
     window, overlap
@@ -295,17 +293,15 @@ class DenseConfig:
     model: str
     layer: int | str = "last"
     dims: int = 64
-    index: Literal["auto", "flat", "ivf-pq", "hnsw"] = "auto"
     max_vectors: int = 0
     window: int = 1024
     overlap: int = 256
     sample: int = 1 << 15
 
     def __post_init__(self) -> None:
-        layer, kinds, most = self.layer, ("auto", "flat", "ivf-pq", "hnsw"), self.max_vectors
+        layer, most = self.layer, self.max_vectors
         a_number = isinstance(layer, int) and layer >= 1
         require(layer == "last" or a_number, "layer 'last' or a number from 1", layer, "Leave it at 'last'.")
-        require(self.index in kinds, f"an index among {kinds}", self.index, "Leave it at 'auto'.")
         require(1 <= self.dims <= 1024, "dims in 1 … 1024", self.dims, "Leave it at 64.")
         require(most >= 0, "max_vectors of at least 0", most, "Give 0 to keep all positions.")
         shorter = 0 <= self.overlap < self.window

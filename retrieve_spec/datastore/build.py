@@ -591,7 +591,7 @@ def grow(
     if not entries and not staying:
         work.end()
         raise nothing_to_index(choice.skipped, event)
-    dense: dict[str, Any] = {}
+    dense: dict[str, int] = {}
     if config.dense is None and not staying:
         manifest = replace(manifest, dense=None)
     elif config.dense is not None and entries:

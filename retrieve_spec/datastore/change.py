@@ -59,8 +59,7 @@ class ChangeReport:
     seconds
         Wall time by stage.
     dense
-        Of dense indexes: vectors, positions that could have one, kinds of index, recall@10 against exact search over
-        the same keys, bytes per vector, share of the variance that the keys keep. Empty without.
+        Of dense indexes: vectors, and positions that could have one. Empty without.
     """
 
     verb: str
@@ -69,7 +68,7 @@ class ChangeReport:
     segments: int
     skipped: tuple[tuple[str, str, str], ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
-    dense: dict[str, Any] = field(default_factory=dict)
+    dense: dict[str, int] = field(default_factory=dict)
 
     @property
     def skipped_by_reason(self) -> dict[str, int]:
@@ -156,7 +155,7 @@ def publish(
     counts: tuple[int, int] | None = None,
     skipped: Sequence[tuple[str, str, str]] = (),
     seconds: dict[str, float] | None = None,
-    dense: dict[str, Any] | None = None,
+    dense: dict[str, int] | None = None,
 ) -> ChangeReport:
     """Make a change take effect: files in their places, then the manifest, then clearing up; returns its report.
 

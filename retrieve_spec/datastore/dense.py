@@ -6,8 +6,8 @@ is read from the segment's own text, in any length, and its document is known.
 
 FAISS finds the nearest keys. IVF-PQ keeps a key in 40 bytes: 16 bytes of product quantizer over what is left of it
 beside its cell's centroid, which are scanned, and 24 bytes of a second one over what the first leaves, which rank the
-best of the scan (Jégou et al., "Searching in one billion vectors: re-rank with source coding", 2011). HNSW keeps it in
-64 bytes beside its links.
+best of the scan (Jégou et al., "Searching in one billion vectors: re-rank with source coding", 2011). Few keys are
+searched exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,11 +114,6 @@ class DenseIndex:
     def count(self) -> int:
         """Keys in the index, those of removed documents included."""
         return len(self.positions)
-
-    @property
-    def kind(self) -> str:
-        """`"flat"`, `"ivf-pq"` or `"hnsw"`."""
-        return kind_of(self._faiss)
 
     @cached_property
     def _checked(self) -> dict[str, NDArray[Any]]:
@@ -276,9 +271,7 @@ def hidden_size_of(model: Any) -> int:
 
 
 FLAT_BELOW = 50_000
-"""Keys from which on `"auto"` approximates."""
-TRAINABLE = 10_000
-"""Keys that quantizers of 8 bits need for their training at least."""
+"""Keys from which on an index approximates."""
 SCANNED, REFINED = (16, 8), (32, 6)
 """Parts of a key and bits of each: those that are scanned, and those that rank the best of the scan."""
 CELLS = 4
@@ -287,20 +280,7 @@ PROBES, RANKED = 32, 1.5
 """Cells that are scanned for a query, and how many times the neighbours asked for are ranked."""
 ASKED = 50
 """Neighbours asked for at least, since only so many times `RANKED` are ranked."""
-LINKS, EXPLORED = 16, 96
-"""Of HNSW: links of a node on every layer, and candidates kept while searching."""
-QUERIES = 256
-"""Keys that recall is measured with."""
 _SEED = 1234
-
-Kind = Literal["flat", "ivf-pq", "hnsw"]
-
-
-def choose_kind(kind: str, count: int) -> Kind:
-    """The kind of index for a number of keys; few keys are always searched exactly."""
-    if kind == "auto":
-        return "flat" if count < FLAT_BELOW else "ivf-pq"
-    return "flat" if kind == "ivf-pq" and count < TRAINABLE else kind  # type: ignore[return-value]
 
 
 def _faiss() -> Any:
@@ -309,18 +289,9 @@ def _faiss() -> Any:
     return import_module("faiss")
 
 
-def build_index(keys: NDArray[np.float32], kind: Kind) -> Any:
+def build_index(keys: NDArray[np.float32]) -> Any:
     """Index keys (n, dims) of length one under their numbers from 0."""
-    faiss = _faiss()
-    dims = keys.shape[1]
-    if kind == "flat":
-        index = faiss.IndexFlatIP(dims)
-    elif kind == "hnsw":
-        index = faiss.IndexHNSWSQ(dims, faiss.ScalarQuantizer.QT_8bit, LINKS, faiss.METRIC_INNER_PRODUCT)
-        index.hnsw.efSearch = EXPLORED
-        index.train(keys)
-    else:
-        index = _ivf_pq(keys)
+    index = _faiss().IndexFlatIP(keys.shape[1]) if len(keys) < FLAT_BELOW else _ivf_pq(keys)
     index.add(keys)
     return index
 
@@ -377,7 +348,7 @@ def open_index(content: NDArray[np.uint8]) -> Any:
     Raises
     ------
     RuntimeError
-        When it is none, or of a kind that `build_index` does not make.
+        When it is none, or of a kind that no release made.
     """
     faiss = _faiss()
     reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(content), len(content))
@@ -389,30 +360,10 @@ def open_index(content: NDArray[np.uint8]) -> Any:
     return index
 
 
-def kind_of(index: Any) -> Kind:
-    """The kind of an index."""
-    faiss = _faiss()
-    if isinstance(index, faiss.IndexIVF):
-        return "ivf-pq"
-    return "hnsw" if isinstance(index, faiss.IndexHNSW) else "flat"
-
-
 def nearest(index: Any, keys: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Similarities (q, k) and numbers (q, k) of the keys in an index most like some (q, dims); -1 behind the last."""
-    if kind_of(index) != "ivf-pq":
+    if not isinstance(index, _faiss().IndexIVF):
         similarity, numbers = index.search(keys, k)
         return similarity, numbers
     distances, numbers = index.search(keys, max(k, ASKED))
     return 1 - distances[:, :k] / 2, numbers[:, :k]  # keys have length one
-
-
-def recall(index: Any, keys: NDArray[np.float32]) -> float:
-    """Share of the ten exact nearest neighbours that an index finds, over keys of it, themselves left out."""
-    chosen = np.sort(np.random.default_rng(_SEED).choice(len(keys), min(QUERIES, len(keys)), replace=False))
-    flat = _faiss().IndexFlatIP(keys.shape[1])
-    flat.add(keys)
-    _, exact = flat.search(keys[chosen], 11)
-    _, found = nearest(index, keys[chosen], 11)
-    right = (exact != chosen[:, None]) & (exact >= 0)
-    hits = (exact[:, :, None] == found[:, None, :]).any(2) & right
-    return float(hits.sum() / max(right.sum(), 1))

@@ -26,10 +26,8 @@ from retrieve_spec.datastore.dense import (
     Transform,
     build_index,
     check_model,
-    choose_kind,
     hidden_size_of,
     model_fingerprint,
-    recall,
     write_index,
 )
 from retrieve_spec.datastore.files import write_files
@@ -92,7 +90,7 @@ def add_dense(
     watch: Stopwatch,
     *,
     fresh: bool,
-) -> tuple[list[SegmentEntry], DenseRecord, dict[str, Any]]:
+) -> tuple[list[SegmentEntry], DenseRecord, dict[str, int]]:
     """Add dense indexes to the segments of a change.
 
     Parameters
@@ -136,13 +134,13 @@ def add_dense(
     possible = sum(int(taken.sum()) for _, _, taken in parts)
     if not possible and (fresh or manifest.dense is None):
         raise BuildError("positions to index", "none", "Build from more text.")
-    transform, variance = None if fresh else _own_transform(work.store, manifest), None
+    transform = None if fresh else _own_transform(work.store, manifest)
     if transform is None:
         with watch.stage("fitting", min(config.sample, possible), "pos") as advance:
-            transform, variance = fit_transform(
+            transform = fit_transform(
                 sample_states(encoder, parts, config.sample, advance), record.hidden_size, record.dims
             )
-    extended, kinds, vectors, found, size = [], set(), 0, 0.0, 0
+    extended, vectors = [], 0
     for entry, part in zip(entries, parts, strict=True):
         with watch.stage("embedding", int(part[2].sum()), "pos") as advance:
             keys, positions = keys_of(encoder, transform, *part, advance)
@@ -150,26 +148,14 @@ def add_dense(
             extended.append(entry)
             continue
         with watch.stage("dense index", None, "key"):
-            kind = choose_kind(config.index, len(keys))
-            index = build_index(keys, kind)
             folder, components = work.path / f"segment-{entry.name}", transform.components.reshape(-1)
             arrays = (positions.astype(np.uint32), transform.mean, transform.scale, components)
-            files = {INDEX: write_index(index, folder / INDEX)}
+            files = {INDEX: write_index(build_index(keys), folder / INDEX)}
             files |= write_files(folder, dict(zip((POSITIONS, *TRANSFORM), arrays, strict=True)))
-            found += len(keys) * (1.0 if kind == "flat" else recall(index, keys))
         extended.append(replace(entry, files=entry.files | files))
-        kinds.add(kind)
         vectors += len(keys)
-        size += files[INDEX].bytes + files[POSITIONS].bytes
-    report = {
-        "vectors": vectors,
-        "positions": sum(entry.tokens - entry.documents for entry in entries),
-        "kinds": sorted(kinds),
-        "recall_at_10": round(found / max(vectors, 1), 4),
-        "bytes_per_vector": round(size / max(vectors, 1), 2),
-        "variance_kept": None if variance is None else round(variance, 4),
-    }
-    return extended, record, report
+    followed = sum(entry.tokens - entry.documents for entry in entries)
+    return extended, record, {"vectors": vectors, "positions": followed}
 
 
 def _part(
@@ -327,14 +313,8 @@ def run_windows(
         yield np.concatenate(rows), np.concatenate(positions)
 
 
-def fit_transform(states: Iterator[NDArray[np.float32]], size: int, dims: int) -> tuple[Transform, float]:
-    """Fit mean, scale and principal components to hidden states (DReSD: z-scores, then PCA of their covariance).
-
-    Returns
-    -------
-    tuple
-        The transform, and the share of the variance it keeps.
-    """
+def fit_transform(states: Iterator[NDArray[np.float32]], size: int, dims: int) -> Transform:
+    """Fit mean, scale and principal components to hidden states (DReSD: z-scores, then PCA of their covariance)."""
     count, total, products = 0, np.zeros(size), np.zeros((size, size))
     shift = None
     for hidden in states:
@@ -349,11 +329,10 @@ def fit_transform(states: Iterator[NDArray[np.float32]], size: int, dims: int) -
     covariance = products / count - np.outer(mean, mean)
     scale = np.sqrt(np.maximum(np.diag(covariance), 0))
     scale[scale < 1e-6] = 1
-    values, vectors = np.linalg.eigh(covariance / np.outer(scale, scale))
+    _, vectors = np.linalg.eigh(covariance / np.outer(scale, scale))
     components = vectors[:, ::-1][:, :dims]
     components *= np.sign(components[np.abs(components).argmax(0), np.arange(dims)])
-    kept = float(values[::-1][:dims].sum() / values.sum())
-    return Transform(*(np.ascontiguousarray(a, np.float32) for a in (mean + shift, scale, components))), kept
+    return Transform(*(np.ascontiguousarray(a, np.float32) for a in (mean + shift, scale, components)))
 
 
 def keys_of(

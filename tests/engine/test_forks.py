@@ -32,7 +32,7 @@ def sort():
 def index():
     from retrieve_spec.datastore.dense import build_index, nearest
     keys = np.random.default_rng(0).standard_normal((2000, 8), np.float32)
-    return nearest(build_index(keys / np.linalg.norm(keys, axis=1, keepdims=True), "hnsw"), keys[:300], 5)[1]
+    return nearest(build_index(keys / np.linalg.norm(keys, axis=1, keepdims=True)), keys[:300], 5)[1]
 
 def build():
     import tempfile
