@@ -4,7 +4,7 @@ The one place where this is decided, for `build`, `add` and `sync` as for a serv
 
 - what git would not commit stays out: ``.gitignore`` of every folder up to the top of the checkout,
   ``.git/info/exclude``, the user's global file, by git's own listing (`git_rules`); ``.ignore`` files count too, and
-  folders of tools, caches, environments and build results stay out;
+  folders of tools, caches, environments and build results (where git is not asked) stay out;
 - secrets stay out, by name and by content;
 - generated and minified files stay out;
 - symbolic links stay out, and so does everything behind one: nothing outside the folders is ever read;
@@ -24,7 +24,7 @@ import fnmatch
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,7 @@ class EntryFilter:
     def verdicts(self, paths: Iterable[Path]) -> dict[Path, os.stat_result | Reason]:
         """What names, kind, size and ignore rules say of some paths; many cost little more than one."""
         self._look_again()
-        real: dict[str, bool] = {}
+        real = cache(os.path.realpath)
         found = {path: self._outside(str(path), real) or self.look(str(path)) for path in paths}
         left = [path for path, verdict in found.items() if not isinstance(verdict, Reason)]
         allowed = listed(self.roots, left, everything="ignored" in self._admit)
@@ -264,22 +264,12 @@ class EntryFilter:
         generated = name and "generated" not in self._admit and generated_text(name, text)
         return Reason.GENERATED if generated else None
 
-    def _outside(self, name: str, real: dict[str, bool]) -> Reason | None:
-        """Whether a path leads out of the folders, or a folder above it is a link; `real` remembers folders."""
+    def _outside(self, name: str, real: Callable[[str], str]) -> Reason | None:
+        """Whether a path leads out of the folders, or a folder above it is a link, as its real place says."""
         if not name.startswith(self._tops):
             return Reason.OUTSIDE
-        folder = name.rpartition(os.sep)[0]
-        return None if self._is_real(folder, real) else Reason.LINK
-
-    def _is_real(self, folder: str, real: dict[str, bool]) -> bool:
-        """Whether neither a folder nor one above it is a link; below one that was looked at, that takes one call."""
-        if folder not in real:
-            above, _, last = folder.rpartition(os.sep)
-            if folder + os.sep in self._tops:
-                real[folder] = os.path.realpath(folder) == folder
-            else:
-                real[folder] = last not in ("", ".", "..") and self._is_real(above, real) and not _is_link(folder)
-        return real[folder]
+        folder = os.path.dirname(name)
+        return None if real(folder) == folder else Reason.LINK
 
     def _name(self, name: str) -> Reason | None:
         if not self._any_name:
@@ -332,11 +322,3 @@ def decoded(data: bytes) -> str | Reason:
         return data.decode("utf-16" if is_utf16(data) else "utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         return Reason.ENCODING
-
-
-def _is_link(folder: str) -> bool:
-    try:
-        os.readlink(folder)  # unlike `islink`, it knows junctions
-    except OSError:
-        return False
-    return True

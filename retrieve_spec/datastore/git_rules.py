@@ -22,13 +22,13 @@ from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 NEVER = frozenset(
     [".git", ".hg", ".svn", ".venv", "node_modules", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache",
      ".tox", ".nox", "site-packages", ".eggs", ".gradle", ".terraform", ".cache", ".ssh", ".gnupg", ".aws", ".azure",
-     ".kube", ".docker", ".password-store"]
+     ".kube", ".docker", ".password-store", ".idea", ".vscode"]
 )  # fmt: skip
 """Folders that are never looked into; so are virtual environments and datastores, whatever they are called."""
 _MACHINERY = frozenset([".git", ".hg", ".svn", "__pycache__"])
 """Folders that are no part of what a user sees, and not counted where they are left out."""
-_BUILT = frozenset(["dist", "build", "target", ".idea", ".vscode"])
-"""Folders that are looked into only as far as git tracks what they hold."""
+_BUILT = frozenset(["dist", "build", "target"])
+"""Folders that are looked into only where git is asked."""
 _ENVIRONMENT = "pyvenv.cfg"
 _KEPT = frozenset(["GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"])
 _SECONDS = 120
@@ -100,9 +100,9 @@ def look_through(root: Path, *, everything: bool = False, only: Collection[str] 
 
 
 def _walk(
-    folder: str, rules: IgnoreFiles | None, only: Collection[str] | None, *, top: bool = False, built: bool = False
+    folder: str, rules: IgnoreFiles | None, only: Collection[str] | None, *, top: bool = False
 ) -> Iterator[Entry]:
-    """`look_through` of a folder under some rules; no rules: all of it; of build results what git tracks."""
+    """`look_through` of a folder under some rules; no rules: all of it."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -123,17 +123,15 @@ def _walk(
         is_folder = entry.is_dir(follow_symlinks=False)
         if (only is not None and entry.path not in only) or (is_folder and entry.name in _MACHINERY):
             continue
-        within = built or (is_folder and entry.name in _BUILT)
-        if rules is None:
-            left = None
-        elif (is_folder and entry.name in NEVER) or (within and not rules.tracks(entry.path)):
+        left = None
+        if rules is not None and is_folder and entry.name in rules.tools:
             left = Reason.TOOLS
-        else:
-            left = Reason.IGNORED if rules.ignores(entry.path, folder=is_folder) else None
+        elif rules is not None and rules.ignores(entry.path, folder=is_folder):
+            left = Reason.IGNORED
         if not is_folder:
             yield entry.path, left
         elif left is None:
-            yield from _walk(entry.path, rules, only, built=within)
+            yield from _walk(entry.path, rules, only)
         else:
             yield os.path.join(entry.path, ""), left
 
@@ -166,11 +164,9 @@ def _rules_of(root: Path) -> IgnoreFiles:
     checkout = checkout_of(root)
     if checkout is None:
         return own
-    listing = _git(root, "ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard")
+    listing = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listing is None:
-        rules = IgnoreFiles(checkout, (".gitignore", ".ignore"), general=True)
-        between = [root, *root.parents][: len(root.relative_to(checkout).parts)]
-        return own if any(rules.ignores(str(folder), folder=True) for folder in between) else rules
+        return IgnoreFiles(checkout, (".gitignore", ".ignore"), general=True)
     if checkout != root and _git(checkout, "check-ignore", "-q", "--", str(root)) is not None:
         return own
     return GitListing(root, os.fsdecode(listing))
@@ -193,6 +189,11 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 class IgnoreFiles:
     """Ignore files of a folder tree, each read once.
 
+    Attributes
+    ----------
+    tools
+        Names of folders that are not looked into.
+
     Parameters
     ----------
     top
@@ -203,6 +204,8 @@ class IgnoreFiles:
         The checkout's ``.git/info/exclude`` and the user's global file count too: with ``.gitignore`` all that git
         reads, where git itself cannot be asked.
     """
+
+    tools = NEVER | _BUILT
 
     def __init__(self, top: Path, names: Sequence[str], *, general: bool = False) -> None:
         self._names = names
@@ -221,10 +224,6 @@ class IgnoreFiles:
                 verdict = bool(result.include)
         return verdict
 
-    def tracks(self, path: str) -> bool:
-        """Whether git tracks a file, or something in a folder; False where git is not asked."""
-        return False
-
     def _rules_in(self, folder: str) -> list[tuple[str, GitIgnoreSpec]]:
         """(folder of the rules, rules) from the weakest to the strongest, for what lies in a folder."""
         if folder not in self._rules:
@@ -242,29 +241,23 @@ class GitListing(IgnoreFiles):
     root
         The folder.
     listing
-        What ``git ls-files -t -z`` prints there of all that is not ignored.
+        What ``git ls-files -z`` prints there of all that is not ignored.
     """
+
+    tools = NEVER
 
     def __init__(self, root: Path, listing: str) -> None:
         super().__init__(root, (".ignore",))
-        top = str(root)
-        self._listed, self._tracked = {top}, {top}
-        for line in listing.split("\0")[:-1]:
-            name = line[2:].rstrip("/")  # a slash ends the names of checkouts inside of this one
-            path = os.path.join(top, name.replace("/", os.sep))
-            for known in (self._listed,) if line[0] == "?" else (self._listed, self._tracked):
-                place = path
-                while place not in known:
-                    known.add(place)
-                    place = os.path.dirname(place)
+        self._listed = {str(root)}
+        for name in listing.split("\0")[:-1]:
+            place = str(root / name)  # a slash ends the names of checkouts inside of this one
+            while place not in self._listed:
+                self._listed.add(place)
+                place = os.path.dirname(place)
 
     def ignores(self, path: str, *, folder: bool = False) -> bool:
         """Whether git or an ``.ignore`` file leaves out a path."""
         return path not in self._listed or super().ignores(path, folder=folder)
-
-    def tracks(self, path: str) -> bool:
-        """Whether git tracks a file, or something in a folder."""
-        return path in self._tracked
 
 
 def _read_rules(files: Iterable[str]) -> GitIgnoreSpec | None:

@@ -73,8 +73,8 @@ def checkout(tmp_path):
 
 
 ENTERS = {
-    "a.py", "new.py", "tracked.log", "build/kept.py", "sub/.gitignore", "sub/loud.log", ".ignore", "inner/in.py",
-    "inner/.gitignore",
+    "a.py", "new.py", "tracked.log", "build/kept.py", "build/made.py", "sub/.gitignore", "sub/loud.log", ".ignore",
+    "inner/in.py", "inner/.gitignore",
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_where_git_cannot_be_asked_its_files_are_read(checkout, monkeypatch):
     monkeypatch.setattr(git_rules, "_git", lambda *_: None)
     filter = EntryFilter([checkout])
     # without git nobody knows what is tracked: fewer files enter, none more
-    assert entering(filter) == (ENTERS | {"inner/in.log"}) - {"tracked.log", "build/kept.py"}
+    assert entering(filter) == (ENTERS | {"inner/in.log"}) - {"tracked.log", "build/kept.py", "build/made.py"}
     found = passed(filter.verdicts(everything(checkout)))
     assert {str(path.relative_to(checkout)) for path in found} == entering(filter)
 
@@ -170,7 +170,8 @@ def test_a_checkout_inside_of_a_folder_is_under_its_rules(tmp_path, outer):
     write(root, {"environment/pyvenv.cfg": "", "other_store/manifest.json": "{}", "other_store/segments/x": "y"})
     for folder in [*inner, "."] if outer == "checkout" else inner:
         git(root / folder, "init", "-q")
-    assert agreed(EntryFilter([root])) == {".gitignore", ".ignore", "a.py", "fine/dep/own.py"}
+    entering = {".gitignore", ".ignore", "a.py", "fine/dep/own.py", "fine/dep/build/deep/own.py"}
+    assert agreed(EntryFilter([root])) == entering | ({"build/dep/own.py"} if outer == "checkout" else set())
 
 
 def grow(folder, random, tracked, depth=0):

@@ -27,7 +27,6 @@ LEFT_OUT = {
     "noise.log": Reason.IGNORED,
     "private/": Reason.IGNORED,
     "node_modules/": Reason.TOOLS,
-    "dist/": Reason.TOOLS,
     "environment/": Reason.TOOLS,
     ".env": Reason.SECRET_NAME,
     "settings.py": Reason.SECRET_TEXT,
@@ -38,7 +37,7 @@ LEFT_OUT = {
     "link.py": Reason.LINK,
 }
 PART = {
-    "ignored": {"noise.log", "private/p.py", "node_modules/x.js", "dist/d.py", "environment/e.py"},
+    "ignored": {"noise.log", "private/p.py", "node_modules/x.js", "environment/e.py"},
     "generated": {"app.min.js", "made.go", "squeezed.js"},
     "secrets": {".env", "settings.py"},
 }
@@ -68,7 +67,6 @@ def folder(tmp_path, request):
             "noise.log": "noise\n",
             "private/p.py": "p = 1\n",
             "node_modules/x.js": "x\n",
-            "dist/d.py": "d = 1\n",
             "environment/pyvenv.cfg": "home = /usr/bin\n",
             "environment/e.py": "e = 1\n",
             "other_store/manifest.json": "{}",
