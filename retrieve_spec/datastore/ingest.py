@@ -6,16 +6,16 @@ import gzip
 import io
 import json
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -28,8 +28,10 @@ from retrieve_spec.datastore.segment import Row, text_hash
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
 
-_PACKED = 1 << 12
-"""Compressed bytes that are unpacked at once: they may become thirty thousand times as many."""
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,51 +68,18 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
             yield Text(file, file.path, skip=Reason.DAMAGED if read else reason_of(error))
 
 
-class _Zstandard(io.RawIOBase):
-    """Decompressed content of all frames of a file; `EOFError` where the last one is cut short.
-
-    The library's own reader ends silently there, and behind the first frame.
-    """
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._frame = raw, zstandard.ZstdDecompressor().decompressobj()
-        self._packed, self._content = b"", memoryview(b"")
-        self._within = False
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill some of a buffer; 0 at the end."""
-        while not self._content:
-            self._packed = self._packed or self._raw.read(_PACKED)
-            if not self._packed:
-                if self._within:
-                    raise EOFError("a frame that is cut short")
-                return 0
-            self._content, self._within = memoryview(self._frame.decompress(self._packed)), True
-            self._packed = b""
-            if self._frame.eof:
-                self._packed, self._within = self._frame.unused_data, False
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-        size = min(len(buffer), len(self._content))
-        buffer[:size], self._content = self._content[:size], self._content[size:]
-        return size
-
-
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[Any]:
     with open_listed(file.location) as raw:
         if file.compression == "gz":
             yield gzip.GzipFile(fileobj=raw)
         elif file.compression == "zst":
-            yield io.BufferedReader(_Zstandard(raw))
+            yield zstd.ZstdFile(raw)
         else:
             yield raw
 
 
-_READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstandard.ZstdError)
+_READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstd.ZstdError)
 
 
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:

@@ -7,13 +7,13 @@ import secrets
 from pathlib import Path
 
 import pytest
-import zstandard
 from planned_builds import planned_then
 from test_build import contents
 
 from retrieve_spec.datastore import sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.git_rules import Reason
+from retrieve_spec.datastore.ingest import zstd
 from retrieve_spec.datastore.inspection import verify_datastore, write_catalog
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.store import open_datastore
@@ -140,7 +140,7 @@ def test_sources_that_vanish_or_change_once_planned(tokenizer, tmp_path, monkeyp
 @pytest.mark.parametrize("end", ["", ".gz", ".zst"])
 def test_records_cut_short(end, tokenizer, tmp_path):
     """Those in front of the cut enter, the rest is counted."""
-    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[end]
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[end]
     rows = [f'{{"text": "record {i}: {secrets.token_hex(3000)}"}}\n' for i in range(40)]
     content = pack("".join(rows).encode())
     (tmp_path / f"a.jsonl{end}").write_bytes(content[: len(content) * 2 // 3])
@@ -179,7 +179,7 @@ def test_a_place_where_no_store_can_be(texts, tokenizer, tmp_path):
 
 def test_all_frames_of_a_compressed_file_are_read(tokenizer, tmp_path):
     """As of files put behind one another, and of those with frames that say nothing between."""
-    pack = zstandard.ZstdCompressor().compress
+    pack = zstd.compress
     skipped = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"hello"
     content = pack(b"one ") + skipped + pack(b"") + pack(b"two " * 100_000) + skipped
     (tmp_path / "a.txt.zst").write_bytes(content)

@@ -4,12 +4,11 @@ import os
 
 import numpy as np
 import pytest
-import zstandard
 
 from retrieve_spec.datastore import fingerprint, sources
 from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.git_rules import Reason
-from retrieve_spec.datastore.ingest import texts_of, tokenise
+from retrieve_spec.datastore.ingest import texts_of, tokenise, zstd
 from retrieve_spec.datastore.sources import Source, glob, list_files
 
 LIMIT = 10_000
@@ -100,7 +99,7 @@ def test_bad_records(tokenizer, tmp_path):
 
 def test_compressed_records_and_text(tokenizer, records, tmp_path):
     (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(records.read_bytes()))
-    (tmp_path / "t.txt.zst").write_bytes(zstandard.compress(b"some text"))
+    (tmp_path / "t.txt.zst").write_bytes(zstd.compress(b"some text"))
     results = read(tokenizer, Source(str(tmp_path / "r.jsonl.gz"), field="output"), tmp_path / "t.txt.zst")
     assert len(results) == 6
     assert tokenizer.decode(results[-1].ids.tolist()) == "some text"
