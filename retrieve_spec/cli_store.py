@@ -311,14 +311,13 @@ def sync(
 @click.command(short_help="Bring a datastore to a remote.")
 @STORE
 @click.argument("url")
-@click.option("--keep-paths", is_flag=True, help="Let places of this machine go with it.")
 @QUIET
 @JSON
-def push(store: Path | str, url: str, keep_paths: bool, quiet: bool, as_json: bool) -> None:
+def push(store: Path | str, url: str, quiet: bool, as_json: bool) -> None:
     """Make URL (s3://…, gs://…, hf://…, file://…) hold what STORE holds; only what is missing there travels."""
     from retrieve_spec.datastore.share import push_datastore
 
-    report = push_datastore(store, url, keep_paths=keep_paths, progress=not quiet)
+    report = push_datastore(store, url, progress=not quiet)
     if as_json:
         click.echo(json.dumps(asdict(report)))
         return

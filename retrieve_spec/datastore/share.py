@@ -63,13 +63,8 @@ Text that drafts may come from, indexed. Open it with
 {licences}
 
 Sources: {sources}.
-
-How it was built:
-
-{history}
 """
 
-_KEPT = ("generation", "verb", "at", "version", "recipe", "documents", "tokens", "skipped", "max_tokens")
 REMOTES = "remotes.json"
 _PULL = "pull"
 
@@ -95,14 +90,13 @@ class PushReport:
     kept: int
 
 
-def push_datastore(
-    path: str | os.PathLike[str], url: str, *, keep_paths: bool = False, progress: bool = False
-) -> PushReport:
+def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = False) -> PushReport:
     """Make a remote hold what a store holds.
 
     Interrupted, it leaves the remote's newest version as it was; run again, it sends what is missing. A store card
     (``README.md``) is written beside it, unless a README of somebody's own stands there. What stood there before stays
-    readable under its version; where nothing has changed since the last push there is no new one.
+    readable under its version; where nothing has changed since the last push there is no new one. Places of this
+    machine and the history of the store stay here.
 
     Parameters
     ----------
@@ -110,8 +104,6 @@ def push_datastore(
         Folder of the store.
     url
         Folder that fsspec reaches: ``s3://…``, ``gs://…``, ``hf://…``, ``file://…``.
-    keep_paths
-        Whether places of this machine (sources, stores, models, SQL conditions) go with it.
     progress
         Show bars on standard error.
 
@@ -126,7 +118,7 @@ def push_datastore(
     """
     folder = folder_of(path, "push")
     store = open_datastore(folder)
-    manifest = store.manifest if keep_paths else public_manifest(store.manifest)
+    manifest = public_manifest(store.manifest)
     with explain_remote_errors(url):
         remote = Remote(url)
         newest = version = remote.newest()
@@ -232,8 +224,9 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
         else:
             replace_file(store / there.tokenizer_name, (pulled / there.tokenizer_name).read_bytes())
             base = first_manifest(store, there.tokenizer_name)
-            base = replace(base, config=there.config, history=there.history, dense=there.dense)
-            base = replace(base, generation=mine.generation if mine else 0)
+            base = replace(base, config=there.config, dense=there.dense)
+            if mine is not None:
+                base = replace(base, generation=mine.generation, history=mine.history)
             report = unite(work, base, event, [pulled], progress)
     _remember(store, url, version, there.content)
     return report
@@ -264,7 +257,7 @@ def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:
 
 
 def public_manifest(manifest: Manifest) -> Manifest:
-    """A manifest in which sources, stores and models are called by the last part of their path alone."""
+    """A manifest without history, in which sources and models are called by the last part of their path alone."""
     segments = tuple(
         replace(entry, origins=tuple((licence, name_of(source)) for licence, source in entry.origins))
         for entry in manifest.segments
@@ -273,22 +266,7 @@ def public_manifest(manifest: Manifest) -> Manifest:
     config, wished = manifest.config, manifest.config.get("dense")
     if wished:
         config = {**config, "dense": {**wished, "model": name_of(wished["model"])}}
-    return replace(
-        manifest,
-        segments=segments,
-        config=config,
-        history=tuple(map(_public_event, manifest.history)),
-        dense=dense,
-    )
-
-
-def _public_event(event: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {key: event[key] for key in _KEPT if key in event}
-    if "sources" in event:
-        found["sources"] = [{"path": name_of(s["path"]), "licence": s.get("licence", "")} for s in event["sources"]]
-    if "stores" in event:
-        found["stores"] = [name_of(store) for store in event["stores"]]
-    return found
+    return replace(manifest, segments=segments, config=config, history=(), dense=dense)
 
 
 def name_of(path: str) -> str:
@@ -299,7 +277,7 @@ def name_of(path: str) -> str:
 
 
 def _card(store: Datastore, manifest: Manifest) -> str:
-    """A shared store's README, with the names that its shared manifest has: sources, licences, history."""
+    """A shared store's README, with the sources as its shared manifest names them."""
     tokens: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     named = set()  # of what was removed nothing is told
@@ -319,11 +297,4 @@ def _card(store: Datastore, manifest: Manifest) -> str:
         dense=f"- dense index for {dense.model}, layer {dense.layer}, {dense.dims} dims\n" if dense else "",
         licences="\n".join(f"| {name} | {documents[name]:,} | {count:,} |" for name, count in licences),
         sources=", ".join(sources[:50]) + (", …" if len(sources) > 50 else "") or "none",
-        history="\n".join(map(_line_of, manifest.history)),
     )
-
-
-def _line_of(event: dict[str, Any]) -> str:
-    """A line of a card about one change."""
-    counts = f"{event.get('documents', 0):,} documents, {event.get('tokens', 0):,} tokens"
-    return f"- {event.get('at', '')} {event['verb']} (retrieve-spec {event.get('version', '?')}): {counts}"
