@@ -21,10 +21,14 @@ from __future__ import annotations
 import codecs
 import errno
 import fnmatch
+import gzip
 import os
 import re
 import stat
+import sys
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,11 @@ from retrieve_spec.datastore.files import IrregularFileError, open_listed
 from retrieve_spec.datastore.git_rules import Reason, listed, look_through
 from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
 from retrieve_spec.errors import BuildError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 _FILES = (
     ".env", ".env.*", "*.env", ".envrc", ".env-*", "*.pem", "*.key", "*.p8", "*.p12", "*.pfx", "*.ppk", "*.jks",
@@ -229,14 +238,14 @@ class EntryFilter:
     def _is_own(self, name: str) -> bool:
         return self._store is not None and name.startswith(self._store)
 
-    def read(self, path: Path) -> str | Reason:
+    def read(self, path: Path, compression: str = "") -> str | Reason:
         """Text of a file that `entries` or `verdicts` let pass, with LF lines and no byte order mark; never empty."""
         try:
-            with open_listed(path) as file:
+            with open_packed(path, compression) as file:
                 before = os.fstat(file.fileno())
                 data = file.read(self.max_bytes + 1)
                 after = os.fstat(file.fileno())
-        except OSError as error:
+        except READ_ERRORS as error:
             return reason_of(error)
         if len(data) > self.max_bytes:
             return Reason.LARGE
@@ -245,7 +254,7 @@ class EntryFilter:
         text = decoded(data)
         if isinstance(text, Reason):
             return text
-        said = self.content(path.name, text)
+        said = self.content(path.stem if compression else path.name, text)
         if said is None and self.rule is not None:
             said = self.rule.refuses(self.rule.licence(path, own_licence(text)))
         return said or text
@@ -298,6 +307,22 @@ class EntryFilter:
         if status.st_size > self.max_bytes:
             return Reason.LARGE
         return status
+
+
+READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstd.ZstdError)
+"""What reading a file raises that is damaged, or cannot be read."""
+
+
+@contextmanager
+def open_packed(path: str | Path, compression: str) -> Iterator[Any]:
+    """Open a file that was listed, by `open_listed`, to read what it holds: of `"gz"` and `"zst"` what is packed."""
+    with open_listed(path) as raw:
+        if compression == "gz":
+            yield gzip.GzipFile(fileobj=raw)
+        elif compression == "zst":
+            yield zstd.ZstdFile(raw)
+        else:
+            yield raw
 
 
 def reason_of(error: Exception) -> Reason:

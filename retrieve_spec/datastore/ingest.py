@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
+import math
 import os
-import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from retrieve_spec.datastore.entry_filter import EntryFilter, decoded, is_utf16, reason_of
+from retrieve_spec.datastore.entry_filter import READ_ERRORS, EntryFilter, open_packed, reason_of
 from retrieve_spec.datastore.files import open_listed
 from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.git_rules import Reason
@@ -27,11 +23,6 @@ from retrieve_spec.datastore.licences import LicenceRule, own_licence
 from retrieve_spec.datastore.segment import Row, text_hash
 from retrieve_spec.datastore.sources import Source, SourceFile
 from retrieve_spec.errors import BuildError
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,51 +55,28 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
                 read += 1
         except BuildError:  # which is an OSError, too
             raise
-        except _READ_ERRORS as error:
+        except READ_ERRORS as error:
             yield Text(file, file.path, skip=Reason.DAMAGED if read else reason_of(error))
 
 
-@contextmanager
-def _opened(file: SourceFile) -> Iterator[Any]:
-    with open_listed(file.location) as raw:
-        if file.compression == "gz":
-            yield gzip.GzipFile(fileobj=raw)
-        elif file.compression == "zst":
-            yield zstd.ZstdFile(raw)
-        else:
-            yield raw
-
-
-_READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstd.ZstdError)
-
-
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
-    with _opened(file) as stream:
-        if not file.end and is_utf16(stream.peek(2)):
-            lines = io.TextIOWrapper(stream, "utf-16", newline="\n")
-            yield from _records(file, limit, lambda most: lines.readline(most).encode())
-            return
-        if file.end and stream.seek(0, io.SEEK_END) < file.end:
+    """Records of a file of JSON Lines, or of a part of one, whose lines are read up to so many bytes at once."""
+    with open_packed(file.location, file.compression) as stream:
+        if file.end and stream.seek(0, os.SEEK_END) < file.end:
             yield Text(file, file.path, skip=Reason.CHANGING)  # since it was cut into parts
             return
-        if file.end:
-            stream.seek(file.start)
-        end = file.end or (0 if file.compression else file.size)  # what is written behind it meanwhile may never end
-        yield from _records(file, limit, lambda most: stream.readline(most) if not end or stream.tell() < end else b"")
-
-
-def _records(file: SourceFile, limit: int, readline: Callable[[int], bytes]) -> Iterator[Text]:
-    """Records of a file of JSON Lines, whose lines are read up to so many bytes at once."""
-    number = file.line
-    while line := readline(limit + 1):
-        number += 1
-        name = f"{file.path}#{number}"
-        if len(line) > limit:
-            while line and not line.endswith(b"\n"):
-                line = readline(limit)
-            yield Text(file, name, skip=Reason.LARGE)
-        elif line.strip():
-            yield Text(file, name, line)
+        stream.seek(file.start)
+        end = file.end or (math.inf if file.compression else file.size)  # what is written behind it may never end
+        number = file.line
+        while stream.tell() < end and (line := stream.readline(limit + 1)):
+            number += 1
+            name = f"{file.path}#{number}"
+            if len(line) > limit:
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(limit)
+                yield Text(file, name, skip=Reason.LARGE)
+            elif line.strip():
+                yield Text(file, name, line)
 
 
 def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
@@ -151,37 +119,25 @@ def read_text(text: Text, entries: EntryFilter, field: str) -> tuple[str, int, s
     file, content = text.file, text.content
     if text.skip:
         return "", 0, text.skip
-    if content is None and not file.compression:
-        found = entries.read(Path(file.location))
-        return ("", 0, str(found)) if isinstance(found, Reason) else (found, file.size, "")
-    name = ""  # of records, which are no files
     if content is None:
-        name = Path(file.location).stem
-        try:
-            with _opened(file) as stream:
-                content = stream.read(entries.max_bytes + 1)
-        except _READ_ERRORS as error:
-            return "", 0, reason_of(error)
-    elif isinstance(content, bytes):
-        try:
-            value = _field(json.loads(content), field)
-        except (ValueError, RecursionError):
-            return "", len(content), "no JSON"
-        if not isinstance(value, str):
-            return "", len(content), f"no field {field!r}"
-        content = value
+        found = entries.read(Path(file.location), file.compression)
+        return ("", 0, str(found)) if isinstance(found, Reason) else (found, file.size, "")
     size = len(content)
-    if size > entries.max_bytes:
+    if isinstance(content, bytes):
+        try:
+            content = _field(json.loads(content), field)
+        except (ValueError, RecursionError):
+            return "", size, "no JSON"
+        if not isinstance(content, str):
+            return "", size, f"no field {field!r}"
+    if len(content) > entries.max_bytes:
         return "", size, Reason.LARGE
-    said = decoded(content) if isinstance(content, bytes) else content
-    if isinstance(said, Reason):
-        return "", size, said
     try:
-        said.encode()
+        content.encode()
     except UnicodeEncodeError:  # lone surrogates from JSON escapes
         return "", size, Reason.ENCODING
-    skip = entries.content(name, said)
-    return ("", size, str(skip)) if skip else (said, size, "")
+    skip = entries.content("", content)
+    return ("", size, str(skip)) if skip else (content, size, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.entry_filter import EntryFilter, is_utf16, secret_name
+from retrieve_spec.datastore.entry_filter import EntryFilter, secret_name
 from retrieve_spec.datastore.files import open_listed
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.licences import LicenceRule
@@ -257,8 +257,6 @@ def _line_cuts(path: str) -> Iterator[tuple[int, int]]:
     yield 0, 0
     with open_listed(path) as file:
         while block := file.read(_BLOCK):
-            if not at and is_utf16(block):  # whose lines do not end where these bytes stand
-                return
             while wanted < at + len(block) and (end := block.find(b"\n", wanted - at)) >= 0:
                 yield at + end + 1, lines + block.count(b"\n", 0, end + 1)
                 wanted = at + end + 1 + SHARD_BYTES

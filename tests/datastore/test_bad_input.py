@@ -12,8 +12,8 @@ from test_build import contents
 
 from retrieve_spec.datastore import sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.entry_filter import zstd
 from retrieve_spec.datastore.git_rules import Reason
-from retrieve_spec.datastore.ingest import zstd
 from retrieve_spec.datastore.inspection import verify_datastore, write_catalog
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.store import open_datastore
@@ -153,21 +153,6 @@ def test_records_cut_short(end, tokenizer, tmp_path):
     assert all(found[f"a.jsonl{end}#{i + 1}"] == json.loads(rows[i])["text"] for i in range(whole))
     expected = ("a.jsonl" + (f"{end}" if end else f"#{whole + 1}"), str(Reason.DAMAGED) if end else "no JSON")
     assert [(path, reason) for path, _, reason in report.skipped] == [expected]
-
-
-@pytest.mark.parametrize("order", ["utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("end", ["", ".gz"])
-def test_records_in_utf_16(order, end, tokenizer, tmp_path, monkeypatch):
-    """As text in UTF-16 enters, also where a character has the byte of a line end, and as large files do."""
-    monkeypatch.setattr(sources, "SHARD_BYTES", 100)
-    pack = gzip.compress if end else bytes
-    rows = "".join(f'{{"text": "record {i} \u0a0a\u010a"}}\n' for i in range(9))
-    (tmp_path / f"a.jsonl{end}").write_bytes(pack(("\ufeff" + rows).encode(order)))
-    (tmp_path / f"b.txt{end}").write_bytes(pack("\ufeffplain text".encode(order)))
-    given = [str(tmp_path / f"{name}{end}") for name in ("a.jsonl", "b.txt")]
-    report = build_datastore(tmp_path / "s", given, tokenizer, workers=1)
-    expected = {f"a.jsonl{end}#{i + 1}": f"record {i} \u0a0a\u010a" for i in range(9)} | {f"b.txt{end}": "plain text"}
-    assert (contents(tmp_path / "s"), report.skipped) == (expected, ())
 
 
 def test_a_place_where_no_store_can_be(texts, tokenizer, tmp_path):

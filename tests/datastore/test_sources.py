@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from retrieve_spec.datastore import fingerprint, sources
+from retrieve_spec.datastore.entry_filter import zstd
 from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.git_rules import Reason
-from retrieve_spec.datastore.ingest import texts_of, tokenise, zstd
+from retrieve_spec.datastore.ingest import texts_of, tokenise
 from retrieve_spec.datastore.sources import Source, glob, list_files
 
 LIMIT = 10_000
