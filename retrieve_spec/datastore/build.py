@@ -140,7 +140,7 @@ def build_datastore(
         manifest = replace(first_manifest(store, write_tokenizer(store, tokenizer)), config=asdict(settings))
         event = begin_change(work, "build", recipe=recipe, part=part, max_tokens=max_tokens, sources=wished)
         shards = list(islice(file_shards(files), rank, None, count))
-        return grow(work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished)
+        return grow(work, manifest, event, shards, settings, workers=workers, progress=progress)
 
 
 def add_documents(
@@ -163,9 +163,7 @@ def add_documents(
         event = begin_change(work, "add", max_tokens=max_tokens, sources=wished)
         shards = list(file_shards(files))
         known = (document.sha256 for document in open_as_written(work.store).documents())
-        return grow(
-            work, manifest, event, shards, settings, workers=workers, progress=progress, sources=wished, known=known
-        )
+        return grow(work, manifest, event, shards, settings, workers=workers, progress=progress, known=known)
 
 
 @contextmanager
@@ -393,7 +391,6 @@ class _Job:
     work: Path
     tokenizer: Path
     config: StoreConfig
-    sources: tuple[Source, ...]
     at: str
 
 
@@ -404,7 +401,7 @@ def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
     results = (
         shard.converted(tokenizer)
         if isinstance(shard, SegmentShard)
-        else tokenise(shard, job.sources, tokenizer, job.config.document_bytes)
+        else tokenise(shard, tokenizer, job.config.document_bytes)
     )
     found = TokenShard(job.work / f"shard-{number:06d}", [], 0)
     rows: list[tuple[Any, ...]] = []
@@ -551,7 +548,6 @@ def grow(
     *,
     workers: int | None,
     progress: bool,
-    sources: tuple[Source, ...] = (),
     known: Iterable[str] = (),
     kept: tuple[SegmentEntry, ...] | None = None,
 ) -> ChangeReport:
@@ -561,8 +557,8 @@ def grow(
     ----------
     work, manifest, event
         The change, the manifest it starts from, and its entry of the history.
-    shards, sources
-        What to read, and the sources that the files of shards belong to.
+    shards
+        What to read.
     config
         What to keep, and limits.
     workers, progress
@@ -575,7 +571,7 @@ def grow(
     watch = Stopwatch(progress)
     staying = manifest.segments if kept is None else kept
     choice = Choice(known, event.get("max_tokens"))
-    job = _Job(work.path, work.store / manifest.tokenizer_name, config, sources, event["at"])
+    job = _Job(work.path, work.store / manifest.tokenizer_name, config, event["at"])
     with closing(Workers(workers or os.cpu_count() or 1)) as pool:
         size = sum(map(_bytes, shards))
         with watch.stage("reading", size or None, "B") as advance:

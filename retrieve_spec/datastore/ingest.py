@@ -35,7 +35,7 @@ class Text:
     skip: str = ""
 
 
-def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: int) -> Iterator[Text]:
+def texts_of(files: Iterable[SourceFile], limit: int) -> Iterator[Text]:
     """Go through files in order: one text per plain file, one per record of JSON Lines and Parquet files.
 
     Raises
@@ -49,7 +49,7 @@ def texts_of(files: Iterable[SourceFile], sources: tuple[Source, ...], limit: in
             if file.skip or file.kind == "text":
                 yield Text(file, file.path, skip=file.skip)
                 continue
-            records = _json_lines(file, limit) if file.kind == "jsonl" else _parquet(file, sources[file.source].field)
+            records = _json_lines(file, limit) if file.kind == "jsonl" else _parquet(file)
             for text in records:
                 yield text
                 read += 1
@@ -79,13 +79,14 @@ def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
                 yield Text(file, name, line)
 
 
-def _parquet(file: SourceFile, field: str) -> Iterator[Text]:
+def _parquet(file: SourceFile) -> Iterator[Text]:
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise BuildError(
             f"to read {file.location}", "pyarrow is not installed", "Run: pip install 'retrieve-spec[parquet]'"
         ) from error
+    field = file.source.field
     column = field.partition(".")[0]
     try:
         with open_listed(file.location) as raw, pyarrow.parquet.ParquetFile(raw) as table:
@@ -114,7 +115,7 @@ def _field(record: Any, field: str) -> Any:
     return record
 
 
-def read_text(text: Text, entries: EntryFilter, field: str) -> tuple[str, int, str]:
+def read_text(text: Text, entries: EntryFilter) -> tuple[str, int, str]:
     """Content of a text, bytes read, and why it may not enter: one of the first and the last is empty."""
     file, content = text.file, text.content
     if text.skip:
@@ -122,7 +123,7 @@ def read_text(text: Text, entries: EntryFilter, field: str) -> tuple[str, int, s
     if content is None:
         found = entries.read(Path(file.location), file.compression)
         return ("", 0, str(found)) if isinstance(found, Reason) else (found, file.size, "")
-    size = len(content)
+    size, field = len(content), file.source.field
     if isinstance(content, bytes):
         try:
             content = _field(json.loads(content), field)
@@ -162,32 +163,29 @@ class Tokenised:
     skip: str = ""
 
 
-def tokenise(
-    files: Iterable[SourceFile], sources: tuple[Source, ...], tokenizer: Tokenizer, limit: int
-) -> Iterator[Tokenised]:
+def tokenise(files: Iterable[SourceFile], tokenizer: Tokenizer, limit: int) -> Iterator[Tokenised]:
     """Read and encode files, one result per text, in order.
 
     Parameters
     ----------
-    files, sources, limit
+    files, limit
         As for `texts_of`.
     tokenizer
         Backend.
     """
 
     @cache
-    def known(number: int) -> tuple[str, EntryFilter, LicenceRule | None]:
+    def known(source: Source) -> tuple[str, EntryFilter, LicenceRule | None]:
         """Of a source: its place, whatever folder it was named in, what decides about its files, allowed licences."""
-        source, place = sources[number], os.path.realpath(sources[number].path)
+        place = os.path.realpath(source.path)
         is_folder = os.path.isdir(place)
         top = Path(place) if is_folder else Path(place).parent
         return place, source.entry_filter(top, limit, named=not is_folder), source.licence_rule(top)
 
-    for text in texts_of(files, sources, limit):
-        source = sources[text.file.source]
+    for text in texts_of(files, limit):
         place, entries, rule = known(text.file.source)
-        content, size, skip = read_text(text, entries, source.field)
-        licence = source.licence
+        content, size, skip = read_text(text, entries)
+        licence = text.file.source.licence
         if rule is not None and not skip:
             is_file = text.path == text.file.path  # rows are not under the licence of a collection
             licence = rule.licence(Path(text.file.location).resolve() if is_file else None, own_licence(content))

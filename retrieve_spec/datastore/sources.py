@@ -87,13 +87,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file to read: index of its source, path to record, path to open, bytes, kind and compression.
+    """One file to read: its source, path to record, path to open, bytes, kind and compression.
 
     A file that is not to be read carries the reason in `skip`. A part of a file of JSON Lines carries the bytes
     ``[start, end)`` and the lines before them.
     """
 
-    source: int
+    source: Source
     path: str
     location: str
     size: int
@@ -141,11 +141,11 @@ def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterat
             raise BuildError(f"a file or folder at {source.path}", "nothing there", remedy)
         check_no_store(Path(source.path))
     own = None if store is None else store.resolve()
-    for index, source in enumerate(sources):
-        yield from _list_source(index, source, own)
+    for source in sources:
+        yield from _list_source(source, own)
 
 
-def _list_source(index: int, source: Source, store: Path | None) -> Iterator[SourceFile]:
+def _list_source(source: Source, store: Path | None) -> Iterator[SourceFile]:
     included, excluded = _matcher(source.include), _matcher(source.exclude)
 
     def wanted(relative: str) -> bool:
@@ -154,7 +154,7 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
 
     root = Path(source.path)
     if not root.is_dir():
-        file = _describe(index, source, root.name, root)
+        file = _describe(source, root.name, root)
         yield file if wanted(root.name) else replace(file, skip="left out by a glob")
         return
     top = root.resolve()
@@ -170,7 +170,7 @@ def _list_source(index: int, source: Source, store: Path | None) -> Iterator[Sou
         else:
             left = wanted(relative)
         if left:
-            yield file_of(index, source, relative, os.path.join(top, relative), said)
+            yield file_of(source, relative, os.path.join(top, relative), said)
 
 
 def _order(entry: tuple[str, object]) -> str:
@@ -178,27 +178,27 @@ def _order(entry: tuple[str, object]) -> str:
     return entry[0].replace("/", "\0")
 
 
-def file_of(index: int, source: Source, relative: str, location: str, said: int | Reason) -> SourceFile:
+def file_of(source: Source, relative: str, location: str, said: int | Reason) -> SourceFile:
     """A file of a source and its bytes, or what stays out of it."""
     path = readable(source.prefix + relative)
     if isinstance(said, Reason):
-        return SourceFile(index, path, location, 0, "text", skip=str(said))
+        return SourceFile(source, path, location, 0, "text", skip=str(said))
     stem, suffix = os.path.splitext(relative.lower())
     compression = _COMPRESSED.get(suffix, "")
     kind = _RECORDS.get(os.path.splitext(stem)[1] if compression else suffix, "text")
-    return SourceFile(index, path, location, said, kind, compression)
+    return SourceFile(source, path, location, said, kind, compression)
 
 
-def _describe(index: int, source: Source, name: str, location: Path) -> SourceFile:
+def _describe(source: Source, name: str, location: Path) -> SourceFile:
     """A file that was named itself; a link is followed, but not to a secret."""
     try:
         real = location.resolve(strict=True)
     except (OSError, RuntimeError):
-        return file_of(index, source, name, str(location), Reason.UNREADABLE)
+        return file_of(source, name, str(location), Reason.UNREADABLE)
     said = source.entry_filter(real.parent, _ANY, named=True).look(str(real))
     if "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
         said = Reason.SECRET_NAME
-    return file_of(index, source, name, str(real), said if isinstance(said, Reason) else said.st_size)
+    return file_of(source, name, str(real), said if isinstance(said, Reason) else said.st_size)
 
 
 def readable(path: str) -> str:

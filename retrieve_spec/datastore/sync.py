@@ -82,15 +82,15 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
             now[name] = known
             continue
         modified = 0 if found.st_mtime_ns >= racy else found.st_mtime_ns
-        file = file_of(0, source, name, place, found.st_size)
-        now[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(entries, file, source)))
+        file = file_of(source, name, place, found.st_size)
+        now[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(entries, file)))
     return now
 
 
-def _texts(entries: EntryFilter, file: SourceFile, source: Source) -> Iterator[list[Any]]:
+def _texts(entries: EntryFilter, file: SourceFile) -> Iterator[list[Any]]:
     """Name behind that of the file, SHA-256 or "", reason or "", own licence, of every text that a file holds."""
-    for text in texts_of([file], (source,), FOLLOWED_BYTES):
-        content, _, skip = read_text(text, entries, source.field)
+    for text in texts_of([file], FOLLOWED_BYTES):
+        content, _, skip = read_text(text, entries)
         behind = text.path[len(file.path) :]
         yield [behind, "", skip, None] if skip else [behind, text_hash(content), "", own_licence(content)]
 
@@ -230,7 +230,7 @@ def _synchronised(
     fresh = sorted({place for digest, place in first.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
     if gone or fresh:
-        files = [_file(roots, sources, *place) for place in fresh]
+        files = [_file(sources[number], name) for number, name in fresh]
         done = _change(work, opened, gone, held, files, sources, workers, progress)
         again = (one for one in done.skipped if one[2] != "duplicate")  # records beside those that changed
         report = replace(done, skipped=tuple(dict.fromkeys((*skipped, *again))))
@@ -255,10 +255,10 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Ch
     return gone, held
 
 
-def _file(roots: Sequence[Path], sources: tuple[Source, ...], number: int, name: str) -> SourceFile:
-    location = roots[number] / name
+def _file(source: Source, name: str) -> SourceFile:
+    location = Path(source.path, name)
     size = location.stat().st_size if location.exists() else 0
-    return file_of(number, sources[number], name, str(location), size)
+    return file_of(source, name, str(location), size)
 
 
 def _change(
@@ -287,7 +287,6 @@ def _change(
         config,
         workers=workers,
         progress=progress,
-        sources=sources,
         known=held,
         kept=kept,
     )

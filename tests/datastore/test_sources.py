@@ -18,7 +18,7 @@ LIMIT = 10_000
 def read(tokenizer, *sources, limit=LIMIT):
     given = tuple(s if isinstance(s, Source) else Source(str(s)) for s in sources)
     files = list_files(given)
-    return list(tokenise(files, given, tokenizer, limit))
+    return list(tokenise(files, tokenizer, limit))
 
 
 def outcome(results):
@@ -152,7 +152,7 @@ def test_of_a_file_that_grows_no_more_is_read_than_was_listed(tokenizer, tmp_pat
     (file,) = list_files(sources)
     with path.open("a") as more:
         more.write('xt": "two"}\n{"text": "three"}\n')
-    assert [text.path for text in texts_of([file], sources, LIMIT)] == ["r.jsonl#1", "r.jsonl#2"]
+    assert [text.path for text in texts_of([file], LIMIT)] == ["r.jsonl#1", "r.jsonl#2"]
 
 
 def test_long_text_is_encoded_in_pieces(tokenizer, monkeypatch):
