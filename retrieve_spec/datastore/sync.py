@@ -181,7 +181,7 @@ def sync_datastore(
     elif tokenizer is not None:
         check_tokenizer(store, read_manifest(store), tokenizer)
     with writer(store) as work:
-        report = _synchronised(work, roots, sources, workers, progress)
+        report = _synchronised(work, sources, workers, progress)
         while group := list(filter(is_worn, (manifest := read_manifest(store)).segments)) or _small(manifest):
             rewrite(work, manifest, "sync", group, workers=1, progress=progress)
     if built is None:
@@ -201,9 +201,7 @@ def _root(folder: str | os.PathLike[str]) -> Path:
     return root
 
 
-def _synchronised(
-    work: WorkFolder, roots: Sequence[Path], sources: tuple[Source, ...], workers: int | None, progress: bool
-) -> ChangeReport:
+def _synchronised(work: WorkFolder, sources: tuple[Source, ...], workers: int | None, progress: bool) -> ChangeReport:
     opened = open_as_written(work.store)
     manifest = opened.manifest
     rules = " ".join((RULES, *sources[0].admit))  # what was said under others does not count
@@ -212,21 +210,21 @@ def _synchronised(
     first: dict[str, tuple[int, str]] = {}  # number of the folder, and file, in which a text was found first, by hash
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
-    for number, root in enumerate(roots):
-        source, place = sources[number], str(root)
+    for number, source in enumerate(sources):
+        place = source.path
         state = found[place] = look(source, states.get(place, {}), work.store)
-        rule = source.licence_rule(root)
+        rule = source.licence_rule(Path(place))
         said = ((name, *text) for name in sorted(state) for text in state[name][3])
         for name, behind, digest, reason, own in said:
             if rule is not None and digest:
-                path = None if behind else root / name  # records are not under the licence of their collection
+                path = None if behind else Path(place, name)  # records are not under the licence of their collection
                 reason = str(rule.refuses(rule.licence(path, own)) or "")
             if digest and not reason:
                 first.setdefault(digest, (number, name))
                 wanted.setdefault((place, readable(name) + behind), set()).add(digest)
             else:
                 skipped.append((readable(name) + behind, place, reason))
-    gone, held = _compare(opened, [str(root) for root in roots], wanted)
+    gone, held = _compare(opened, [source.path for source in sources], wanted)
     fresh = sorted({place for digest, place in first.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
     if gone or fresh:
