@@ -26,7 +26,11 @@ _MOST_BYTES = 256 << 10
 _SPDX = re.compile(
     r"^[^\w\n]*SPDX-License-Identifier:[ \t]*(.*?)(?:[ \t]*\*\))?[^\w+)\n]*$", re.IGNORECASE | re.MULTILINE
 )
-_LICENCE_FILE = re.compile(r"(?:licen[cs]es?|copying\d*|unlicense)(?:[-_. ].*)?", re.IGNORECASE)
+_LICENCE_FILE = re.compile(
+    r"(?:licen[cs]es?|copying\d*|unlicense|eula)(?:[-_. ].*)?|.*[-_.]licen[cs]e(?:\.(?:txt|md|rst|html|rtf))?",
+    re.IGNORECASE,
+)
+"""Every such file counts: one that is not understood leaves the licence unknown."""
 _PROSE = {"text", "plain-text", "markdown", "rst", "html"}
 _EITHER = {"MIT", "Apache-2.0"}
 """Licences whose files side by side are alternatives, by custom; of any others both hold."""

@@ -75,7 +75,7 @@ def test_other_texts_are_not(tmp_path, text):
     ("name", "is_one"),
     [
         *((name, True) for name in ["LICENSE", "licence.md", "LICENSE-commercial.txt", "LICENSE_EE.md", "COPYING3"]),
-        *((name, True) for name in ["LICENSE.SSPL", "LICENSE.html", "UNLICENSE"]),
+        *((name, True) for name in ["LICENSE.SSPL", "foo-LICENSE.txt", "EULA.txt", "LICENSE.html", "UNLICENSE"]),
         *((name, False) for name in ["license.py", "licenses.json", "licensing.md"]),
     ],
 )

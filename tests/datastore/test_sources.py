@@ -141,7 +141,7 @@ def test_parts_of_a_large_file_of_records_are_the_whole(tokenizer, tmp_path, mon
     files = [part for file in list_files(given) for part in sources._divided(file)]
     assert len(files) > 1
     assert sum(file.size for file in files) == path.stat().st_size
-    parts = tokenise(files, given, tokenizer, LIMIT)
+    parts = tokenise(files, tokenizer, LIMIT)
     assert [(r.row.path, r.skip, r.ids.tolist()) for r in parts] == whole
 
 
