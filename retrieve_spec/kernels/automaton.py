@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import door, inner
-from retrieve_spec.kernels.views import borrowed
 
 LINK, LENGTH, TOKEN, TARGET, COUNT = range(5)
 E_OWNER, E_TOKEN, E_TARGET, E_COUNT, E_NEXT, E_PREV = range(6)
@@ -67,7 +66,6 @@ def find_edge(edges: I32, slots: I32, owner: int, token: int) -> int:
 @door
 def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
     """State after following ``token`` from ``state``, or -1."""
-    states, edges, slots = borrowed(states), borrowed(edges), borrowed(slots)
     first = states[state, TOKEN]
     if first >= -1:
         return np.int64(states[state, TARGET]) if first == token else np.int64(-1)
@@ -78,7 +76,6 @@ def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
 @door
 def advance(states: I32, edges: I32, slots: I32, state: int, matched: int, token: int) -> tuple[int, int]:
     """Follow ``token`` from the longest suffix that knows it: new (state, matched length)."""
-    states, edges, slots = borrowed(states), borrowed(edges), borrowed(slots)
     s = np.int64(state)
     length = np.int64(matched)
     while s >= 0:
@@ -97,8 +94,6 @@ def successors(states: I32, edges: I32, state: int, limit: int, fewest: float, o
 
     Behind the first, it ends with the first one that has a count below ``fewest``.
     """
-    states, edges = borrowed(states), borrowed(edges)
-    out_tokens, out_counts = borrowed(out_tokens), borrowed(out_counts)
     first = states[state, TOKEN]
     if first >= 0:
         out_tokens[0] = first
@@ -357,7 +352,6 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
 @door
 def extend(states: I32, edges: I32, slots: I32, meta: I64, token_ids: I32) -> int:
     """Append tokens until done or out of room; returns how many were appended. A negative id begins a new document."""
-    states, edges, slots, meta = borrowed(states), borrowed(edges), borrowed(slots), borrowed(meta)
     for i in range(len(token_ids)):
         if token_ids[i] < 0:
             meta[M_LAST] = meta[M_UPD] = meta[M_UPD_LEN] = 0

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import calibration
 from retrieve_spec.kernels import request as state
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import door, inner, making
 from retrieve_spec.kernels.request import MATCH
 from retrieve_spec.kernels.step import propose
 from retrieve_spec.kernels.views import view_f32, view_f64, view_i32, view_i64, view_i64_rows
@@ -38,7 +38,7 @@ FULL, DIVERGED = -1, -2
 does not go on from what was followed."""
 
 
-@inner
+@making
 def _nodes_of(request: NDArray[np.int64]) -> NDArray[np.int64]:
     return view_i64_rows(request[state.NODES], MAX_NODES, 4)
 
@@ -99,7 +99,7 @@ def _least_that_pays(rows: int, cost: NDArray[np.float32]) -> float:
     return least * rows / np.float64(cost[0])
 
 
-@inner
+@making
 def share(calls: NDArray[np.int64], cost: NDArray[np.float32], total: int) -> None:
     """Keep the nodes of all rows that give the most tokens per second together, the most probable ones first."""
     rows = len(calls)
@@ -125,7 +125,7 @@ def share(calls: NDArray[np.int64], cost: NDArray[np.float32], total: int) -> No
         view_i64(calls[order[n], ADDRESS], state.REQUEST)[state.DRAFTED] += 1
 
 
-@inner
+@making
 def _follow_and_grow(
     request: NDArray[np.int64],
     plan: NDArray[np.int64],

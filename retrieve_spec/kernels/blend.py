@@ -25,7 +25,7 @@ from retrieve_spec.kernels.levels import (
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_hash
 from retrieve_spec.kernels.source_table import NUMBER, READ_LIMIT, TAIL
 from retrieve_spec.kernels.unigram import LISTED
-from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
+from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
 
 MAX_LEVELS = 24
 MAX_CANDIDATES = 160
@@ -109,8 +109,6 @@ def collect_levels(
     int
         Number of levels.
     """
-    table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
-    cells, trust = borrowed(cells), borrowed(trust)
     rows = len(table)
     scratch = np.int64(memory.ctypes.data)
     levels, weights = view_i64_rows(scratch + LEVELS, MAX_LEVELS, 4), view_f32(scratch + WEIGHTS, MAX_LEVELS)
@@ -185,7 +183,6 @@ def blend(
     int
         Number of candidates, in no particular but deterministic order.
     """
-    table, cursors, cells = borrowed(table), borrowed(cursors), borrowed(cells)
     scratch = np.int64(memory.ctypes.data)
     levels, weights = view_i64_rows(scratch + LEVELS, MAX_LEVELS, 4), view_f32(scratch + WEIGHTS, MAX_LEVELS)
     tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)

@@ -21,8 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner
-from retrieve_spec.kernels.views import borrowed
+from retrieve_spec.kernels.compiled_code import door, inner, making_door
 
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
 NUM_SOURCES = 11
@@ -159,7 +158,6 @@ def scale_bin(p: float) -> tuple[int, float]:
 @inner
 def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
     """Probability after the learned correction of a row of ``scale`` (`Calibration.scale`)."""
-    scale = borrowed(scale)
     i, f = scale_bin(p)
     low = (np.float64(scale[row, i, 0]) + SCALE_PRIOR) / (np.float64(scale[row, i, 1]) + SCALE_PRIOR)
     high = (np.float64(scale[row, i + 1, 0]) + SCALE_PRIOR) / (np.float64(scale[row, i + 1, 1]) + SCALE_PRIOR)
@@ -202,7 +200,7 @@ def learn_first(counts: NDArray[np.float64], p: float, right: int) -> None:
     learn_draft(counts, p, right)
 
 
-@door
+@making_door
 def learn_passes(
     mean: NDArray[np.float64],
     covariance: NDArray[np.float64],

@@ -15,13 +15,20 @@ from numba import config, njit
 from numba.core import event
 
 logger = logging.getLogger(__name__)
-_NOT_FOR_C: dict[str, Any] = {"no_cfunc_wrapper": True}
-_NO_DOOR = _NOT_FOR_C | {"no_cpython_wrapper": True}
-door = njit(cache=True, nogil=True, **_NOT_FOR_C)
-"""Decorator of a kernel that Python calls, and other kernels may. It has no door for C: a twentieth of the work."""
-inner = njit(nogil=True, **_NO_DOOR)
+_DOOR: dict[str, Any] = {"cache": True, "nogil": True, "no_cfunc_wrapper": True, "_nrt": False}
+_INNER: dict[str, Any] = {"nogil": True, "no_cfunc_wrapper": True, "no_cpython_wrapper": True, "_nrt": False}
+_MAKING: dict[str, Any] = {"_nrt": True}
+door = njit(**_DOOR)
+"""Decorator of a kernel that Python calls, and other kernels may. It has no door for C: a twentieth of the work. It
+makes no array and returns none, so that no references to arrays need to be counted: half of the time of a kernel of a
+few microseconds. Whoever calls it holds its arrays."""
+making_door = njit(**_DOOR | _MAKING)
+"""The same of a kernel that makes or returns arrays, or calls one that returns new ones."""
+inner = njit(**_INNER)
 """Decorator of a kernel that only kernels call: it becomes part of each of them and has no door for Python, which is
-more than half of the work of compiling a small one."""
+more than half of the work of compiling a small one. It makes no array and returns none."""
+making = njit(**_INNER | _MAKING)
+"""The same of a kernel that makes or returns arrays."""
 part = njit(nogil=True, inline="always")
 """Decorator of a kernel that one other kernel calls, at one place: it is compiled as part of that kernel, once."""
 _P = ParamSpec("_P")

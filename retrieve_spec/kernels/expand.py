@@ -18,7 +18,7 @@ from retrieve_spec.kernels.blend import (
     collect_levels,
 )
 from retrieve_spec.kernels.calibration import CERTAIN, NUM_SOURCES, scaled
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, making
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.source_table import (
@@ -35,7 +35,7 @@ from retrieve_spec.kernels.source_table import (
     TAIL,
     recycling_sets,
 )
-from retrieve_spec.kernels.views import borrowed, prefetch, view_f32, view_i32, view_i64
+from retrieve_spec.kernels.views import prefetch, view_f32, view_i32, view_i64
 
 NEGLIGIBLE = 0.2
 """Part of the smallest useful probability below which a single share is not worth adding up."""
@@ -145,7 +145,6 @@ def follow(
     stores: int | None,
 ) -> None:
     """Make the newest tokens and the cursors at place ``at`` those at place ``above`` after one more token."""
-    table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
     tails[at, 0] = token
     for i in range(1, TAIL):
         tails[at, i] = tails[above, i - 1]
@@ -161,7 +160,7 @@ def follow(
         advance_row(table, s, cursors, above * rows + s, token, cursors, at * rows + s, stores)
 
 
-@inner
+@making
 def expand(
     table: NDArray[np.int64],
     root_cursors: NDArray[np.int64],
@@ -230,9 +229,6 @@ def expand(
         Nodes worth verifying (a prefix of those grown), nodes grown.
     """
     rows = len(table)
-    table, cursors, tails = borrowed(table), borrowed(cursors), borrowed(tails)
-    cells, scale, trust = borrowed(cells), borrowed(scale), borrowed(trust)
-    pool_p, pool_ids, heap = borrowed(pool_p), borrowed(pool_ids), borrowed(heap)
     scratch = np.int64(memory.ctypes.data)
     tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
     credit = view_i64(scratch + CREDIT, MAX_CANDIDATES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import door, inner, making_door
 from retrieve_spec.kernels.ngram import MAX_ORDER, home, ngram_hash
 from retrieve_spec.kernels.views import prefetch
 
@@ -59,7 +59,7 @@ def count_grams(shared: NDArray[np.uint8], ahead: NDArray[np.uint8]) -> int:
     return n
 
 
-@door
+@making_door
 def fill_grams(tokens, to_global, words):  # type: ignore[no-untyped-def]
     """Set the bits of every sequence of a text in (w,) uint64 words, all zero before.
 

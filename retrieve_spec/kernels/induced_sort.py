@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import door, inner, making_door
 from retrieve_spec.kernels.views import prefetch
 
 _AHEAD, _NEAR = 32, 16
@@ -65,7 +65,7 @@ def _sort_into(text: NDArray[Any], size: int, sa: NDArray[np.int32]) -> None:
     induce(text, sa, counts, m)
 
 
-@door
+@making_door
 def count_tokens(text, size):  # type: ignore[no-untyped-def]
     """How often each token stands in a text."""
     counts = np.zeros(size, np.int32)
@@ -74,7 +74,7 @@ def count_tokens(text, size):  # type: ignore[no-untyped-def]
     return counts
 
 
-@door
+@making_door
 def find_borders(text, buffer):  # type: ignore[no-untyped-def]
     """Borders of a text, rising, written to the end of a buffer."""
     at = len(buffer)
@@ -121,7 +121,7 @@ def _ask_place(text, places, position):  # type: ignore[no-untyped-def]
         prefetch(np.int64(places.ctypes.data) + places.itemsize * np.int64(text[position]))
 
 
-@door
+@making_door
 def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
     """Put the borders at the beginning of zeros, sorted by the text up to the next border; zeros behind."""
     n, m = len(text), len(borders)
@@ -173,7 +173,7 @@ def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
             found += 1
 
 
-@door
+@making_door
 def name_borders(text, sa, borders):  # type: ignore[no-untyped-def]
     """Write the text of the borders' names to the end, given them in order; returns how many names there are."""
     n, m = len(text), len(borders)
@@ -219,7 +219,7 @@ def borders_of_ranks(sa, borders, names):  # type: ignore[no-untyped-def]
             sa[i] = borders[sa[i]]
 
 
-@door
+@making_door
 def induce(text, sa, counts, m):  # type: ignore[no-untyped-def]
     """Make the suffix array of a text, given its borders in order at the beginning."""
     n = len(text)

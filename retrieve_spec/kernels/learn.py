@@ -30,7 +30,7 @@ from retrieve_spec.kernels.calibration import (
     recency_weight,
     scale_bin,
 )
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import inner, making, part
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.request import push
@@ -62,7 +62,7 @@ from retrieve_spec.kernels.source_table import (
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import borrowed, view_f32, view_i32, view_i64, view_i64_rows
+from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_i64_rows
 
 USE_MEMORY = 512.0
 """Tokens over which the use of a source is averaged."""
@@ -217,7 +217,7 @@ def learn_scale(
             cell[1] = np.float64(cell[1]) + w * p
 
 
-@inner
+@making
 def learn(
     table: NDArray[np.int64],
     cursors: NDArray[np.int64],
@@ -247,11 +247,8 @@ def learn(
     scratch = np.int64(memory.ctypes.data)
     tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
     view_i64(scratch + SLOTS, HASH)[:] = 0
-    moving = trust.copy()
-    adapted = borrowed(moving)
+    adapted = trust.copy()
     moved = np.empty((1, CURSOR), np.int64)
-    table, cursors, cells = borrowed(table), borrowed(cursors), borrowed(cells)
-    scale, trust, use = borrowed(scale), borrowed(trust), borrowed(use)
     resting = table[:, RESTING].copy()
     here = np.int64(0)  # not a literal: for each of those Numba compiles what it is given to once more
     for i in range(len(emitted)):
@@ -278,4 +275,4 @@ def learn(
         table[s, RESTING] = resting[s]
     for s in range(len(trust)):
         for j in range(trust.shape[1]):
-            trust[s, j, 0], trust[s, j, 1] = moving[s, j, 0], moving[s, j, 1]
+            trust[s, j, 0], trust[s, j, 1] = adapted[s, j, 0], adapted[s, j, 1]

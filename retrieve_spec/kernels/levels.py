@@ -63,7 +63,7 @@ from retrieve_spec.kernels.source_table import (
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import borrowed, prefetch, view_f32
+from retrieve_spec.kernels.views import prefetch, view_f32
 
 CLOSED = -2
 """Handle of a level that was not looked up yet."""
@@ -99,7 +99,6 @@ def open_row(
     An n-gram table is not looked into yet (each look misses every cache): the handle is `CLOSED`, the length the
     longest it can be, as far as a filter over small tables says.
     """
-    table, cursors, hashes = borrowed(table), borrowed(cursors), borrowed(hashes)
     kind = table[s, KIND]
     if table[s, RESTING] == 1:
         return np.int64(0), np.int64(-1)
@@ -175,7 +174,6 @@ def next_level(
     table: NDArray[np.int64], s: int, handle: int, length: int, hashes: NDArray[np.uint64], stores: int | None
 ) -> tuple[int, int]:
     """(handle, match length) of the level after this one."""
-    table, hashes = borrowed(table), borrowed(hashes)
     kind = table[s, KIND]
     if kind == AUTOMATON:
         states = states_of(table, s)
@@ -209,7 +207,6 @@ def evidence(
     table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int, stores: int | None
 ) -> tuple[int, int]:
     """(total count, distinct continuations) of a level; for probabilities, how peaked they are stands for distinct."""
-    table, cursors = borrowed(table), borrowed(cursors)
     kind = table[s, KIND]
     if kind == AUTOMATON:
         states = states_of(table, s)
@@ -261,8 +258,6 @@ def read_level(
 
     Where the most probable stand first, those with a share below ``least`` are left out.
     """
-    table, cursors = borrowed(table), borrowed(cursors)
-    out_tokens, out_counts, out_p = borrowed(out_tokens), borrowed(out_counts), borrowed(out_p)
     kind = table[s, KIND]
     if kind == AUTOMATON:
         fewest = least * total / (1.0 - recency)
@@ -325,7 +320,6 @@ def advance_row(
     stores: int | None,
 ) -> None:
     """Cursor of one source after one more token."""
-    table, cursors, out = borrowed(table), borrowed(cursors), borrowed(out)
     kind = table[s, KIND]
     if kind == AUTOMATON:
         out[o, 0], out[o, 1] = automaton.advance(

@@ -60,7 +60,7 @@ if not config.DISABLE_JIT:
         size = 4 if like is types.float32 else 2
         return lambda like: size
 
-    @overload(view_numbers, strict=False)
+    @overload(view_numbers, strict=False, jit_options={"_nrt": True})  # type: ignore[typeddict-unknown-key]
     def _view_numbers(address: Any, size: Any, like: Any) -> Any:
         if like is types.float32:
             return lambda address, size, like: view_f32(address, size)

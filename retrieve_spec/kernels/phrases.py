@@ -15,10 +15,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import inner, making, making_door
 from retrieve_spec.kernels.recycling import SET, WAYS, claim, find, mix
 from retrieve_spec.kernels.recycling import seen as observed
-from retrieve_spec.kernels.views import borrowed
 
 ORDERS = 2
 """Longest context."""
@@ -84,7 +83,7 @@ def halve(
     _write(sets, tokens, probs, e, counts)
 
 
-@inner
+@making
 def fade(sets: NDArray[np.uint64], tokens: NDArray[np.int32], probs: NDArray[np.float32]) -> None:
     """Halve all counts, and free the contexts that nothing is left of."""
     counts = np.empty(tokens.shape[1], np.int64)
@@ -135,7 +134,7 @@ def _count(
         halve(sets, tokens, probs, e, counts)
 
 
-@door
+@making_door
 def learn(
     sets: NDArray[np.uint64],
     tokens: NDArray[np.int32],
@@ -154,9 +153,7 @@ def learn(
     clock
         Requests counted so far, this one included; all counts fade now and then.
     """
-    sets, tokens, probs, seen = borrowed(sets), borrowed(tokens), borrowed(probs), borrowed(seen)
-    scratch = np.empty(tokens.shape[1], np.int64)
-    counts = borrowed(scratch)
+    counts = np.empty(tokens.shape[1], np.int64)
     for i in range(1, len(text)):
         token = text[i]
         context = np.uint64(0)

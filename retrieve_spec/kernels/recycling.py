@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import door, inner, part
 from retrieve_spec.kernels.views import (
-    borrowed,
     place_among_eight,
     prefetch,
     view_f32,
@@ -197,8 +196,6 @@ def learn_rows(
         (MEMORY,) int64, how often this was called, and scratch.
     """
     memory[0] += 1
-    sets, entries, tails, tail_lens = borrowed(sets), borrowed(entries), borrowed(tails), borrowed(tail_lens)
-    ids, logits = borrowed(ids), borrowed(logits)
     k = entries.shape[1] // 2
     width = min(k, ids.shape[1])
     at = np.int64(memory.ctypes.data) + 8

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels import alignment, automaton, unigram
 from retrieve_spec.kernels.automaton import extend
 from retrieve_spec.kernels.calibration import CELLS, LENGTH_CLASSES, NUM_SOURCES, SCALE_BINS
-from retrieve_spec.kernels.compiled_code import door, inner, part
+from retrieve_spec.kernels.compiled_code import door, inner, making, making_door, part
 from retrieve_spec.kernels.grams import GRAM, may_hold, newest_gram
 from retrieve_spec.kernels.ngram import home
 from retrieve_spec.kernels.source_table import (
@@ -102,55 +102,55 @@ FIRST_TOKENS, LATER_EVERY = 2000, 4
 """Learning reads stores at all of the first tokens, then at one of so many."""
 
 
-@inner
+@making
 def table_of(request: NDArray[np.int64]) -> NDArray[np.int64]:
     """(s, ROW) int64, all sources."""
     return view_i64_rows(request[TABLE], request[SOURCES], ROW)
 
 
-@inner
+@making
 def cells_of(request: NDArray[np.int64]) -> NDArray[np.float32]:
     """(CELLS, 4) float32, how often levels explained tokens (`retrieve_spec.drafting.calibration.Calibration`)."""
     return view_f32_rows(request[CELL_COUNTS], CELLS, 4)
 
 
-@inner
+@making
 def scale_of(request: NDArray[np.int64]) -> NDArray[np.float32]:
     """(2 · NUM_SOURCES, SCALE_BINS + 1, 2) float32, corrections as for `calibration.scaled`."""
     return view_f32_cube(request[SCALE], 2 * NUM_SOURCES, SCALE_BINS + 1, 2)
 
 
-@inner
+@making
 def trust_of(request: NDArray[np.int64]) -> NDArray[np.float64]:
     """(NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 trust of a request (`calibration.begin_request`)."""
     return view_f64_cube(request[TRUST], NUM_SOURCES, 1 + LENGTH_CLASSES, 2)
 
 
-@inner
+@making
 def drafts_of(request: NDArray[np.int64], sampled: int) -> NDArray[np.float64]:
     """(2,) float64 counts of drafts (`kernels/calibration.py`), greedy (0) or with known noise (1)."""
     return view_f64(request[DRAFTS] + 16 * sampled, 2)
 
 
-@inner
+@making
 def cursors_of(request: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     """(s, CURSOR) int64, where the text stands in every source."""
     return view_i64_rows(request[CURSORS], rows, CURSOR)
 
 
-@inner
+@making
 def newest_of(request: NDArray[np.int64]) -> NDArray[np.int32]:
     """(1, TAIL) int32 newest tokens, newest first."""
     return view_rows(request[NEWEST], 1, TAIL)
 
 
-@inner
+@making
 def noise_of(request: NDArray[np.int64]) -> NDArray[np.int64]:
     """(4,) int64: 1 if tokens are sampled with known noise (else 0), seed, row, position of the next token."""
     return view_i64(request[NOISE], 4)
 
 
-@inner
+@making
 def use_of(request: NDArray[np.int64], rows: int) -> NDArray[np.float64]:
     """(s,) float64, share of the tokens that each source explained."""
     return view_f64(request[USE], rows)
@@ -214,7 +214,7 @@ def choose_sources(table: NDArray[np.int64], request: NDArray[np.int64]) -> None
             request[RESTS] = 1
 
 
-@inner
+@making
 def follow_all(
     table: NDArray[np.int64], first: int, cursors: NDArray[np.int64], window: NDArray[np.int32], fresh: int
 ) -> None:
@@ -291,7 +291,7 @@ def _search(table: NDArray[np.int64], s: int, recent: NDArray[np.int32], least: 
     return np.int64(lo), np.int64(hi), np.int64(depth)
 
 
-@inner
+@making
 def follow_stores(
     table: NDArray[np.int64],
     request: NDArray[np.int64],
@@ -326,7 +326,7 @@ def follow_stores(
     return window
 
 
-@inner
+@making
 def stored_cursors(table: NDArray[np.int64], request: NDArray[np.int64]) -> NDArray[np.int64]:
     """(stores, CURSOR) int64 copy of the stores' cursors."""
     first = request[STORED]
@@ -346,7 +346,7 @@ def grow_context(table: NDArray[np.int64], request: NDArray[np.int64], tokens: N
     return extend(states_of(table, c), edges_of(table, c), slots_of(table, c), meta_of(table, c), tokens)
 
 
-@door
+@making_door
 def read(
     table: NDArray[np.int64], request: NDArray[np.int64], tokens: NDArray[np.int32], looked_at: int, stores: int | None
 ) -> int:

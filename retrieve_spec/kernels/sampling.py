@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import door, inner, making, making_door
 from retrieve_spec.kernels.topk import BLOCK, block_maxima, collect_at_least, row_topk
 
 
@@ -119,7 +119,7 @@ def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: in
     return drawn if np.isfinite(logits[drawn]) else -1
 
 
-@inner
+@making
 def _nucleus(
     row: NDArray[np.float32], heat: np.float32, top_p: float, ids: NDArray[np.int32], total: float, top: float
 ) -> int:
@@ -152,7 +152,7 @@ def _nucleus(
     return v
 
 
-@door
+@making_door
 def truncate_row(
     row: NDArray[np.float32],
     temperature: float,

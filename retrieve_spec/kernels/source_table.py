@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton, ngram
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import door, inner, making, making_door
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors, sa_token
 from retrieve_spec.kernels.views import (
     view_f32,
@@ -72,99 +72,99 @@ READ_LIMIT = 32
 """Continuations read per level, most recent or most frequent first."""
 
 
-@door
+@making_door
 def states_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(n, 5) state rows of an automaton."""
     return view_rows(table[s, AUTOMATON_STATES], table[s, AUTOMATON_NUM_STATES], 5)
 
 
-@inner
+@making
 def edges_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(n, 6) edge rows of an automaton."""
     return view_rows(table[s, AUTOMATON_EDGES], table[s, AUTOMATON_NUM_EDGES], 6)
 
 
-@inner
+@making
 def slots_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(n,) edge hash table of an automaton."""
     return view_i32(table[s, AUTOMATON_SLOTS], table[s, AUTOMATON_NUM_SLOTS])
 
 
-@inner
+@making
 def meta_of(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
     """(META,) sizes and newest states of an automaton."""
     return view_i64(table[s, AUTOMATON_META], automaton.META)
 
 
-@inner
+@making
 def recycling_sets(table: NDArray[np.int64], s: int) -> NDArray[np.uint64]:
     """(capacity · 2,) sets of a recycling table: which contexts it knows, and how well."""
     return view_u64(table[s, RECYCLING_SETS], table[s, RECYCLING_CAPACITY] * 2)
 
 
-@inner
+@making
 def recycling_tokens(table: NDArray[np.int64], s: int, entry: int) -> NDArray[np.int32]:
     """(k,) top tokens of an entry of a recycling table, -1 behind the last one."""
     k = table[s, RECYCLING_K]
     return view_i32(table[s, RECYCLING_ENTRIES] + 8 * k * entry, k)
 
 
-@inner
+@making
 def recycling_probs(table: NDArray[np.int64], s: int, entry: int) -> NDArray[np.float32]:
     """(k,) their averaged probabilities."""
     k = table[s, RECYCLING_K]
     return view_f32(table[s, RECYCLING_ENTRIES] + 8 * k * entry + 4 * k, k)
 
 
-@inner
+@making
 def expected_text(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(n,) tokens of a prediction."""
     return view_i32(table[s, PREDICTION_TEXT], table[s, PREDICTION_LENGTH])
 
 
-@inner
+@making
 def ngram_slots(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
     """(n, 4) slots of an n-gram table."""
     return view_u32_rows(table[s, NGRAM_SLOTS], table[s, NGRAM_NUM_SLOTS], 4)
 
 
-@inner
+@making
 def ngram_counts(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
     """(m,) counts of an n-gram table's continuations."""
     return view_u32(table[s, NGRAM_COUNTS], table[s, NGRAM_SIZE])
 
 
-@inner
+@making
 def text_u16(table: NDArray[np.int64], s: int) -> NDArray[np.uint16]:
     """(n,) text of a segment with at most 2^16 ids (`EXACT_ITEMSIZE` 2)."""
     return view_u16(table[s, EXACT_TOKENS], table[s, EXACT_LENGTH])
 
 
-@inner
+@making
 def text_u32(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
     """(n,) text of a segment with more."""
     return view_u32(table[s, EXACT_TOKENS], table[s, EXACT_LENGTH])
 
 
-@inner
+@making
 def suffixes_of(table: NDArray[np.int64], s: int) -> NDArray[np.uint32]:
     """(n,) suffix array of a segment."""
     return view_u32(table[s, EXACT_SUFFIXES], table[s, EXACT_NUM_SUFFIXES])
 
 
-@inner
+@making
 def to_local_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(vocabulary,) ids in a segment of the model's token ids, 0 for those it does not hold."""
     return view_i32(table[s, EXACT_TO_LOCAL], table[s, EXACT_VOCABULARY])
 
 
-@inner
+@making
 def spans_of(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     """(k, w) rows of a trie of retrieved spans."""
     return view_rows(table[s, DENSE_SPANS], table[s, DENSE_NUM_SPANS], table[s, DENSE_WIDTH])
 
 
-@inner
+@making
 def span_weights(table: NDArray[np.int64], s: int) -> NDArray[np.float32]:
     """(k,) weights of the spans."""
     return view_f32(table[s, DENSE_WEIGHTS], table[s, DENSE_NUM_SPANS])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import calibration, recycling, unigram
 from retrieve_spec.kernels import request as state
-from retrieve_spec.kernels.compiled_code import door, inner, part
+from retrieve_spec.kernels.compiled_code import making, making_door, part
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
 from retrieve_spec.kernels.source_table import (
@@ -150,7 +150,7 @@ def _judge(request: NDArray[np.int64], first: int, size: int, accepted: int, exp
     first_p[0] = 0.0
 
 
-@inner
+@making
 def depth_first(
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
@@ -272,7 +272,7 @@ def find_origins(
                     out[i] = (table[s, EXACT_SEGMENT] << ORIGIN_BITS) | position
 
 
-@door
+@making_door
 def propose(
     request: NDArray[np.int64],
     cost: NDArray[np.float32],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import door, inner, making_door
 
 SEPARATOR = 0
 """Local id between two documents."""
@@ -158,7 +158,7 @@ def _pack(tokens, start, n_tokens, width, bits):  # type: ignore[no-untyped-def]
     return key
 
 
-@door
+@making_door
 def sa_top_table(tokens, sa, bits):  # type: ignore[no-untyped-def]
     """Pack the beginning of every ``1 << TOP_SHIFT``-th suffix: (⌈m / 64⌉,) uint64."""
     width = 64 // bits

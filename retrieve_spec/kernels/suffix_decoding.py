@@ -6,15 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.automaton import COUNT, COUNTED, LENGTH, LINK, degree, step, successors
-from retrieve_spec.kernels.compiled_code import door, inner
-from retrieve_spec.kernels.views import borrowed
+from retrieve_spec.kernels.compiled_code import making, making_door
 
 _WAITING = 256
 """Continuations that wait at most."""
 F_STATE, F_TOKEN, F_PARENT, F_DEPTH, F_COUNT = range(5)
 
 
-@inner
+@making
 def _grow(
     states: NDArray[np.int32],
     edges: NDArray[np.int32],
@@ -74,7 +73,7 @@ def _grow(
                 front[i, j] = front[i + 1, j]
 
 
-@door
+@making_door
 def speculate(
     states: NDArray[np.int32],
     edges: NDArray[np.int32],
@@ -111,7 +110,6 @@ def speculate(
     tuple
         Number of nodes and score.
     """
-    states, edges, slots = borrowed(states), borrowed(edges), borrowed(slots)
     chain = np.empty(tree_depth, np.int64)
     longest = min(matched, tree_depth - 1)
     s = np.int64(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door
+from retrieve_spec.kernels.compiled_code import door, making_door
 
 BLOCK = 128
 """Width of the blocks whose maxima `row_topk` takes."""
@@ -83,7 +83,7 @@ def collect_at_least(row: NDArray[np.float32], floor: float, ids: NDArray[np.int
     return count
 
 
-@door
+@making_door
 def block_maxima(row: NDArray[np.float32]) -> NDArray[np.float32]:
     """(v // BLOCK,) maxima of the full blocks of `row` (v,), for callers that hold one row."""
     maxima = np.empty(row.shape[0] // BLOCK, np.float32)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import door, inner, making_door
 from retrieve_spec.kernels.suffix_array import SEPARATOR
 
 END = -1
@@ -88,7 +88,7 @@ def _comes_before(spans: NDArray[np.int32], similarity: NDArray[np.float32], a: 
     return bool(similarity[a] > similarity[b])
 
 
-@door
+@making_door
 def sort_spans(spans: NDArray[np.int32], similarity: NDArray[np.float32], origins: NDArray[np.int64], n: int) -> None:
     """Sort the first ``n`` rows in place; equal rows keep their order."""
     order = np.arange(n)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import inner, making
 from retrieve_spec.kernels.source_table import (
     UNIGRAM_BY_CLASSES,
     UNIGRAM_CELLS,
@@ -125,12 +125,12 @@ def ask_for(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32]) -> N
         prefetch(stats + 4 * STATS * frequent[i])
 
 
-@inner
+@making
 def _meta(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
     return view_i64(table[s, UNIGRAM_META], META)
 
 
-@inner
+@making
 def _stats(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
     return view_rows(table[s, UNIGRAM_STATS], table[s, UNIGRAM_NUM_STATS], STATS)
 
@@ -199,12 +199,12 @@ def evidence(table: NDArray[np.int64], s: int) -> tuple[int, int]:
     return np.int64(meta[TOKENS]), np.int64(meta[DISTINCT])
 
 
-@inner
+@making
 def _factors(table: NDArray[np.int64], s: int, row: int) -> NDArray[np.float32]:
     return view_f32(table[s, UNIGRAM_FACTORS] + 8 * CLASSES * row, 2 * CLASSES)
 
 
-@inner
+@making
 def shares_at(table: NDArray[np.int64], s: int, place: int) -> NDArray[np.float32]:
     """(LISTED,) shares of the listed tokens at a place; computed when it is first asked for."""
     meta, versions = _meta(table, s), view_i64(table[s, UNIGRAM_VERSIONS], PLACES)
@@ -264,7 +264,7 @@ def _fade(of: NDArray[np.float32], at: int) -> float:
     return 1.0 - 1.0 / RATE_MEMORY if of[at + 1] > RATE_MEMORY else 1.0
 
 
-@inner
+@making
 def learn(table: NDArray[np.int64], s: int, place: int, token: int, reached: float, explained: float) -> None:
     """Learn from a token that came at a place: the list was reached, and explained it, with these probabilities."""
     tokens, cells = view_i32(table[s, UNIGRAM_TOKENS], LISTED), view_i32(table[s, UNIGRAM_CELLS], LISTED)

@@ -153,29 +153,6 @@ else:
 
         return types.int64(types.int64, types.int32), codegen
 
-    @intrinsic
-    def borrowed(_context: Any, array: Any) -> Any:
-        """The same array, not counted as a reference to it: whoever called must hold it.
-
-        Numba counts references at every call that takes an array, with an atomic operation each time; in kernels of a
-        few microseconds that was half of the time.
-        """
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            held = make_array(signature.args[0])(context, builder, args[0])  # type: ignore[no-untyped-call]
-            free = make_array(signature.return_type)(context, builder)  # type: ignore[no-untyped-call]
-            populate_array(  # type: ignore[no-untyped-call]
-                free,
-                data=held.data,
-                shape=held.shape,
-                strides=held.strides,
-                itemsize=held.itemsize,
-                meminfo=None,
-            )
-            return free._getvalue()
-
-        return array(array), codegen
-
 
 view_i32 = _viewer(np.int32)
 """(size,) int32 at an address."""
