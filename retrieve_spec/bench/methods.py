@@ -30,7 +30,7 @@ from retrieve_spec.drafting.presets import PRESETS, build_drafter
 from retrieve_spec.engine.sequence import GenerationReport
 from retrieve_spec.errors import ConfigError, nearest
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.bigrams import Bigrams
+from retrieve_spec.sources.recycling import Bigrams
 from retrieve_spec.sources.unigrams import token_classes
 
 PLAIN, PROMPT_LOOKUP, OFF = "plain", "prompt-lookup", "off"

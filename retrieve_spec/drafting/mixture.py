@@ -33,9 +33,8 @@ from retrieve_spec.sources import (
     SESSION,
 )
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.bigrams import Bigrams
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
-from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, Row, SourceTable, store_rows
 from retrieve_spec.sources.session import FOLLOWED, SessionMemory
 
@@ -327,14 +326,8 @@ class MixtureDrafter:
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
     ) -> None:
         """Fill the recycling table from the prompt's own logits."""
-        if not self.recycling or len(token_ids) == 0:
-            return
-        m = len(token_ids)
-        tails = np.zeros((m, 3), np.int32)
-        for back in range(3):
-            tails[back:, back] = token_ids[: m - back]
-        lens = np.minimum(np.arange(1, m + 1), 3).astype(np.int32)
-        self.recycling.learn(tails, lens, top_ids, top_logits)
+        if self.recycling is not None:
+            self.recycling.learn_text(token_ids, top_ids, top_logits)
 
     def propose(self, budget: Budget) -> DraftTree:
         """Draft within the budget; with a cost curve, only as many nodes as pay.

@@ -11,11 +11,11 @@ from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.published.base import PublishedDrafter
 from retrieve_spec.drafting.published.logits import LogitSpec, Lookahead, TokenRecycling
-from retrieve_spec.drafting.published.search import AdaptiveTrigram, Stand
+from retrieve_spec.drafting.published.search import Stand
 from retrieve_spec.drafting.published.stores import Dresd, Hierarchy, Rest, Sam, SamRecycling
-from retrieve_spec.drafting.published.text import AdaptiveNgram, PromptLookup, SuffixDecoding
+from retrieve_spec.drafting.published.text import AdaptiveNgram, AdaptiveTrigram, PromptLookup, SuffixDecoding
 from retrieve_spec.errors import UnknownPresetError, nearest
-from retrieve_spec.sources.bigrams import Bigrams
+from retrieve_spec.sources.recycling import Bigrams
 from retrieve_spec.sources.session import SessionMemory
 
 PRESETS: dict[str, type[MixtureDrafter | PublishedDrafter]] = {

@@ -26,8 +26,7 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.acceptance import PassLogits
 from retrieve_spec.sources.answers import AnswerMemory, RolloutMemory, answers_by_scope
 from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
-from retrieve_spec.sources.bigrams import Bigrams
-from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.sources.unigrams import token_classes
 

@@ -30,7 +30,7 @@ from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
-from retrieve_spec.sources.bigrams import Bigrams
+from retrieve_spec.sources.recycling import Bigrams
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared

@@ -1,4 +1,4 @@
-"""The target's own top tokens at contexts it has seen, rejected branches included, as a bounded table."""
+"""The target's own top tokens: at contexts it has seen, rejected branches included, and behind each token alone."""
 
 from __future__ import annotations
 
@@ -53,6 +53,13 @@ class RecyclingTable:
         """
         kernels.learn_rows(self.sets, self.entries, tails, tail_lens, ids, logits, self._memory)
 
+    def learn_text(self, token_ids: Ids, ids: Ids, logits: NDArray[np.float32]) -> None:
+        """Remember the target's top tokens (m, k) after each of the last m tokens of a text (n,)."""
+        ends = np.arange(len(token_ids) - len(ids), len(token_ids))
+        places = ends[:, None] - np.arange(kernels.ORDERS)
+        tails = np.where(places >= 0, token_ids[np.maximum(places, 0)], 0).astype(np.int32)
+        self.learn(tails, np.minimum(ends + 1, kernels.ORDERS).astype(np.int32), ids, logits)
+
     def lookup(self, context: list[int]) -> tuple[NDArray[np.int32], NDArray[np.float32], int]:
         """Tokens, probabilities and order of the longest known context (oldest token first in ``context``)."""
         newest = context[::-1][: kernels.ORDERS]
@@ -77,4 +84,43 @@ class RecyclingTable:
                 source_table.RECYCLING_MEMORY: self._memory,
             },
             {source_table.RECYCLING_CAPACITY: len(self.entries), source_table.RECYCLING_K: self.k},
+        )
+
+
+class Bigrams:
+    """Token → the target's top k next tokens with probabilities, for where a text has shown nothing better.
+
+    They are the target's own answers to lines of one token, so they say nothing of anybody's text.
+
+    Parameters
+    ----------
+    entries
+        (vocabulary, 2k) int32: top tokens, most probable first, then the bits of their float32 logits; a first token of
+        -1 where they are not known.
+
+    Notes
+    -----
+    Token Recycling (Luo et al. 2024) keeps such a matrix from one text to the next; this one is full from the first.
+    """
+
+    def __init__(self, entries: Ids) -> None:
+        self.entries, k = entries, entries.shape[1] // 2
+        logits = entries[:, k:].view(np.float32)
+        shares = np.exp(logits - logits[:, :1])
+        self._shares = entries.copy()
+        self._shares[:, k:] = (shares / shares.sum(1, keepdims=True)).view(np.int32)
+
+    @property
+    def known(self) -> Ids:
+        """Tokens (m,) that have entries."""
+        return np.flatnonzero(self.entries[:, 0] >= 0).astype(np.int32)
+
+    def row(self, number: int) -> Row:
+        """Row of the mixture's source table."""
+        vocabulary, width = self.entries.shape
+        return source_row(
+            source_table.BIGRAMS,
+            number,
+            {source_table.RECYCLING_ENTRIES: self._shares},
+            {source_table.RECYCLING_CAPACITY: vocabulary, source_table.RECYCLING_K: width // 2},
         )

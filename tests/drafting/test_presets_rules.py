@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.published.logits import TEMPLATE, LogitSpec, Lookahead, TokenRecycling
-from retrieve_spec.drafting.published.search import AdaptiveTrigram, Stand, best_tree
+from retrieve_spec.drafting.published.search import Stand, best_tree
 from retrieve_spec.drafting.published.stores import Hierarchy, Rest, Sam, SamRecycling, earliest_end, frequent_grams
-from retrieve_spec.drafting.published.text import AdaptiveNgram, PromptLookup, SuffixDecoding
+from retrieve_spec.drafting.published.text import AdaptiveNgram, AdaptiveTrigram, PromptLookup, SuffixDecoding
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory

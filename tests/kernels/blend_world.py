@@ -19,9 +19,8 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import alignment, blend, calibration, expand, learn, request, source_table, unigram
 from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.sources.automaton import SuffixAutomaton
-from retrieve_spec.sources.bigrams import Bigrams
 from retrieve_spec.sources.phrases import PhraseMemory
-from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, SourceTable, store_rows
 from retrieve_spec.sources.session import loop_start
 from retrieve_spec.sources.unigrams import Unigrams

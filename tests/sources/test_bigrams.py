@@ -14,7 +14,7 @@ from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.engine import speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.bigrams import Bigrams
+from retrieve_spec.sources.recycling import Bigrams
 
 
 def entries(vocabulary, rows):

@@ -1,12 +1,10 @@
-"""Rules that search their drafts by learned chances: ADED's adaptive tri-grams, STAND."""
+"""A rule that draws its drafts by remembered chances: STAND."""
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +13,7 @@ from numpy.typing import NDArray
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.drafting.published.base import FULL, Gram, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.tree import ROOT
-from retrieve_spec.kernels.ngram import ngram_hash
-from retrieve_spec.sources import CONTEXT, NGRAM, RECYCLING
+from retrieve_spec.sources import RECYCLING
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
@@ -24,128 +21,6 @@ if TYPE_CHECKING:
 
 RANK_P = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.01)
 """Chance of each rank before any of STAND's trees was measured."""
-Pair = tuple[int, int]
-
-
-@dataclass(slots=True)
-class _Visit:
-    """A node of a tree search: its children by token, with their probabilities, and how often it was visited."""
-
-    node: int
-    pair: Pair
-    chance: float
-    children: list[tuple[int, float, float]]
-    below: dict[int, _Visit] = field(default_factory=dict)
-    visits: int = 0
-    spent: bool = False
-
-
-class AdaptiveTrigram(PublishedDrafter):
-    """Preset `adaptive-trigram`: a tree search over tri-gram probabilities that adapts to what was accepted.
-
-    Follows ADED (Liu et al. 2025): a tri-gram matrix of a corpus gives the top 12 tokens after two tokens; it is
-    updated with the output as it appears; drafts are built by a Monte Carlo tree search that scores a child by
-    ``Q + C · P · √(visits of the parent) / (1 + visits of the child)``, where Q is how often it was accepted before.
-
-    Differs: ADED's code was never released and leaves open how Q is kept, and how the update weighs against the
-    corpus. Here Q is the share of a tri-gram's drafts that were accepted in this request, P before it was drafted; the
-    corpus counts as `corpus_weight` observations; every visit adds one node, at most four deep, until the budget is
-    full; ties go to the more probable, then to the smaller token. Without a store the matrix starts empty.
-    """
-
-    branching = 12
-    exploration = 1.0
-    depth = 4
-    nodes = 64
-    corpus_weight = 4.0
-
-    def _reset(self) -> None:
-        self._tables = [(table, store.manifest.vocabulary) for store in self.datastores for table in store.ngrams]
-        self._counts: dict[Pair, dict[int, int]] = {}
-        self._corpus: dict[Pair, dict[int, float]] = {}
-        self._tried: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self._rows: dict[Pair, list[tuple[int, float, float]]] = {}
-
-    def _read(self, token_ids: NDArray[np.int32]) -> None:
-        tokens = self.text[-len(token_ids) - 2 :].tolist()
-        for a, b, c in zip(tokens, tokens[1:], tokens[2:], strict=False):
-            seen = self._counts.setdefault((a, b), {})
-            seen[c] = seen.get(c, 0) + 1
-
-    def _of_corpus(self, pair: Pair) -> dict[int, float]:
-        """Shares of the tokens that follow a pair in the stores' tables; read once per request."""
-        if pair not in self._corpus:
-            h = np.uint64(ngram_hash(np.uint64(ngram_hash(np.uint64(0), pair[1])), pair[0]))
-            counts: Counter[int] = Counter()
-            total = 0
-            for table, vocabulary in self._tables:
-                found = table.look_up(h, vocabulary)
-                if found is not None:
-                    counts.update(dict(zip(found[2].tolist(), found[3].tolist(), strict=True)))
-                    total += found[0]
-            self._corpus[pair] = {token: count / max(total, 1) for token, count in counts.items()}
-        return self._corpus[pair]
-
-    def _row(self, pair: Pair) -> list[tuple[int, float, float]]:
-        """(token, probability, Q) of the top tokens after a pair, most probable first; kept while one draft is made."""
-        if pair not in self._rows:
-            corpus, seen = self._of_corpus(pair) if self._tables else {}, self._counts.get(pair, {})
-            weight = self.corpus_weight if corpus else 0.0
-            total = sum(seen.values()) + weight
-            p = {token: weight * share / total for token, share in corpus.items()}
-            for token, count in seen.items():
-                p[token] = p.get(token, 0.0) + count / total
-            top = sorted(p.items(), key=lambda item: (-item[1], item[0]))[: self.branching]
-            seen_of = [self._tried.get((*pair, token), (share, 1)) for token, share in top]
-            self._rows[pair] = [(*of, right / tried) for of, (right, tried) in zip(top, seen_of, strict=True)]
-        return self._rows[pair]
-
-    def _draft(self, builder: TreeBuilder) -> None:
-        if len(self.text) < 2:
-            return
-        pair = (self.text[-2], self.text[-1])
-        self._rows = {}
-        root = _Visit(ROOT, pair, 1.0, self._row(pair))
-        depth = min(self.depth, builder.max_depth)
-        while len(builder) < builder.max_nodes and not root.spent:
-            self._visit(root, builder, depth)
-
-    def _visit(self, at: _Visit, builder: TreeBuilder, depth: int) -> None:
-        """Walk down by score and add one node, or find that nothing can be added below."""
-        at.visits += 1
-        bonus = self.exploration * math.sqrt(at.visits)
-        best, best_score = None, -1.0
-        for child in at.children:
-            token, p, q = child
-            seen = at.below.get(token)
-            score = q + bonus * p / (1 + (seen.visits if seen else 0))
-            if score > best_score and not (seen and seen.spent):
-                best, best_score = child, score
-        if best is None:
-            at.spent = True
-            return
-        token, p, _ = best
-        if token in at.below:
-            self._visit(at.below[token], builder, depth - 1)
-            return
-        pair = (at.pair[1], token)
-        chance = at.chance * p
-        node = builder.add(at.node, token, chance, CONTEXT if token in self._counts.get(at.pair, {}) else NGRAM)
-        row = self._row(pair) if depth > 1 else []
-        at.below[token] = _Visit(node, pair, chance, row, spent=not row)
-
-    def _learn(self, verified: VerifiedPass) -> None:
-        """Count which drafted tri-grams were accepted: children of the root and of accepted nodes."""
-        if len(self.text) < 2:
-            return
-        accepted = {ROOT, *verified.path.tolist()}
-        tokens = [*self.text[-2:], *verified.tree.token_ids.tolist()]  # node i stands at i + 2, the root at 1
-        above = [0, 0, *(verified.tree.parent + 2).tolist()]
-        for i in range(2, len(tokens)):
-            if above[i] - 2 in accepted:
-                key = (tokens[above[above[i]]], tokens[above[i]], tokens[i])
-                right, tried = self._tried.get(key, (0, 0))
-                self._tried[key] = right + (i - 2 in accepted), tried + 1
 
 
 class ProbabilityMemory:

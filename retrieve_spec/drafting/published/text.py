@@ -1,16 +1,24 @@
-"""Rules that copy from the text so far and from earlier answers: prompt lookup, ANPD, SuffixDecoding."""
+"""Rules that count in the text so far and in earlier answers: prompt lookup, ANPD, SuffixDecoding, ADED."""
 
 from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.drafting.published.base import Gram, NgramIndex, PublishedDrafter, TreeBuilder
+from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.drafting.published.base import FULL, Gram, NgramIndex, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.tree import ROOT
+from retrieve_spec.kernels.ngram import ngram_hash
 from retrieve_spec.kernels.suffix_decoding import speculate
-from retrieve_spec.sources import CONTEXT, SESSION
+from retrieve_spec.sources import CONTEXT, NGRAM, SESSION
 from retrieve_spec.sources.automaton import SuffixAutomaton
+
+Pair = tuple[int, int]
 
 
 class PromptLookup(PublishedDrafter):
@@ -143,3 +151,118 @@ class SuffixDecoding(PublishedDrafter):
             p,
         )
         return float(score), list(zip(*nodes[:n].T.tolist(), p[:n].tolist(), strict=True))
+
+
+@dataclass(slots=True)
+class _Child:
+    """A token of a tree search with the pair that it makes: its probability and Q, and what was found below it."""
+
+    pair: Pair
+    p: float
+    q: float
+    source: int
+    chance: float = 1.0
+    node: int = FULL
+    visits: int = 0
+    children: list[_Child] = field(default_factory=list)
+    spent: bool = False
+
+
+class AdaptiveTrigram(PublishedDrafter):
+    """Preset `adaptive-trigram`: a tree search over tri-gram probabilities that adapts to what was accepted.
+
+    Follows ADED (Liu et al. 2025): a tri-gram matrix of a corpus gives the top 12 tokens after two tokens; it is
+    updated with the output as it appears; drafts are built by a Monte Carlo tree search that scores a child by
+    ``Q + C · P · √(visits of the parent) / (1 + visits of the child)``, where Q is how often it was accepted before.
+
+    Differs: ADED's code was never released and leaves open how Q is kept, and how the update weighs against the
+    corpus. Here Q is the share of a tri-gram's drafts that were accepted in this request, P before it was drafted; the
+    corpus counts as `corpus_weight` observations; every visit adds one node, at most four deep, until the budget is
+    full; ties go to the more probable, then to the smaller token. Without a store the matrix starts empty.
+    """
+
+    branching = 12
+    exploration = 1.0
+    depth = 4
+    nodes = 64
+    corpus_weight = 4.0
+
+    def _reset(self) -> None:
+        self._tables = [(table, store.manifest.vocabulary) for store in self.datastores for table in store.ngrams]
+        self._context = SuffixAutomaton(4096, exact=True)
+        self._tried: dict[tuple[int, int, int], tuple[int, int]] = {}
+
+    def _read(self, token_ids: NDArray[np.int32]) -> None:
+        self._context.extend(token_ids)
+
+    def _of_corpus(self, pair: Pair) -> dict[int, float]:
+        """Shares of the tokens that follow a pair in the stores' tables."""
+        h = np.uint64(ngram_hash(np.uint64(ngram_hash(np.uint64(0), pair[1])), pair[0]))
+        counts: Counter[int] = Counter()
+        total = 0
+        for table, vocabulary in self._tables:
+            found = table.look_up(h, vocabulary)
+            if found is not None:
+                counts.update(dict(zip(found[2].tolist(), found[3].tolist(), strict=True)))
+                total += found[0]
+        return {token: count / max(total, 1) for token, count in counts.items()}
+
+    def _of_text(self, pair: Pair) -> dict[int, int]:
+        """How often tokens follow a pair in the text."""
+        state, matched = self._context.follow(np.array(pair, np.int32))
+        if matched < 2:
+            return {}
+        tokens, counts, _ = self._context.successors(state, len(self.text))
+        return dict(zip(tokens.tolist(), counts.tolist(), strict=True))
+
+    def _children(self, pair: Pair) -> list[_Child]:
+        """The top tokens after a pair, most probable first."""
+        corpus, seen = self._of_corpus(pair), self._of_text(pair)
+        weight = self.corpus_weight if corpus else 0.0
+        total = sum(seen.values()) + weight
+        p = {token: weight * share / total for token, share in corpus.items()}
+        for token, count in seen.items():
+            p[token] = p.get(token, 0.0) + count / total
+        children = []
+        for token, share in sorted(p.items(), key=lambda item: (-item[1], item[0]))[: self.branching]:
+            right, tried = self._tried.get((*pair, token), (share, 1))
+            children.append(_Child((pair[1], token), share, right / tried, CONTEXT if token in seen else NGRAM))
+        return children
+
+    def _draft(self, builder: TreeBuilder) -> None:
+        if len(self.text) < 2:
+            return
+        pair = (self.text[-2], self.text[-1])
+        root = _Child(pair, 1.0, 1.0, CONTEXT, node=ROOT, children=self._children(pair))
+        while len(builder) < builder.max_nodes and not root.spent:
+            self._visit(root, builder, min(self.depth, builder.max_depth))
+
+    def _visit(self, at: _Child, builder: TreeBuilder, depth: int) -> None:
+        """Walk down by score and add one node, or find that nothing can be added below."""
+        at.visits += 1
+        bonus = self.exploration * math.sqrt(at.visits)
+        unspent = [child for child in at.children if not child.spent]
+        if not unspent:
+            at.spent = True
+            return
+        best = max(unspent, key=lambda child: child.q + bonus * child.p / (1 + child.visits))
+        if best.node != FULL:
+            self._visit(best, builder, depth - 1)
+            return
+        best.chance = at.chance * best.p
+        best.node = builder.add(at.node, best.pair[1], best.chance, best.source)
+        best.children = self._children(best.pair) if depth > 1 else []
+        best.spent = not best.children
+
+    def _learn(self, verified: VerifiedPass) -> None:
+        """Count which drafted tri-grams were accepted: children of the root and of accepted nodes."""
+        if len(self.text) < 2:
+            return
+        accepted = {ROOT, *verified.path.tolist()}
+        tokens = [*self.text[-2:], *verified.tree.token_ids.tolist()]  # node i stands at i + 2, the root at 1
+        above = [0, 0, *(verified.tree.parent + 2).tolist()]
+        for i in range(2, len(tokens)):
+            if above[i] - 2 in accepted:
+                key = (tokens[above[above[i]]], tokens[above[i]], tokens[i])
+                right, tried = self._tried.get(key, (0, 0))
+                self._tried[key] = right + (i - 2 in accepted), tried + 1
