@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -38,7 +38,7 @@ class Calibration:
     Parameters
     ----------
     path
-        File to warm-start from, if it exists, and to keep the tables in; None keeps them in memory alone.
+        File to warm-start from, if it exists and is whole, and to keep the tables in; None keeps them in memory alone.
     classes
         (≤ vocabulary,) uint8 class of each token (`retrieve_spec.sources.unigrams.token_classes`), if known.
 
@@ -72,9 +72,9 @@ class Calibration:
         self.phrases = PhraseMemory()
         self._requests = self._phrases_saved = 0
         if self.path is not None:
-            if self.path.exists():
-                self._load(self.path)
-            self._load_phrases(_phrases_path(self.path))
+            _take_kept(self.path, "weights", self._unpack)
+            _take_kept(_phrases_path(self.path), "phrases", self.phrases.unpack)
+            self._phrases_saved = self.phrases.requests
 
     def unigrams(self, mute: bool = False) -> Unigrams:
         """Tokens without a context of one text, ranked by what is learned here."""
@@ -129,35 +129,32 @@ class Calibration:
         hits, expected = self.scale.reshape(2, NUM_SOURCES, -1, 2).sum((0, 2), dtype=np.float64).T.tolist()
         return {name: (h, p) for name, h, p in zip(SOURCE_NAMES[:NUM_SOURCES], hits, expected, strict=True) if p > 0}
 
-    def _load(self, path: Path) -> None:
-        """Read the tables; `StoreCorruptError` where the file holds anything else."""
-        try:
-            with open(path, "rb") as file:
-                flat = np.lib.format.read_array(file, allow_pickle=False)
-        except Exception as error:  # a damaged head fails as anything that parses Python can
-            raise _damaged(path, str(error)) from None
-        if flat.shape != (_SIZE,) or flat.dtype != np.float32:
-            raise _damaged(path, f"{flat.dtype} of shape {flat.shape}")
-        if not np.isfinite(flat).all() or (flat < 0).any():
-            raise _damaged(path, "entries that are no counts")
+    def _unpack(self, flat: NDArray[np.float32]) -> None:
+        """Take over what `save` wrote; `StoreCorruptError` where it is anything else."""
+        whole = flat.shape == (_SIZE,) and flat.dtype == np.float32
+        if not whole or not np.isfinite(flat).all() or (flat < 0).any():
+            got = f"{flat.dtype} of shape {flat.shape}"
+            raise StoreCorruptError(f"{_SIZE} float32 counts", got, "They are learned again.")
         tables: list[NDArray[Any]] = [self.cells, self.scale, self.rates, self.factors, self.drafts]
         for table, values in zip(tables, np.split(flat, np.cumsum([table.size for table in tables[:-1]])), strict=True):
             table[:] = values.reshape(table.shape)
 
-    def _load_phrases(self, path: Path) -> None:
-        """Read the phrases; a file that holds anything else is deleted, they are learned again."""
-        try:
-            with open(path, "rb") as file:
-                self.phrases.unpack(np.lib.format.read_array(file, allow_pickle=False))
-        except FileNotFoundError:
-            return
-        except PermissionError as error:
-            logger.warning("phrases start anew: %s: %s", path, in_a_line(error))
-        except Exception as error:  # a damaged head fails as anything that parses Python can
-            logger.warning("phrases start anew: %s: %s", path, in_a_line(error))
+
+def _take_kept(path: Path, what: str, take: Callable[[NDArray[Any]], None]) -> None:
+    """Let an array that a file holds be taken over.
+
+    A damaged file is not worth failing for: it is logged and deleted, and what it held is learned again.
+    """
+    try:
+        with open(path, "rb") as file:
+            take(np.lib.format.read_array(file, allow_pickle=False))
+    except FileNotFoundError:
+        return
+    except Exception as error:  # a damaged head fails as anything that parses Python can
+        logger.warning("%s start anew: %s: %s", what, path, in_a_line(error))
+        if not isinstance(error, PermissionError):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-        self._phrases_saved = self.phrases.requests
 
 
 def _phrases_path(path: Path) -> Path:
@@ -185,27 +182,4 @@ def put_array(target: Path, array: NDArray[Any], what: str = "calibration", priv
 def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibration:
     """Calibration kept beside the first writable store; a new one in memory when there is none."""
     paths = [store.calibration_path(model_key) for store in datastores]
-    return kept_calibration(next((path for path in paths if path is not None), None))
-
-
-def kept_calibration(path: Path | None) -> Calibration:
-    """Calibration kept in a file, in memory where there is none.
-
-    A damaged file is not worth failing for: it is logged, and learned anew.
-    """
-    try:
-        return Calibration(path)
-    except StoreCorruptError as error:
-        logger.warning("calibration starts anew: %s", error)
-        assert path is not None
-        try:
-            path.unlink(missing_ok=True)
-            return Calibration(path)
-        except OSError:  # what cannot be taken away cannot be written over
-            return Calibration()
-
-
-def _damaged(path: Path, got: str) -> StoreCorruptError:
-    return StoreCorruptError(
-        f"a calibration table of {_SIZE} float32 counts", f"{got} in {path}", "Delete the file; it is learned again."
-    )
+    return Calibration(next((path for path in paths if path is not None), None))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
-from retrieve_spec.drafting.calibration import Calibration, calibration_for, kept_calibration
+from retrieve_spec.drafting.calibration import Calibration, calibration_for
 from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, RemembersText, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
@@ -475,7 +475,7 @@ class Drafters:
         calibration = drafter.calibration
         if self.rollouts is not None:
             if self._rollouts_calibration is None:  # it begins with what the drafter's own has learned
-                self._rollouts_calibration = kept_calibration(self.rollouts.calibration_path)
+                self._rollouts_calibration = Calibration(self.rollouts.calibration_path)
                 self._rollouts_calibration.begin_with(calibration)
             calibration = self._rollouts_calibration
         if drafter.session is None and drafter.recycling is not None:
@@ -568,7 +568,7 @@ class Drafters:
         """What is known of the model, kept beside the first writable store or else beside the session's file."""
         calibration = calibration_for(self.datastores, self._model_key)
         if calibration.path is None and self.sessions.file is not None:
-            return kept_calibration(self.sessions.beside(self._model_key))
+            return Calibration(self.sessions.beside(self._model_key))
         return calibration
 
     def _like(self, name: str, old: Drafter) -> Drafter:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.batch import BatchRow, Slots
-from retrieve_spec.drafting.calibration import Calibration, kept_calibration
+from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.budget import Backoff, CostModel, Costs, share_out, within
@@ -576,7 +576,7 @@ def _open_folder(folder: str | os.PathLike[str]) -> Path:
 
 def _load_calibrations(folder: Path | None) -> dict[str, Calibration]:
     """Calibrations for greedy and for sampled text, which have their phrases in common; damaged ones start anew."""
-    found = {name: kept_calibration(None if folder is None else folder / f"{name}.npy") for name in (GREEDY, SAMPLED)}
+    found = {name: Calibration(None if folder is None else folder / f"{name}.npy") for name in (GREEDY, SAMPLED)}
     most = max(found.values(), key=lambda calibration: calibration.phrases.requests)
     for calibration in found.values():
         calibration.phrases = most.phrases
