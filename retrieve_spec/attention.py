@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from retrieve_spec.config import PASS
-from retrieve_spec.drafting.tree import DraftTree, unpacked
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.treemask import unpacked
 
 
 @dataclass(frozen=True, slots=True)

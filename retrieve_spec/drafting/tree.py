@@ -24,7 +24,7 @@ from retrieve_spec.kernels.treemask import (
     PARENTS,
     SOURCES,
     TOKENS,
-    see_ancestors,
+    seen_behind,
 )
 
 ROOT = -1
@@ -46,14 +46,6 @@ def _packed(tree: DraftTree) -> NDArray[np.int32]:
     block[TOKENS], block[PARENTS], block[DEPTHS] = tree.token_ids, tree.parent, tree.depth
     block[LOG_P].view(np.float32)[:] = tree.log_p
     return block
-
-
-def unpacked(words: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Words (m, ⌈m / 32⌉) as (m, m) bool, the lowest bit first."""
-    rows = len(words)
-    if not rows:
-        return np.empty((0, 0), np.bool_)
-    return np.unpackbits(words.view(np.uint8), axis=1, count=rows, bitorder="little").view(np.bool_)
 
 
 class DraftTree:
@@ -161,10 +153,7 @@ class DraftTree:
         (m, ⌈m / 32⌉) int32
             Of m = roots + n rows; bit j of row i is set where row i looks at row j.
         """
-        rows = roots + len(self)
-        words = np.zeros((rows, -(-rows // 32)), np.int32)
-        see_ancestors(self.parent, roots, words)
-        return words
+        return seen_behind(self.parent, roots)
 
     def first_branch(self) -> DraftTree:
         """The chain from the root along the first child at every node, for models that can only verify chains."""

@@ -1,4 +1,4 @@
-"""Numba kernels of draft trees: the block they are handed over in, ids, positions, and who may look at which token."""
+"""Draft trees as arrays: the block they are handed over in, ids, positions, and who may look at which token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,22 @@ ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, BLOCK_ROWS = 0, 2, 3, 4, 5, 6,
 in the last, all others int32."""
 
 
-@door
+def unpacked(words: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Words (m, ⌈m / 32⌉) as (m, m) bool, the lowest bit first."""
+    rows = len(words)
+    if not rows:
+        return np.empty((0, 0), np.bool_)
+    return np.unpackbits(words.view(np.uint8), axis=1, count=rows, bitorder="little").view(np.bool_)
+
+
+def seen_behind(parent: NDArray[np.int32], num_roots: int) -> NDArray[np.int32]:
+    """Who looks at whom in a pass over m root tokens, then n nodes, as words (m + n, ⌈(m + n) / 32⌉)."""
+    rows = num_roots + len(parent)
+    words = np.zeros((rows, -(-rows // 32)), np.int32)
+    see_ancestors(parent, num_roots, words)
+    return words
+
+
 def fill_tree_mask(
     mask: NDArray[np.bool_],
     parent: NDArray[np.int32],
@@ -32,31 +47,17 @@ def fill_tree_mask(
     itself; of those only the last `window` slots (0: no limit) and only slots of its own chunk (0: no chunks;
     chunks of `chunk` slots count from `left_padding`). `padded` (p,) marks cached slots that nobody sees, p may be 0.
     """
-    n = parent.shape[0]
-    m = num_roots
-    rows, kv = mask.shape
-    cached = kv - m - n
-    for r in range(rows):
-        slot = past + r if r < m else past + m - 1 + depth[r - m]
-        first = 0  # first visible slot: both limits only ever cut off the oldest ones
-        if window > 0:
-            first = max(first, slot - window + 1)
-        if chunk > 0:
-            first = max(first, (slot - left_padding) // chunk * chunk + left_padding)
-        begin = min(max(first - kv_offset, 0), cached)
-        mask[r, :begin] = False
-        mask[r, begin:cached] = True
-        for j in range(begin, min(cached, padded.shape[0] - kv_offset)):
-            if padded[kv_offset + j]:
-                mask[r, j] = False
-        for j in range(m):
-            mask[r, cached + j] = past + j >= first and j <= r
-        above = parent[r - m] if r >= m else -1
-        for i in range(n):
-            seen = above >= 0 and mask[m + above, cached + m + i]
-            mask[r, cached + m + i] = seen and past + m - 1 + depth[i] >= first
-        if r >= m:
-            mask[r, cached + r] = True
+    cached = mask.shape[1] - num_roots - len(parent)
+    slots = np.concatenate([past + np.arange(num_roots), past + num_roots - 1 + depth])
+    first = np.zeros_like(slots)  # visible slot of each row: both limits only ever cut off the oldest ones
+    if window > 0:
+        first = np.maximum(first, slots - window + 1)
+    if chunk > 0:
+        first = np.maximum(first, (slots - left_padding) // chunk * chunk + left_padding)
+    np.greater_equal(kv_offset + np.arange(cached), first[:, None], out=mask[:, :cached])
+    hidden = padded[kv_offset : kv_offset + cached]
+    mask[:, : len(hidden)] &= ~hidden
+    np.logical_and(unpacked(seen_behind(parent, num_roots)), slots >= first[:, None], out=mask[:, cached:])
 
 
 @door
@@ -89,7 +90,6 @@ def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: in
     return -1
 
 
-@door
 def fill_inputs(
     ids: NDArray[np.int64],
     positions: NDArray[np.int64],
@@ -99,13 +99,10 @@ def fill_inputs(
     position: int,
 ) -> None:
     """Write the ids and positions of one pass: root tokens (m,) from `position` on, then nodes by their depth."""
-    m = root_ids.shape[0]
-    for i in range(m):
-        ids[i] = root_ids[i]
-        positions[i] = position + i
-    for i in range(token_ids.shape[0]):
-        ids[m + i] = token_ids[i]
-        positions[m + i] = position + m - 1 + depth[i]
+    m = len(root_ids)
+    ids[:m], positions[:m] = root_ids, position + np.arange(m)
+    ids[m : m + len(token_ids)] = token_ids
+    positions[m : m + len(token_ids)] = position + m - 1 + depth
 
 
 @part

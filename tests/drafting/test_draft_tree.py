@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.drafting.tree import FIELDS, DraftTree, unpacked
+from retrieve_spec.drafting.tree import FIELDS, DraftTree
 from retrieve_spec.kernels import treemask as order
+from retrieve_spec.kernels.treemask import unpacked
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=8)
 

@@ -15,8 +15,8 @@ from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, Drafter
 from retrieve_spec.drafting.presets import PRESETS, build_drafter
-from retrieve_spec.drafting.tree import unpacked
 from retrieve_spec.errors import MissingSourceError, UnknownPresetError
+from retrieve_spec.kernels.treemask import unpacked
 from retrieve_spec.sources import SOURCE_NAMES
 
 NAMES = sorted(set(PRESETS) - {"auto"})

@@ -17,8 +17,9 @@ from transformers.generation import logits_process as hf
 
 import retrieve_spec as rs
 import retrieve_spec.kernels
-from retrieve_spec.drafting.tree import DraftTree, unpacked
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import joining
+from retrieve_spec.kernels.treemask import unpacked
 from retrieve_spec.sampling import acceptance, samplers
 from retrieve_spec.sampling.acceptance import (
     GreedySampler,
