@@ -50,7 +50,7 @@ _LEAST_BYTES = 64 << 20
 """Bound of the answers of all scopes, or room for two full scopes, whichever is more."""
 _NEW_SHARE = 16
 """A save writes the whole file, so it waits until one in so many bytes is new."""
-_MAGIC, _VERSION, _EARLIER = b"rs-answers\n\n", 1, (b"rs-rollouts\n", b"rs-sessions\n")
+_MAGIC, _VERSION = b"rs-answers\n\n", 1
 _HEAD = struct.Struct("<12sIIQQ")
 """Magic, version, checksum of the rest, keys, answers."""
 _NAME = 16
@@ -464,8 +464,6 @@ def unpacked(path: Path) -> dict[bytes, list[bytes]]:
         return {}
     except OSError as error:
         raise StoreError(f"to read {path}", in_a_line(error), "Give another path, or let it be read.") from error
-    if data.startswith(_EARLIER):
-        raise StoreVersionError(f"answers of format {_VERSION} in {path}", "a file of an earlier version", _REMEDY)
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise StoreCorruptError(f"a file of answers in {path}", "another file", _REMEDY)
     _, version, checksum, keys, count = _HEAD.unpack_from(data)
