@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.kernels import grams, ngram
+from retrieve_spec.kernels import ngram
 
 LOAD = 0.7
 """Share of slots in use; searches read about two slots on a hit and six on a miss."""
@@ -91,9 +91,9 @@ def suffix_beginnings(tokens: NDArray[Any], sa: NDArray[Any]) -> tuple[NDArray[n
 def build_grams(
     tokens: NDArray[Any], to_global: NDArray[Any], beginnings: tuple[NDArray[np.uint8], NDArray[np.uint8]]
 ) -> NDArray[np.uint64]:
-    """Gram filter of a segment (`retrieve_spec.kernels.grams`), (w,) uint64 with w ≥ 1; parameters as for the table."""
-    words = np.zeros(grams.count_grams(*beginnings) // grams.PER_WORD + 1, np.uint64)
-    grams.fill_grams(tokens, to_global, words)
+    """Gram filter of a segment (`retrieve_spec.kernels.ngram`), (w,) uint64 with w ≥ 1; parameters as for the table."""
+    words = np.zeros(ngram.count_grams(*beginnings) // ngram.PER_WORD + 1, np.uint64)
+    ngram.fill_grams(tokens, to_global, words)
     return words
 
 

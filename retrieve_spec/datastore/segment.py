@@ -314,7 +314,7 @@ class Segment:
     bits
         Bits of one packed token in `top`.
     grams
-        (w,) uint64, which sequences of six tokens occur (`retrieve_spec.kernels.grams`); empty where that is not known
+        (w,) uint64, which sequences of six tokens occur (`retrieve_spec.kernels.ngram`); empty where that is not known
         (segments of earlier releases).
     to_global
         (v + 1,) uint32, token id of each local id (entry 0 means nothing).

@@ -80,10 +80,6 @@ class Calibration:
         """Tokens without a context of one text, ranked by what is learned here."""
         return Unigrams(self.rates, self.factors, self.classes, mute)
 
-    def acceptance_ratio(self, noise: bool) -> float:
-        """Tokens accepted for each one expected of whole drafts (`retrieve_spec.kernels.calibration`)."""
-        return float(kernels.acceptance_ratio(self.drafts[int(noise)]))
-
     def learn_draft(self, expected: float, accepted: int, noise: bool) -> None:
         """Learn what became of a draft: tokens expected (more than 0, the ratio included) and tokens accepted."""
         kernels.learn_draft(self.drafts[int(noise)], expected, accepted)

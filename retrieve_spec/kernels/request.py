@@ -18,8 +18,7 @@ from retrieve_spec.kernels import alignment, automaton, unigram
 from retrieve_spec.kernels.automaton import extend
 from retrieve_spec.kernels.calibration import CELLS, LENGTH_CLASSES, NUM_SOURCES, SCALE_BINS
 from retrieve_spec.kernels.compiled_code import door, inner, making, making_door, part
-from retrieve_spec.kernels.grams import GRAM, may_hold, newest_gram
-from retrieve_spec.kernels.ngram import home
+from retrieve_spec.kernels.ngram import GRAM, home, may_hold, newest_gram
 from retrieve_spec.kernels.source_table import (
     CURSOR,
     EXACT,

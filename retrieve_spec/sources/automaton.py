@@ -89,11 +89,6 @@ class SuffixAutomaton:
             self.slots = slots
         self.edges = edges
 
-    def root(self) -> tuple[int, int]:
-        """(state, matched length) of the text so far."""
-        last = int(self.meta[kernels.M_LAST])
-        return last, int(self.states[last, kernels.LENGTH])
-
     def earlier(self) -> tuple[int, int]:
         """(state, length) of the longest end of the text that occurred before; length 0 for none."""
         link = int(self.states[self.meta[kernels.M_LAST], kernels.LINK])

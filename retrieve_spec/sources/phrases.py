@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from retrieve_spec.errors import StoreCorruptError, StoreVersionError
 from retrieve_spec.kernels import phrases as kernels
 from retrieve_spec.kernels import source_table
-from retrieve_spec.kernels.recycling import WAYS, find, mix
+from retrieve_spec.kernels.recycling import WAYS
 from retrieve_spec.sources.rows import Row, on_large_pages, source_row
 from retrieve_spec.sources.session import loop_start
 
@@ -81,17 +81,6 @@ class PhraseMemory:
             self.requests += 1
             requester = np.uint64(self.requests) if requester_id is None else _number_of(requester_id)
             kernels.learn(self.sets, self.tokens, self.probs, self.seen, text, requester, self.requests)
-
-    def known(self, context: list[int]) -> dict[int, float]:
-        """Continuations and their shares after exactly this context (oldest token first)."""
-        h = np.uint64(0)
-        for token in reversed(context):
-            h = np.uint64(mix(h, token))
-        e = find(self.sets, h)
-        if e < 0:
-            return {}
-        kept = self.tokens[e] >= 0
-        return dict(zip(self.tokens[e][kept].tolist(), self.probs[e][kept].tolist(), strict=True))
 
     def packed(self) -> NDArray[np.uint8]:
         """What several were given, as bytes (n,) behind a version and a checksum.

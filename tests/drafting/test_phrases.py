@@ -2,6 +2,7 @@ import os
 
 import numpy as np
 import pytest
+from known_phrases import known
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
@@ -84,10 +85,10 @@ def test_text_between_answers_is_no_phrase(run):
         drafter.feed(np.array([602, 603], np.int32))
         r.generate([604, 605, 9000 + seed])
         drafter.finish()
-    known = drafter.calibration.phrases
-    assert known.known([604]) == {605: 1.0}
-    assert known.known([602]) == {} and known.known([603]) == {}, "it was not generated"
-    assert known.known([601]) == {}, "no phrase reaches over it"
+    phrases = drafter.calibration.phrases
+    assert known(phrases, [604]) == {605: 1.0}
+    assert known(phrases, [602]) == {} and known(phrases, [603]) == {}, "it was not generated"
+    assert known(phrases, [601]) == {}, "no phrase reaches over it"
 
 
 def test_phrases_are_kept_beside_the_calibration(tmp_path, run):
@@ -150,7 +151,7 @@ def test_forgetting_empties_phrases_everywhere(make_store):
     held.finish()
     drafters.forget()
     assert not beside.exists()
-    assert held.calibration.phrases.known([RARE[0]]) == {}, "also for whoever holds the drafter"
+    assert known(held.calibration.phrases, [RARE[0]]) == {}, "also for whoever holds the drafter"
     assert not Calibration(path).phrases.sets.any()
 
 

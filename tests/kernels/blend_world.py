@@ -17,6 +17,7 @@ from naive_unigrams import AGES, COUNTS, NaiveUnigrams
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import alignment, blend, calibration, expand, learn, request, source_table, unigram
+from retrieve_spec.kernels import automaton as automaton_kernels
 from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.phrases import PhraseMemory
@@ -184,7 +185,8 @@ def make_world(rng, alphabet, stores=(), documents=()):
     alignment.best(table, len(rows) - 1, cursors, len(rows) - 1)
     for token in [0, 0, *text][-2:]:
         cursors[-2, 0] = unigram.place_after(table, len(rows) - 2, int(cursors[-2, 0]), token)
-    cursors[1, :2] = context.root()
+    last = context.meta[automaton_kernels.M_LAST]
+    cursors[1, :2] = last, context.states[last, automaton_kernels.LENGTH]
     state = matched = 0
     for token in text:
         state, matched = session.advance(state, matched, token)

@@ -17,6 +17,12 @@ kernels = Doors(kernels)
 TEXTS = st.integers(1, 3).flatmap(lambda k: st.lists(st.sampled_from([*range(k + 1)] * 4 + [BOUNDARY]), max_size=26))
 
 
+def whole(automaton):
+    """(state, length) of the text so far."""
+    last = int(automaton.meta[kernels.M_LAST])
+    return last, int(automaton.states[last, kernels.LENGTH])
+
+
 def find(automaton, context):
     """State of a context, or None."""
     state = 0
@@ -67,7 +73,7 @@ def check(automaton, naive):
             assert all(1 <= count <= dict(expected)[token] for token, count in found)
         for token in {t for document in naive.documents for t in document} - {t for t, _ in expected}:
             assert find(automaton, (*context, token)) is None, f"{(*context, token)} does not occur"
-    state, matched = automaton.root()
+    state, matched = whole(automaton)
     assert matched == len(naive.documents[-1])
     assert state == find(automaton, naive.documents[-1])
     tokens = sum(map(len, naive.documents))
@@ -121,17 +127,17 @@ def test_long_texts_with_repeats_periods_and_borders(seed, exact):
 def test_tokens_at_once_or_one_by_one_make_the_same_arrays():
     rng = np.random.default_rng(5)
     text = np.concatenate([rng.integers(-1, 4, 3000), np.arange(1000), rng.integers(-1, 3, 500)]).astype(np.int32)
-    whole, single, roomy = SuffixAutomaton(16), SuffixAutomaton(16), SuffixAutomaton(1 << 14)
-    whole.extend(text)
+    at_once, single, roomy = SuffixAutomaton(16), SuffixAutomaton(16), SuffixAutomaton(1 << 14)
+    at_once.extend(text)
     for part in np.split(text, np.sort(rng.integers(0, len(text), 700))):
         single.extend(part)
     roomy.extend(text)
-    assert roomy.moved == 0 < whole.moved
+    assert roomy.moved == 0 < at_once.moved
     for other in (single, roomy):
-        n, e = whole.meta[kernels.M_STATES], whole.meta[kernels.M_EDGES]
-        assert (whole.meta == other.meta).all()
-        assert (whole.states[:n] == other.states[:n]).all()
-        assert (whole.edges[:e] == other.edges[:e]).all()
+        n, e = at_once.meta[kernels.M_STATES], at_once.meta[kernels.M_EDGES]
+        assert (at_once.meta == other.meta).all()
+        assert (at_once.states[:n] == other.states[:n]).all()
+        assert (at_once.edges[:e] == other.edges[:e]).all()
 
 
 @settings(max_examples=60)
@@ -153,7 +159,7 @@ def test_reset_forgets_and_keeps_the_room_and_how_counts_are_kept():
     states = automaton.states
     automaton.reset()
     assert automaton.states is states
-    assert len(automaton) == 0 and automaton.root() == (0, 0)
+    assert len(automaton) == 0 and whole(automaton) == (0, 0)
     naive = NaiveText(exact=False)
     naive.extend([3, 1, 3, 1, BOUNDARY, 3])
     automaton.extend(np.array([3, 1, 3, 1, BOUNDARY, 3], np.int32))

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from retrieve_spec.datastore.indexes import build_grams, suffix_beginnings
 from retrieve_spec.datastore.segment import bits_of, suffix_array
-from retrieve_spec.kernels import grams, request, source_table
-from retrieve_spec.kernels.grams import GRAM
+from retrieve_spec.kernels import ngram, request, source_table
+from retrieve_spec.kernels.ngram import GRAM
 from retrieve_spec.kernels.request import MATCH
 from retrieve_spec.kernels.suffix_array import sa_top_table
 from retrieve_spec.sources.rows import SourceTable, source_row
 
-grams, request = Doors(grams), Doors(request)
+ngram, request = Doors(ngram), Doors(request)
 
 ALPHABET = 4
 DOCUMENTS = st.lists(st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40), min_size=1, max_size=4)
@@ -68,7 +68,7 @@ def row_of(documents, least, filtered, wide):
 
 
 def gram(tokens):
-    return np.uint64(grams.newest_gram(np.array(tokens, np.int32)))
+    return np.uint64(ngram.newest_gram(np.array(tokens, np.int32)))
 
 
 def occurrences(documents, part):
@@ -99,7 +99,7 @@ def test_a_filter_knows_every_sequence_of_its_text(documents):
     words = build_grams(tokens, to_global, suffix_beginnings(tokens, sa))
     for document in documents:
         for i in range(len(document) - GRAM + 1):
-            assert grams.may_hold(words, gram(document[: i + GRAM]))
+            assert ngram.may_hold(words, gram(document[: i + GRAM]))
 
 
 def test_a_filter_leaves_out_nearly_all_other_sequences():
@@ -109,5 +109,5 @@ def test_a_filter_leaves_out_nearly_all_other_sequences():
     sa, to_global = suffix_array(text), np.arange(1000, dtype=np.uint32)
     words = build_grams(text, to_global, suffix_beginnings(text, sa))
     others = [gram(random.integers(1, 1000, GRAM)) for _ in range(2000)]
-    assert sum(grams.may_hold(words, h) for h in others) < 2000 * 0.06
+    assert sum(ngram.may_hold(words, h) for h in others) < 2000 * 0.06
     assert words.nbytes < 1.5 * len(text)
