@@ -236,8 +236,8 @@ class ServeConfig:
         The same for `/infill` and language servers, where `deadline_s` is 0.
     sse_ping_s
         Seconds without a word after which a stream has a comment, so that clients do not give up; 0 for none.
-    workspace_files, workspace_chars, workspace_file_bytes
-        Bounds of the workspace index: files, characters over all, bytes of one file.
+    workspace_bytes
+        Bytes of each of a workspace's folders that are drafted from at most, those that changed last.
     workspace_licences
         SPDX identifiers of the licences under which a workspace's files are drafted from; any where there are none.
     origins
@@ -262,9 +262,7 @@ class ServeConfig:
     deadline_s: float = 0.0
     infill_deadline_s: float = 10.0
     sse_ping_s: float = 30.0
-    workspace_files: int = 100_000
-    workspace_chars: int = 16_000_000
-    workspace_file_bytes: int = 256 << 10
+    workspace_bytes: int = 16_000_000
     workspace_licences: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
 

@@ -48,6 +48,7 @@ class Reason(StrEnum):
     GONE = "gone"
     NOT_A_FILE = "not a regular file"
     LARGE = "too large"
+    BEYOND = "beyond the bound of text"
     BINARY = "binary"
     ENCODING = "neither UTF-8 nor UTF-16 with a byte order mark"
     UNREADABLE = "unreadable"

@@ -205,7 +205,7 @@ def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
     attempt = 1
     while True:
         try:
-            return _open(folder, manifest, as_written)
+            return open_segments(folder, manifest, as_written=as_written)
         except StoreCorruptError:
             # A change may have taken files away since the manifest was read: what is there now counts.
             newer = read_manifest(folder)
@@ -214,7 +214,8 @@ def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
             manifest, attempt = newer, attempt + 1
 
 
-def _open(folder: Path, manifest: Manifest, as_written: bool) -> Datastore:
+def open_segments(folder: Path, manifest: Manifest, *, as_written: bool) -> Datastore:
+    """The segments of a manifest, which need not stand in the folder yet."""
     tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"), ("|u1",))
     segments = []
     for entry in manifest.segments:

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.build import (
-    build_datastore,
-    checked,
-    grow,
-    rewrite,
-    small_size,
+from retrieve_spec.datastore.build import checked, first_manifest, grow, rewrite, small_size, write_tokenizer
+from retrieve_spec.datastore.change import (
+    ChangeReport,
+    WorkFolder,
+    begin_change,
+    nothing_to_index,
+    publish,
+    writer,
 )
-from retrieve_spec.datastore.change import ChangeReport, WorkFolder, begin_change, publish, writer
 from retrieve_spec.datastore.edit import Chosen, is_worn, without
 from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, admitted_parts
 from retrieve_spec.datastore.git_rules import Reason
@@ -36,7 +38,7 @@ from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, config_of, 
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.segment import text_hash
 from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, file_of, file_shards, readable
-from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written, open_segments
 from retrieve_spec.errors import BuildError, StoreLockedError
 
 LOOK_MS = 3000
@@ -55,8 +57,8 @@ system, and of each of its texts the name behind that of the file, SHA-256 or ""
 by its own lines or None without any."""
 
 
-def look(source: Source, before: FolderState, store: Path) -> FolderState:
-    """What the files of a folder say now; those that did not change since are not read.
+def look(source: Source, before: FolderState, store: Path, most_bytes: float = math.inf) -> FolderState:
+    """What the files of a folder say now, those that changed last first; those that did not change are not read.
 
     Parameters
     ----------
@@ -66,13 +68,18 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
         What it said last time.
     store
         Where the store is, which is no part of the folder.
+    most_bytes
+        Bytes of files with text from which on the others stay out.
     """
     entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES, store)
     racy = time.time_ns() - RACY_NS
     now: FolderState = {}
     start = len(os.path.join(entries.roots[0], ""))
-    for place, found in entries.entries():
+    size = 0
+    for place, found in sorted(entries.entries(), key=_last_change, reverse=True):
         name = place[start:]
+        if not isinstance(found, Reason) and size > most_bytes:
+            found = Reason.BEYOND
         if isinstance(found, Reason):
             now[name] = (0, 0, 0, [["", "", str(found), None]])
             continue
@@ -80,11 +87,17 @@ def look(source: Source, before: FolderState, store: Path) -> FolderState:
         # The system's time tells another file that was put in place of one with its bytes and its time.
         if known is not None and known[:3] == (found.st_size, found.st_mtime_ns, found.st_ctime_ns):
             now[name] = known
-            continue
-        modified = 0 if found.st_mtime_ns >= racy else found.st_mtime_ns
-        file = file_of(source, name, place, found.st_size)
-        now[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(entries, file)))
+        else:
+            modified = 0 if found.st_mtime_ns >= racy else found.st_mtime_ns
+            file = file_of(source, name, place, found.st_size)
+            now[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(entries, file)))
+        if any(digest for _, digest, _, _ in now[name][3]):
+            size += found.st_size
     return now
+
+
+def _last_change(entry: tuple[str, os.stat_result | Reason]) -> int:
+    return 0 if isinstance(entry[1], Reason) else entry[1].st_mtime_ns
 
 
 def _texts(entries: EntryFilter, file: SourceFile) -> Iterator[list[Any]]:
@@ -126,6 +139,7 @@ def sync_datastore(
     licences: Sequence[str] = (),
     admit: Sequence[str] = (),
     config: StoreConfig | None = None,
+    most_bytes: float = math.inf,
     workers: int | None = None,
     progress: bool = False,
 ) -> ChangeReport:
@@ -149,6 +163,8 @@ def sync_datastore(
         Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`).
     config
         Settings of a new store.
+    most_bytes
+        Bytes of each folder that enter at most, those of the files that changed last.
     workers, progress
         As for `build_datastore`.
 
@@ -175,19 +191,21 @@ def sync_datastore(
     sources = tuple(
         Source(str(root), licence, licences=allowed, admit=parts, max_bytes=FOLLOWED_BYTES) for root in roots
     )
-    built = None
-    if existing_manifest(store) is None:
-        built = build_datastore(store, list(sources), tokenizer, config=config, workers=workers, progress=progress)
-    elif tokenizer is not None:
+    if existing_manifest(store) is not None and tokenizer is not None:
         check_tokenizer(store, read_manifest(store), tokenizer)
     with writer(store) as work:
-        report = _synchronised(work, sources, workers, progress)
+        opened = open_as_written(store) if existing_manifest(store) else _without_documents(store, tokenizer, config)
+        report = _synchronised(work, opened, sources, most_bytes, workers, progress)
         while group := list(filter(is_worn, (manifest := read_manifest(store)).segments)) or _small(manifest):
             rewrite(work, manifest, "sync", group, workers=1, progress=progress)
-    if built is None:
-        return report
-    documents, tokens = built.documents + report.documents, built.tokens + report.tokens
-    return replace(built, documents=documents, tokens=tokens)
+    return report
+
+
+def _without_documents(store: Path, tokenizer: Any, config: StoreConfig | None) -> Datastore:
+    """A store that is about to be made, of which there is nothing but the tokenizer."""
+    settings = checked(config or StoreConfig(), tokenizer)
+    manifest = replace(first_manifest(store, write_tokenizer(store, tokenizer)), config=asdict(settings))
+    return open_segments(store, manifest, as_written=True)
 
 
 def _root(folder: str | os.PathLike[str]) -> Path:
@@ -201,8 +219,10 @@ def _root(folder: str | os.PathLike[str]) -> Path:
     return root
 
 
-def _synchronised(work: WorkFolder, sources: tuple[Source, ...], workers: int | None, progress: bool) -> ChangeReport:
-    opened = open_as_written(work.store)
+def _synchronised(
+    work: WorkFolder, opened: Datastore, sources: tuple[Source, ...], most_bytes: float, workers: int | None,
+    progress: bool,
+) -> ChangeReport:  # fmt: skip
     manifest = opened.manifest
     rules = " ".join((RULES, *sources[0].admit))  # what was said under others does not count
     states = read_state(work.store, rules)
@@ -212,7 +232,7 @@ def _synchronised(work: WorkFolder, sources: tuple[Source, ...], workers: int | 
     found: dict[str, FolderState] = {}
     for number, source in enumerate(sources):
         place = source.path
-        state = found[place] = look(source, states.get(place, {}), work.store)
+        state = found[place] = look(source, states.get(place, {}), work.store, most_bytes)
         rule = source.licence_rule(Path(place))
         said = ((name, *text) for name in sorted(state) for text in state[name][3])
         for name, behind, digest, reason, own in said:
@@ -227,6 +247,8 @@ def _synchronised(work: WorkFolder, sources: tuple[Source, ...], workers: int | 
     gone, held = _compare(opened, [source.path for source in sources], wanted)
     fresh = sorted({place for digest, place in first.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
+    if not (manifest.generation or fresh):
+        raise nothing_to_index(skipped, {"sources": [source.path for source in sources]})
     if gone or fresh:
         files = [_file(sources[number], name) for number, name in fresh]
         done = _change(work, opened, gone, held, files, sources, workers, progress)

@@ -28,7 +28,6 @@ from retrieve_spec.server.models import Model, Models
 from retrieve_spec.server.run import build_service
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.text import with_line_feeds
-from retrieve_spec.server.workspace import Workspace
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -199,36 +198,23 @@ class CompletionServer(LanguageServer):
         finally:
             self.loaded.set()
         if completer.workspace is not None:
-            await self._index(completer.workspace)
-
-    async def _index(self, workspace: Workspace) -> None:
-        async with self._bar(_INDEXING, "Indexing the workspace") as show:
-            while not workspace.indexed.is_set():
-                show(f"{workspace.read[0]} of {workspace.read[1]} files")
-                await asyncio.sleep(_AGAIN_S)
-            show(f"{len(workspace.texts)} files indexed")
+            async with self._bar(_INDEXING, "Indexing the workspace"):
+                while not completer.workspace.indexed.is_set():
+                    await asyncio.sleep(_AGAIN_S)
 
     @contextlib.asynccontextmanager
-    async def _bar(self, token: str, title: str) -> AsyncIterator[Callable[[str], None]]:
-        """A progress bar, where the client has them; what is yielded changes its message, the last one stays."""
+    async def _bar(self, token: str, title: str) -> AsyncIterator[None]:
+        """A progress bar, where the client has them."""
         window = self.client_capabilities.window
-        shown = bool(window and window.work_done_progress)
-        message: str | None = None
-
-        def show(text: str) -> None:
-            nonlocal message
-            message = text
-            if shown:
-                self.work_done_progress.report(token, lsp.WorkDoneProgressReport(message=text))
-
-        if shown:
-            await self.work_done_progress.create_async(token)
-            self.work_done_progress.begin(token, lsp.WorkDoneProgressBegin(title))
+        if not (window and window.work_done_progress):
+            yield
+            return
+        await self.work_done_progress.create_async(token)
+        self.work_done_progress.begin(token, lsp.WorkDoneProgressBegin(title))
         try:
-            yield show
+            yield
         finally:
-            if shown:
-                self.work_done_progress.end(token, lsp.WorkDoneProgressEnd(message=message))
+            self.work_done_progress.end(token, lsp.WorkDoneProgressEnd())
 
     def look(self, uri: str, line: int) -> None:
         """Note where somebody looks."""

@@ -31,7 +31,7 @@ from retrieve_spec.server.guard import Metrics, check_binding, normal_origins, r
 from retrieve_spec.server.models import Model, Models, named
 from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
-from retrieve_spec.server.workspace import Workspace, WorkspaceStore
+from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.sources.answers import unpacked
 
 log = logging.getLogger("retrieve_spec.server")
@@ -113,7 +113,15 @@ def assemble(
     drafters = model.speculation.drafters
     backend = Backend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
-    workspace = Workspace(workspaces, config) if workspaces else None
+
+    def attach(store: Datastore | None) -> None:
+        stores_now = given if store is None else [*given, store]
+        trial = build_drafter(model.speculation.config, datastores=stores_now)
+        if isinstance(trial, Preparable):
+            trial.prepare()  # whatever it has to compile or load
+        service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
+
+    workspace = Workspace(workspaces, config, tokenizer, attach) if workspaces else None
     kept = drafters if session else None
     ends = model.generation_config.eos_token_id
     service = Service(
@@ -137,16 +145,6 @@ def assemble(
     except Exception:
         log.exception("requests of some kind will fail")
 
-    if workspace is not None:
-
-        def attach(store: Datastore | None) -> None:
-            stores_now = given if store is None else [*given, store]
-            trial = build_drafter(model.speculation.config, datastores=stores_now)
-            if isinstance(trial, Preparable):
-                trial.prepare()  # whatever it has to compile or load
-            service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
-
-        workspace.follower = WorkspaceStore(workspace, tokenizer, attach)
     return service
 
 

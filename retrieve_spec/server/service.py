@@ -317,7 +317,7 @@ class Service:
         if self.workspace is not None:
             kept["workspace"] = {
                 "folders": [str(root) for root in self.workspace.roots],
-                "files": len(self.workspace.texts),
+                "files": self.workspace.files,
                 "forgettable": not self._shared,
             }
         return kept

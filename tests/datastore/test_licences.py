@@ -8,7 +8,6 @@ from identify.vendor.licenses import LICENSES
 from test_build import contents
 
 from retrieve_spec.cli import run
-from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.licences import (
     LicenceRule,
@@ -22,7 +21,6 @@ from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.errors import BuildError
-from retrieve_spec.server.workspace import Workspace
 
 TEXTS = dict(LICENSES)
 MIT = TEXTS["MIT"].replace("[year] [fullname]", "2020 Jane Doe\nCopyright (c) 2021 Others")
@@ -171,20 +169,6 @@ def test_a_link_out_of_the_checkout_says_nothing(checkout, tokenizer, tmp_path):
     (checkout / "vendored" / "COPYING").symlink_to("../LICENSE")
     build_datastore(tmp_path / "s", Source(str(checkout), licences=("MIT",)), tokenizer)
     assert code(contents(tmp_path / "s")) == ENTER | {"vendored/lib.py"}
-
-
-def test_a_workspace_follows_licences(checkout):
-    workspace = Workspace([checkout], ServeConfig(workspace_licences=("MIT",)))
-    workspace.scan()
-
-    def names():
-        return code(path.relative_to(checkout).as_posix() for path in workspace.texts)
-
-    assert names() == ENTER
-    assert workspace.left_out["under no known licence"] == 2
-    (checkout / "odd" / "LICENSE.txt").write_text(MIT)
-    workspace.update([checkout / "odd" / "LICENSE.txt"])
-    assert names() == ENTER | {"odd/odd.py"}
 
 
 def test_command(checkout, tmp_path, capfd):

@@ -1,4 +1,4 @@
-"""One filter for build, add, sync and a server's workspace: the same folder says the same to all of them."""
+"""One filter for build, add and sync: the same folder says the same to all of them."""
 
 import gzip
 import json
@@ -11,7 +11,6 @@ from test_build import contents
 from test_entry_filter import write
 
 from retrieve_spec.cli import run
-from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.entry_filter import EntryFilter
 from retrieve_spec.datastore.git_rules import Reason
@@ -19,7 +18,6 @@ from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.errors import BuildError
-from retrieve_spec.server.workspace import Workspace
 
 TOKEN = "ghp_" + "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7aB3dE6gH9"
 ENTERS = {".gitignore", "a.py", "new.py", "sub/b.md", "sub/long.md", "forced.log", "venv/__init__.py"}
@@ -94,7 +92,7 @@ def left_out(report):
     return {path: reason for path, _, reason in report.skipped}
 
 
-def test_build_sync_and_server_agree(folder, tokenizer, tmp_path):
+def test_build_and_sync_agree(folder, tokenizer, tmp_path):
     built = build_datastore(tmp_path / "built", str(folder), tokenizer)
     assert set(contents(tmp_path / "built")) == entering(folder)
     assert left_out(built) == LEFT_OUT
@@ -103,10 +101,6 @@ def test_build_sync_and_server_agree(folder, tokenizer, tmp_path):
     assert built.skipped_by_reason == synced.skipped_by_reason
     again = sync_datastore(tmp_path / "synced", [folder])
     assert again.skipped_by_reason == built.skipped_by_reason
-    workspace = Workspace([folder], ServeConfig())
-    workspace.scan()
-    assert {path.relative_to(folder).as_posix() for path in workspace.texts} == entering(folder)
-    assert dict(workspace.left_out) == built.skipped_by_reason
     assert read_manifest(tmp_path / "built").history[-1]["skipped"] == built.skipped_by_reason
 
 

@@ -37,7 +37,7 @@ def make(roots):
         return codec.encode(before.rpartition("\n")[2])
 
     backend = Slow(lambda prompt: [*(echo(prompt) if sys.argv[1] == "echo" else said), 0])
-    workspace = Workspace(roots, ServeConfig()) if roots else None
+    workspace = Workspace(roots, ServeConfig(), tokenizer, lambda store: None) if roots else None
     return Service(backend, tokenizer, "tiny", ServeConfig(), workspace)
 
 

@@ -253,8 +253,8 @@ def test_a_stream_has_comments_while_a_long_prompt_is_read(live, say, ping_s):
     assert ": ping" not in seen[first:]
 
 
-def test_what_keeps_a_workspace_from_being_followed_names_no_files_to_everybody(live, say, tmp_path):
-    workspace = Workspace([tmp_path], ServeConfig())
+def test_what_keeps_a_workspace_from_being_followed_names_no_files_to_everybody(live, say, tokenizer, tmp_path):
+    workspace = Workspace([tmp_path], ServeConfig(), tokenizer, lambda store: None)
     workspace.trouble = f"PermissionError: [Errno 13] Permission denied: '{tmp_path}/private plans.py'"
     server = live(say("x"), keys=(b"one",), workspace=workspace)
     shown = server.client.get("/health").json()["workspace"]
