@@ -248,7 +248,7 @@ def _synchronised(
     fresh = sorted({place for digest, place in first.items() if digest not in held})
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
     if not (manifest.generation or fresh):
-        raise nothing_to_index(skipped, {"sources": [source.path for source in sources]})
+        raise nothing_to_index(skipped, {"sources": sources})
     if gone or fresh:
         files = [_file(sources[number], name) for number, name in fresh]
         done = _change(work, opened, gone, held, files, sources, workers, progress)
