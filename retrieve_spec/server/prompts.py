@@ -55,41 +55,15 @@ class Prompts:
         Raises
         ------
         Refusal
-            400: too long, or the template refuses the turns, or leaves something of them out.
+            400: too long, or the template refuses the turns.
         """
         turns = [m.as_turn() for m in messages]
         if not self.shows_tools:
             turns = with_tools_told(turns, rendering.pop("tools", None) or ())
-        prompt = self._rendered(turns, **rendering)
-        self._check_shown(turns, prompt, rendering)
-        return self.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
-
-    def _rendered(self, turns: Sequence[dict[str, Any]], /, **rendering: Any) -> str | list[int]:
-        """A conversation as a text by the model's template, else as token ids."""
         if self.template:
-            return self._templated(turns, **rendering)
+            return self.encode(self._templated(turns, **rendering), add_special_tokens=False)
         self._fits(sum(len(turn["content"]) for turn in turns))
         return self._plain_chat(turns, **rendering)
-
-    def _check_shown(self, turns: Sequence[dict[str, Any]], prompt: Any, rendering: dict[str, Any]) -> None:
-        """Refuse tools, calls and what came of them where a prompt is the same without."""
-        first = next((number for number, turn in enumerate(turns) if "tool_calls" in turn), 0)
-        for name, fewer, how in (
-            ("tools", turns, _without(rendering, "tools")),
-            (f"messages.{first}.tool_calls", [_without(turn, "tool_calls") for turn in turns], rendering),
-            ("messages of the role tool", [turn for turn in turns if turn["role"] != "tool"], rendering),
-        ):
-            try:
-                unseen = (fewer, how) != (turns, rendering) and self._rendered(fewer, **how) == prompt
-            except Refusal:  # a template that refuses the rest has looked
-                continue
-            if unseen:
-                raise Refusal(
-                    400,
-                    f"not served with this model: {name}; it has no chat template that shows them. Leave them out, or"
-                    " serve a model that was trained to call tools",
-                    "unsupported_field",
-                )
 
     @property
     def template(self) -> str:
@@ -150,10 +124,6 @@ class Prompts:
         if not request.prediction:
             return []
         return self.codec.encode(begun + request.prediction.as_text()[: self.most_chars])
-
-
-def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
 
 
 SNIPPET = "\n\n--- snippet ---\n\n"

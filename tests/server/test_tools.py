@@ -330,20 +330,6 @@ def test_the_server_tells_of_tools_where_the_template_does_not(served, templated
     assert plain == none and "You may call" not in plain
 
 
-def test_a_template_that_shows_tools_only_at_times_refuses_them_by_name(served, templated):
-    templated.chat_template = CHATML + "{% if on is defined %}{{ tools }}{% endif %}"
-    server = served("Hi.")
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    past = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    for path in ("/v1/chat/completions", "/apply-template"):
-        raw = server.post(path, {"messages": ASK, "tools": TOOLS})
-        assert raw.status_code == 400 and "not served with this model: tools" in raw.json()["error"]["message"]
-        assert raw.json()["error"]["type"] == "unsupported_field"
-        raw = server.post(path, {"messages": past})
-        assert raw.status_code == 400 and "messages.1.tool_calls" in raw.json()["error"]["message"]
-        assert server.post(path, {"messages": ASK, "tools": TOOLS, "tool_choice": "none"}).status_code == 200
-
-
 def test_calls_in_an_unknown_format_are_refused_unless_it_is_named(served, templated):
     templated.chat_template = HERMES.replace("tool_call>", "call>")
     raw = served("Hi.").post("/v1/chat/completions", BODY)
