@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -24,21 +24,10 @@ if TYPE_CHECKING:
     from retrieve_spec.server.schemas import Common
 
 DEFAULT_CHAIN = ("top_k", "top_p", "min_p", "temperature")
-_LETTERS = {
-    "d": "dry",
-    "k": "top_k",
-    "y": "typ_p",
-    "p": "top_p",
-    "s": "top_n_sigma",
-    "m": "min_p",
-    "t": "temperature",
-    "x": "xtc",
-    "i": "infill",
-    "e": "penalties",
-    "a": "adaptive_p",
-}
-"""llama.cpp's samplers by letter; those that are not served do nothing unless a field does, which is refused."""
-_ALIASES = {"temp": "temperature", "nucleus": "top_p", "typical": "typ_p", "typical_p": "typ_p", "typ": "typ_p"}
+SamplerName = Literal[
+    "dry", "top_k", "typ_p", "top_p", "top_n_sigma", "min_p", "temperature", "xtc", "infill", "penalties", "adaptive_p"
+]
+"""llama.cpp's samplers; those that are not served do nothing unless a field does, which is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,32 +103,6 @@ class Sampling:
                 )
             )
         return {**kwargs, "logits_processor": guides} if guides else kwargs
-
-
-def sampler_chain(given: Sequence[str] | str) -> tuple[str, ...]:
-    """A client's samplers by name, given as llama.cpp takes them: names, names between semicolons, or letters.
-
-    Raises
-    ------
-    ValueError
-        Some of them are none of llama.cpp's; says which.
-    """
-    known = _LETTERS.values()
-    if isinstance(given, str):
-        given = given.strip()
-        named = ";" in given or _spelled(given) in known
-        given = [name for name in given.split(";") if name.strip()] if named else list(given)
-    chain = [_LETTERS.get(name) or _spelled(name) for name in given]
-    unknown = [name for name, spelled in zip(given, chain, strict=True) if spelled not in known]
-    if unknown:
-        raise ValueError(f"no sampler is called {', '.join(repr(name[:40]) for name in unknown[:8])}")
-    return tuple(chain)
-
-
-def _spelled(name: str) -> str:
-    """A sampler's name as this module spells it."""
-    name = name.strip().replace("-", "_")
-    return _ALIASES.get(name, name)
 
 
 def infill_survivors(

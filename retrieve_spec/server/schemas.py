@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
 from retrieve_spec.server.guard import UNSUPPORTED
-from retrieve_spec.server.sampling import sampler_chain
+from retrieve_spec.server.sampling import SamplerName
 from retrieve_spec.server.text import line_end, with_line_feeds
 from retrieve_spec.server.tools import referenced
 
@@ -122,7 +122,7 @@ class Common(Refusing):
     min_p: Share | None = None
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     stop: Stops = None
-    samplers: Items[Text] | Text | None = None
+    samplers: Items[SamplerName] | None = None
     n_predict: Count | None = None
     max_tokens: Count | None = None
     n_indent: Annotated[int, Field(ge=0, le=10_000)] | None = None
@@ -153,11 +153,6 @@ class Common(Refusing):
     def _line_end(cls, fields: dict[str, Any]) -> str:
         """How the lines of the document end."""
         return line_end(*_texts([fields.get(name) for name in ("input_prefix", "prompt", "input_suffix", "suffix")]))
-
-    @field_validator("samplers")
-    @classmethod
-    def _are_known(cls, samplers: list[str] | str | None) -> tuple[str, ...] | None:
-        return None if samplers is None else sampler_chain(samplers)
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
         """The schema of the JSON that is asked for, None for any text, and the field that asks for it."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from retrieve_spec.server.sampling import InfillProcessor, Sampling, infill_survivors, sampler_chain
+from retrieve_spec.server.sampling import InfillProcessor, Sampling, infill_survivors
 
 END = frozenset({0, 5})
 
@@ -21,21 +21,6 @@ END = frozenset({0, 5})
 )
 def test_what_the_infill_rule_keeps(candidates, kept):
     assert infill_survivors(candidates, END, 0) == kept
-
-
-@pytest.mark.parametrize(
-    ("given", "chain"),
-    [
-        (["top_k", "top_p", "infill"], ("top_k", "top_p", "infill")),
-        ("top_k;top-p;infill", ("top_k", "top_p", "infill")),
-        ("edkypmxt", ("penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")),
-        ("temp", ("temperature",)),
-        ([], ()),
-        ("", ()),
-    ],
-)
-def test_chains_of_stock_clients(given, chain):
-    assert sampler_chain(given) == chain
 
 
 @pytest.mark.parametrize(
