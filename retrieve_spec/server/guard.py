@@ -14,7 +14,6 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakSet
 
-import httpx
 import pydantic_core
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -297,7 +296,7 @@ class Guard:
     keys
         Accepted API keys; none: no key is asked for.
     origins
-        Browser origins that may call (`normal_origins`).
+        Browser origins that may call, as browsers write them.
     host
         Where the server listens; on a loopback address the Host header must name one too, so that a page cannot
         reach the server under a name of its own (DNS rebinding).
@@ -356,30 +355,6 @@ def _host_name(host: str) -> str:
     if host.startswith("["):
         return host[1 : host.find("]")]
     return host.rpartition(":")[0] if host.count(":") == 1 else host
-
-
-def normal_origins(origins: Sequence[str]) -> tuple[str, ...]:
-    """Browser origins as browsers write them: scheme and host in small letters, no path, no usual port.
-
-    Raises
-    ------
-    ServeError
-        One is no origin, or stands for every page there is.
-    """
-    found = []
-    for origin in origins:
-        try:
-            url = httpx.URL(origin.strip())
-        except httpx.InvalidURL:
-            url = httpx.URL("")
-        if not url.scheme or not url.host or url.path != "/" or url.query or url.fragment or "*" in url.host:
-            raise ServeError(
-                "the origin of a page, as http://localhost:3000",
-                repr(origin),
-                "Give each one that may call with an --origin of its own; there is none that stands for all.",
-            )
-        found.append(f"{url.scheme}://{url.netloc.decode()}")
-    return tuple(found)
 
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.375, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

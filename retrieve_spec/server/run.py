@@ -27,7 +27,7 @@ from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.editors import display_name
-from retrieve_spec.server.guard import Metrics, check_binding, normal_origins, read_keys
+from retrieve_spec.server.guard import Metrics, check_binding, read_keys
 from retrieve_spec.server.models import Model, Models, named
 from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
@@ -232,7 +232,6 @@ def serve(
         unpacked(session)
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
-    config = replace(config, origins=normal_origins(config.origins))
     listener = listen(config.host, config.port)  # a taken address is said now
     metrics = Metrics()
 

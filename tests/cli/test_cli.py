@@ -117,7 +117,6 @@ MISTAKES = [
     (["generate", "--prompt-file", "/no/such/file"], 2, "/no/such/file"),
     (["generate", "--prompt-file", "binary"], 1, "UTF-8"),
     (["serve", "--host", "0.0.0.0"], 1, "got --host 0.0.0.0 without one. Give --api-key-file."),
-    (["serve", "--origin", "*"], 1, "expected the origin of a page, as http://localhost:3000, got '*'."),
     (["build", "s", "--recipe", "./no.toml", "--tokenizer", "reference"], 1, "could not read recipe no.toml: No such"),
     (["editor", "vim", "--url", "nonsense"], 1, "got 'nonsense'. Give one like it."),
     (["pull", "store", "s3://a/b"], 1, "Give the address first: `retrieve-spec pull s3://a/b FOLDER`."),

@@ -14,9 +14,7 @@ from pydantic import ValidationError
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.errors import ServeError
 from retrieve_spec.server import run, schemas
-from retrieve_spec.server.guard import normal_origins
 
 INFILL = {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "prompt": "    ret"}
 
@@ -158,25 +156,6 @@ def test_others_are_answered_while_a_large_text_is_encoded(live, say, path, body
         answered += 1
     thread.join()
     assert answered >= 10
-
-
-# ── origins ──
-
-
-def test_origins_as_browsers_write_them():
-    given = ["HTTP://LocalHost:3000/", "https://a.example:443", "http://[::1]:80", "vscode-webview://abc"]
-    assert normal_origins(given) == (
-        "http://localhost:3000",
-        "https://a.example",
-        "http://[::1]",
-        "vscode-webview://abc",
-    )
-
-
-@pytest.mark.parametrize("origin", ["*", "null", "localhost:3000", "http://a.example/page", "http://*.example", ""])
-def test_what_is_no_origin_is_refused(origin):
-    with pytest.raises(ServeError, match="--origin of its own"):
-        normal_origins([origin])
 
 
 # ── where bodies are checked ──

@@ -14,7 +14,7 @@ from live import free_port
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundError
+from retrieve_spec.errors import StoreCorruptError, StoreNotFoundError
 from retrieve_spec.server import run
 
 
@@ -23,10 +23,9 @@ from retrieve_spec.server import run
     [
         ({"stores": ["."]}, StoreNotFoundError, r"no manifest\.json"),
         ({"session": Path("notes.txt")}, StoreCorruptError, r"a file of answers in .*notes\.txt"),
-        ({"config": ServeConfig(port=0, origins=("*",))}, ServeError, "origin"),
     ],
 )
-def test_what_is_no_store_session_or_origin_is_refused_at_once(tmp_path, monkeypatch, given, error, told):
+def test_what_is_no_store_or_session_is_refused_at_once(tmp_path, monkeypatch, given, error, told):
     monkeypatch.setattr(run, "build_service", lambda *_, **__: pytest.fail("loaded a model"))
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text("not answers")
