@@ -273,15 +273,6 @@ def unknown_format(codec: TextCodec, prompt: str) -> bool:
     )
 
 
-def missing_tokens(codec: TextCodec) -> str:
-    """Why a model cannot infill, for the answer to the user."""
-    partly = [fmt for fmt in FORMATS if any(codec.token_id(token) is not None for token in fmt.needed[:3])]
-    absent = [token for fmt in partly for token in fmt.needed if codec.token_id(token) is None]
-    if absent:
-        return f"its vocabulary lacks {', '.join(dict.fromkeys(absent))}"
-    return "its vocabulary holds no fill-in-the-middle tokens of any known family"
-
-
 def _bos(codec: TextCodec) -> int | None:
     """Begin-of-text id if the tokenizer puts one in front of a prompt."""
     bos = codec.tokenizer.bos_token_id

@@ -38,8 +38,6 @@ log = logging.getLogger("retrieve_spec.server")
 
 _BACKLOG = 128
 _FIRST_TOKEN_S = 0.15
-_LARGE = 50_000_000
-"""Parameters from which the format of weights decides how fast a model is."""
 _WINDOW = 2048
 """Tokens around a cursor at least, where the model has room for them."""
 _KEEP_ALIVE_S = 75
@@ -252,10 +250,6 @@ def serve(
     def build_first() -> Service:
         service = build(models.first, stores=stores, session=session, progress=models.tell)
         log.info("%s, fill-in-the-middle: %s", service.name, service.family or service.no_fim())
-        model = service.backend.model
-        if quantize is None and model.device.type == "cpu" and model.num_parameters() >= _LARGE:
-            for sentence in advice_on_format(str(model.dtype).removeprefix("torch."), product_times()):
-                log.info("%s", sentence)
         on_loaded()
         return service
 

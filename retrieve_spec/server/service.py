@@ -27,7 +27,6 @@ from retrieve_spec.server.prompts import (
     FimParts,
     Prompts,
     find_format,
-    missing_tokens,
     unknown_format,
 )
 from retrieve_spec.server.queueing import RequestQueue
@@ -421,9 +420,9 @@ class Service:
     def no_fim(self) -> str:
         """Why the model cannot infill and which can."""
         return (
-            f"Infill is not supported by this model: {missing_tokens(self.codec)}. Use a base code model trained on "
-            "fill-in-the-middle (Qwen2.5-Coder, StarCoder2, DeepSeek-Coder, CodeLlama, CodeGemma, Codestral, Granite, "
-            "Seed-Coder)."
+            "Infill is not supported by this model: its vocabulary lacks fill-in-the-middle tokens of a known family. "
+            "Use a base code model trained on fill-in-the-middle (Qwen2.5-Coder, StarCoder2, DeepSeek-Coder, "
+            "CodeLlama, CodeGemma, Codestral, Granite, Seed-Coder)."
         )
 
     def _task(
