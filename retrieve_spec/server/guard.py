@@ -129,18 +129,9 @@ def reason(error: ValidationError) -> str:
     """
     errors = error.errors(include_url=False, include_input=False)
     said = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
-    path = [str(part) for part in said["loc"] if isinstance(part, int) or _is_field(part)]
-    name = '"' + ".".join(path) + '"' if path else "the body"
+    path = ".".join(str(part) for part in said["loc"] if isinstance(part, int) or _is_field(part))
     message = said["msg"].removeprefix("Value error, ")
-    known = {
-        UNSUPPORTED: said["msg"],
-        "missing": f"{name} is required",
-        "string_type": f"{name} must be a string",
-        "model_type": f"{name} must be a JSON object",
-    }
-    if not path and said["type"] == "value_error":
-        return message
-    return known.get(said["type"], f"{name}: {message[:1].lower()}{message[1:]}")
+    return f'"{path}": {message}' if path else message
 
 
 def _is_field(part: str) -> bool:

@@ -63,7 +63,7 @@ class Asked(Lenient):
 class TextPart(Lenient):
     """A piece of a message or of a predicted output; only text is read."""
 
-    type: str | None = "text"
+    type: Literal["text"] | None = "text"
     text: Text = ""
 
 
@@ -94,13 +94,11 @@ class Refusing(Asked):
 
     _also: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Further fields that are not served in a dialect, with values that ask for nothing."""
-    _parts: ClassVar[tuple[str, ...]] = ("text",)
-    """Types of the parts of messages that are read."""
 
     @model_validator(mode="before")
     @classmethod
     def _is_served(cls, fields: Any) -> Any:
-        names = unserved(fields, cls.model_fields, cls._also, cls._parts) if isinstance(fields, dict) else []
+        names = unserved(fields, cls.model_fields, cls._also) if isinstance(fields, dict) else []
         if names:
             given = {"names": ", ".join(names)}
             raise PydanticCustomError(UNSUPPORTED, "not served here: {names}; leave it out", given)
@@ -326,6 +324,8 @@ class Message(Spoken):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     tool_calls: Annotated[Items[MadeCall], Field(max_length=256)] | None = None
+    function_call: None = None
+    audio: None = None
 
     def as_turn(self) -> dict[str, Any]:
         """The turn as chat templates read it."""
@@ -505,34 +505,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values with which a field asks for nothing; None, "", [] and {} always do."""
 
 
-_OF_MESSAGES = ("function_call", "audio")
-"""Fields of a message that are no text, and are not served."""
 _ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
-def unserved(
-    fields: Mapping[str, Any],
-    served: Collection[str],
-    also: Mapping[str, tuple[Any, ...]],
-    parts: Collection[str],
-) -> list[str]:
-    """Names of the fields of a request that ask for what is not served; parts of messages of other types too.
+def unserved(fields: Mapping[str, Any], served: Collection[str], also: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Names of the fields of a request that ask for what is not served.
 
     ``served`` are the fields of the dialect, ``also`` further ones that it has and that are not served.
     """
-    kept = {**_NEUTRAL, **also}
-    asked = {name: kept[name] for name in kept if name in fields and (name in also or name not in served)}
-    names = [name for name, neutral in asked.items() if not _asks_nothing(fields[name], neutral)]
-    messages = fields.get("messages")
-    for number, message in enumerate(messages if isinstance(messages, list) else []):
-        if not isinstance(message, dict):
-            continue
-        names += [f"messages.{number}.{name}" for name in _OF_MESSAGES if not _asks_nothing(message.get(name), ())]
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            if isinstance(part, dict) and part.get("type", "text") not in parts:
-                names.append(f"messages.{number}.content ({str(part['type'])[:40]})")
-    return names
+    kept = {name: neutral for name, neutral in _NEUTRAL.items() if name not in served} | also
+    return [name for name in kept if name in fields and not _asks_nothing(fields[name], kept[name])]
 
 
 def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

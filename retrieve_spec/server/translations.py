@@ -129,7 +129,6 @@ class CountRequest(Refusing):
         "output_format": (),
         "output_config": (),
     }
-    _parts: ClassVar[tuple[str, ...]] = ("text", "tool_use", "tool_result")
 
     messages: Annotated[Items[Turn], Field(min_length=1, max_length=1024)]
     system: Text | Items[TextPart] | None = None

@@ -344,6 +344,7 @@ def test_calls_in_an_unknown_format_are_refused_unless_it_is_named(served, templ
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"messages": [*ASK, {"role": "assistant", "content": "", "function_call": {"name": "f"}}]}, "1.function_call"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, '"messages.0.content.0.type"'),
         ({"tools": [{"type": "web_search"}]}, '"tools.0.type"'),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, '"tools.0.function.name"'),
         (
