@@ -60,14 +60,19 @@ class Asked(Lenient):
     model: Any = None
 
 
-class TextPart(Lenient):
-    """A piece of a message or of a predicted output; only text is read."""
+class Part(Lenient):
+    """A piece of what is said, which has text."""
 
-    type: Literal["text"] | None = "text"
     text: Text = ""
 
 
-def text_of(content: str | Sequence[TextPart] | None) -> str:
+class TextPart(Part):
+    """A piece of a message or of a predicted output."""
+
+    type: Literal["text"] | None = "text"
+
+
+def text_of(content: str | Sequence[Part] | None) -> str:
     """The text of a content that may come in pieces."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
@@ -513,7 +518,8 @@ def unserved(fields: Mapping[str, Any], served: Collection[str], also: Mapping[s
 
     ``served`` are the fields of the dialect, ``also`` further ones that it has and that are not served.
     """
-    kept = {name: neutral for name, neutral in _NEUTRAL.items() if name not in served} | also
+    kept = {name: neutral for name, neutral in _NEUTRAL.items() if name not in served}
+    kept.update(also)
     return [name for name in kept if name in fields and not _asks_nothing(fields[name], kept[name])]
 
 

@@ -122,27 +122,27 @@ class Memory:
         self.assembler, self.scope = assembler, scope
         self._session = SessionMemory(session_tokens)
         self._opened = open_session
-        self._unread: deque[str] = deque()
-        self._encoded: list[NDArray[np.int32]] = []
-        self._read: set[int] = set()
         self._lock = Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._unread, self._encoded, self._read = deque[str](), deque[NDArray[np.int32]](), set[int]()
 
     def note(self, texts: Iterable[str]) -> None:
         """Queue texts for the drafter's memory, each once: open files, and pieces that came with a request."""
         with self._lock:
             for text in (text[:_ENCODED_AT_ONCE] for text in texts):
-                key = hash(text)
-                if text and key not in self._read:
+                if text and hash(text) not in self._read:
                     if len(self._read) >= _READ_TEXTS:
                         self._read.clear()  # long ago: the drafter's memory has let go of most of them, too
-                    self._read.add(key)
+                    self._read.add(hash(text))
                     self._unread.append(text)
 
     def forget(self) -> None:
         """Drop everything."""
         with self._lock:
             self._session = SessionMemory(self._session.max_tokens)
-            self._unread, self._encoded, self._read = deque(), [], set()
+            self._begin()
         self.codec.forget()
 
     def contents(self) -> dict[str, int]:
@@ -152,17 +152,14 @@ class Memory:
 
     def encode_new(self) -> None:
         """Encode texts for the drafter's memory, a bounded part of those that wait; not for the model's thread."""
-        room = _ENCODED_AT_ONCE
+        room, encoded = _ENCODED_AT_ONCE, self._encoded  # dropped where all is forgotten meanwhile
         while room > 0:
             with self._lock:
                 if not self._unread:
                     return
                 text = self._unread.popleft()
-            ids = np.asarray(self.codec.encode_cached(text), np.int32)
+            encoded.append(np.asarray(self.codec.encode_cached(text), np.int32))
             room -= len(text)
-            with self._lock:
-                if hash(text) in self._read:  # not forgotten meanwhile
-                    self._encoded.append(ids)
 
     def hints(self, context_ids: Sequence[int], expected: Sequence[int] = ()) -> Callable[[], DraftHints]:
         """What to draft a completion from; called in the model's thread when the work begins.
@@ -179,10 +176,9 @@ class Memory:
     def _session_now(self) -> SessionMemory:
         """The drafter's memory with everything read so far; for the model's thread only."""
         with self._lock:
-            encoded, self._encoded = self._encoded, []
-            session = self._drafted()
-        for ids in encoded:
-            session.read(ids)
+            encoded, session = self._encoded, self._drafted()
+        while encoded:
+            session.read(encoded.popleft())
         return session
 
 

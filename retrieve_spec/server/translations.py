@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from retrieve_spec.server.answers import Events, ItemizedAnswer, finish_reason
 from retrieve_spec.server.completions import ANSWERS, converse
 from retrieve_spec.server.guard import BoundedRoute, checked
-from retrieve_spec.server.jobs import Completion
+from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Meant
 from retrieve_spec.server.schemas import (
     ChatRequest,
@@ -26,6 +26,7 @@ from retrieve_spec.server.schemas import (
     Items,
     Lenient,
     Number,
+    Part,
     Refusing,
     ResponseFormat,
     Share,
@@ -265,7 +266,7 @@ async def count(body: CountRequest, service: Meant) -> Response:
     return JSONResponse({"input_tokens": len(ids)})
 
 
-class InputPart(TextPart):
+class InputPart(Part):
     """A piece of text."""
 
     type: Literal["input_text", "output_text"]
@@ -442,19 +443,11 @@ class ResponseAnswer(ItemizedAnswer):
         }
 
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
-        """The response."""
+        """The response: that of its stream's last event."""
         (done,) = finished
-        text, calls = self._spoken(done)
-        items = [_message(text)] if text or not calls else []
-        self._output = [*items, *(_call(call, call["function"]["arguments"]) for call in calls)]
-        for item in self._output:
-            self._close(item, done if item is self._output[-1] else None)
-        return self._ended(done)
-
-    def _close(self, item: dict[str, Any], done: Completion | None) -> None:
-        """Note the end of an item; a message with which the answer was cut off is not complete."""
-        cut = item["type"] == "message" and done is not None and finish_reason(done) != "stop"
-        item["status"] = "incomplete" if cut else "completed"
+        self.delta(Delta(done.text, ()), 0)
+        response: dict[str, Any] = self.end(done, 0)[-1]["response"]
+        return response
 
     def _ended(self, done: Completion) -> dict[str, Any]:
         complete = finish_reason(done) == "stop"
@@ -498,8 +491,10 @@ class ResponseAnswer(ItemizedAnswer):
 
     def _closed(self, done: Completion | None = None) -> Events:
         item = self._output[-1]
-        self._close(item, done)
+        item["status"] = "completed"
         if item["type"] == "message":
+            if done is not None and finish_reason(done) != "stop":  # with it the answer was cut off
+                item["status"] = "incomplete"
             (part,) = item["content"]
             ended = [
                 self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=[]),
