@@ -40,32 +40,41 @@ FOLLOWED = "type hints"
 
 @dataclass
 class Pane:
-    """What one runner has generated: a transformers streamer, whose text is decoded when it is drawn.
+    """One way to answer a prompt, and what it has written: a transformers streamer, decoded when it is drawn.
 
     Attributes
     ----------
     title
-        Name of the runner.
+        How it is called.
+    model, accelerated
+        The model, and whether its accelerated `generate` is used or that of its class.
     token_ids
         New tokens so far.
     seconds
         Time since the generation began.
     passes
         Forward passes, when it is done.
-    began
-        When the generation began.
     """
 
     title: str
+    model: PreTrainedModel
+    accelerated: bool
     token_ids: list[int] = field(default_factory=list)
     seconds: float = 0.0
     passes: int = 0
-    began: float = 0.0
+    _began: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         """New tokens by time so far."""
         return len(self.token_ids) / max(self.seconds, 1e-9)
+
+    def generate(self, ids: Any, new_tokens: int) -> None:
+        """Run one greedy generation; the class's own `generate` is the plain one, whatever the instance carries."""
+        call = self.model.generate if self.accelerated else type(self.model).generate.__get__(self.model)
+        self._began = time.perf_counter()
+        call(ids, attention_mask=ids.new_ones(ids.shape), streamer=self, max_new_tokens=new_tokens, do_sample=False)
+        self.passes = self.model.speculation.last.passes if self.accelerated else len(self.token_ids)
 
     def put(self, value: Any) -> None:
         """Take new token ids; the first call brings the prompt."""
@@ -75,7 +84,7 @@ class Pane:
 
     def end(self) -> None:
         """Stop the clock."""
-        self.seconds = time.perf_counter() - self.began
+        self.seconds = time.perf_counter() - self._began
 
     def panel(self, tokenizer: PreTrainedTokenizerBase) -> Panel:
         """The end of the text under its figures."""
@@ -86,23 +95,8 @@ class Pane:
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
-    """One way to answer a prompt: its title, a model, and whether its own `generate` is used or the accelerated."""
-
-    title: str
-    model: PreTrainedModel
-    accelerated: bool
-
-    def generate(self, ids: Any, new_tokens: int, streamer: Any) -> None:
-        """Run one greedy generation; the class's own `generate` is the plain one, whatever the instance carries."""
-        call = self.model.generate if self.accelerated else type(self.model).generate.__get__(self.model)
-        mask = ids.new_ones(ids.shape)
-        call(ids, attention_mask=mask, streamer=streamer, max_new_tokens=new_tokens, do_sample=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
-    """What one prompt gave: a pane per runner, the plain one first, and the text."""
+    """What one prompt gave: a pane for each way, the plain one first, and the text."""
 
     name: str
     panes: list[Pane]
@@ -115,36 +109,50 @@ class Result:
 
     @property
     def speedup(self) -> float:
-        """Tokens per second of the accelerated runner, by those of the plain one."""
+        """Tokens per second of the accelerated one, by those of the plain one."""
         return self.panes[1].tokens_per_second / self.panes[0].tokens_per_second
 
 
 class Race:
-    """A model that answers prompts in several ways, on a console.
+    """A model that answers prompts in several ways, side by side on a console.
 
     Parameters
     ----------
-    runners
-        The plain one first, then the accelerated ones.
+    name
+        The model.
     new_tokens
         Tokens of an answer at most.
+    datastores
+        What the last way drafts from besides; without any there is none.
     """
 
-    def __init__(
-        self, runners: list[Runner], tokenizer: PreTrainedTokenizerBase, new_tokens: int, console: Console
-    ) -> None:
-        self.runners, self.tokenizer, self._new_tokens, self._console = runners, tokenizer, new_tokens, console
+    def __init__(self, name: str, new_tokens: int, console: Console, datastores: Sequence[Datastore] = ()) -> None:
+        import retrieve_spec as rs
 
-    def warm_up(self, prompt: Prompt) -> None:
-        """Let every runner say a little."""
-        for runner in self.runners:
-            runner.generate(encode(self.tokenizer, prompt, []), WARM_UP_TOKENS, None)
+        self._new_tokens, self._console = new_tokens, console
+        began = time.perf_counter()
+        with loading_bars(False), compiling_shown():
+            model, self.tokenizer = load_model(name)
+            rs.accelerate(model, tokenizer=self.tokenizer)
+            self._ways: list[tuple[str, PreTrainedModel, bool]] = [
+                ("plain", model, False),
+                ("accelerated", model, True),
+            ]
+            if datastores:
+                other, _ = load_model(name)
+                rs.accelerate(other, tokenizer=self.tokenizer, datastores=datastores)
+                self._ways.append(("with a store", other, True))
+            ids = encode(self.tokenizer, samples(self.tokenizer)[0], [])
+            for way in self._ways:
+                Pane(*way).generate(ids, WARM_UP_TOKENS)
+        parameters = f"{model.num_parameters() / 1e6:.0f} M parameters"
+        console.print(f"{name}, {parameters}: ready in {time.perf_counter() - began:.1f} s.")
 
     def answer(self, prompt: Prompt, name: str, answers: Sequence[str] = ()) -> Result:
-        """Answer the next turn of a prompt once with every runner."""
+        """Answer the next turn of a prompt once in every way."""
         asked = prompt.name if prompt.raw else prompt.turns[len(answers)].partition("\n")[0]
         self._console.print(f"\n{name}: {asked}", markup=False)
-        ids, panes = encode(self.tokenizer, prompt, answers), [Pane(runner.title) for runner in self.runners]
+        ids, panes = encode(self.tokenizer, prompt, answers), [Pane(*way) for way in self._ways]
 
         def frame() -> Table:
             grid = Table.grid(expand=True)
@@ -154,10 +162,8 @@ class Race:
             return grid
 
         with Live(get_renderable=frame, console=self._console, refresh_per_second=12) as live:
-            for runner, pane in zip(self.runners, panes, strict=True):
-                pane.began = time.perf_counter()
-                runner.generate(ids, self._new_tokens, pane)
-                pane.passes = runner.model.speculation.last.passes if runner.accelerated else len(pane.token_ids)
+            for pane in panes:
+                pane.generate(ids, self._new_tokens)
             live.refresh()
         return Result(name, panes, self.tokenizer.decode(panes[0].token_ids, skip_special_tokens=True))
 
@@ -219,25 +225,6 @@ def stdlib_store(tokenizer: PreTrainedTokenizerBase, console: Console) -> Datast
         return None
 
 
-def race_of(name: str, new_tokens: int, console: Console, datastores: Sequence[Datastore] = ()) -> Race:
-    """A model, plain and accelerated, and with datastores where there are any, warm."""
-    import retrieve_spec as rs
-
-    began = time.perf_counter()
-    with loading_bars(False), compiling_shown():
-        runners: list[Runner] = []
-        for title, stores in (("accelerated", ()), ("with a store", datastores)):
-            if stores or not runners:
-                model, tokenizer = load_model(name)
-                rs.accelerate(model, tokenizer=tokenizer, datastores=stores)
-                runners.append(Runner(title, model, True))
-        race = Race([Runner("plain", runners[0].model, False), *runners], tokenizer, new_tokens, console)
-        race.warm_up(samples(tokenizer)[0])
-    parameters = f"{runners[0].model.num_parameters() / 1e6:.0f} M parameters"
-    console.print(f"{name}, {parameters}: ready in {time.perf_counter() - began:.1f} s.")
-    return race
-
-
 def chosen(model: str | None, console: Console) -> str:
     """The model that is asked for, or the real one, or the bundled one where that is not installed."""
     if model is not None:
@@ -268,7 +255,7 @@ def main(model: str | None, max_new_tokens: int, store: bool) -> None:
     console = Console(highlight=False)
     name = chosen(model, console)
     console.print("Getting ready; the first run on a machine compiles the kernels …")
-    race = race_of(name, max_new_tokens, console)
+    race = Race(name, max_new_tokens, console)
     prompts = samples(race.tokenizer)
     results = [race.answer(prompt, prompt.task) for prompt in prompts]
     for prompt, result in zip(prompts, results[:], strict=True):
@@ -276,7 +263,7 @@ def main(model: str | None, max_new_tokens: int, store: bool) -> None:
             both = replace(prompt, turns=(*prompt.turns, SECOND_TURN))
             results.append(race.answer(both, f"{prompt.task}, second turn", [result.text]))
     found = stdlib_store(load_config_and_tokenizer(REFERENCE)[1], console) if store else None
-    small = race_of(REFERENCE, max_new_tokens, console, [found] if found else [])
+    small = Race(REFERENCE, max_new_tokens, console, [found] if found else [])
     results.append(small.answer(builtin(1, ("unseen",))[0], "a Python file, small model"))
     console.print("", table(results), said(results, len(prompts)), sep="\n")
     sys.exit(0 if all(result.identical for result in results) else 1)
