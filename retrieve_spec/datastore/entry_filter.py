@@ -27,7 +27,7 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -38,8 +38,7 @@ from detect_secrets.plugins.base import RegexBasedDetector
 
 from retrieve_spec._version import __version__
 from retrieve_spec.datastore.files import IrregularFileError, open_listed
-from retrieve_spec.datastore.git_rules import Reason, listed, look_through
-from retrieve_spec.datastore.licences import LicenceRule, allow_list, own_licence
+from retrieve_spec.datastore.git_rules import Reason, look_through
 from retrieve_spec.errors import BuildError
 
 if sys.version_info >= (3, 14):
@@ -177,19 +176,10 @@ class EntryFilter:
         Folders; they are resolved, and every path that is answered lies below one of them.
     max_bytes
         Larger files stay out.
-    licences
-        SPDX identifiers of the licences that are allowed; all where there are none.
     admit
         `PARTS` that do not count: what git ignores enters, or generated files, or secrets.
-    any_name
-        Whether files may enter whose names are not UTF-8.
     store
         Folder of a store that is being made, which is no part of the folders.
-
-    Attributes
-    ----------
-    rule
-        What is allowed, None for every licence.
     """
 
     def __init__(
@@ -197,18 +187,14 @@ class EntryFilter:
         roots: Sequence[Path],
         *,
         max_bytes: int = MAX_BYTES,
-        licences: Sequence[str] = (),
         admit: Collection[str] = (),
-        any_name: bool = False,
         store: Path | None = None,
     ) -> None:
         self.roots = [Path(root).expanduser().resolve() for root in roots]
         self._tops = tuple(os.path.join(root, "") for root in self.roots)
         self.max_bytes = max_bytes
-        self._admit, self._any_name = frozenset(admit), any_name
+        self._admit = frozenset(admit)
         self._store = None if store is None else os.path.join(store.resolve(), "")
-        self._allowed = allow_list(licences)
-        self._look_again()
 
     def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
         """All that lies below the folders, in no order, with what its name, kind and size say.
@@ -216,30 +202,16 @@ class EntryFilter:
         A folder that is left out as a whole, told by a slash at its end, stands for all that is in it; a datastore is
         no part of its folder.
         """
-        self._look_again()
         for root in self.roots:
             for name, reason in look_through(root, everything="ignored" in self._admit):
                 if not self._is_own(name):
                     yield name, reason or self.look(name)
 
-    def verdicts(self, paths: Iterable[Path]) -> dict[Path, os.stat_result | Reason]:
-        """What names, kind, size and ignore rules say of some paths; many cost little more than one."""
-        self._look_again()
-        real = cache(os.path.realpath)
-        found = {path: self._outside(str(path), real) or self.look(str(path)) for path in paths}
-        left = [path for path, verdict in found.items() if not isinstance(verdict, Reason)]
-        allowed = listed(self.roots, left, everything="ignored" in self._admit)
-        return {**found, **{path: Reason.IGNORED for path in left if path not in allowed or self._is_own(str(path))}}
-
-    def _look_again(self) -> None:
-        """Forget what licence files said: they may have changed."""
-        self.rule = LicenceRule(self.roots, self._allowed) if self._allowed else None
-
     def _is_own(self, name: str) -> bool:
         return self._store is not None and name.startswith(self._store)
 
     def read(self, path: Path, compression: str = "") -> str | Reason:
-        """Text of a file that `entries` or `verdicts` let pass, with LF lines and no byte order mark; never empty."""
+        """Text of a file that `entries` let pass, with LF lines and no byte order mark; never empty."""
         try:
             with open_packed(path, compression) as file:
                 before = os.fstat(file.fileno())
@@ -254,10 +226,7 @@ class EntryFilter:
         text = decoded(data)
         if isinstance(text, Reason):
             return text
-        said = self.content(path.stem if compression else path.name, text)
-        if said is None and self.rule is not None:
-            said = self.rule.refuses(self.rule.licence(path, own_licence(text)))
-        return said or text
+        return self.content(path.stem if compression else path.name, text) or text
 
     def content(self, name: str, text: str) -> Reason | None:
         """Why a text may not enter for what it says, None if it may; the name is that of its file, "" for a record.
@@ -273,19 +242,7 @@ class EntryFilter:
         generated = name and "generated" not in self._admit and generated_text(name, text)
         return Reason.GENERATED if generated else None
 
-    def _outside(self, name: str, real: Callable[[str], str]) -> Reason | None:
-        """Whether a path leads out of the folders, or a folder above it is a link, as its real place says."""
-        if not name.startswith(self._tops):
-            return Reason.OUTSIDE
-        folder = os.path.dirname(name)
-        return None if real(folder) == folder else Reason.LINK
-
     def _name(self, name: str) -> Reason | None:
-        if not self._any_name:
-            try:
-                name.encode()
-            except UnicodeEncodeError:
-                return Reason.NAME
         below = next(name[len(top) :] for top in self._tops if name.startswith(top))
         if "secrets" not in self._admit and secret_name(below):
             return Reason.SECRET_NAME

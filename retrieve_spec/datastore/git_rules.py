@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -37,14 +37,12 @@ _SECONDS = 120
 class Reason(StrEnum):
     """Why a file may not enter."""
 
-    OUTSIDE = "outside the folders"
     LINK = "a symbolic link, or behind one"
     IGNORED = "ignored by git or an ignore file"
     TOOLS = "in a folder of tools, caches or build results"
     SECRET_NAME = "a secret by its name"
     SECRET_TEXT = "holds a key or token"
     GENERATED = "generated or minified"
-    NAME = "its name is not UTF-8"
     GONE = "gone"
     NOT_A_FILE = "not a regular file"
     LARGE = "too large"
@@ -76,12 +74,7 @@ _PART_OF = {
 Entry = tuple[str, Reason | None]
 
 
-def list_folder(root: Path) -> Iterator[Path]:
-    """Files below a folder that no rule leaves out, symbolic links among them."""
-    return (Path(place) for place, left in look_through(root) if left is None)
-
-
-def look_through(root: Path, *, everything: bool = False, only: Collection[str] | None = None) -> Iterator[Entry]:
+def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
     """(path, None or why it is passed over) of what lies below a folder; a folder, told by a slash at its end, stands
     for all that is in it. Datastores are no part of it.
 
@@ -94,15 +87,11 @@ def look_through(root: Path, *, everything: bool = False, only: Collection[str] 
         The folder.
     everything
         Whether ignore files and the names of folders count for nothing.
-    only
-        Paths below the folder, and all folders above them, that are looked for; all by default.
     """
-    return _walk(str(root), None if everything else _rules_of(root), only, top=True)
+    return _walk(str(root), None if everything else _rules_of(root), top=True)
 
 
-def _walk(
-    folder: str, rules: IgnoreFiles | None, only: Collection[str] | None, *, top: bool = False
-) -> Iterator[Entry]:
+def _walk(folder: str, rules: IgnoreFiles | None, *, top: bool = False) -> Iterator[Entry]:
     """`look_through` of a folder under some rules; no rules: all of it."""
     try:
         with os.scandir(folder) as found:
@@ -118,11 +107,11 @@ def _walk(
             yield os.path.join(folder, ""), Reason.TOOLS
             return
         if rules is not None and ".git" in names:
-            yield from look_through(Path(folder), only=only)
+            yield from look_through(Path(folder))
             return
     for entry in entries:
         is_folder = entry.is_dir(follow_symlinks=False)
-        if (only is not None and entry.path not in only) or (is_folder and entry.name in _MACHINERY):
+        if is_folder and entry.name in _MACHINERY:
             continue
         left = None
         if rules is not None and is_folder and entry.name in rules.tools:
@@ -132,26 +121,9 @@ def _walk(
         if not is_folder:
             yield entry.path, left
         elif left is None:
-            yield from _walk(entry.path, rules, only)
+            yield from _walk(entry.path, rules)
         else:
             yield os.path.join(entry.path, ""), left
-
-
-def listed(roots: Sequence[Path], paths: Collection[Path], *, everything: bool = False) -> set[Path]:
-    """Those of some paths below the roots that `look_through` of the nearest root lets pass."""
-    below: dict[Path, set[str]] = {}
-    for path in paths:
-        above = [root for root in roots if path.is_relative_to(root)]
-        if above:
-            root = max(above, key=lambda one: len(one.parts))
-            below.setdefault(root, set()).update(map(str, (path, *path.parents)))
-    passed = {
-        Path(place)
-        for root, only in below.items()
-        for place, left in look_through(root, everything=everything, only=only)
-        if left is None
-    }
-    return passed.intersection(paths)
 
 
 def checkout_of(folder: Path) -> Path | None:

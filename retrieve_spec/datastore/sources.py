@@ -78,7 +78,7 @@ class Source:
         """What decides about the files of this source, which lie below `root`; a file that is `named` enters
         whatever git says of it."""
         admit = {*self.admit, "ignored", "generated"} if named else self.admit
-        return EntryFilter([root], max_bytes=self.max_bytes or limit, admit=admit, any_name=True, store=store)
+        return EntryFilter([root], max_bytes=self.max_bytes or limit, admit=admit, store=store)
 
     def licence_rule(self, root: Path) -> LicenceRule | None:
         """Which licences are allowed of the files of this source, which lie below `root`; None for any."""

@@ -21,7 +21,6 @@ from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import ServeError
-from retrieve_spec.quantized import advice_on_format, product_times
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app

@@ -90,10 +90,6 @@ def entering(filter):
     return {str(path.relative_to(filter.roots[0])) for path in passed(listed(filter))}
 
 
-def everything(root):
-    return [path for path in root.rglob("*") if path.is_file() and ".git" not in path.relative_to(root).parts]
-
-
 def test_what_git_ignores_stays_out_through_any_of_its_files(checkout):
     filter = EntryFilter([checkout])
     # `in.log` is no business of the outer checkout's rules
@@ -105,8 +101,6 @@ def test_where_git_cannot_be_asked_its_files_are_read(checkout, monkeypatch):
     filter = EntryFilter([checkout])
     # without git nobody knows what is tracked: fewer files enter, none more
     assert entering(filter) == (ENTERS | {"inner/in.log"}) - {"tracked.log", "build/kept.py", "build/made.py"}
-    found = passed(filter.verdicts(everything(checkout)))
-    assert {str(path.relative_to(checkout)) for path in found} == entering(filter)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
@@ -117,7 +111,6 @@ def test_a_checkout_cannot_make_git_run_its_programs(checkout, tmp_path):
     program.chmod(0o755)
     git(checkout, "config", "core.fsmonitor", str(program))
     assert "a.py" in entering(EntryFilter([checkout]))
-    EntryFilter([checkout]).verdicts([checkout / "a.py"])
     assert not ran.exists()
 
 
@@ -147,17 +140,14 @@ def test_nothing_behind_a_link_enters(tmp_path):
         "out",
     ]
     for name in ("out/secret.py", "in/b.py", "file.py"):
-        assert filter.verdicts([root / name])[root / name] is Reason.LINK
         assert filter.read(root / name) is Reason.LINK
     assert filter.read(root / "../elsewhere/secret.py") is Reason.LINK
-    assert filter.verdicts([root / "../elsewhere/secret.py"])[root / "../elsewhere/secret.py"] is Reason.LINK
 
 
-def agreed(filter):
-    """Files that a filter lists, and that it lets in when it is told of every path that there is."""
+def listed_once(filter):
+    """Files that a filter lists, each once."""
     found = [Path(name) for name, verdict in filter.entries() if not isinstance(verdict, Reason)]
-    paths = [Path(folder, name) for folder, _, names in os.walk(filter.roots[0]) for name in names]
-    assert len(found) == len(set(found)) and set(found) == passed(filter.verdicts(paths))
+    assert len(found) == len(set(found))
     return {path.relative_to(filter.roots[0]).as_posix() for path in found}
 
 
@@ -171,7 +161,7 @@ def test_a_checkout_inside_of_a_folder_is_under_its_rules(tmp_path, outer):
     for folder in [*inner, "."] if outer == "checkout" else inner:
         git(root / folder, "init", "-q")
     entering = {".gitignore", ".ignore", "a.py", "fine/dep/own.py", "fine/dep/build/deep/own.py"}
-    assert agreed(EntryFilter([root])) == entering | ({"build/dep/own.py"} if outer == "checkout" else set())
+    assert listed_once(EntryFilter([root])) == entering | ({"build/dep/own.py"} if outer == "checkout" else set())
 
 
 def grow(folder, random, tracked, depth=0):
@@ -202,14 +192,14 @@ def test_what_is_listed_is_what_changes_let_in(tmp_path, seed):
         if seed % 2:
             git(root, "add", "-A")
         write(root, {".gitignore": random.choice(["build\n", "*.md\n"])})
-    agreed(EntryFilter([root]))
-    agreed(
+    listed_once(EntryFilter([root]))
+    listed_once(
         EntryFilter(
             [root / random.choice([path.name for path in root.iterdir() if path.is_dir() and path.name != ".git"])]
         )
     )
     write(root, {"kept/manifest.json": "{}", "kept/segments/a.txt": "x\n", "a/__pycache__/b.txt": "y\n"})
-    agreed(EntryFilter([root], admit=("ignored",)))
+    listed_once(EntryFilter([root], admit=("ignored",)))
 
 
 @pytest.mark.parametrize(
@@ -320,17 +310,6 @@ def test_texts(tmp_path, name, data, expected):
     assert filter.read(filter.roots[0] / name) == expected
 
 
-@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="names there are always Unicode")
-def test_a_name_that_is_not_utf8(tmp_path):
-    with open(os.fsencode(tmp_path) + b"/caf\xe9.py", "w") as file:
-        file.write("x = 1\n")
-    write(tmp_path, {"a.py": "a = 1\n"})
-    filter = EntryFilter([tmp_path])
-    verdicts = listed(filter)
-    assert Reason.NAME in verdicts.values()
-    assert entering(filter) == {"a.py"}
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
 def test_a_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe")
@@ -365,4 +344,4 @@ def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkey
 @pytest.mark.parametrize("line", ["!", "\\", "a\\", "[z-a]"])
 def test_lines_that_are_no_rule_count_for_nothing(line, tmp_path):
     write(tmp_path, {".gitignore": f"{line}\nb.py\n", "a.py": "a = 1\n", "b.py": "b = 1\n"})
-    assert agreed(EntryFilter([tmp_path])) == {".gitignore", "a.py"}
+    assert listed_once(EntryFilter([tmp_path])) == {".gitignore", "a.py"}

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 from test_build import contents
@@ -12,7 +11,6 @@ from test_entry_filter import write
 
 from retrieve_spec.cli import run
 from retrieve_spec.datastore.build import add_documents, build_datastore
-from retrieve_spec.datastore.entry_filter import EntryFilter
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
@@ -146,9 +144,6 @@ def test_a_named_folder_that_git_ignores_is_looked_into(tokenizer, tmp_path):
     subprocess.run(["git", "init", "-q", str(top)], check=True)
     build_datastore(tmp_path / "s", str(top / "lib" / "pkg"), tokenizer)
     assert set(contents(tmp_path / "s")) == {"a.py", "b.tmp"}  # the rules are of the checkout, which has left it out
-    entries = EntryFilter([top / "lib" / "pkg"])
-    listed = {Path(name) for name, verdict in entries.entries() if not isinstance(verdict, Reason)}
-    assert {p for p, v in entries.verdicts(listed).items() if not isinstance(v, Reason)} == listed
 
 
 def test_records_with_secrets_stay_out(tokenizer, tmp_path):
