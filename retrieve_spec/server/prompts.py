@@ -248,21 +248,13 @@ class FimVocabulary:
 
 def find_format(codec: TextCodec) -> FimVocabulary | None:
     """The first format of the table whose tokens the vocabulary holds, None for a model that cannot infill."""
-    for fmt in FORMATS:
-        if any(codec.token_id(token) is None for token in fmt.needed):
-            continue
-
-        def known(token: str | None) -> int | None:
-            return None if token is None else codec.token_id(token)
-
-        end = {i for i in map(known, fmt.end) if i is not None}
-        end |= {i for i in map(known, (fmt.repo, fmt.sep)) if i is not None}
-        prefix, suffix = known(fmt.prefix), known(fmt.suffix)
-        assert prefix is not None
-        assert suffix is not None
-        repo, sep = known(fmt.repo), known(fmt.sep)
-        return FimVocabulary(fmt, prefix, suffix, known(fmt.middle), repo, sep, _bos(codec), frozenset(end))
-    return None
+    ids = codec.vocab
+    fmt = next((fmt for fmt in FORMATS if ids.keys() >= set(fmt.needed)), None)
+    if fmt is None:
+        return None
+    middle, repo, sep = (ids.get(token or "") for token in (fmt.middle, fmt.repo, fmt.sep))
+    end = frozenset(ids[token] for token in (*fmt.end, fmt.repo, fmt.sep) if token in ids)
+    return FimVocabulary(fmt, ids[fmt.prefix], ids[fmt.suffix], middle, repo, sep, _bos(codec), end)
 
 
 def unknown_format(codec: TextCodec, prompt: str) -> bool:

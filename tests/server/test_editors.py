@@ -34,15 +34,6 @@ def test_addresses_exist(live, say, path):
         assert url.path in {"", "/v1", *served}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_files_parse_and_name_the_model(path):
-    text = path.read_text("utf-8")
-    if path.suffix == ".json":
-        json.loads(text)
-    for name in re.findall(r"model['\"]?\s*[:=]\s*['\"]?([\w.-]+)", text):
-        assert name.removesuffix("-Fast-Apply") == display_name("reference")
-
-
 def test_every_file_belongs_to_an_editor_that_the_command_and_the_docs_name():
     assert sorted(editor.settings for editor in EDITORS.values()) == [path.name for path in FILES]
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
