@@ -23,7 +23,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "generate": ("retrieve_spec.cli_generate", "Continue a prompt, drafting from text that can be looked up."),
     "chat": ("retrieve_spec.cli_chat", "Talk with a chat model in the terminal."),
-    "models": ("retrieve_spec.cli_models", "List the models that have names here, and install them."),
+    "models": ("retrieve_spec.cli_machine", "List the models that have names here, and install them."),
     "build": ("retrieve_spec.cli_store", "Build a datastore from files, folders or a recipe."),
     "add": ("retrieve_spec.cli_store", "Add documents to a datastore."),
     "remove": ("retrieve_spec.cli_store", "Remove documents from a datastore."),
@@ -40,7 +40,7 @@ COMMANDS = {
     "serve": ("retrieve_spec.cli_serve", "Serve completions to editors over HTTP."),
     "lsp": ("retrieve_spec.cli_serve", "Serve inline completions as a language server."),
     "editor": ("retrieve_spec.cli_serve", "Print or write an editor's settings, and try the server."),
-    "doctor": ("retrieve_spec.cli_doctor", "Say what this machine and a model allow, and what would be faster."),
+    "doctor": ("retrieve_spec.cli_machine", "Say what this machine and a model allow, and what would be faster."),
     "forget": ("retrieve_spec.cli_serve", "Delete what is kept about workspaces."),
 }
 BENCH_COMMANDS = {

@@ -27,8 +27,8 @@ ORDER = [
     {"cli_common"},
     {"server", "bench", "integrations"},
     {"demo"},
-    {"cli_generate", "cli_models", "cli_serve", "cli_store"},
-    {"cli_chat", "cli_doctor"},
+    {"cli_generate", "cli_serve", "cli_store"},
+    {"cli_chat", "cli_machine"},
     {"cli"},
 ]
 """Rooms from the bottom up; those of one floor do not know each other."""
