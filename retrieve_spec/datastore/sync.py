@@ -25,6 +25,7 @@ from retrieve_spec.datastore.change import (
     ChangeReport,
     WorkFolder,
     begin_change,
+    check_folder,
     nothing_to_index,
     publish,
     writer,
@@ -191,7 +192,9 @@ def sync_datastore(
     sources = tuple(
         Source(str(root), licence, licences=allowed, admit=parts, max_bytes=FOLLOWED_BYTES) for root in roots
     )
-    if existing_manifest(store) is not None and tokenizer is not None:
+    if existing_manifest(store) is None:
+        check_folder(store)
+    elif tokenizer is not None:
         check_tokenizer(store, read_manifest(store), tokenizer)
     with writer(store) as work:
         opened = open_as_written(store) if existing_manifest(store) else _without_documents(store, tokenizer, config)

@@ -52,6 +52,13 @@ def test_what_lies_in_another_folder_of_the_same_name_stays(folder, tokenizer, t
         assert contents(store) == before | {"mine.txt": "said here alone"}
 
 
+def test_in_a_folder_with_other_files_no_store_is_made(folder, tokenizer):
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(BuildError, match="an empty folder"):
+        sync_datastore(folder, [folder], tokenizer)
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_only_what_changed_is_read(folder, tokenizer, tmp_path, monkeypatch):
     store = tmp_path / "s"
     for path in folder.rglob("*"):
