@@ -32,8 +32,9 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     return names
 
 
-MODEL = click.option("--model", default="reference", show_default=True, metavar=MODEL_NAMES)
-PROMPTS = click.option(
+@click.command(short_help="Compare methods on prompts, interleaved, and write a report.")
+@click.option("--model", default="reference", show_default=True, metavar=MODEL_NAMES)
+@click.option(
     "--prompts",
     default="builtin",
     show_default=True,
@@ -41,23 +42,6 @@ PROMPTS = click.option(
     help="What to answer: files found on this machine, a few everyday questions for chat models, lines with 'prompt' or"
     " 'turns', or Spec-Bench's question.jsonl.",
 )
-LENGTH = click.option("--max-new-tokens", type=COUNT, default=160, show_default=True, metavar="N")
-TEMPERATURE = click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, metavar="T")
-TOP_P = click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
-SEEDED = click.option("--seed", type=SEED, default=0, show_default=True, metavar="S")
-LIMIT = click.option(
-    "--limit", type=WholeRange(min=1), metavar="N", help="First N prompts; of the built-in ones N a kind."
-)
-TASKS = click.option(
-    "--tasks",
-    metavar="A,B,…",
-    help="Only prompts of these tasks; built in are unseen, seen, edit, structured, prose.",
-)
-
-
-@click.command(short_help="Compare methods on prompts, interleaved, and write a report.")
-@MODEL
-@PROMPTS
 @click.option(
     "--methods",
     callback=parse_methods,
@@ -75,13 +59,17 @@ TASKS = click.option(
     show_default=True,
     help="What ours remember: nothing, the turns of one conversation, or all prompts of a run.",
 )
-@LENGTH
-@TEMPERATURE
-@TOP_P
-@SEEDED
+@click.option("--max-new-tokens", type=COUNT, default=160, show_default=True, metavar="N")
+@click.option("--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, metavar="T")
+@click.option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True, metavar="P")
+@click.option("--seed", type=SEED, default=0, show_default=True, metavar="S")
 @click.option("--runs", type=WholeRange(min=1), default=1, show_default=True, metavar="R", help="Repetitions.")
-@LIMIT
-@TASKS
+@click.option("--limit", type=WholeRange(min=1), metavar="N", help="First N prompts; of the built-in ones N a kind.")
+@click.option(
+    "--tasks",
+    metavar="A,B,…",
+    help="Only prompts of these tasks; built in are unseen, seen, edit, structured, prose.",
+)
 @DTYPE
 @QUANTIZE
 @DEVICE

@@ -1,18 +1,11 @@
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from number_tokens import number_tokenizer
 
 from retrieve_spec.bench.replay import walk
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
-
-
-def number_tokenizer(size=1000):
-    """One token per number."""
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(size)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tokenizer
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_dense import FakeIndex, state_of, with_dense
+from tree_paths import leaf_paths
 
 from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig, StoreConfig
@@ -158,18 +159,10 @@ def test_presets_draft_as_published():
     emitted = np.array([1], np.int32)
     drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=np.array([1, 0], np.float32)))
     tree = drafter.propose(Budget(100, 100))
-    assert as_paths(tree) == [[2, 3, 4], [2, 9], [7, 7]]
+    assert leaf_paths(tree) == [[2, 3, 4], [2, 9], [7, 7]]
     drafter.drafts = 2
-    assert as_paths(drafter.propose(Budget(100, 100))) == [[2, 3, 4], [2, 9]]
+    assert leaf_paths(drafter.propose(Budget(100, 100))) == [[2, 3, 4], [2, 9]]
     drafter.drafts, drafter.length = 10, 1
-    assert as_paths(drafter.propose(Budget(100, 100))) == [[2], [7]]
+    assert leaf_paths(drafter.propose(Budget(100, 100))) == [[2], [7]]
     drafter.neighbours = 1
     assert len(drafter.propose(Budget(100, 100))) == 0, "the nearest neighbour goes on with 8: a plain step"
-
-
-def as_paths(tree):
-    text = [[] for _ in range(len(tree))]
-    for i, (parent, token) in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True)):
-        text[i] = [*(text[parent] if parent >= 0 else []), token]
-    inner = set(tree.parent.tolist())
-    return [path for i, path in enumerate(text) if i not in inner]

@@ -2,20 +2,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tree_paths import paths_of
 
 from retrieve_spec.drafting.tree import FIELDS, DraftTree
 from retrieve_spec.kernels import treemask as order
 from retrieve_spec.kernels.treemask import unpacked
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=8)
-
-
-def paths_of(tree):
-    """Token path of every node."""
-    paths = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parent.tolist(), strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else []), token])
-    return paths
 
 
 @given(PATHS)
@@ -35,26 +28,16 @@ def test_paths_are_merged(paths):
     assert tree.expected_accepted == len(tree)
 
 
-@given(PATHS)
-def test_a_node_sees_its_ancestors_and_itself(paths):
-    tree = DraftTree.from_paths(paths)
-    found = paths_of(tree)
-    mask = unpacked(tree.ancestors)
-    assert mask.shape == (len(tree), len(tree))
-    for i, path in enumerate(found):
-        for j, other in enumerate(found):
-            assert mask[i, j] == (path[: len(other)] == other)
-            assert tree.ancestors[i, j // 32] >> j % 32 & 1 == mask[i, j]
-
-
 @given(PATHS, st.integers(0, 70))
-def test_a_pass_sees_its_root_tokens_first(paths, roots):
+def test_a_pass_sees_its_root_tokens_first_and_a_node_its_ancestors_and_itself(paths, roots):
     tree = DraftTree.from_paths(paths)
-    n = len(tree)
-    seen = np.tri(roots + n, dtype=np.bool_)
-    seen[roots:, roots:] = unpacked(tree.ancestors)
+    rows = roots + len(tree)
+    found = paths_of(tree)
+    seen = np.tri(rows, dtype=np.bool_)
+    seen[roots:, roots:] = [[path[: len(other)] == other for other in found] for path in found] if found else False
+    assert (unpacked(tree.ancestors) == seen[roots:, roots:]).all()
     words = tree.seen_behind(roots)
-    assert words.dtype == np.int32 and words.shape == (roots + n, -(-(roots + n) // 32))
+    assert words.dtype == np.int32 and words.shape == (rows, -(-rows // 32))
     assert (unpacked(words) == seen).all()
 
 

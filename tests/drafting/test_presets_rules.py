@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tree_paths import leaf_paths, paths_of
 
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.published.logits import TEMPLATE, LogitSpec, Lookahead, TokenRecycling
@@ -26,13 +27,8 @@ def ids(text: str) -> np.ndarray:
 
 
 def paths(tree: DraftTree) -> list[str]:
-    """Paths from the root to every leaf, in the order of the tree."""
-    tree.validate()
-    text = [""] * len(tree)
-    for i, (parent, token) in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True)):
-        text[i] = (text[parent] if parent >= 0 else "") + chr(token)
-    inner = set(tree.parent.tolist())
-    return [t for i, t in enumerate(text) if i not in inner]
+    """Texts from the root to every leaf, in the order of the tree."""
+    return ["".join(map(chr, path)) for path in leaf_paths(tree)]
 
 
 def draft(drafter, prompt: str, budget: Budget = BIG) -> DraftTree:
@@ -337,8 +333,5 @@ def test_suffix_tree_is_the_naive_one_where_nothing_is_cut(text):
     drafter.min_token_probability = 0.01
     drafter.start(np.array(text, np.int32))
     tree = drafter.propose(Budget(256, 4))
-    paths = {}
-    for i, (parent, token) in enumerate(zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True)):
-        paths[i] = (*paths.get(parent, ()), token)
-    found = {path: float(np.exp(tree.log_p[i])) for i, path in paths.items()}
+    found = dict(zip(map(tuple, paths_of(tree)), np.exp(tree.log_p).tolist(), strict=True))
     assert found == pytest.approx(dict(naive.speculate(text, 1000.0, 256, 4, 64, 0.01)), abs=1e-6)

@@ -7,7 +7,7 @@ import pytest
 from doors import Doors
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from number_tokens import number_tokenizer
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
@@ -17,13 +17,6 @@ from retrieve_spec.sources import SOURCE_NAMES
 
 expand = Doors(expand)
 calibration = Doors(calibration)
-
-
-def number_tokenizer(size):
-    """One token per number."""
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(size)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
