@@ -18,16 +18,18 @@ from numpy.typing import NDArray
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.change import progress_bar
 from retrieve_spec.datastore.dense import DenseIndex, continuation
-from retrieve_spec.datastore.files import check_content
+from retrieve_spec.datastore.files import FileEntry, check_content
 from retrieve_spec.datastore.manifest import (
     CATALOG,
     SEGMENTS,
+    Manifest,
     SegmentEntry,
     config_of,
     content_name,
     files_of,
     read_manifest,
 )
+from retrieve_spec.datastore.remote import explain_remote_errors, is_address, read_remote
 from retrieve_spec.datastore.segment import (
     DOCUMENTS,
     RANKS,
@@ -57,8 +59,7 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     Parameters
     ----------
     path
-        Folder of the store, or the address of a remote, whose files are compared when they are fetched: what is checked
-        is the copy in the cache folder.
+        Folder of the store; of the address of a remote, the checksums of all files there are compared.
     progress
         Show a bar on standard error.
 
@@ -74,6 +75,15 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     StoreNotFoundError, StoreIncompleteError, StoreVersionError
         As `open_datastore`.
     """
+    if isinstance(path, str) and is_address(path):
+        remote, _, manifest = read_remote(path)
+        files = list(files_of(manifest))
+        checked = _checked(manifest, files)
+        with progress_bar("verifying", checked["bytes"], "B", progress) as advance, explain_remote_errors(path):
+            for place, file in files:
+                for block in remote.blocks(place, file):
+                    advance(len(block))
+        return checked
     for _ in range(_ATTEMPTS):
         store = open_datastore(path)
         try:
@@ -85,11 +95,16 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
     raise StoreCorruptError(f"to verify {path}", "another process is changing it", "Verify it when that is done.")
 
 
+def _checked(manifest: Manifest, files: list[tuple[str, FileEntry]]) -> dict[str, Any]:
+    counts = {"segments": len(manifest.segments), "documents": manifest.documents, "tokens": manifest.tokens}
+    return {**counts, "files": len(files), "bytes": sum(entry.bytes for _, entry in files)}
+
+
 def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
     manifest = store.manifest
     files = list(files_of(manifest))
-    size = sum(entry.bytes for _, entry in files)
-    with progress_bar("checksums", size, "B", progress) as advance:
+    checked = _checked(manifest, files)
+    with progress_bar("checksums", checked["bytes"], "B", progress) as advance:
         for place, entry in files:
             check_content(store.path / place, entry)
             advance(entry.bytes)
@@ -101,8 +116,7 @@ def _verify(store: Datastore, progress: bool) -> dict[str, Any]:
         _check_tombstones(store.path, segment, part)
         if segment.dense is not None:
             _check_dense(segment, segment.dense)
-    counts = {"segments": len(manifest.segments), "documents": manifest.documents, "tokens": manifest.tokens}
-    return counts | {"files": len(files), "bytes": size}
+    return checked
 
 
 def _require(holds: Any, segment: Segment, rule: str) -> None:
