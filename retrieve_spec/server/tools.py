@@ -262,7 +262,7 @@ class CallParser:
             raise json.JSONDecodeError("more is to come", body, len(body))
         name, edge = found["name"], self._fmt.tags.value_close.partition("<")[0]
         pairs = zip(found.captures("key"), found.captures("value"), strict=True)
-        arguments = {key: _value(text.removesuffix(edge), _takes_text(self._schemas[name], key)) for key, text in pairs}
+        arguments = {key: _value(text.removesuffix(edge), self._schemas[name], key) for key, text in pairs}
         return {"name": name, "arguments": arguments}, found.end()
 
     def _call(self, value: Any) -> ToolCall | None:
@@ -310,31 +310,57 @@ def referenced(path: str, root: Any) -> Any:
     return part
 
 
-def _takes_text(schema: Any, argument: str) -> bool | None:
-    """Whether an argument may be a string, None where the schema does not say so, or is none."""
+def _cases(schema: Any, argument: str) -> list[dict[str, Any]]:
+    """The schemas one of which an argument is under: unions taken apart, every reference followed once."""
     try:
-        return _may_be_text(schema["properties"][argument], schema)
-    except (AttributeError, KeyError, TypeError):
-        return None
+        waiting = [schema["properties"][argument]]
+    except (KeyError, TypeError):
+        return []
+    cases, followed = list[dict[str, Any]](), set[str]()
+    for case in waiting:  # which grows
+        case = case if isinstance(case, dict) else {}
+        options = next((case[union] for union in ("anyOf", "oneOf", "allOf") if union in case), None)
+        if isinstance(path := case.get("$ref"), str):
+            waiting += [] if path in followed else [referenced(path, schema)]
+            followed.add(path)
+        elif isinstance(options, list) and "type" not in case:
+            waiting += options
+        else:
+            cases.append(case)
+    return cases
 
 
-def _may_be_text(schema: Any, root: Any, depth: int = 8) -> bool | None:
-    """Whether a value may be a string by its schema, None where that does not say so."""
-    if not isinstance(schema, dict) or not depth:
-        return None
-    if isinstance(path := schema.get("$ref"), str):
-        return _may_be_text(referenced(path, root), root, depth - 1)
-    if (kinds := schema.get("type")) is not None:
-        return "string" in ([kinds] if isinstance(kinds, str) else kinds)
-    if given := [schema["const"]] if "const" in schema else schema.get("enum"):
-        return any(isinstance(value, str) for value in given)
-    options = [_may_be_text(option, root, depth - 1) for option in schema.get("anyOf") or schema.get("oneOf") or ()]
-    return any(options) if options else None
+def _listed(case: dict[str, Any]) -> list[Any] | None:
+    """All values under a schema, where it lists them."""
+    if "const" in case:
+        return [case["const"]]
+    if isinstance(values := case.get("enum"), list):
+        return values
+    return [None] if case.get("type") == "null" else None
 
 
-def _value(text: str, may_be_text: bool | None) -> Any:
+def _takes_text(schema: Any, argument: str) -> bool:
+    """Whether an argument may be a string by its schema."""
+    for case in _cases(schema, argument):
+        kinds = case.get("type")
+        if kinds is None and any(isinstance(value, str) for value in _listed(case) or ()):
+            return True
+        if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
+            return True
+    return False
+
+
+def _texts_listed(schema: Any, argument: str) -> list[Any]:
+    """All that an argument may be, where its schema lists that and texts are among it."""
+    listed = [_listed(case) for case in _cases(schema, argument)]
+    values = [value for some in listed for value in some or ()]
+    return values if None not in listed and any(isinstance(value, str) for value in values) else []
+
+
+def _value(text: str, schema: Any, argument: str) -> Any:
     """What stands between tags: a string, or else what it is in JSON, or in Python, as templates show such values."""
-    if may_be_text:
+    listed = _texts_listed(schema, argument)
+    if text in listed if listed else _takes_text(schema, argument):
         return text
     try:
         return (
@@ -391,9 +417,9 @@ def _tagged_rules(call: str, name: str, schema: Mapping[str, Any], tags: Tags, m
     arguments, rules, close = list[str](), list[str](), spelled(tags.value_close)
     for number, (key, given) in enumerate(schema.get("properties", {}).items()):
         value, end = f"{call}_{number}", close
-        constants = given.get("enum") if isinstance(given, dict) else None
-        if constants and isinstance(constants, list) and all(isinstance(constant, str) for constant in constants):
-            rules.append(f"{value}: {' | '.join(map(mark, constants))}")
+        if listed := _texts_listed(schema, key):
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in listed]
+            rules.append(f"{value}: {' | '.join(map(mark, texts))}")
         elif not _takes_text(schema, key):
             wanted = json.dumps({**given, **_BLANKS} if isinstance(given, dict) else {})
             if '"$ref": "#' in wanted:  # from the root of the schema of all arguments

@@ -182,6 +182,40 @@ def test_arguments_may_be_a_definition():
     assert "call_0_1: %json" in calls_grammar(fmt, schemas, json.dumps, several=False)
 
 
+LISTED = {
+    "$defs": {"unit": {"enum": ["c", "f"], "type": "string"}},
+    "properties": {
+        "unit": {"$ref": "#/$defs/unit"}, "maybe": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]},
+        "kind": {"const": "cat"}, "old": {"allOf": [{"$ref": "#/$defs/unit"}]}, "mixed": {"enum": ["x", 3]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+def test_a_grammar_of_tags_holds_to_the_values_that_a_schema_lists(name):
+    """Wherever it lists them: Pydantic's enumerations are definitions."""
+    llguidance = pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
+    hf = pytest.importorskip("llguidance.hf")
+    fmt, (_, tokenizer) = find_tool_format("", name), load_model("reference")
+    schema = {**LISTED, "required": list(LISTED["properties"])}
+    grammar = calls_grammar(fmt, {"f": schema}, json.dumps, several=False)
+    right = {"unit": "c", "maybe": None, "kind": "cat", "old": "f", "mixed": 3}
+    wrong = {"unit": "g", "maybe": "n", "kind": "dog", "old": "", "mixed": "3.5"}
+    for arguments in (right, *({**right, key: value} for key, value in wrong.items())):
+        matcher = llguidance.LLMatcher(hf.from_tokenizer(tokenizer), grammar)
+        ids = tokenizer.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
+        fits = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert fits == (arguments is right), matcher.get_error()
+    assert CallParser(fmt, {"f": schema}).feed(in_tags(fmt, ToolCall("f", right))) == [ToolCall("f", right)]
+
+
+def test_definitions_that_name_one_another_many_times_cost_no_time():
+    schema = {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}] * 200}}}
+    fmt, began = find_tool_format("", "qwen-coder"), perf_counter()
+    assert CallParser(fmt, {"f": schema}).feed(in_tags(fmt, ToolCall("f", {"a": 1}))) == [ToolCall("f", {"a": 1})]
+    assert perf_counter() - began < 8
+
+
 def test_damage_in_tags_costs_no_time():
     fmt = find_tool_format("", "qwen-coder")
     many = in_tags(fmt, ToolCall("f", {f"a{i}": "</parameter>" * 20 for i in range(200)}))
