@@ -267,6 +267,13 @@ class _Whole(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+def of_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; where that is a definition, as Pydantic's of a recursive model is, this."""
+    others = dict(parameters)
+    definition = referenced(str(others.pop("$ref", "")), others)
+    return {**others, **definition} if isinstance(definition, dict) else parameters
+
+
 class Function(_Whole):
     """What a model may call: its name, what it does, and the JSON schema of its arguments."""
 
@@ -278,19 +285,12 @@ class Function(_Whole):
     @classmethod
     def _describe_an_object(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
         """Refuse what is no JSON schema of arguments."""
-        schema = given or {}
+        schema = of_arguments(given or {})
         if schema.get("type", "object") not in ("object", ["object"]):
             raise ValueError('expected the "type" "object": arguments have names')
         if not (isinstance(schema.get("properties", {}), dict) and isinstance(schema.get("required", []), list)):
             raise ValueError('expected "properties" by name, and a list of those that are "required"')
         return given
-
-    @property
-    def of_arguments(self) -> dict[str, Any] | None:
-        """The JSON schema of its arguments; where that is a definition, as Pydantic's of a recursive model is, this."""
-        others = dict(self.parameters or {})
-        definition = referenced(str(others.pop("$ref", "")), others)
-        return {**others, **definition} if isinstance(definition, dict) else self.parameters
 
 
 class Tool(_Whole):
@@ -356,9 +356,9 @@ class Conversation(Lenient):
         return {} if self.tool_choice == "none" else {tool.function.name: tool for tool in self.tools or ()}
 
     @property
-    def argument_schemas(self) -> dict[str, dict[str, Any] | None]:
+    def argument_schemas(self) -> dict[str, dict[str, Any]]:
         """The JSON schemas of what the tools that may be called are given, by name."""
-        return {name: tool.function.of_arguments for name, tool in self.offered.items()}
+        return {name: of_arguments(tool.function.parameters or {}) for name, tool in self.offered.items()}
 
     @property
     def named(self) -> str | None:

@@ -389,6 +389,17 @@ def test_calls_in_an_unknown_format_are_refused_unless_it_is_named(served, templ
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
             '"tools.0.function.parameters"',
         ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"$ref": "#/a", "a": {"properties": []}}},
+                    }
+                ]
+            },
+            '"tools.0.function.parameters"',
+        ),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: two have the same name"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
