@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from blocks import DATA, OPEN_MODELS, TEMPERATURES, mean, measured
+from blocks import DATA, OPEN_MODELS, mean, measured
 from matplotlib.figure import Figure
 
 mpl.rcParams |= {"svg.hashsalt": "retrieve_spec", "svg.fonttype": "none", "font.size": 9}
@@ -81,13 +81,6 @@ def machine(made: dict[str, Any]) -> str:
     return f"{made['machine']['processor']}, {made['machine']['cores']} cores"
 
 
-def speedup() -> Figure:
-    """The bundled model."""
-    runs = {label: measured(f"reference-{name}") for name, label in TEMPERATURES.items()}
-    first = next(iter(runs.values()))
-    return speeds("Bundled model, 12.6 M parameters", f"{first['prompts']} unseen files", first["header"], runs)
-
-
 def everyday() -> Figure:
     """A real chat model, by kind of text."""
     greedy = measured("everyday-t0")
@@ -117,7 +110,7 @@ def batches() -> Figure:
     return chart("Batches: drafts fade out as rows fill a pass", note, series, groups)
 
 
-CHARTS: dict[str, Callable[[], Figure]] = {draw.__name__: draw for draw in (peers, everyday, speedup, larger, batches)}
+CHARTS: dict[str, Callable[[], Figure]] = {draw.__name__: draw for draw in (peers, everyday, larger, batches)}
 
 
 def draw(folder: Path = DATA.parent) -> None:

@@ -1,7 +1,4 @@
-"""Hooks of the documentation site (`make site`): README.md and CHANGELOG.md as pages, links to other files as names.
-
-In the API, parameters that a docstring describes together have a type each.
-"""
+"""Hooks of the documentation site (`make site`): README.md and CHANGELOG.md as pages, links to other files as names."""
 
 from __future__ import annotations
 
@@ -9,26 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from griffe import Extension
-
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?!https?:|#|mailto:)[^)#\s]*)(#[^)\s]*)?\)")
-_TOGETHER = re.compile(r"^( *)((?:\w+, )+\w+)\n((?:\1 +.*\n?)+)", re.MULTILINE)
-
-
-class Apart(Extension):
-    """Extension of griffe, which gives parameters that stand on one line the type of the first."""
-
-    def on_instance(self, *, obj: Any, **_: Any) -> None:
-        """Describe each by itself."""
-        if obj.docstring:
-            obj.docstring.value = _TOGETHER.sub(_apart, obj.docstring.value)
-
-
-def _apart(together: re.Match[str]) -> str:
-    indent, names, text = together.groups()
-    return "".join(f"{indent}{name}\n{text.rstrip()}\n" for name in names.split(", "))
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -2,11 +2,9 @@
 
 What ships in `retrieve_spec/reference` was made by::
 
-    python scripts/train_reference_model.py --out reference-model --roots SITE_PACKAGES... --budget embedded=100
+    python scripts/train_reference_model.py --out reference-model --roots SITE_PACKAGES...
 
-on two CPU cores with bf16 instructions, in 100 minutes. On a GPU the same script trains a larger one::
-
-    python scripts/train_reference_model.py --out medium --device cuda --budget medium=120 --micro-tokens 65536
+on two CPU cores with bf16 instructions, in 100 minutes.
 
 Training stops by the clock, so two machines get different weights from the same corpus; the corpus, the tokenizer and
 the order of the stream depend on the installed packages alone: those of `--roots`, folders of site-packages, or of this
@@ -53,7 +51,6 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": dict(zip(SIZES, (32, 64, 1, 2, 1), strict=True)),
     "embedded": dict(zip(SIZES, (384, 1024, 6, 6, 2), strict=True)),
-    "medium": dict(zip(SIZES, (768, 2048, 12, 12, 4), strict=True)),
 }
 FILES_PER_BLOCK = 12  # files of one package that stay together when the stream is shuffled
 TOKENIZER_FILES = 5000
@@ -206,10 +203,9 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             split[parameter.dim() == 2 and "embed" not in name].append(parameter)
         others, matrices = split
-        fused = self.args.device == "cpu" or self.args.device.startswith("cuda")
         self.optimizers = [
             torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=fused),
+            torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
         self.peaks = (3e-3, 4e-3)
         self.body = self.model.model if self.args.no_compile else torch.compile(self.model.model)
@@ -226,7 +222,7 @@ class Trainer:
 
     def loss(self, rows: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy of rows (b, seq), in nats per token."""
-        with torch.autocast(torch.device(self.args.device).type, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
             hidden = self.body(input_ids=rows, use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden[:, :-1])
         return torch.nn.functional.cross_entropy(logits.float().reshape(-1, logits.size(-1)), rows[:, 1:].reshape(-1))
@@ -234,8 +230,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Loss on the rows kept apart."""
-        rows = [row.view(-1, self.args.seq).to(self.args.device) for row in self.validation]
-        return float(np.mean([float(self.loss(row)) for row in rows]))
+        return float(np.mean([float(self.loss(row.view(-1, self.args.seq))) for row in self.validation]))
 
     def update(self, batches: Iterator[torch.Tensor], rate: float) -> float:
         """One optimizer step over `tokens_per_step` tokens; return its loss."""
@@ -245,7 +240,7 @@ class Trainer:
         parts = max(1, self.args.tokens_per_step // self.args.micro_tokens)
         total = 0.0
         for _ in range(parts):
-            rows = next(batches).to(self.args.device)
+            rows = next(batches)
             loss = self.loss(rows) / parts
             loss.backward()
             total += float(loss.detach())
@@ -271,8 +266,8 @@ class Trainer:
                 say(f"step {self.step} loss {loss:.3f} rate {rate:.2f} {speed:.0f} tokens/s, {done:.1%} of the time")
 
 
-def build_model(shape: str, tokenizer: Tokenizer, args: argparse.Namespace) -> LlamaForCausalLM:
-    """An untrained Llama of one of the shapes."""
+def build_model(tokenizer: Tokenizer, args: argparse.Namespace) -> LlamaForCausalLM:
+    """An untrained Llama."""
     torch.manual_seed(0)
     end = tokenizer.token_to_id("<|endoftext|>")
     config = LlamaConfig(
@@ -285,21 +280,20 @@ def build_model(shape: str, tokenizer: Tokenizer, args: argparse.Namespace) -> L
         eos_token_id=end,
         pad_token_id=tokenizer.token_to_id("<|fim_pad|>"),
         initializer_range=0.02,
-        **SHAPES[shape],
+        **SHAPES[args.shape],
     )
     config._attn_implementation = "sdpa"
-    return LlamaForCausalLM(config).to(args.device)
+    return LlamaForCausalLM(config)
 
 
 def main() -> None:
-    """Make the corpus and the tokenizer, then train every shape asked for."""
+    """Make the corpus and the tokenizer, then train."""
     sizes = {"vocab": 8192, "seq": 1024, "long_seq": 2048, "tokens_per_step": 16_384, "micro_tokens": 8192}
-    limits = {"per_package_mb": 12.0, "budget": "embedded=100", "max_steps": 10**9, "threads": 2}
-    places = {"out": Path("reference-model"), "roots": [""], "device": "cpu", "no_compile": False}
+    limits = {"per_package_mb": 12.0, "shape": "embedded", "minutes": 100.0, "max_steps": 10**9, "threads": 2}
+    places = {"out": Path("reference-model"), "roots": [""], "no_compile": False}
     args = harness.arguments(__doc__, **places, **sizes, **limits)
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
-    torch.set_float32_matmul_precision("high")
 
     def say(*parts: Any) -> None:
         print(time.strftime("%H:%M:%S"), *parts, flush=True)
@@ -316,19 +310,15 @@ def main() -> None:
 
     stream = torch.from_numpy(data)
     split = VALIDATION_ROWS * args.long_seq
-    for budget in args.budget.split(","):
-        shape, minutes = budget.split("=")
-        model = build_model(shape, tokenizer, args).train()
-        trainer = Trainer(model, stream[split:], stream[:split].view(-1, args.micro_tokens), args)
-
-        trainer.run(float(minutes) * 60, say)
-        model.eval()
-        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(args.out / shape)
-        tokenizer.save(str(args.out / shape / "tokenizer.json"))
-        facts = {"val_loss": trainer.evaluate(), "steps": trainer.step, "tokens": trainer.tokens}
-        facts |= {"params": sum(p.numel() for p in model.parameters()), "seconds": time.time() - trainer.start}
-        (args.out / shape / "training.json").write_text(json.dumps(facts))
-        say("saved", facts)
+    model = build_model(tokenizer, args).train()
+    trainer = Trainer(model, stream[split:], stream[:split].view(-1, args.micro_tokens), args)
+    trainer.run(args.minutes * 60, say)
+    model.eval()
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(args.out)
+    facts = {"val_loss": trainer.evaluate(), "steps": trainer.step, "tokens": trainer.tokens}
+    facts |= {"params": sum(p.numel() for p in model.parameters()), "seconds": time.time() - trainer.start}
+    (args.out / "training.json").write_text(json.dumps(facts))
+    say("saved", facts)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def test_replayed_answers_lose_nothing(baseline):
     now = guard.replayed()
     assert set(now) == {name for name in baseline if name.startswith("replay")}
     failures = guard.compare({**baseline, **now}, baseline)
-    assert not failures, f"{failures}; if it is meant: python scripts/regression_guard.py --accept"
+    assert not failures, f"{failures}; if it is meant: python scripts/regression_guard.py"
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_answers_of_the_bundled_model_lose_nothing(baseline):
     now = guard.live()
     assert len(now) >= sum(name.startswith("live") for name in baseline) // 2, "too few answers are what they were"
     failures = guard.compare({**baseline, **now}, baseline)
-    assert not failures, f"{failures}; if it is meant: python scripts/regression_guard.py --accept"
+    assert not failures, f"{failures}; if it is meant: python scripts/regression_guard.py"
 
 
 def test_a_loss_of_more_than_one_per_cent_fails_and_less_does_not(baseline):

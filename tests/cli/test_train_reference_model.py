@@ -53,12 +53,12 @@ def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(site, tmp_path, 
         "threads": torch.get_num_threads(),
     }
     sizes = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    words = ["--out", str(out), "--roots", str(site), "--per-package-mb", "0.01", "--budget", "tiny=5", "--no-compile"]
+    words = ["--out", str(out), "--roots", str(site), "--per-package-mb", "0.01", "--shape", "tiny", "--no-compile"]
     monkeypatch.setattr(sys, "argv", ["train", *words, "--max-steps", "1", *sizes])
     script.main()
-    facts = json.loads((out / "tiny" / "training.json").read_text())
+    facts = json.loads((out / "training.json").read_text())
     assert facts["steps"] == 1
     assert facts["tokens"] == 128
-    model, tokenizer = load_model(str(out / "tiny"), device="cpu")
+    model, tokenizer = load_model(str(out), device="cpu")
     output = model.generate(**tokenizer("def f", return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert output.shape[1] > 3
