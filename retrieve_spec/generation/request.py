@@ -440,7 +440,8 @@ def _reason_from_captured(model: Any, captured: Captured, interface: ModelInterf
     if past and _holds_past(captured, interface) and past >= length:
         return "the cache already holds the whole prompt"
     reached = length if positions is None else min(length, int(positions.flatten()[-1]) + 1)  # without padding
-    if interface.rope_rescans and reached <= interface.rope_switch < captured.generation_config.max_length:
+    begins = min(past or reached, reached)  # a cache of no more tokens than that is read anew, however long the prompt
+    if interface.rope_rescans and begins <= interface.rope_switch < captured.generation_config.max_length:
         return f"the model recomputes its cache at {interface.rope_switch} tokens"
     return ""
 

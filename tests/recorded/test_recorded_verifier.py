@@ -98,3 +98,21 @@ def test_cudnn_plans_nothing_while_a_model_is_examined() -> None:
     assert allowed[-1] is True
     looks.remove()
     rs.restore(model)
+
+
+def test_long_texts_of_longrope_are_those_of_generate() -> None:
+    """Their rotary frequencies are others than those of the short texts that a recording is held to."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    plain = build("phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    model = rs.accelerate(
+        build("phi3", rope_parameters=rope, original_max_position_embeddings=32), nodes=8, recorded_pass="always"
+    )
+    options = {"max_new_tokens": 8, "do_sample": False}
+    for length, kind in ((20, "recorded"), (33, "model's own"), (60, "model's own")):
+        assert torch.equal(model.generate(ids(length), **options), plain.generate(ids(length), **options)), length
+        assert model.speculation.last.pass_kind == kind
+    cache = DynamicCache(config=model.config)
+    model.generate(ids(20), past_key_values=cache, **options)
+    on = model.generate(ids(40), past_key_values=cache, **options)
+    assert torch.equal(on, plain.generate(ids(40), **options))
+    assert "recomputes its cache" in model.speculation.last.reason
