@@ -26,7 +26,7 @@ def test_standard_library(tmp_path):
 
 def test_installed_packages_carry_their_names_and_licences():
     recipe = load_recipe(RECIPES / "installed-packages.toml", exclude=["click/**", "**/typing_extensions.py"])
-    licences = {file.path: recipe.sources[file.source].licence for file in list_files(recipe.sources) if not file.skip}
+    licences = {file.path: file.source.licence for file in list_files(recipe.sources) if not file.skip}
     assert "MIT" in licences["_pytest/main.py"]
     assert "numpy/ma/core.py" in licences
     assert not any(path.startswith("click/") or "typing_extensions" in path for path in licences)
@@ -49,7 +49,7 @@ def test_namespace_folders_belong_to_several_distributions(monkeypatch, tmp_path
             (tmp_path / file).write_text(f"name = {file!r}")
     monkeypatch.setattr(metadata, "distributions", lambda: metadata.Distribution.discover(path=[str(tmp_path)]))
     recipe = load_recipe(RECIPES / "installed-packages.toml")
-    assert {file.path: recipe.sources[file.source].licence for file in list_files(recipe.sources)} == {
+    assert {file.path: file.source.licence for file in list_files(recipe.sources)} == {
         "shared/one/__init__.py": "MIT",
         "shared/one/deep/a.py": "MIT",
         "shared/loose.py": "MIT",

@@ -62,7 +62,8 @@ def test_options_of_calls_and_of_models(reference_model, reference_tokenizer, in
     build_datastore(tmp_path / "store", tmp_path / "texts", reference_tokenizer)
     stores = {"datastores": [str(tmp_path / "store")]}
     plain = reference_model.generate(**inputs, max_new_tokens=16)
-    for given in ({"draft": "off"}, {"nodes": 3}, {"prediction": plain[0, inputs.input_ids.shape[1] :].tolist()}):
+    right = {"prediction": plain[0, inputs.input_ids.shape[1] :].tolist(), "nodes": 16}
+    for given in ({"draft": "off"}, {"nodes": 3}, right):
         assert torch.equal(reference_model.generate(**inputs, **way, max_new_tokens=16, **given), plain)
     first = reference_model.speculation
     assert first.last.passes < 4, "the prediction came true"
