@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -69,48 +68,26 @@ def peers() -> Figure:
     return chart("Tokens per pass of models of 7 B to 70 B parameters", note, series, groups)
 
 
-def speeds(title: str, about: str, made: dict[str, Any], runs: dict[str, Any]) -> Figure:
-    """Speed over plain `generate` of runs, a group each."""
-    groups = {label: [run["methods"][name]["speedup"] for name in METHODS] for label, run in runs.items()}
-    note = f"Tokens/s over plain generate (1): medians over {about}, {machine(made)}."
-    return chart(title, note, list(METHODS.values()), groups)
-
-
-def machine(made: dict[str, Any]) -> str:
-    """The processor that figures were measured on."""
-    return f"{made['machine']['processor']}, {made['machine']['cores']} cores"
-
-
 def everyday() -> Figure:
-    """A real chat model, by kind of text."""
+    """Speed of a real chat model over plain `generate`, by kind of text."""
     greedy = measured("everyday-t0")
-    runs = {"all": greedy}
-    for kind in greedy["methods"]["auto"]["by_task"]:
-        runs[kind] = {"methods": {method: found["by_task"][kind] for method, found in greedy["methods"].items()}}
-    title, about = "SmolLM2-135M-Instruct, float32", f"{greedy['prompts']} prompts, greedy"
-    return speeds(title, about, greedy["header"], runs)
+    by_kind = {
+        kind: {method: found["by_task"][kind] for method, found in greedy["methods"].items()}
+        for kind in greedy["methods"]["auto"]["by_task"]
+    }
+    groups = {
+        label: [methods[name]["speedup"] for name in METHODS]
+        for label, methods in {"all": greedy["methods"], **by_kind}.items()
+    }
+    machine = greedy["header"]["machine"]
+    note = (
+        f"Tokens/s over plain generate (1): medians over {greedy['prompts']} prompts, greedy, {machine['processor']}, "
+        f"{machine['cores']} cores."
+    )
+    return chart("SmolLM2-135M-Instruct, float32", note, list(METHODS.values()), groups)
 
 
-def larger() -> Figure:
-    """Larger models that are made to give recorded answers."""
-    made = measured("larger")
-    sizes = {f"{size['parameters'] / 1e9:.2f} B parameters": size for size in made["sizes"].values()}
-    return speeds("Answers of Vicuna 7 B in passes of larger models", f"{made['answers']} answers", made, sizes)
-
-
-def batches() -> Figure:
-    """Speed over the original `generate` by number of rows."""
-    made = measured("batches")
-    rows: dict[int, list[float]] = {}
-    for entry in sorted(made["batches"], key=lambda entry: entry["temperature"]):
-        rows.setdefault(entry["rows"], []).extend(entry[name]["ratio"] for name in ("off", "auto"))
-    series = [("greedy, drafting off", GREY), ("greedy", BLUE), ("T = 1, drafting off", ORANGE), ("T = 1", LIGHT)]
-    groups = {f"{number} row{'s' * (number > 1)}": values for number, values in rows.items()}
-    note = f"Tokens/s over plain generate with the same batch (1), bundled model, {machine(made)}."
-    return chart("Batches: drafts fade out as rows fill a pass", note, series, groups)
-
-
-CHARTS: dict[str, Callable[[], Figure]] = {draw.__name__: draw for draw in (peers, everyday, larger, batches)}
+CHARTS: dict[str, Callable[[], Figure]] = {draw.__name__: draw for draw in (peers, everyday)}
 
 
 def draw(folder: Path = DATA.parent) -> None:
