@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from threading import Event
+from threading import Condition, Event
 from time import monotonic
 from typing import Any, Literal
 
@@ -62,6 +62,12 @@ class Task:
     warm: bool = False
     reuse: bool = True
     drafting: bool = True
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for tasks that must give the same text."""
+        how = self.rules, self.sampling, self.warm, self.reuse, self.drafting, self.deadline_s
+        return self.scope, self.typing, *how, self.prompt_ids
 
     @property
     def rank(self) -> int:
@@ -143,6 +149,14 @@ Sink = Callable[[Delta | Completion], None]
 """Called from the queue's thread: any number of deltas, then one completion. It does not wait, and does not fail."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """Somebody who waits for a job: the task as they asked for it, and where what comes of it goes."""
+
+    task: Task
+    sink: Sink
+
+
 def same_document(old: str, new: str) -> bool:
     """Whether two texts before a cursor look like one file a few keystrokes apart.
 
@@ -156,16 +170,18 @@ def same_document(old: str, new: str) -> bool:
 
 
 class Job:
-    """A task, the work on it, and who waits for it.
+    """A task, the work on it, and everyone who waits for it.
 
     It looks after every pass for reasons to stop, and publishes what became visible.
 
     Parameters
     ----------
     task, sink
-        What to do, and where what comes of it goes.
+        What to do, and who waits for it first.
     backend, codec, pool
         The model, its text codec and its caches.
+    changed
+        Held while the waiters, or what they have been told, change.
     clock
         Seconds, monotonic.
 
@@ -182,20 +198,28 @@ class Job:
     """
 
     def __init__(
-        self, task: Task, sink: Sink, backend: Backend, codec: TextCodec, pool: SlotPool,
+        self, task: Task, sink: Sink, backend: Backend, codec: TextCodec, pool: SlotPool, changed: Condition,
         clock: Callable[[], float] = monotonic,
     ) -> None:  # fmt: skip
-        self.task, self.sink = task, sink
+        self.task, self.waiters = task, [Waiter(task, sink)]
         self.begun = self.superseded = self.forgotten = False
         self.cancel = Event()
         self.done = Completion(prompt_tokens=len(task.prompt_ids))
         self.text: Any = None
         self._slot: Any = None
-        self._backend, self._codec, self._pool, self._clock = backend, codec, pool, clock
+        self._backend, self._codec, self._pool, self._changed, self._clock = backend, codec, pool, changed, clock
         self._scanner = StopScanner(codec, task.rules, clock)
         self._said: list[int] = []
         self._worked, self._told = 0.0, 0  # seconds; tokens that were published
         self.submitted = self._noted_at = clock()
+
+    def join(self, waiter: Waiter) -> None:
+        """Let somebody wait for it, too, and tell them what has been published."""
+        scanner = self._scanner
+        if scanner.shown or self._told:
+            told = tuple(scanner.shown_ids[: self._told])
+            waiter.sink(Delta(scanner.text[: scanner.shown], told, self._logprobs(0, self._told)))
+        self.waiters.append(waiter)
 
     def start(self) -> None:
         """Take a cache, and look up what to draft from."""
@@ -281,11 +305,12 @@ class Job:
 
     def _tell(self) -> None:
         """Publish further text, and the tokens that were taken since the last."""
-        text, tokens = self._scanner.visible(), tuple(self._scanner.shown_ids[self._told :])
-        logprobs = self._logprobs(self._told, self._told + len(tokens))
-        self._told += len(tokens)
-        if text or tokens:
-            self.sink(Delta(text, tokens, logprobs))
+        with self._changed:
+            text, tokens = self._scanner.visible(), tuple(self._scanner.shown_ids[self._told :])
+            logprobs = self._logprobs(self._told, self._told + len(tokens))
+            self._told += len(tokens)
+            for waiter in self.waiters if text or tokens else ():
+                waiter.sink(Delta(text, tokens, logprobs))
 
     def _logprobs(self, first: int, end: int) -> tuple[TokenLogProb, ...]:
         """What was noted of tokens that are shown; nothing is begun then, so that they are all that were said."""

@@ -2,7 +2,8 @@
 
 Every pass of the model serves all tasks of the rank whose turn it is: nobody who types waits for another who does, and
 chats, which stand aside while somebody types, go on beside one another. The queue is bounded, stale keystrokes are
-answered as superseded instead of late, and cancellation is looked at after every pass, reading the prompt included.
+answered as superseded instead of late, identical tasks of one scope share one decode, and cancellation is looked at
+after every pass, reading the prompt included.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.backend import COPY_FROM, Backend, SlotPool
 from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.jobs import Completion, Job, Outcome, Sink, Task
+from retrieve_spec.server.jobs import Completion, Job, Outcome, Sink, Task, Waiter
 from retrieve_spec.server.text import TextCodec
 
 log = logging.getLogger("retrieve_spec.server")
@@ -147,7 +148,8 @@ class RequestQueue:
     def submit(self, task: Task, sink: Sink) -> Callable[[], None]:
         """Queue a task; what comes of it goes to the sink.
 
-        Returns what to call when the client has gone: the work stops after the pass under way.
+        Returns what to call when the client has gone: the work stops after the pass under way unless somebody else
+        waits for it too.
 
         Raises
         ------
@@ -155,41 +157,62 @@ class RequestQueue:
             503: the queue holds as many tasks as it may, none of them replaceable; or it is ending, or its thread has
             ended.
         """
-        job = Job(task, sink, self.backend, self.codec, self._pool, self._clock)
-        with self._changed:
-            if self._closed:
-                raise _refusal("to take a request", "the server is ending", "Start it again.")
-            if task.rank == 0:
-                self._typed_at = self._clock()
-            if self._overtaken(task):
-                sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
-                return lambda: None
-            gone = [*self._supersede(task), *self._make_room(task)]
-            self._jobs.append(job)
-            self._changed.notify_all()
-        for other in gone:
-            done = Completion("superseded", prompt_tokens=len(other.task.prompt_ids))
-            self._on_done(other.task, done)
-            other.sink(done)
-        return lambda: self._leave(job)
+        gone: list[Waiter] = []
+        fresh = Job(task, sink, self.backend, self.codec, self._pool, self._changed, self._clock)
+        try:
+            with self._changed:
+                if self._closed:
+                    raise _refusal("to take a request", "the server is ending", "Start it again.")
+                if task.rank == 0:
+                    self._typed_at = self._clock()
+                twins = (job for job in self._jobs if not (job.cancel.is_set() or job.superseded))
+                job = next((job for job in twins if job.task.key == task.key), None)
+                if job is None and self._overtaken(task):
+                    sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
+                    return lambda: None
+                (waiter,) = fresh.waiters
+                gone += self._supersede(task, besides=job)
+                if job is not None:
+                    job.join(waiter)
+                else:
+                    gone += self._make_room(task)
+                    job = fresh
+                    self._jobs.append(job)
+                    self._changed.notify_all()
+        finally:  # also where the queue is full
+            for other in gone:
+                done = Completion("superseded", prompt_tokens=len(other.task.prompt_ids))
+                self._on_done(other.task, done)
+                other.sink(done)
+        return lambda: self._leave(job, waiter)
 
     def _overtaken(self, task: Task) -> bool:
         """Whether a request that came later replaces this one: large ones take longer to read."""
-        return any(task.replaced_by(job.task) and job.task.arrived > task.arrived for job in self._jobs)
+        waiters = (waiter for job in self._jobs for waiter in job.waiters)
+        return any(task.replaced_by(w.task) and w.task.arrived > task.arrived for w in waiters)
 
-    def _supersede(self, task: Task) -> list[Job]:
-        """End what the new task replaces: what waits is taken out, what is under way ends after the pass it is in."""
-        replaced = [
-            job for job in self._jobs if job.task.replaced_by(task) or (job.task.warm and not task.warm and job.begun)
-        ]
-        for job in replaced:
-            job.superseded = True
-            job.cancel.set()
-        gone = [job for job in replaced if not job.begun]
-        self._jobs = [job for job in self._jobs if job not in gone]
+    def _supersede(self, task: Task, besides: Job | None = None) -> list[Waiter]:
+        """Whoever waits for what the new task replaces, taken out; a job that nobody waits for any more ends.
+
+        The last one who waits for a job under way hears from the job itself, after the pass it is in.
+        """
+        gone: list[Waiter] = []
+        for job in list(self._jobs):
+            replaced = [] if job is besides else [w for w in job.waiters if w.task.replaced_by(task)]
+            if job.task.warm and not task.warm and job.begun:
+                replaced = list(job.waiters)
+            if replaced and len(replaced) == len(job.waiters):
+                job.superseded = True
+                job.cancel.set()
+                if job.begun:
+                    continue
+                self._jobs.remove(job)
+            for waiter in replaced:
+                job.waiters.remove(waiter)
+            gone += replaced
         return gone
 
-    def _make_room(self, task: Task) -> list[Job]:
+    def _make_room(self, task: Task) -> list[Waiter]:
         """Take a waiting task out where the queue is full: one that only reads ahead, or an older one of the client."""
         unbegun = [job for job in self._jobs if not job.begun]
         mine = [job for job in unbegun if job.task.scope == task.scope]
@@ -198,7 +221,7 @@ class RequestQueue:
             return []
         candidates = [] if task.warm else [job for job in (unbegun if full else mine) if job.task.warm]
         if task.client is not None:
-            candidates += [job for job in mine if job.task.client == task.client]
+            candidates += [job for job in mine if {w.task.client for w in job.waiters} == {task.client}]
         if not candidates:
             raise _refusal(
                 f"fewer than {self._max_queue if full else self._share} waiting requests",
@@ -207,14 +230,19 @@ class RequestQueue:
             )
         self._jobs.remove(candidates[0])
         candidates[0].cancel.set()
-        return candidates[:1]
+        return candidates[0].waiters
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: Job, waiter: Waiter) -> None:
+        gone = False
         with self._changed:
-            job.cancel.set()
-            gone = job in self._jobs and not job.begun
-            if gone:
-                self._jobs.remove(job)
+            if waiter not in job.waiters:
+                return
+            if len(job.waiters) == 1:
+                job.cancel.set()
+                gone = job in self._jobs and not job.begun
+                if gone:
+                    self._jobs.remove(job)
+            job.waiters.remove(waiter)
         if gone:
             self._on_done(job.task, Completion("cancelled", prompt_tokens=len(job.task.prompt_ids)))
 
@@ -369,6 +397,8 @@ class RequestQueue:
             if job not in self._jobs:
                 return  # whoever waited has been told
             self._jobs.remove(job)
+            waiters, job.waiters = job.waiters, []
             job.cancel.set()
         self._on_done(job.task, done)
-        job.sink(done)
+        for waiter in waiters:
+            waiter.sink(done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import httpx
 import pytest
 from live import Live
 from waiting import wait_for
@@ -69,6 +70,30 @@ def test_what_the_model_said_to_one_key_is_not_drafted_for_another(shared):
     assert known() > 5
     infill(shared, BOB, input_prefix="import os\n", prompt="", n_predict=2)
     assert known() == 0
+
+
+def test_identical_requests_of_two_keys_are_two(shared):
+    chat = {"messages": [{"role": "user", "content": SOURCE}], "max_tokens": 200, "stream": True}
+    texts = {}
+
+    def read(key, stop_after):
+        lines = []
+        headers = {b"authorization": b"Bearer " + key}
+        with httpx.stream("POST", shared.url + "/v1/chat/completions", json=chat, headers=headers, timeout=120) as r:
+            for line in r.iter_lines():
+                lines += [line] if line else []
+                if len(lines) == stop_after:
+                    break
+        texts[key] = lines
+
+    readers = [threading.Thread(target=read, args=(ALICE, 3)), threading.Thread(target=read, args=(BOB, 0))]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(120)
+    assert len(texts[ALICE]) == 3
+    assert texts[BOB][-1] == "data: [DONE]"
+    assert len(texts[BOB]) > 5
 
 
 def test_each_key_forgets_its_own(shared):

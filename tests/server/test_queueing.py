@@ -114,6 +114,36 @@ def test_disconnect_costs_at_most_one_pass(engine, held, prompt, passes, kept):
     assert ask(engine, [*prompt, 7]).result().cached_tokens >= kept
 
 
+def test_identical_tasks_are_decoded_once(engine, held):
+    sinks = [ask(engine, [500])]
+    held.gate.release(2)
+    wait_for(lambda: len(sinks[0].events) == 2)
+    sinks += [ask(engine, [500]), ask(engine, [500])]
+    sinks[0].ticket()
+    held.gate.release(100)
+    for sink in sinks[1:]:
+        assert sink.result().token_ids == list(range(501, 509))
+        assert sink.text == sink.result().text
+    assert len(held.prompts) == 1
+
+
+def test_identical_tasks_of_one_client_do_not_replace_one_another(engine, held):
+    sinks = [ask(engine, [500], client="me", arrived=float(arrived)) for arrived in (2, 3, 1)]
+    held.gate.release(100)
+    assert [sink.result().outcome for sink in sinks] == ["done"] * 3
+    assert len(held.prompts) == 1
+
+
+def test_one_of_two_clients_that_ask_the_same_types_on(engine, held):
+    one = ask(engine, [500], client="one")
+    two = ask(engine, [500], client="two")
+    wait_for(lambda: engine.begun)
+    newer = ask(engine, [510], client="one")
+    assert one.result().outcome == "superseded"
+    held.gate.release(100)
+    assert two.result().outcome == newer.result().outcome == "done"
+
+
 def test_a_request_that_was_overtaken_is_superseded(engine, held):
     newer = ask(engine, [510], client="me", arrived=2.0)
     older = ask(engine, [500], client="me", arrived=1.0)
@@ -208,6 +238,16 @@ def test_what_waits_while_its_user_forgets_is_not_kept_either(engine, held):
     assert waiting.result().outcome == "done"
     assert engine.caches("me") == 0
     assert held.hints[-1].session is None
+
+
+def test_whoever_is_replaced_by_a_request_that_finds_the_queue_full_is_told(engine, held):
+    ask(engine, [500], typing=True)
+    wait_for(lambda: engine.begun)
+    mine, _ = ask(engine, [510], client="me"), ask(engine, [510], client="you")
+    ask(engine, [520]), ask(engine, [530])
+    with pytest.raises(Refusal, match="503"):
+        ask(engine, [540], client="me")
+    assert mine.result(5).outcome == "superseded"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
