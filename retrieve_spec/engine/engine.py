@@ -27,7 +27,7 @@ from retrieve_spec.engine.budget import Backoff, Costs, gain, row_cost, share_ev
 from retrieve_spec.engine.sequence import Sequence, autocast_key
 from retrieve_spec.engine.threads import PassThreads, StepLock, using
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_together
-from retrieve_spec.sampling.acceptance import PassLogits, read_packed_together
+from retrieve_spec.sampling.acceptance import PassLogits, read_side_by_side
 from retrieve_spec.sampling.samplers import DeviceSampler, read_sampled
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.verifier import Ran, VerifierOutput
@@ -320,12 +320,10 @@ def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
 
 
 def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
-    """Let sequences read the logits of their pass: on a device once for all that look for the same."""
+    """Let sequences read the logits of their pass: once for all that look for the same."""
     alike: dict[bool | None, list[Sequence]] = {}  # whether rules truncate; None for plain reading
     for sequence in batch:
         sampler = sequence.sampler
-        if sequence.seen.every_logit.device.type == "cpu":
-            continue  # nothing is copied
         if sampler.reads_plainly:
             alike.setdefault(None, []).append(sequence)
         elif isinstance(sampler, DeviceSampler) and sampler.reads_along(sequence.text):
@@ -350,7 +348,7 @@ def _read(batch: list[Sequence]) -> list[PassLogits]:
     if drawing:
         found = read_sampled(parts, [seen.first_row for seen, _ in drawing], [rules for _, rules in drawing], top_k)
     else:
-        found = read_packed_together(parts, top_k)
+        found = read_side_by_side(parts, top_k)
     for sequence, read in zip(batch, found, strict=True):
         if sequence.top_k < top_k:  # a drafter learns from as many as it asks for, whatever others do
             read.top_ids = np.ascontiguousarray(read.top_ids[:, : sequence.top_k])

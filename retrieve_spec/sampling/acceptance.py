@@ -163,6 +163,40 @@ def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
     return PassLogits(logits, ids, values, host)
 
 
+def read_side_by_side(parts: Sequence[torch.Tensor], top_k: int) -> list[PassLogits]:
+    """`read_logits` of the rows of several texts, at once for those that one pass left behind one another in memory."""
+    found = []
+    for run in _runs(parts):
+        rows, vocabulary = sum(map(len, run)), run[0].shape[1]
+        whole = run[0] if len(run) == 1 else run[0].as_strided((rows, vocabulary), (vocabulary, 1))
+        read, first = read_logits(whole, top_k), 0
+        for part in run:
+            at = slice(first, first + len(part))
+            host = None if read._host is None else read._host[at]
+            found.append(PassLogits(part, read.top_ids[at], read.top_logits[at], host))
+            first += len(part)
+    return found
+
+
+def _runs(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The parts, those together that stand behind one another in memory."""
+    runs: list[list[torch.Tensor]] = []
+    for part in parts:
+        if runs and _follows(part, runs[-1][-1]):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _follows(part: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a part begins where the one before it ends."""
+    alike = part.dtype == before.dtype and part.shape[1:] == before.shape[1:]
+    beside = part.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    whole = part.is_contiguous() and before.is_contiguous()
+    return alike and beside and whole and part.storage_offset() == before.storage_offset() + before.numel()
+
+
 def _put_nan_first(host: NDArray[np.float32], ids: NDArray[np.int32]) -> None:
     """Let the first NaN of a row be its argmax, as in torch: a model that overflowed decodes as it does plainly."""
     for r in np.flatnonzero(np.isnan(host).any(axis=1)):
@@ -189,20 +223,6 @@ def read_packed(logits: torch.Tensor, top_k: int, chosen: torch.Tensor | None) -
         ids[r] = np.concatenate([packed[r, :1], ids[r][ids[r] != packed[r, 0]]])[:k]
     values = np.ascontiguousarray(packed[:, k + 1 : 2 * k + 1]).view(np.float32)
     return PassLogits(logits, ids, values, chosen=None if chosen is None else packed[:, -1])
-
-
-def read_packed_together(
-    parts: Sequence[torch.Tensor], top_k: int, choose: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> list[PassLogits]:
-    """`read_packed` of the rows of several texts at once; `choose` draws tokens (rows,) for all of them."""
-    logits = torch.cat(list(parts))
-    read, begin, found = read_packed(logits, top_k, None if choose is None else choose(logits)), 0, []
-    for part in parts:
-        at = slice(begin, begin + len(part))
-        chosen = None if read.chosen is None else read.chosen[at].copy()
-        found.append(PassLogits(part, read.top_ids[at], read.top_logits[at], chosen=chosen))
-        begin += len(part)
-    return found
 
 
 @functools.cache

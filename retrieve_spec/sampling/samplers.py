@@ -33,7 +33,6 @@ from retrieve_spec.sampling.acceptance import (
     on_device,
     read_logits,
     read_packed,
-    read_packed_together,
 )
 from retrieve_spec.sampling.guides import GrammarProcessor
 
@@ -169,11 +168,17 @@ def read_sampled(
     parts, first_rows, rules
         By text, its (rows, vocab) logits, which of these rows follows the root, and `DeviceSampler.rules`.
     """
+    logits = torch.cat(list(parts))
     by_row = [np.repeat(own, [first + 1, *[1] * (len(own) - 1)]) for first, own in zip(first_rows, rules, strict=True)]
-    found = read_packed_together(parts, top_k, lambda logits: draw(logits, np.concatenate(by_row)))
-    for read, first in zip(found, first_rows, strict=True):
-        assert read.chosen is not None
-        read.chosen[:first] = -1
+    chosen = draw(logits, np.concatenate(by_row))
+    read, found, begin = read_packed(logits, top_k, chosen), [], 0
+    assert read.chosen is not None
+    for part, first in zip(parts, first_rows, strict=True):
+        at = slice(begin, begin + len(part))
+        own = read.chosen[at].copy()
+        own[:first] = -1
+        found.append(PassLogits(part, read.top_ids[at], read.top_logits[at], chosen=own))
+        begin += len(part)
     return found
 
 
