@@ -30,7 +30,7 @@ from retrieve_spec.sampling.acceptance import (
     read_logits,
     walk,
 )
-from retrieve_spec.sampling.samplers import DeviceSampler, make_sampler, path_tokens
+from retrieve_spec.sampling.samplers import DeviceSampler, make_sampler, path_tokens, read_sampled
 
 pytestmark = pytest.mark.usefixtures("drawn_by_host")
 
@@ -236,7 +236,7 @@ def test_rows_of_several_texts_are_chosen_as_each_alone() -> None:
     firsts = [len(part) - 1 - len(tree) for part, tree in zip(parts, trees, strict=True)]
     assert all(sampler.reads_along(text) for sampler, text in zip(samplers, texts, strict=True))
     rules = [sampler.rules(text, tree) for sampler, text, tree in zip(samplers, texts, trees, strict=True)]
-    together = samplers.read_sampled(parts, firsts, rules, 4)
+    together = read_sampled(parts, firsts, rules, 4)
     for read, part, first, tree, text, sampler in zip(together, parts, firsts, trees, texts, samplers, strict=True):
         alone = sampler.read(part, first, tree, text, 4)
         assert alone.chosen is not None and read.chosen is not None
