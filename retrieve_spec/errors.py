@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
 _SIGNATURE = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]*[^\s'\".,:;)]")
@@ -150,6 +150,20 @@ class StoreLockedError(StoreError):
 
 class BuildError(StoreError):
     """A store cannot be built from what was given."""
+
+
+class NothingToIndexError(BuildError):
+    """A change of a datastore found no text.
+
+    Attributes
+    ----------
+    left_out
+        How many files stay out, by reason.
+    """
+
+    def __init__(self, expected: str, got: str, remedy: str, left_out: Mapping[str, int] | None = None) -> None:
+        super().__init__(expected, got, remedy)
+        self.left_out = dict(left_out or {})
 
 
 class TraceError(RetrieveSpecError, ValueError):

@@ -34,7 +34,7 @@ from retrieve_spec.datastore.manifest import (
     explain_write_errors,
     write_manifest,
 )
-from retrieve_spec.errors import BuildError, StoreLockedError
+from retrieve_spec.errors import BuildError, NothingToIndexError, StoreLockedError
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.sources import Source
@@ -84,13 +84,17 @@ def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
     return dict(sorted(paths.items()))
 
 
-def nothing_to_index(skipped: Iterable[tuple[str, str, str]], event: dict[str, Any]) -> BuildError:
+def nothing_to_index(skipped: Iterable[tuple[str, str, str]], event: dict[str, Any]) -> NothingToIndexError:
     """Error about a change that found no text, which says why each kind of file was left out."""
-    reasons = [f"{len(paths):,} {reason} (first: {paths[0]})" for reason, paths in by_reason(skipped).items()]
-    if not reasons and "sources" not in event:
-        return BuildError("documents that are not removed", "none", "Add some first.")
+    found = by_reason(skipped)
+    if not found and "sources" not in event:
+        return NothingToIndexError("documents that are not removed", "none", "Add some first.")
+    reasons = [f"{len(paths):,} {reason} (first: {paths[0]})" for reason, paths in found.items()]
     got = f"left out {', '.join(reasons)}" if reasons else "sources and filters name no file, or max_tokens is too few"
-    return BuildError("text to index", f"none: {got}", "Check the sources and filters, or --admit what stays out.")
+    remedy = "Check the sources and filters, or --admit what stays out."
+    return NothingToIndexError(
+        "text to index", f"none: {got}", remedy, {why: len(paths) for why, paths in found.items()}
+    )
 
 
 def utc_now() -> str:

@@ -28,7 +28,14 @@ from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.datastore.sync import changes, sync_datastore
-from retrieve_spec.errors import ServeError, StoreError, StoreLockedError, TokenizerMismatchError, in_a_line
+from retrieve_spec.errors import (
+    NothingToIndexError,
+    ServeError,
+    StoreError,
+    StoreLockedError,
+    TokenizerMismatchError,
+    in_a_line,
+)
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -185,29 +192,30 @@ class Workspace:
 
     def _synchronise(self) -> None:
         roots = {str(root) for root in self.roots}
-        store = self._opened()
-        before = set() if store is None else {(document.source, document.path) for document in store.documents()}
-        if store is None or any(source not in roots for source, _ in before):
+        before = self._opened()
+        if before is None or not {source for source, _ in _texts(before)} <= roots:
             # Interrupted, damaged or made by an older release; nobody else writes.
             shutil.rmtree(self.folder, ignore_errors=True)
-            before.clear()
+            before = None
         # So that it can be found when one of the folders is to be forgotten.
         (self._home / _FOLDERS).write_text(json.dumps({"folders": sorted(roots)}), "utf-8")
-        report = sync_datastore(
-            self.folder,
-            self.roots,
-            self._tokenizer,
-            licences=self._config.workspace_licences,
-            most_bytes=self._config.workspace_bytes,
-            workers=1,
-        )
-        self.left_out = report.skipped_by_reason
-        store = self._opened()
-        now = set() if store is None else {(document.source, document.path) for document in store.documents()}
-        if not now:
+        try:
+            report = sync_datastore(
+                self.folder,
+                self.roots,
+                self._tokenizer,
+                licences=self._config.workspace_licences,
+                most_bytes=self._config.workspace_bytes,
+                workers=1,
+            )
+            self.left_out = report.skipped_by_reason
+        except NothingToIndexError as nothing:  # yet: it is followed like any other
+            self.left_out = nothing.left_out
+        after = self._opened()
+        if after is None or not after.manifest.documents:
             shutil.rmtree(self.folder, ignore_errors=True)
-        elif before - now:  # else the text of what was deleted, or became secret, stands in the files
-            compact_datastore(self.folder)
+        elif after is not before and _texts(before) - _texts(after):
+            compact_datastore(self.folder)  # else the text of what was deleted, or became secret, stands in the files
 
     def _opened(self) -> Datastore | None:
         """The store as it is, None where there is none that can be used; opened where it is not what it was."""
@@ -232,6 +240,11 @@ class Workspace:
             self._attach(None)
         finally:
             shutil.rmtree(self._home, ignore_errors=True)
+
+
+def _texts(store: Datastore | None) -> set[tuple[str, str]]:
+    """Folder and path of every document."""
+    return set() if store is None else {(document.source, document.path) for document in store.documents()}
 
 
 def memory_folder(roots: Iterable[Path]) -> Path:
