@@ -12,6 +12,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python has an environment of 
 pytest.importorskip("gguf", reason="llama-cpp-python has an environment of its own: make test-llama-cpp")
 
 from llama_cpp import Llama, LlamaGrammar, LogitsProcessorList
+from recorded_texts import recorded_texts
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
@@ -73,11 +74,9 @@ def ours(gguf, store, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts(plain):
-    """Beginnings of 24 files, from one token to more than a batch reads."""
-    texts = [plain.tokenize(path.read_bytes(), add_bos=False) for path in FILES]
-    texts = [text for text in texts if len(text) > 500]
-    step = len(texts) // 24
-    return [text[: (1, 17, 120, 129, 500)[i % 5]] for i, text in enumerate(texts[::step][:24])]
+    """Parts of 24 places in recorded texts, from one token to more than a batch reads."""
+    ids = [token for text in recorded_texts() for token in plain.tokenize(text.encode(), add_bos=False)]
+    return [ids[200 * i :][: (1, 17, 120, 129, 500)[i % 5]] for i in range(24)]
 
 
 def written(llm, prompt, count, **options):
