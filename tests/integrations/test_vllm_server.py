@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from recorded_texts import recorded_texts
 from tokenizers import Tokenizer
 
 import retrieve_spec
@@ -93,10 +94,9 @@ def servers(tmp_path_factory):
 def prompts():
     """64 prompts: of one token, of as many as a draft and one more, alike, and longer than a step reads."""
     tokenizer = Tokenizer.from_file(str(PACKAGE / "reference" / "tokenizer.json"))
-    ids = [tokenizer.encode(path.read_text()).ids for path in sorted(PACKAGE.rglob("*.py"))]
-    ids = [text for text in ids if len(text) > 300]
+    ids = [token for text in recorded_texts() for token in tokenizer.encode(text).ids]
     lengths = (1, TOKENS + 1, 60, 200, 300)
-    made = [ids[i % len(ids)][: lengths[i % len(lengths)]] for i in range(60)]
+    made = [ids[80 * i :][: lengths[i % len(lengths)]] for i in range(60)]
     return [*made, *made[2:6]]
 
 
