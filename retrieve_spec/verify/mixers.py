@@ -281,7 +281,7 @@ class VerifyingMixer:
 
     def take_out(self) -> None:
         """Let it be what it was."""
-        del vars(self.module)["forward"]
+        vars(self.module).pop("forward", None)
         if self._own is not None:
             vars(self.module)["forward"] = self._own
 
