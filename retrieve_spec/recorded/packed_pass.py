@@ -21,6 +21,8 @@ from retrieve_spec.recorded.kv_buffer import KVBuffer
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.verify.verifier import Ran
 
+logger = logging.getLogger(__name__)
+
 
 class DeviceFields:
     """Named int32 arrays side by side in one piece of host memory and one of device memory.
@@ -201,8 +203,6 @@ class PackedBuffer:
             starts[i], end = end, end + len(moved)
         starts[len(laid) :] = end
 
-
-logger = logging.getLogger(__name__)
 
 _CONTEXT = 4096
 """Tokens of a context that as many programs share as fill a GPU; they share any other length, too."""

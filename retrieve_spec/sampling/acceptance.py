@@ -26,6 +26,8 @@ from retrieve_spec.kernels.sampling import draw_row, gumbel_argmax, truncate_row
 from retrieve_spec.kernels.topk import BLOCK, row_topk
 from retrieve_spec.kernels.treemask import find_child
 
+logger = logging.getLogger(__name__)
+
 
 class RowText:
     """Prompt and emitted tokens of one row.
@@ -112,9 +114,6 @@ class Stopper:
             for criterion in self._others:  # all are asked, as in plain decoding: some count their calls
                 stop = bool(torch.as_tensor(criterion(input_ids, scores)).all()) or stop
         return stop
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
