@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.tree import ROOT, DraftTree
+from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
@@ -192,6 +193,17 @@ class PublishedDrafter:
 
     def _learn(self, verified: VerifiedPass) -> None:
         """Learn from a pass; `text` does not hold its tokens yet."""
+
+
+class ContextDrafter(PublishedDrafter):
+    """Base of the presets that search the text so far in a suffix automaton, `_context`."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._context = SuffixAutomaton(4096, exact=True)
+
+    def _read(self, token_ids: NDArray[np.int32]) -> None:
+        self._context.extend(token_ids)
 
 
 class NgramIndex:

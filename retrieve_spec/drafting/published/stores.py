@@ -16,6 +16,7 @@ from retrieve_spec.drafting.drafter import Layer, VerifiedPass
 from retrieve_spec.drafting.published.base import (
     COPY_P,
     FULL,
+    ContextDrafter,
     Gram,
     PublishedDrafter,
     TreeBuilder,
@@ -177,7 +178,7 @@ class Rest(PublishedDrafter):
             self._corpus.add_tree(first, depth, builder, nodes=self.nodes, max_depth=self.length)
 
 
-class Sam(PublishedDrafter):
+class Sam(ContextDrafter):
     """Preset `sam`: the longest match in the text so far, or in a store where that is clearly longer.
 
     Follows SAM-Decoding (Hu et al. 2024) without an auxiliary drafter (`samd_sam_only`): the longest suffix of the text
@@ -198,11 +199,7 @@ class Sam(PublishedDrafter):
 
     def _reset(self) -> None:
         super()._reset()
-        self._context = SuffixAutomaton(4096, exact=True)
         self._corpus = Corpus(self.datastores)
-
-    def _read(self, token_ids: NDArray[np.int32]) -> None:
-        self._context.extend(token_ids)
 
     def _draft(self, builder: TreeBuilder) -> None:
         matched = self._context.earlier()[1]

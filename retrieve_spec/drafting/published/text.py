@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import VerifiedPass
-from retrieve_spec.drafting.published.base import FULL, Gram, NgramIndex, PublishedDrafter, TreeBuilder
+from retrieve_spec.drafting.published.base import FULL, ContextDrafter, Gram, NgramIndex, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.kernels.ngram import ngram_hash
 from retrieve_spec.kernels.suffix_decoding import speculate
@@ -90,7 +90,7 @@ class AdaptiveNgram(PublishedDrafter):
             context = [*context, token][-(self.order - 1) :]
 
 
-class SuffixDecoding(PublishedDrafter):
+class SuffixDecoding(ContextDrafter):
     """Preset `suffix`: the best-scored count tree below any suffix of the text.
 
     Follows SuffixDecoding (Oliaro et al. 2024) in tree mode: for every match length m the continuations are taken by
@@ -110,12 +110,12 @@ class SuffixDecoding(PublishedDrafter):
     depth = 64
 
     def _reset(self) -> None:
-        self._context = SuffixAutomaton(4096, exact=True)
+        super()._reset()
         self._earlier: list[SuffixAutomaton] = [] if self.session is None else list(self.session.automata)
         self._cursors = [(0, 0)] * len(self._earlier)
 
     def _read(self, token_ids: NDArray[np.int32]) -> None:
-        self._context.extend(token_ids)
+        super()._read(token_ids)
         newest = token_ids[-self.depth :]
         self._cursors = [a.follow(newest, *at) for a, at in zip(self._earlier, self._cursors, strict=True)]
 
@@ -168,7 +168,7 @@ class _Child:
     spent: bool = False
 
 
-class AdaptiveTrigram(PublishedDrafter):
+class AdaptiveTrigram(ContextDrafter):
     """Preset `adaptive-trigram`: a tree search over tri-gram probabilities that adapts to what was accepted.
 
     Follows ADED (Liu et al. 2025): a tri-gram matrix of a corpus gives the top 12 tokens after two tokens; it is
@@ -188,12 +188,9 @@ class AdaptiveTrigram(PublishedDrafter):
     corpus_weight = 4.0
 
     def _reset(self) -> None:
+        super()._reset()
         self._tables = [(table, store.manifest.vocabulary) for store in self.datastores for table in store.ngrams]
-        self._context = SuffixAutomaton(4096, exact=True)
         self._tried: dict[tuple[int, int, int], tuple[int, int]] = {}
-
-    def _read(self, token_ids: NDArray[np.int32]) -> None:
-        self._context.extend(token_ids)
 
     def _of_corpus(self, pair: Pair) -> dict[int, float]:
         """Shares of the tokens that follow a pair in the stores' tables."""
