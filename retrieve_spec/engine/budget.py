@@ -234,7 +234,7 @@ class Costs:
 
     def expected(self, sequences: int, nodes: int, context: int) -> float:
         """Seconds of a step over so many sequences and drafted nodes."""
-        return float(self.of(sequences).seconds(context, MAX_NODES)[min(nodes, MAX_NODES)])
+        return float(self.seconds(sequences, context)[min(nodes, MAX_NODES)])
 
     def learn(self, sequences: int, nodes: int, context: int, seconds: float) -> None:
         """Learn from a step.
