@@ -10,6 +10,7 @@ from pathlib import Path
 
 from byte_tokenizers import byte_tokenizer
 from dense_models import save_model
+from transformers.utils.logging import disable_progress_bar
 
 from retrieve_spec.config import DenseConfig, StoreConfig
 from retrieve_spec.datastore.build import build_datastore
@@ -32,6 +33,7 @@ def _build() -> None:
         verify_datastore(folder / "store")
 
 
+disable_progress_bar()  # children share the lock of bars: one that is killed while it draws would keep it
 _builder = threading.Thread(target=_build)
 _builder.start()
 _builder.join()
