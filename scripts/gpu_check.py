@@ -12,7 +12,8 @@ families
 chat
     A chat model in bfloat16 (`--model`: a folder with its tokenizer) on ten prompts: plain `generate`, prompt lookup,
     this library greedy and sampled, with drafting off, in batches, samples of one prompt; how texts part from plain
-    ones and the gap of the two best tokens there; in float32, whether texts are the same.
+    ones and the gap of the two best tokens there; in float32, whether texts are the same; by exact passes, whether
+    texts with drafts are those without, and how fast these passes are.
 8b
     A Llama shape of 8 B parameters with random weights that is made to give recorded answers (`--trace`: JSON lines
     with `prompt` and `output` as token ids; by default the library's source): tokens per second, what a pass costs by
@@ -316,6 +317,17 @@ def chat(check: Check) -> None:
     check.part("chat parted from plain", lambda: subject.parted(texts["greedy"], texts["plain"]))
 
     def exact() -> dict[str, Any]:
+        found: dict[str, Any] = {"accelerate": accelerate(exact=True)}
+        for name, rules in (("greedy", greedy), ("sampled", SAMPLED | {"seed": 7})):
+            alone, said = subject.measure(few, short, draft="off", **rules)
+            ours, ours_said = subject.measure(few, short, **rules)
+            found[name] = {"off": alone, "ours": ours, "same": ours_said == said}
+        rs.restore(subject.model)
+        return found
+
+    check.part("chat exact", exact, least=20.0)
+
+    def single() -> dict[str, Any]:
         subject.model.float()
         plain, said = subject.measure(few, short, **greedy)
         accelerate()
@@ -323,7 +335,7 @@ def chat(check: Check) -> None:
         rs.restore(subject.model)
         return {"plain": plain, "ours": ours, "same": ours_said == said}
 
-    check.part("chat float32", exact, least=20.0)
+    check.part("chat float32", single, least=20.0)
 
 
 def shape(check: Check, size: str) -> None:

@@ -6,6 +6,10 @@ Lengths are read from device memory, so that a captured CUDA graph can be replay
 change from pass to pass are no reason to compile again. The trees of several texts, each with a cache of its own, take
 the same launches as one, behind one that writes their keys and values to their slabs: where rows and slabs stand is
 read from device memory, too. With TRITON_INTERPRET=1 the kernels run on the CPU.
+
+Exact attention adds up what a query sees in an order that its position alone decides, bit for bit the same whatever
+stands beside it in a pass: blocks of keys that were held before any pass with this query, by numbers that depend on
+nothing else, then the last keys in front of it one by one, as drafts of a tree stand between those that it sees.
 """
 
 from __future__ import annotations
@@ -18,6 +22,11 @@ from retrieve_spec.kernels.triton_rows import overlap, take_turn
 
 MAX_SPLITS = 32
 _KEYS_PER_SPLIT = 256
+ZONE: tl.constexpr = tl.constexpr(64)
+"""Keys in front of a query that are added up one by one, up to twice as many; a multiple of every block of keys.
+
+The rows of a text in an exact pass are at most as many: before a pass it holds the blocks of all of them.
+"""
 
 
 def num_splits(kv_heads: int, height: int, capacity: int, processors: int) -> int:
@@ -57,6 +66,7 @@ def packed_tree_attention(
     window: int = 0,
     sinks: torch.Tensor | None = None,
     splits: int = 1,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Attention of one pass over several texts, whose keys and values are written to their slabs first.
 
@@ -90,6 +100,9 @@ def packed_tree_attention(
         (heads,) logits of a key without a value that every query also attends to.
     splits
         Programs that share one context, at most `MAX_SPLITS`.
+    exact
+        Give a row the same bits whatever stands beside it, in passes of one `block` and `splits`; a text has `ZONE`
+        rows at most.
 
     Returns
     -------
@@ -110,7 +123,7 @@ def packed_tree_attention(
     attend_split[(kv_heads, len(tiles), splits)](
         query, keys, values, words, depths, prefix, starts, tiles, slabs, parts, lse,
         scale, softcap, rows, query.shape[0] // kv_heads, words.shape[1], layer, query.stride(0), query.stride(1),
-        D=width, WINDOW=window, CAPPED=softcap > 0.0, **options, **overlap(query.device, rows),
+        D=width, WINDOW=window, CAPPED=softcap > 0.0, EXACT=exact, **options, **overlap(query.device, rows),
     )  # fmt: skip
     merge_splits[(height, kv_heads)](
         parts, lse, out if sinks is None else sinks, out, rows, height, splits,
@@ -152,13 +165,18 @@ def move_rows(
 
 
 @triton.jit
-def _scores(q, keys, n, inside, d, scale, softcap, D: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores of a block of keys."""
-    k = tl.load(keys + n[:, None] * D + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+def _capped(s, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores under the soft cap, if there is one."""
     if CAPPED:
         s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0)
     return s
+
+
+@triton.jit
+def _scores(q, keys, n, inside, d, scale, softcap, D: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores of a block of keys."""
+    k = tl.load(keys + n[:, None] * D + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
+    return _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
 
 
 @triton.jit
@@ -212,6 +230,7 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """Attention of a block of queries to a share of the keys, and the logarithm of its softmax denominator."""
@@ -242,45 +261,69 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if WINDOW > 0:
+    if EXACT or WINDOW > 0:
         depth = tl.load(depths + row)
-
-    share = tl.cdiv(tl.cdiv(past, splits), BLOCK_N) * BLOCK_N
-    start = split * share
-    stop = tl.minimum(start + share, past)
+    stop = past
+    if EXACT:
+        own = tl.maximum((past + depth) // ZONE - 1, 0) * ZONE  # the first key of those that a row adds up one by one
+        stop = tl.max(own, 0)
+    start = 0
     if WINDOW > 0:  # no row sees further back than the first one
-        start = tl.maximum(start, tl.maximum(past - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
+        start = tl.maximum(past - WINDOW + 1, 0) // BLOCK_N
+    start += (split - start % splits + splits) % splits  # the shares are blocks in turn, whatever the text's length
     at_out = (split * tl.num_programs(0) + head) * groups * total + m // rows * total + begin + row
-    if (start >= stop) & (split < splits - 1):
+    if (start * BLOCK_N >= stop) & (split < splits - 1):
         tl.store(lse + at_out, float("-inf"), m < height)
         return
-    for first in range(start, stop, BLOCK_N):
-        n = first + tl.arange(0, BLOCK_N)
+    for block in range(start, tl.cdiv(stop, BLOCK_N), splits):
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = n < stop
         s = _scores(q, keys, n, inside, d, scale, softcap, D, CAPPED)
         seen = inside[None, :]
+        if EXACT:
+            seen = n[None, :] < own[:, None]
         if WINDOW > 0:
             seen = seen & (depth[:, None] + past - n[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
         best, weight, acc = _fold(s, values, n, inside, d, best, weight, acc, D)
 
-    tl.static_assert(BLOCK_N <= 64, "a block of the tree has two words of bits at most")
-    keys += past.to(tl.int64) * D
-    values += past.to(tl.int64) * D
-    for first in range(0, tl.where(split == splits - 1, rows, 0), BLOCK_N):  # the last share is the smallest
-        n = first + tl.arange(0, BLOCK_N)
-        inside = n < rows
-        s = _scores(q, keys, n, inside, d, scale, softcap, D, CAPPED)
-        word = first // 32
-        bits = tl.load(words + row * num_words + word)[:, None]
-        if BLOCK_N > 32:
-            more = tl.load(words + row * num_words + word + 1, word + 1 < num_words, 0)[:, None]
-            bits = tl.where((n // 32)[None, :] == word, bits, more)
-        seen = inside[None, :] & (((bits >> (n % 32)[None, :]) & 1) == 1)
-        if WINDOW > 0:
-            seen = seen & (depth[:, None] - tl.load(depths + n, inside, 0)[None, :] < WINDOW)
-        s = tl.where(seen, s, float("-inf"))
-        best, weight, acc = _fold(s, values, n, inside, d, best, weight, acc, D)
+    if EXACT:
+        wide = q.to(tl.float32)
+        first = tl.maximum(past // ZONE - 1, 0) * ZONE
+        for n in range(tl.where(split == splits - 1, first, past + rows), past + rows):
+            drafted = tl.maximum(n - past, 0)
+            k = tl.load(keys + n * D + d, d < D, 0.0).to(tl.float32)
+            s = _capped(tl.sum(wide * k[None, :], 1) * scale, softcap, CAPPED)
+            bits = tl.load(words + row * num_words + drafted // 32)
+            seen = tl.where(n < past, n >= own, ((bits >> (drafted % 32)) & 1) == 1)
+            if WINDOW > 0:
+                at = tl.where(n < past, n, past + tl.load(depths + drafted))
+                seen = seen & (past + depth - at < WINDOW)
+            s = tl.where(seen, s, float("-inf"))
+            top = tl.maximum(best, s)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            p = tl.exp(s - base)
+            shrink = tl.exp(best - base)
+            v = tl.load(values + n * D + d, d < D, 0.0).to(tl.float32)
+            best, weight, acc = top, weight * shrink + p, acc * shrink[:, None] + p[:, None] * v[None, :]
+    else:
+        tl.static_assert(BLOCK_N <= 64, "a block of the tree has two words of bits at most")
+        keys += past.to(tl.int64) * D
+        values += past.to(tl.int64) * D
+        for first in range(0, tl.where(split == splits - 1, rows, 0), BLOCK_N):  # the last share is the smallest
+            n = first + tl.arange(0, BLOCK_N)
+            inside = n < rows
+            s = _scores(q, keys, n, inside, d, scale, softcap, D, CAPPED)
+            word = first // 32
+            bits = tl.load(words + row * num_words + word)[:, None]
+            if BLOCK_N > 32:
+                more = tl.load(words + row * num_words + word + 1, word + 1 < num_words, 0)[:, None]
+                bits = tl.where((n // 32)[None, :] == word, bits, more)
+            seen = inside[None, :] & (((bits >> (n % 32)[None, :]) & 1) == 1)
+            if WINDOW > 0:
+                seen = seen & (depth[:, None] - tl.load(depths + n, inside, 0)[None, :] < WINDOW)
+            s = tl.where(seen, s, float("-inf"))
+            best, weight, acc = _fold(s, values, n, inside, d, best, weight, acc, D)
 
     share_of_row = tl.where(weight > 0.0, weight, 1.0)
     tl.store(

@@ -49,8 +49,12 @@ class Slab:
 
     def fits(self, held: int, rows: int) -> bool:
         """Whether rows `held … held + rows - 1` fit behind the rows held, without other tensors."""
-        first = max(self.offset, held - self.window + 1) if self.window else 0
-        return held + rows - first <= self.capacity
+        return held + rows - self._first(held) <= self.capacity
+
+    def _first(self, held: int) -> int:
+        """The first row that must be kept: what goes is a multiple of a GPU's blocks of keys, which stay the same."""
+        gone = max(held - self.window + 1 - self.offset, 0) if self.window else 0
+        return self.offset + gone // _BLOCK * _BLOCK
 
     def make_room(self, held: int, rows: int) -> None:
         """Let rows `held … held + rows - 1` fit behind the rows held.
@@ -58,7 +62,7 @@ class Slab:
         Where they did not, the tensors are replaced, one after the other: nobody else may hold the old ones.
         """
         if self.window and self.tensors and held + rows - self.offset > self.capacity:
-            first = max(self.offset, held - self.window + 1)
+            first = self._first(held)
             for tensor in self.tensors:
                 tensor[:, :, : held - first] = tensor[:, :, first - self.offset : held - self.offset].clone()
             self.offset = first
@@ -92,6 +96,7 @@ def _empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return like.new_empty(shape)
 
 
+_BLOCK = 64
 _NO_ROWS = torch.empty(0)
 _NO_MOVES = np.empty(0, np.int32)
 SLABS_PER_WINDOW = 8

@@ -102,6 +102,8 @@ class PassShape:
         By slab, how many programs share one context.
     logits
         How many rows logits are computed for, whose numbers are written with each pass; 0 for all.
+    exact
+        Whether a row's attention is the same bit for bit whatever stands beside it.
     """
 
     rows: int
@@ -109,6 +111,7 @@ class PassShape:
     block: int
     splits: tuple[int, ...]
     logits: int = 0
+    exact: bool = False
 
 
 class PackedBuffer:
@@ -204,6 +207,8 @@ class PackedBuffer:
         starts[len(laid) :] = end
 
 
+EXACT_ROWS = 64
+"""Rows of an exact pass at most, but for those that read prompts."""
 _CONTEXT = 4096
 """Tokens of a context that as many programs share as fill a GPU; they share any other length, too."""
 
@@ -265,6 +270,7 @@ class PackedPass:
             query[0], keys[0], values[0], buffer.words, buffer.depths, buffer.held[at], buffer.starts, buffer.text_of,
             buffer.tiles, buffer.slabs[at], layer=self._layer_in_slab[layer], block=self._shape.block,
             scale=rule.scale, softcap=rule.softcap, window=rule.window, sinks=rule.sinks, splits=self._shape.splits[at],
+            exact=self._shape.exact,
         )[None]  # fmt: skip
 
 
@@ -272,19 +278,24 @@ def shape_of(recorded: RecordedPass, laid: Sequence[LaidOut], rows: int, texts: 
     """What a pass like one that is laid out is made for, with so many rows and texts at most.
 
     Programs take as many queries as a text has: those of one text fill blocks, those of many with a few rows each
-    would leave them empty.
+    would leave them empty. What is exact has one shape for all of its passes; pieces of prompts can be longer.
     """
     from retrieve_spec.kernels.triton_tree_attention import launch_options, num_splits
 
     keys = laid[0].cache.slabs[0].tensors[0]
     heads, width, count = keys.shape[1], keys.shape[3], processors(recorded.device)
-    height = recorded.groups * -(-rows // len(laid))
+    exact = recorded.exact > 0 and rows <= EXACT_ROWS
+    height = recorded.groups * (1 if exact else -(-rows // len(laid)))
     wide = min(height, 32) if width > 128 else height  # two addresses more than one text needs leave fewer registers
     small = launch_options(1, width, keys.element_size())["BLOCK_M"]
     block = launch_options(wide, width, keys.element_size())["BLOCK_M"] if height > 2 * small else small
-    contexts = [min(slab.window or _CONTEXT, _CONTEXT) for slab in laid[0].cache.slabs]
-    splits = tuple(num_splits(heads, recorded.groups * rows, context, count) for context in contexts)
-    return PassShape(rows, texts, block, splits, logits)
+    queries = recorded.groups * (1 if exact else rows)
+    splits = tuple(
+        1 if exact and slab.window  # rows that leave a window would count blocks anew
+        else num_splits(heads, queries, min(slab.window or _CONTEXT, _CONTEXT), count)
+        for slab in laid[0].cache.slabs
+    )  # fmt: skip
+    return PassShape(rows, texts, block, splits, logits, exact)
 
 
 def packs(recorded: RecordedPass, laid: Sequence[LaidOut]) -> bool:

@@ -217,7 +217,7 @@ class RecordedPass:
         `layer_rows`).
     exact
         Give a row the same logits bit for bit whatever stands beside it: attend row by row, and fill passes up to so
-        many rows (`retrieve_spec.verify.comparison.rows_for_one_order`). 0: not so.
+        many rows (`retrieve_spec.verify.comparison.rows_for_one_order`; 1 on a GPU, whose kernels do both). 0: not so.
     like
         By layer, which of the first layers shows what it does (`copied_layers`): only these are traced. Empty: every
         layer is.
@@ -327,7 +327,7 @@ class RecordedPass:
         The results are inference tensors: copy them before changing them in place.
         """
         with torch.inference_mode():
-            if self.exact and not isinstance(attend, RowTexts):
+            if self.exact > 1 and not isinstance(attend, RowTexts):
                 return self._run_exactly(input_ids, position_ids, attend, wanted)
             rows = self._compiled.run_rows if isinstance(attend, RowTexts) else None
             logits, hidden = (rows or self._compiled.run)(*self._weights, input_ids, position_ids, attend, wanted)

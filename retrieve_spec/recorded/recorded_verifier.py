@@ -17,7 +17,7 @@ from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.kernels.row_programs import RowTexts
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
-from retrieve_spec.recorded.packed_pass import LaidOut, PackedPass, PassGraphs, packs, shape_of
+from retrieve_spec.recorded.packed_pass import EXACT_ROWS, LaidOut, PackedPass, PassGraphs, packs, shape_of
 from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
 from retrieve_spec.sampling.acceptance import on_device
 from retrieve_spec.verify.cache import same_rows
@@ -74,7 +74,9 @@ class RecordedVerifier:
     @property
     def most_rows(self) -> int:
         """Root tokens and draft nodes of one pass at most."""
-        return self.own.most_rows if self.pass_reason else PASS.tree_rows
+        if self.pass_reason:
+            return self.own.most_rows
+        return EXACT_ROWS if self.recorded.exact and self.recorded.device.type != "cpu" else PASS.tree_rows
 
     @property
     def reason(self) -> str:
@@ -151,7 +153,8 @@ class RecordedVerifier:
         if self._slabs is not None or self.reads_rest(roots):
             return True
         if self.graphs is not None:
-            return roots <= PASS.graph_rows[-1] or self._goes_on_as_it_is
+            begins = self._begins or roots > keep  # else the model begins, with a token whose logits are wanted
+            return begins and (roots <= PASS.graph_rows[-1] or self._goes_on_as_it_is)
         return self.recorded.reads_prompts and roots > max(FEW, keep) and self._goes_on_as_it_is
 
     def reads_rest(self, roots: int) -> bool:
@@ -167,14 +170,19 @@ class RecordedVerifier:
     @property
     def packs_prompts(self) -> bool:
         """Whether its prompt can be read in passes with those of others."""
-        if self.pass_reason or not self._in_a_row or self.recorded.exact:
+        return self._begins and not self.recorded.exact
+
+    @property
+    def _begins(self) -> bool:
+        """Whether recorded passes can read its prompt from where its cache ends."""
+        if self.pass_reason or not self._in_a_row:
             return False
         return self._slabs is not None or self._past > 0 or len(self._cache.layers) == len(self.recorded.rules)
 
     def _read(self, prompt_ids: NDArray[np.int32], keep: int) -> NDArray[np.int32]:
         """Read all but the last rows of a part of the prompt, `keep` at least; where a cache has no layers yet the
         model begins."""
-        if self._past == 0 and not self.packs_prompts:
+        if self._past == 0 and not self._begins:
             self.own.forward(prompt_ids[:1])
             self.own.commit(_NOTHING)
             self._past, self._unread, prompt_ids = 1, self._unread - 1, prompt_ids[1:]

@@ -344,8 +344,6 @@ def why_not_one_order(model: Any) -> str:
     Vectors of elementwise operations end with rows whose width is a multiple of theirs; experts, and layers that are no
     `torch.nn.Linear`, multiply in ways of their own.
     """
-    if model.device.type != "cpu":
-        return f"it is for a CPU, the model is on {model.device}"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"it is for 16 bits, the model is in {model.dtype}"
     layers = [module for module in model.modules() if type(module) is nn.Linear]

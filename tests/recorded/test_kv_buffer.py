@@ -28,7 +28,7 @@ def test_sliding_slab_holds_a_window() -> None:
         kept += [100.0 * turn, *(100.0 * turn + 1 + path).tolist()]
     full, sliding = cache.slabs
     assert len(kept) > 600 and full.capacity >= len(kept)
-    assert sliding.capacity == 64 < Slab(1, window, 10_000).capacity < 600
+    assert sliding.capacity == 256 < Slab(1, window, 10_000).capacity < 600
 
 
 @pytest.mark.parametrize("taken", [True, False])

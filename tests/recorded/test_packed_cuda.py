@@ -42,9 +42,9 @@ class Together:
         self.prompt, self.mask = prompt, mask.to(self.placed.device)
         self.graphs = PassGraphs(self.placed.recorded)
 
-    def accelerate(self, graphs: bool) -> None:
+    def accelerate(self, graphs: bool, nodes: int = 12) -> None:
         model, recorded, captured = self.placed.model, self.placed.recorded, self.graphs if graphs else None
-        self.placed.prepare(nodes=12)
+        self.placed.prepare(nodes=nodes)
         interface = read_interface(model)
         model.speculation._make_verifier = lambda: RecordedVerifier(
             model, HFVerifier(model, interface), recorded, captured
@@ -82,6 +82,18 @@ def test_rows_of_a_batch_attend_in_one_launch(
         captures.append(rows.graphs.captures)
     assert 0 < captures[0] <= 12, "few graphs serve texts that end at different times"
     assert captures[1] == captures[0], "a second batch, whose slabs are elsewhere, replays"
+
+
+def test_exact_passes_have_one_shape(gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and shares of a context do not follow a pass's rows, of which there are 64 at most but for prompts."""
+    rows = Together(gpu)
+    monkeypatch.setattr(rows.placed.recorded, "exact", 1)
+    rows.accelerate(graphs=True, nodes=40)
+    assert torch.equal(rows.generate(), rows.expected)
+    shapes = list(rows.graphs._made)
+    assert len({(shape.block, shape.splits) for shape in shapes if shape.exact}) == 1
+    assert all(shape.exact == (shape.rows <= packed_pass.EXACT_ROWS) for shape in shapes)
+    assert sum(shape.exact for shape in shapes) > 2 and max(shape.rows for shape in shapes) == 64
 
 
 def test_batches_go_on_where_kernels_or_captures_fail(

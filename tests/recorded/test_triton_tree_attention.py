@@ -152,6 +152,82 @@ def test_bucket_passes_agree_with_the_model() -> None:
     assert run(BUCKETS, TRITON_INTERPRET="1").split() == ["same", "40"] * 2
 
 
+EXACT = """
+import numpy as np, torch
+from retrieve_spec.recorded.packed_pass import LaidOut, PackedBuffer, PassShape
+from retrieve_spec.attention import row_depths, visible_rows
+from retrieve_spec.recorded.kv_buffer import Slab
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.triton_tree_attention import packed_tree_attention
+
+def matmul(a, b, dtype):  # BLAS adds up a row otherwise by where it stands in a matrix, tensor cores do not
+    total = np.zeros((len(a), b.shape[1]), dtype)
+    for k in range(len(b)):
+        total += a[:, k, None].astype(dtype) * b[k].astype(dtype)
+    return total
+
+np.matmul = matmul
+torch.manual_seed(0)
+HEADS, GROUPS, WIDTH, BLOCK = 1, 2, 16, 16
+states = torch.randn(3, 400, 1, WIDTH)  # of a text: queries, keys, values by position
+other = torch.randn(3, 400, 1, WIDTH)  # of what is drafted wrongly
+
+class Cache:
+    def __init__(self, held, offset):
+        self.slabs, self.first_layers = [Slab(1, 0, held - offset + 70)], [0]
+        self.slabs[0].offset = offset
+        self.slabs[0].fit(states[1, None, :0].transpose(1, 2), states[2, None, :0].transpose(1, 2))
+        for slab, given in zip(self.slabs[0].tensors, states[1:]):
+            slab[0, 0, : held - offset] = given[offset:held, 0]
+        self.addresses = np.array([[*(t.data_ptr() for t in self.slabs[0].tensors), self.slabs[0].capacity]])
+
+    def take_moves(self, most):
+        return np.empty(0, np.int32)
+
+def attend(held, offset, tree, right, splits, rules, exact=True):
+    # of the root and the nodes `right` behind it, which the text goes on with
+    seen, depths = visible_rows(1, tree), row_depths(1, tree)
+    rows = len(seen)
+    query, keys, values = other[:, held : held + rows].clone()
+    for node, position in zip([0, *(1 + n for n in right)], range(held, held + 64)):
+        query[node], keys[node], values[node] = states[:, position]
+    laid = [LaidOut(np.zeros(rows, np.int32), depths, seen, held, Cache(held, offset), held)]
+    buffer = PackedBuffer(PassShape(rows, 1, BLOCK, (splits,)), 1, GROUPS, torch.device("cpu"))
+    buffer.fill(laid)
+    query = query.expand(rows, HEADS * GROUPS, WIDTH).transpose(0, 1)
+    out = packed_tree_attention(
+        query, keys.transpose(0, 1), values.transpose(0, 1), buffer.words, buffer.depths, buffer.held[0],
+        buffer.starts, buffer.text_of, buffer.tiles, buffer.slabs[0], layer=0, block=BLOCK, scale=0.3, splits=splits,
+        exact=exact, **rules,
+    )
+    return out[[0, *(1 + n for n in right)]]
+
+def differing(held, offset, length, splits, rules, exact=True):
+    # rows of a draft whose attention is another one than behind the same text without a draft
+    wrong = [[1, 2, 3], [9, 5]] if length < 60 else []  # nodes between those that the text goes on with
+    tree = DraftTree.from_paths([*wrong, list(range(9, 9 + length))])
+    right, last = [], -1
+    for token in range(9, 9 + length):
+        last = next(n for n in range(len(tree)) if tree.parent[n] == last and tree.token_ids[n] == token)
+        right.append(last)
+    drafted = attend(held, offset, tree, right, splits, rules, exact)
+    depths = (0, length // 2, length)
+    alone = [attend(held + depth, offset % 64, None, [], splits, rules, exact)[0] for depth in depths]
+    return sum(not torch.equal(drafted[depth], one) for depth, one in zip(depths, alone, strict=True))
+
+cases = [
+    (0, 0, 9, 2, {}), (60, 0, 10, 2, {}), (120, 0, 63, 3, {}), (254, 0, 4, 3, {"softcap": 5.0}),
+    (190, 64, 20, 1, {"window": 90}), (318, 128, 4, 1, {"sinks": torch.randn(2), "window": 100}),
+]
+print([differing(*case) for case in cases], differing(*cases[3], exact=False) > 0)
+"""
+
+
+def test_exact_attention_is_the_same_bit_for_bit() -> None:
+    """What a row gets hangs on its position alone: not on drafts beside it, nor on which keys are held before."""
+    assert run(EXACT, TRITON_INTERPRET="1") == "[0, 0, 0, 0, 0, 0] True", "usual attention is another one"
+
+
 COMPILED = """
 from retrieve_spec.kernels import triton_tree_attention as kernels
 from retrieve_spec.kernels.triton_tree_attention import launch_options
@@ -166,12 +242,13 @@ def of(kernel, dtype, constants, architecture, **options):
     aligned = [name for name in kernel.arg_names if name in ALIGNED or name.endswith("stride")]
     return made(kernel, types, constants, architecture, aligned, **options)
 
-for architecture, dtype, size, width, window, capped in (
-    (90, "bf16", 2, 128, 0, False), (86, "bf16", 2, 256, 64, True), (86, "fp32", 4, 128, 64, False),
+for architecture, dtype, size, width, window, capped, exact in (
+    (90, "bf16", 2, 128, 0, False, False), (86, "bf16", 2, 256, 64, True, False),
+    (86, "fp32", 4, 128, 64, False, False), (90, "bf16", 2, 128, 64, False, True),
 ):
-    options = launch_options(260, width, size)
+    options = launch_options(1 if exact else 260, width, size)
     stages = options.pop("num_stages")
-    constants = {"D": width, "WINDOW": window, "CAPPED": capped, **options}
+    constants = {"D": width, "WINDOW": window, "CAPPED": capped, "EXACT": exact, **options}
     done = of(kernels.attend_split, dtype, constants, architecture, num_stages=stages)
     held = done.metadata.shared
     assert held <= {86: 99, 90: 227}[architecture] * 1024, (dtype, width, held)
