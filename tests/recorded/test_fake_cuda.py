@@ -111,6 +111,16 @@ def test_texts_with_different_rules_are_drawn_at_once(gpu: PretendCuda, with_tri
     assert gpu.ran["pretended.draw.default"] <= 3 + 4 + 2 * 12, "the trial, texts that begin one by one, steps"
 
 
+def test_a_short_prompt_with_positions_of_its_own(gpu: PretendCuda, with_triton: None) -> None:
+    """The model begins it, with more tokens than those whose logits are wanted."""
+    placed = Placed(gpu)
+    positions, options = torch.tensor([[0, 1, 2, 5, 6, 7, 8]]), {"max_new_tokens": 12, "do_sample": False}
+    expected = placed.host.generate(ids(7), position_ids=positions, **options)
+    placed.accelerate(expected[0])
+    assert torch.equal(placed.generate(ids(7), position_ids=positions.to(placed.device), **options), expected)
+    assert placed.model.speculation.last.pass_kind == "recorded"
+
+
 def test_slabs_grow_under_captured_passes(gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs read where slabs stand: a text that outgrows its slabs captures nothing again."""
     monkeypatch.setattr(recorded_verifier, "PASS", PassConfig(cache_block=8, tree_rows=12))
