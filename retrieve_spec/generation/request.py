@@ -432,7 +432,8 @@ def _reason_from_captured(model: Any, captured: Captured, interface: ModelInterf
     if kwargs.get(interface.mask_name) is not None and _slides_in_its_own_way(kwargs.get(interface.cache_name)):
         return "the window of the model's cache slides over the padding"
     positions = kwargs.get(interface.positions_name)
-    if kwargs.get("use_cache") is False:
+    checkpoints = model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    if kwargs.get("use_cache") is False or checkpoints:
         return "the cache is switched off"
     length, past = captured.input_ids.shape[1], _past_length(kwargs)
     if kwargs.get("inputs_embeds") is not None and (past or interface.has_encoder or interface.rope_rescans):

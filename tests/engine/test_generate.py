@@ -210,6 +210,17 @@ def test_what_is_left_to_the_original(tiny: Any, prompt: torch.Tensor, options: 
     assert reason in tiny.speculation.last.reason
 
 
+def test_gradient_checkpointing_switches_the_cache_off(tiny: Any, prompt: torch.Tensor) -> None:
+    """While the model is trained: every step of `generate` then sees the last token alone."""
+    tiny.gradient_checkpointing_enable()
+    trained, evaluated = answer_of(tiny.train(), prompt), answer_of(tiny.eval(), prompt)
+    scripted(tiny, evaluated)
+    assert torch.equal(answer_of(tiny.train(), prompt), trained)
+    assert "cache is switched off" in tiny.speculation.last.reason
+    assert torch.equal(answer_of(tiny.eval(), prompt), evaluated)
+    assert tiny.speculation.last.mode == "tree"
+
+
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
 def test_length_without_end_costs_no_memory(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
     """Nothing is allocated for tokens that may never come."""
