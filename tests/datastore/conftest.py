@@ -4,8 +4,11 @@ import secrets
 import fsspec
 import pytest
 from byte_tokenizers import byte_tokenizer
+from fake_hub import hub as hub
+from folders import write
 from tokenizers import Tokenizer
 
+from retrieve_spec.cli import run
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.sources import Source
 
@@ -18,16 +21,15 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def texts(tmp_path):
     """A folder of four small documents with much in common."""
-    folder = tmp_path / "texts"
-    (folder / "sub").mkdir(parents=True)
-    for name, text in {
-        "a.txt": "the cat sat on the mat. " * 3,
-        "b.txt": "the cat ran to the mat and the cat ate.",
-        "c.py": "def cat(mat):\n    return mat\n",
-        "sub/d.txt": "the dog sat on the cat.",
-    }.items():
-        (folder / name).write_text(text)
-    return folder
+    return write(
+        tmp_path / "texts",
+        {
+            "a.txt": "the cat sat on the mat. " * 3,
+            "b.txt": "the cat ran to the mat and the cat ate.",
+            "c.py": "def cat(mat):\n    return mat\n",
+            "sub/d.txt": "the dog sat on the cat.",
+        },
+    )
 
 
 @pytest.fixture
@@ -43,6 +45,26 @@ def records(tmp_path):
     rows = [{"output": f"answer number {i} is {i * i}", "meta": {"text": f"nested {i}"}} for i in range(5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def home(tmp_path_factory, monkeypatch):
+    """A user of its own, whose global ignore file names `*.mine`."""
+    folder = write(tmp_path_factory.mktemp("home"), {".config/git/ignore": "*.mine\n"})
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("GIT_CONFIG_GLOBAL", raising=False)
+
+
+@pytest.fixture
+def command(capfd):
+    """Runs a command; its exit code, and what it printed."""
+
+    def call(*arguments):
+        code = run([str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    return call
 
 
 @pytest.fixture

@@ -2,6 +2,10 @@
 
 from collections import Counter, defaultdict
 
+import numpy as np
+
+from retrieve_spec.kernels.ngram import ngram_hash
+
 
 def suffix_array(tokens):
     return sorted((i for i in range(len(tokens)) if tokens[i]), key=lambda i: tokens[i:])
@@ -43,3 +47,11 @@ def contexts(documents, orders):
             for order in range(1, min(i, orders) + 1):
                 counts[tuple(document[i - order : i])][document[i]] += 1
     return counts
+
+
+def context_hash(context):
+    """Hash under which an n-gram table keeps a context."""
+    h = np.uint64(0)
+    for token in reversed(context):
+        h = np.uint64(ngram_hash(h, token))
+    return h

@@ -7,11 +7,12 @@ import secrets
 from pathlib import Path
 
 import pytest
-from planned_builds import planned_then
+from folders import write
 from test_build import contents
 
-from retrieve_spec.datastore import sources
+from retrieve_spec.datastore import build, sources
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.change import by_reason
 from retrieve_spec.datastore.entry_filter import zstd
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.inspection import verify_datastore, write_catalog
@@ -35,9 +36,7 @@ def test_a_build_on_a_full_disk_leaves_no_folder(texts, tokenizer, tmp_path):
 
 def test_names_that_are_no_text_travel_escaped(tokenizer, tmp_path):
     source = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    os.mkdir(source)
-    with open(os.path.join(source, os.fsdecode(b"\xfe.txt")), "w") as file:
-        file.write("some text")
+    write(Path(source), {os.fsdecode(b"\xfe.txt"): "some text"})
     build_datastore(tmp_path / "s", source, tokenizer)
     url = f"file://{tmp_path}/remote"
     push_datastore(tmp_path / "s", url)
@@ -77,64 +76,44 @@ def test_a_store_is_no_text(texts, tokenizer, tmp_path):
 
 def test_sources_that_vanish_or_change_once_planned(tokenizer, tmp_path, monkeypatch):
     """Each is read as it is then, or counted; documents of others enter as ever."""
-    folder = tmp_path / "f"
-    (folder / "sub").mkdir(parents=True)
-    for name in ("gone.txt", "linked.txt", "other.txt", "pipe.txt", "folder.txt", "sub/below.txt", "stays.txt"):
-        (folder / name).write_text(f"the text of {name}")
     rows = "".join(f'{{"text": "record number {i}"}}\n' for i in range(40))
-    (folder / "cut.jsonl").write_text(rows)
-    (folder / "gone.jsonl").write_text(rows.replace("record", "row"))
-    (folder / "binary.jsonl").write_text('{"text": "was text"}\n')
-    for name in ("linked.jsonl", "pipe.jsonl", "folder.jsonl", "sub/below.jsonl"):
-        (folder / name).write_text(f'{{"text": "a record of {name}"}}\n')
-    (folder / "linked.gz").write_bytes(gzip.compress(b"a text that was compressed"))
+    plain = ("gone.txt", "linked.txt", "other.txt", "pipe.txt", "folder.txt", "sub/below.txt", "stays.txt")
+    records = ("linked.jsonl", "pipe.jsonl", "folder.jsonl", "sub/below.jsonl")
+    files = {name: f"the text of {name}" for name in plain}
+    files |= {name: f'{{"text": "a record of {name}"}}\n' for name in records}
+    files |= {"cut.jsonl": rows, "gone.jsonl": rows.replace("record", "row"), "binary.jsonl": '{"text": "was text"}\n'}
+    folder = write(tmp_path / "f", files | {"linked.gz": gzip.compress(b"a text that was compressed")})
     monkeypatch.setattr(sources, "SHARD_BYTES", 200)  # the larger ones are read in parts
+    grow = build.grow
 
-    def change():
-        (folder / "gone.txt").unlink()
-        (folder / "linked.txt").unlink()
-        (folder / "linked.txt").symlink_to(folder / "stays.txt")
-        (folder / "other.txt").write_text("another text, and longer than it was when it was listed")
-        (folder / "pipe.txt").unlink()
-        os.mkfifo(folder / "pipe.txt")
-        (folder / "folder.txt").unlink()
-        (folder / "folder.txt").mkdir()
-        (folder / "sub").rename(tmp_path / "moved")
-        (folder / "sub").symlink_to(tmp_path / "moved")
-        (folder / "cut.jsonl").write_text(rows[:300])
-        (folder / "gone.jsonl").unlink()
-        (folder / "binary.jsonl").write_bytes(b"\0\xff\n")
-        for name, target in (("linked.jsonl", "secret.jsonl"), ("linked.gz", "secret.gz")):
-            (folder / name).rename(tmp_path / target)
-            (folder / name).symlink_to(tmp_path / target)
-        (folder / "pipe.jsonl").unlink()
-        os.mkfifo(folder / "pipe.jsonl")
-        (folder / "folder.jsonl").unlink()
-        (folder / "folder.jsonl").mkdir()
+    def change(*arguments, **options):
+        for name in ("gone.txt", "gone.jsonl", "pipe.txt", "pipe.jsonl", "folder.txt", "folder.jsonl"):
+            (folder / name).unlink()
+        for end in ("txt", "jsonl"):
+            os.mkfifo(folder / f"pipe.{end}")
+            (folder / f"folder.{end}").mkdir()
+        for name in ("linked.txt", "linked.jsonl", "linked.gz", "sub"):
+            (folder / name).rename(tmp_path / name)
+            (folder / name).symlink_to(tmp_path / name)
+        write(folder, {"other.txt": "another text, and longer than it was", "cut.jsonl": rows[:300]})
+        write(folder, {"binary.jsonl": b"\0\xff\n"})
+        return grow(*arguments, **options)
 
-    report = planned_then(change, str(folder), tokenizer, tmp_path / "s", monkeypatch)
+    monkeypatch.setattr(build, "grow", change)  # what it is handed was listed
+    report = build_datastore(tmp_path / "s", str(folder), tokenizer, workers=1)
+    verify_datastore(tmp_path / "s")
     found = contents(tmp_path / "s")
     texts = {name: text for name, text in found.items() if "#" not in name}
-    assert texts == {"other.txt": (folder / "other.txt").read_text(), "stays.txt": "the text of stays.txt"}
+    assert texts == {"other.txt": "another text, and longer than it was", "stays.txt": "the text of stays.txt"}
     assert set(found.values()) <= {*texts.values(), *(f"record number {i}" for i in range(40))}
-    reasons = {}
-    for path, _, reason in report.skipped:
-        reasons.setdefault(path, set()).add(reason)
-    assert reasons.pop("cut.jsonl") == {Reason.CHANGING}
-    assert reasons == {
-        "gone.txt": {Reason.GONE},
-        "gone.jsonl": {Reason.GONE},
-        "linked.txt": {Reason.LINK},
-        "linked.jsonl": {Reason.LINK},
-        "linked.gz": {Reason.LINK},
-        "sub/below.txt": {Reason.LINK},
-        "sub/below.jsonl": {Reason.LINK},
-        "pipe.txt": {Reason.NOT_A_FILE},
-        "pipe.jsonl": {Reason.NOT_A_FILE},
-        "folder.jsonl": {Reason.NOT_A_FILE},
-        "folder.txt": {Reason.NOT_A_FILE},
-        "binary.jsonl#1": {"no JSON"},
+    reasons = {
+        Reason.CHANGING: {"cut.jsonl"},
+        Reason.GONE: {"gone.txt", "gone.jsonl"},
+        Reason.LINK: {"linked.txt", "linked.jsonl", "linked.gz", "sub/below.txt", "sub/below.jsonl"},
+        Reason.NOT_A_FILE: {"pipe.txt", "pipe.jsonl", "folder.jsonl", "folder.txt"},
+        "no JSON": {"binary.jsonl#1"},
     }
+    assert {reason: set(paths) for reason, paths in by_reason(report.skipped).items()} == reasons
 
 
 @pytest.mark.parametrize("end", ["", ".gz", ".zst"])
@@ -143,10 +122,8 @@ def test_records_cut_short(end, tokenizer, tmp_path):
     pack = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[end]
     rows = [f'{{"text": "record {i}: {secrets.token_hex(3000)}"}}\n' for i in range(40)]
     content = pack("".join(rows).encode())
-    (tmp_path / f"a.jsonl{end}").write_bytes(content[: len(content) * 2 // 3])
-    (tmp_path / "b.txt").write_text("a text")
-    given = [str(tmp_path / f"a.jsonl{end}"), str(tmp_path / "b.txt")]
-    report = build_datastore(tmp_path / "s", given, tokenizer, workers=1)
+    folder = write(tmp_path / "f", {f"a.jsonl{end}": content[: len(content) * 2 // 3], "b.txt": "a text"})
+    report = build_datastore(tmp_path / "s", str(folder), tokenizer, workers=1)
     found = contents(tmp_path / "s")
     whole = len(found) - 1
     assert 1 < whole < 40 and "b.txt" in found
@@ -167,8 +144,7 @@ def test_all_frames_of_a_compressed_file_are_read(tokenizer, tmp_path):
     pack = zstd.compress
     skipped = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"hello"
     content = pack(b"one ") + skipped + pack(b"") + pack(b"two " * 100_000) + skipped
-    (tmp_path / "a.txt.zst").write_bytes(content)
-    (tmp_path / "b.txt.zst").write_bytes(content[: -len(skipped) - 9])
+    write(tmp_path, {"a.txt.zst": content, "b.txt.zst": content[: -len(skipped) - 9]})
     report = build_datastore(tmp_path / "s", str(tmp_path), tokenizer, workers=1)
     assert contents(tmp_path / "s") == {"a.txt.zst": "one " + "two " * 100_000}
     assert report.skipped_by_reason == {str(Reason.UNREADABLE): 1}

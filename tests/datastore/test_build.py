@@ -1,5 +1,8 @@
+"""Builds, and readers beside a writer: every opening is a consistent snapshot."""
+
 import hashlib
 import os
+import shutil
 import sqlite3
 import stat
 from contextlib import closing
@@ -7,14 +10,15 @@ from contextlib import closing
 import numpy as np
 import pytest
 from byte_tokenizers import byte_tokenizer
+from children import exit_code, start
 from filelock import FileLock
+from folders import write
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore, open_or_build
 from retrieve_spec.datastore.change import writer
-from retrieve_spec.datastore.edit import compact_datastore
-from retrieve_spec.datastore.inspection import verify_datastore, write_catalog
-from retrieve_spec.datastore.manifest import read_manifest
+from retrieve_spec.datastore.edit import compact_datastore, remove_documents, retokenize_datastore
+from retrieve_spec.datastore.inspection import search_datastore, verify_datastore, write_catalog
 from retrieve_spec.datastore.sources import Recipe, Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import sync_datastore
@@ -51,20 +55,13 @@ def test_build_and_open(tokenizer, texts, tmp_path):
     assert verify_datastore(tmp_path / "s")["documents"] == 4
 
 
-def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(segment_tokens=100))
-    lengths = [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments]
-    assert lengths == [73, 40 + 30 + 24]
-    verify_datastore(tmp_path / "s")
-
-
-def test_document_longer_than_a_segment_is_one_by_itself(tokenizer, texts, tmp_path):
-    sync_datastore(tmp_path / "s", [texts], tokenizer, config=StoreConfig(segment_tokens=50))
-    assert [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments] == [73, 40, 30, 24]
-    generation = read_manifest(tmp_path / "s").generation
-    assert sync_datastore(tmp_path / "s", [texts]).documents == 0
-    assert read_manifest(tmp_path / "s").generation == generation
-    assert compact_datastore(tmp_path / "s").segments == 4
+@pytest.mark.parametrize(("most", "lengths"), [(100, [73, 40 + 30 + 24]), (50, [73, 40, 30, 24])])
+def test_segments_are_cut_by_order_and_length(tokenizer, texts, tmp_path, most, lengths):
+    """A document that is longer than a segment is one by itself."""
+    sync_datastore(tmp_path / "s", [texts], tokenizer, config=StoreConfig(segment_tokens=most))
+    for change in (lambda: sync_datastore(tmp_path / "s", [texts]), lambda: compact_datastore(tmp_path / "s")):
+        assert [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments] == lengths
+        change()
     verify_datastore(tmp_path / "s")
 
 
@@ -123,9 +120,7 @@ def test_catalogue_can_be_searched_by_path(store):
 
 @pytest.mark.parametrize("name", ["notes.txt", "work/thesis.tex", "segments/audio.wav", "work/plan.json"])
 def test_a_folder_with_other_files_is_left_alone(tokenizer, texts, tmp_path, name):
-    mine = tmp_path / "mine" / name
-    mine.parent.mkdir(parents=True)
-    mine.write_text("precious")
+    mine = write(tmp_path / "mine", {name: "precious"}) / name
     with pytest.raises(BuildError, match=f"empty folder.*{name.partition('/')[0]}"):
         build_datastore(tmp_path / "mine", str(texts), tokenizer)
     assert mine.read_text() == "precious"
@@ -155,13 +150,9 @@ def opened(recipe, tokenizer, tmp_path):
     return call
 
 
-def test_built_once(opened):
+def test_built_once_and_anew_after_damage_or_for_another_tokenizer(opened, tmp_path):
     assert opened() == ["before", 4]
     assert opened() == []
-
-
-def test_damage_and_other_tokenizers_are_built_anew(opened, tmp_path):
-    opened()
     next((tmp_path / "cache" / "s").glob("segments/*/tokens.bin")).unlink()
     assert opened() == ["before", 4]
     assert opened(byte_tokenizer(offset=9)) == ["before", 4]
@@ -173,3 +164,42 @@ def test_a_build_under_way_is_left_alone(opened, tmp_path):
         with pytest.raises(StoreLockedError):
             opened()
         assert work.plan() == {"verb": "build"}
+
+
+ROUNDS = 4
+
+
+def test_a_reader_keeps_what_it_opened(store, tokenizer):
+    opened = open_datastore(store)
+    before = search_datastore(open_datastore(store), "the cat")
+    retokenize_datastore(store, byte_tokenizer(offset=300), workers=1)
+    assert search_datastore(opened, "the cat") == before
+    shutil.rmtree(store)
+    assert opened.tokenizer.encode("cat").ids == tokenizer.encode("cat").ids
+    assert opened.document_at(0, 0).path == "a.txt"
+
+
+def change_again_and_again(store, answers):
+    for _ in range(ROUNDS):
+        add_documents(store, answers)
+        compact_datastore(store)
+        remove_documents(store, ["answers*"])
+
+
+def test_readers_see_one_state_or_the_next(tokenizer, texts, records, tmp_path):
+    store = tmp_path / "s"
+    answers = Source(str(records), field="output")
+    build_datastore(store, str(texts), tokenizer, config=StoreConfig(segment_tokens=80))
+    before = contents(store)
+    add_documents(store, answers)
+    after = contents(store)
+    remove_documents(store, ["answers*"])
+    writer = start(change_again_and_again, store, answers)
+    seen = []
+    while writer.is_alive():
+        seen.append(contents(store))
+        verify_datastore(store)
+        assert seen[-1] in (before, after)
+    assert exit_code(writer) == 0
+    assert contents(store) == before
+    assert after in seen

@@ -3,66 +3,42 @@
 import json
 
 import pytest
+from folders import write
 
-from retrieve_spec.cli import run
 from retrieve_spec.datastore.store import open_datastore
 
 
 @pytest.fixture
-def command(capfd):
-    def call(*arguments):
-        code = run([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
-def store(command, texts, tmp_path):
-    tokenizer = tmp_path / "tokenizer.json"
-    from byte_tokenizers import byte_tokenizer
-
-    byte_tokenizer().save(str(tokenizer))
-    code, out, _ = command(
-        "build", tmp_path / "s", texts, "--tokenizer", tokenizer, "--stated-licence", "MIT", "--json"
-    )
+def store(command, texts, tokenizer, tmp_path):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    options = ("--tokenizer", tmp_path / "tokenizer.json", "--stated-licence", "MIT", "--json")
+    code, out, _ = command("build", tmp_path / "s", texts, *options)
     report = json.loads(out)
     assert (code, report["documents"], report["skipped"]) == (0, 4, [])
     return tmp_path / "s"
 
 
 def test_whole_life(command, store, records, tmp_path):
-    assert json.loads(command("info", store, "--json")[1])["documents"] == 4
+    def told(*arguments):
+        return json.loads(command(*arguments, "--json")[1])
+
+    assert told("info", store)["documents"] == 4
     assert "4" in command("info", store)[1]
-    added = json.loads(command("add", store, records, "--field", "output", "--json")[1])
-    assert added["documents"] == 5
-    assert json.loads(command("search", store, "the cat", "--json", "--limit", 2)[1])["matched"] == 7
-    code, out, _ = command("search", store, "the cat")
-    assert code == 0
-    assert "a.txt (MIT)" in out
-    assert json.loads(command("remove", store, "a.txt", "--json")[1])["tokens"] == 72
-    assert json.loads(command("remove", store, "--where", "path like '%#2'", "--json")[1])["documents"] == 1
-    assert json.loads(command("compact", store, "--json")[1])["segments"] == 1
-    assert json.loads(command("merge", tmp_path / "m", store, "--json")[1])["documents"] == 7
-    retokenized = command("retokenize", tmp_path / "m", "--tokenizer", "reference", "--json")
-    assert json.loads(retokenized[1])["verb"] == "retokenize"
+    assert told("add", store, records, "--field", "output")["documents"] == 5
+    assert told("search", store, "the cat", "--limit", 2)["matched"] == 7
+    assert "a.txt (MIT)" in command("search", store, "the cat")[1]
+    assert told("remove", store, "a.txt")["tokens"] == 72
+    assert told("remove", store, "--where", "path like '%#2'")["documents"] == 1
+    assert told("compact", store)["segments"] == 1
+    assert told("merge", tmp_path / "m", store)["documents"] == 7
+    assert told("retokenize", tmp_path / "m", "--tokenizer", "reference")["verb"] == "retokenize"
     for folder in (store, tmp_path / "m"):
-        assert json.loads(command("verify", folder, "--json")[1])["sound"] is True
+        assert told("verify", folder)["sound"] is True
     assert open_datastore(tmp_path / "m", tokenizer="reference").manifest.documents == 7
 
 
-def skippable(tmp_path):
-    folder = tmp_path / "odd"
-    folder.mkdir()
-    for number in range(5):
-        (folder / f"{number}.bin").write_bytes(b"\0")
-    (folder / "nothing.txt").write_text("")
-    return folder
-
-
 def test_sources_without_text_say_why_and_leave_no_folder(command, tmp_path):
-    folder = skippable(tmp_path)
+    folder = write(tmp_path / "odd", {f"{number}.bin": b"\0" for number in range(5)} | {"nothing.txt": ""})
     code, _, err = command("build", tmp_path / "new", folder, "--tokenizer", "reference")
     assert code == 1
     assert "got none: left out 5 binary (first: 0.bin), 1 empty (first: nothing.txt)." in err
@@ -106,11 +82,9 @@ def test_errors(command, store, tmp_path, arguments, code, message):
 
 
 def test_recipe(command, tmp_path):
-    recipe = tmp_path / "r.toml"
-    (tmp_path / "doc.txt").write_text("some words")
-    recipe.write_text(f'name = "mine"\nindex = "ngram"\n[[source]]\npath = "{tmp_path}/doc.txt"\nlicence = "CC0"')
-    assert command("build", tmp_path / "s", "--recipe", recipe, "--tokenizer", "reference")[0] == 0
-    history = json.loads(command("info", tmp_path / "s", "--json")[1])["history"]
-    assert history[0]["recipe"] == "mine"
+    recipe = f'name = "mine"\nindex = "ngram"\n[[source]]\npath = "{tmp_path}/doc.txt"\nlicence = "CC0"'
+    write(tmp_path, {"doc.txt": "some words", "r.toml": recipe})
+    assert command("build", tmp_path / "s", "--recipe", tmp_path / "r.toml", "--tokenizer", "reference")[0] == 0
+    assert json.loads(command("info", tmp_path / "s", "--json")[1])["history"][0]["recipe"] == "mine"
     code, _, err = command("search", tmp_path / "s", "x")
     assert (code, "n-grams only" in err) == (1, True)

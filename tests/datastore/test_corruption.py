@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from folders import flip
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
@@ -34,50 +35,43 @@ PRESETS = ("auto", "rest", "sam", "hierarchy", "adaptive-trigram")
 
 
 @pytest.fixture
-def plain(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer)
-    return tmp_path / "s"
-
-
-@pytest.fixture
-def store(plain, records):
-    add_documents(plain, Source(str(records), field="output"))
-    remove_documents(plain, ["b.txt"])
-    verify_datastore(plain)
-    return plain
+def grown(store, records):
+    add_documents(store, Source(str(records), field="output"))
+    remove_documents(store, ["b.txt"])
+    verify_datastore(store)
+    return store
 
 
 def files_of(store):
     return [p for p in sorted(store.rglob("*")) if p.is_file() and p.name != "lock" and p.stat().st_size]
 
 
-def test_one_flipped_byte_anywhere_is_found(store):
+def test_one_flipped_byte_anywhere_is_found(grown):
     random = np.random.default_rng(0)
-    for path in files_of(store):
-        whole = path.read_bytes()
-        for at in {0, len(whole) - 1, len(whole) // 2, *random.integers(0, len(whole), 12).tolist()}:
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x01]) + whole[at + 1 :])
+    for path in files_of(grown):
+        for at in (0, 0.5, 1, *random.random(12).tolist()):
+            whole = flip(path, at)
             try:
-                verify_datastore(store)
+                verify_datastore(grown)
                 found = False
             except StoreError as error:
                 found = bool(error.expected and error.got and error.remedy)
+            path.write_bytes(whole)
             assert found, (path, at)
-        path.write_bytes(whole)
-    verify_datastore(store)
+    verify_datastore(grown)
 
 
-def test_truncated_and_missing_files_are_found_by_opening(store):
-    for path in files_of(store):
+def test_truncated_and_missing_files_are_found_by_opening(grown):
+    for path in files_of(grown):
         whole = path.read_bytes()
         path.unlink()
         with pytest.raises(StoreError):
-            open_datastore(store)
+            open_datastore(grown)
         path.write_bytes(whole[:-1])
         with pytest.raises(StoreCorruptError, match=r"expected .* got"):
-            open_datastore(store)
+            open_datastore(grown)
         path.write_bytes(whole)
-    verify_datastore(store)
+    verify_datastore(grown)
 
 
 def rewrite(store, change):
@@ -93,15 +87,15 @@ def rewrite(store, change):
 
 
 @pytest.mark.parametrize(("version", "remedy"), [(99, "Upgrade"), (2, "build the store again")])
-def test_other_formats_are_refused(store, version, remedy):
-    rewrite(store, lambda body: body.update(format=version))
+def test_other_formats_are_refused(grown, version, remedy):
+    rewrite(grown, lambda body: body.update(format=version))
     with pytest.raises(StoreVersionError, match=remedy):
-        open_datastore(store)
+        open_datastore(grown)
 
 
 @pytest.mark.parametrize("dtype", ["<u1", "<f8", "O", "nonsense", ""])
-def test_arrays_of_another_dtype_are_found_by_opening(store, dtype):
-    kept = (store / MANIFEST).read_bytes()
+def test_arrays_of_another_dtype_are_found_by_opening(grown, dtype):
+    kept = (grown / MANIFEST).read_bytes()
     for segment in json.loads(kept)["segments"]:
         for kind in ("files", "tombstones"):
             for name in segment[kind]:
@@ -111,7 +105,7 @@ def test_arrays_of_another_dtype_are_found_by_opening(store, dtype):
                         if name in one[kind]:
                             one[kind][name]["dtype"] = dtype
 
-                copy = shutil.copytree(store, store.with_name("copy"))
+                copy = shutil.copytree(grown, grown.with_name("copy"))
                 rewrite(copy, change)
                 with pytest.raises(StoreCorruptError):
                     open_datastore(copy)
@@ -119,16 +113,16 @@ def test_arrays_of_another_dtype_are_found_by_opening(store, dtype):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"format": "1"}', b"\xff\xfe"])
-def test_nonsense_manifest_is_refused(store, content):
-    (store / MANIFEST).write_bytes(content)
+def test_nonsense_manifest_is_refused(grown, content):
+    (grown / MANIFEST).write_bytes(content)
     with pytest.raises(StoreCorruptError):
-        open_datastore(store)
+        open_datastore(grown)
 
 
 def forge(store, name, change):
     """Alter an array and record the checksum of what is there now: only its structure can tell."""
     folder = sorted((store / "segments").iterdir())[-1]
-    path = folder / f"{name}.bin"
+    path = folder / name
 
     def record(body):
         (entry,) = [s for s in body["segments"] if s["name"] == folder.name]
@@ -185,10 +179,10 @@ def beyond(array):
         ("ngram_succ_tokens", lambda array: np.roll(array, 1)),
     ],
 )
-def test_wrong_structure_with_right_checksums_is_found(store, name, change):
-    forge(store, name, change)
+def test_wrong_structure_with_right_checksums_is_found(grown, name, change):
+    forge(grown, f"{name}.bin", change)
     with pytest.raises(StoreCorruptError):
-        verify_datastore(store)
+        verify_datastore(grown)
 
 
 @pytest.mark.parametrize("removed", [False, True])
@@ -201,46 +195,46 @@ def test_wrong_structure_with_right_checksums_is_found(store, name, change):
         ("tokens", lambda array: array[:0]),
     ],
 )
-def test_sizes_that_do_not_belong_together_are_found_by_opening(plain, name, change, removed):
+def test_sizes_that_do_not_belong_together_are_found_by_opening(store, name, change, removed):
     if removed:
-        remove_documents(plain, ["b.txt"])
-        assert any(segment.removed for segment in open_datastore(plain).segments)
-    forge(plain, name, change)
+        remove_documents(store, ["b.txt"])
+        assert any(segment.removed for segment in open_datastore(store).segments)
+    forge(store, f"{name}.bin", change)
     for read in (open_datastore, verify_datastore):
         with pytest.raises(StoreCorruptError):
-            read(plain)
+            read(store)
 
 
-def test_a_text_whose_index_the_manifest_leaves_out_is_found(plain):
-    rewrite(plain, lambda body: [body["segments"][0]["files"].pop(f"{name}.bin") for name in ("suffix_array", "top")])
+def test_a_text_whose_index_the_manifest_leaves_out_is_found(store):
+    rewrite(store, lambda body: [body["segments"][0]["files"].pop(f"{name}.bin") for name in ("suffix_array", "top")])
     with pytest.raises(StoreCorruptError, match="an exact index of its text"):
-        verify_datastore(plain)
+        verify_datastore(store)
 
 
-def test_tombstones_of_a_kind_that_is_not_known_are_refused(store):
+def test_tombstones_of_a_kind_that_is_not_known_are_refused(grown):
     def other(name):
         return name.rsplit("-", 1)[0] + "-other.bin"
 
     def rename(body):
         (segment,) = [s for s in body["segments"] if s["tombstones"]]
         segment["tombstones"] = {other(name): file for name, file in segment["tombstones"].items()}
-        for path in (store / "tombstones").iterdir():
+        for path in (grown / "tombstones").iterdir():
             path.rename(path.with_name(other(path.name)))
 
-    rewrite(store, rename)
+    rewrite(grown, rename)
     for read in (open_datastore, verify_datastore):
         with pytest.raises(StoreCorruptError):
-            read(store)
+            read(grown)
 
 
-def test_document_tables_of_another_store_are_found(store, tokenizer, records, tmp_path):
+def test_document_tables_of_another_store_are_found(grown, tokenizer, records, tmp_path):
     build_datastore(tmp_path / "t", Source(str(records), field="output"), tokenizer)
     (other,) = (tmp_path / "t" / "segments").iterdir()
-    for mine in (store / "segments").iterdir():
+    for mine in (grown / "segments").iterdir():
         for path in other.glob("document_*.bin"):
             shutil.copy(path, mine / path.name)
     with pytest.raises(StoreCorruptError):
-        open_datastore(store)
+        open_datastore(grown)
 
 
 def damage(store, name, content):
@@ -263,14 +257,14 @@ def draft(store, preset, ids):
 
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("seed", [0, 1, None])
-def test_reading_a_damaged_array_ends_with_a_draft_or_an_error_that_says_so(plain, tokenizer, name, seed):
+def test_reading_a_damaged_array_ends_with_a_draft_or_an_error_that_says_so(store, tokenizer, name, seed):
     text = "the cat sat on the mat. the cat ran to the mat and"
     content = b"\xff" if seed is None else np.random.default_rng(seed).bytes(4099)
-    damage(plain, name, content)
+    damage(store, name, content)
     with pytest.raises(StoreCorruptError):
-        verify_datastore(plain)
+        verify_datastore(store)
     try:
-        opened = open_datastore(plain)
+        opened = open_datastore(store)
     except StoreCorruptError:
         assert name == "vocabulary"
         return
@@ -283,21 +277,19 @@ def test_reading_a_damaged_array_ends_with_a_draft_or_an_error_that_says_so(plai
 
 
 @pytest.mark.parametrize("name", ["tokens", "documents", "suffix_array", "document_paths", "document_hashes"])
-def test_changes_do_not_put_new_checksums_on_damage(plain, tokenizer, tmp_path, name):
-    (path,) = plain.glob(f"segments/*/{name}.bin")
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2 : len(whole) // 2 + 1] = [whole[len(whole) // 2] ^ 1]
-    path.write_bytes(whole)
-    before = (plain / "manifest.json").read_bytes()
-    removal = () if name in ("tokens", "suffix_array") else (lambda: remove_documents(plain, ["b.txt"]),)
+def test_changes_do_not_put_new_checksums_on_damage(store, tokenizer, tmp_path, name):
+    (path,) = store.glob(f"segments/*/{name}.bin")
+    flip(path)
+    before = (store / "manifest.json").read_bytes()
+    removal = () if name in ("tokens", "suffix_array") else (lambda: remove_documents(store, ["b.txt"]),)
     for change in (  # a removal writes nothing of these two anew
         *removal,
-        lambda: compact_datastore(plain),
-        lambda: retokenize_datastore(plain, tokenizer, workers=1),
+        lambda: compact_datastore(store),
+        lambda: retokenize_datastore(store, tokenizer, workers=1),
     ):
         with pytest.raises(StoreCorruptError):
             change()
-    assert (plain / "manifest.json").read_bytes() == before
-    merge_datastores(tmp_path / "merged", [plain])  # takes files over under the checksums that they had
+    assert (store / "manifest.json").read_bytes() == before
+    merge_datastores(tmp_path / "merged", [store])  # takes files over under the checksums that they had
     with pytest.raises(StoreCorruptError):
         verify_datastore(tmp_path / "merged")

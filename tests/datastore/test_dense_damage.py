@@ -1,7 +1,6 @@
 """Dense indexes whose files changed: an error that says so before FAISS reads them, and no place outside the text."""
 
 import errno
-import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +9,8 @@ import faiss
 import numpy as np
 import pytest
 from dense_models import save_model
-from test_corruption import rewrite
+from folders import flip, write
+from test_corruption import forge
 
 from retrieve_spec.cli import run
 from retrieve_spec.config import DenseConfig, StoreConfig
@@ -25,15 +25,11 @@ HIDDEN = np.random.default_rng(5).normal(size=(4, 16)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    from byte_tokenizers import byte_tokenizer
-
+def whole(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "texts").mkdir()
-    for name in ("a.txt", "b.txt"):
-        (folder / "texts" / name).write_text(f"{name}: the cat sat on the mat. " * 3)
+    write(folder / "texts", {name: f"{name}: the cat sat on the mat. " * 3 for name in ("a.txt", "b.txt")})
     config = StoreConfig(dense=DenseConfig(save_model(folder / "model"), dims=8, window=32, overlap=8))
-    build_datastore(folder / "s", str(folder / "texts"), byte_tokenizer(), config=config)
+    build_datastore(folder / "s", str(folder / "texts"), tokenizer, config=config)
     return folder / "s"
 
 
@@ -47,17 +43,6 @@ def segment_file(store, name):
     return segment / name
 
 
-def forge(store, name, content):
-    """Put other bytes in place and record their size and checksum: only their structure can tell."""
-    segment_file(store, name).write_bytes(content)
-
-    def record(body):
-        entry = body["segments"][0]["files"][name]
-        entry.update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-
-    rewrite(store, record)
-
-
 def search(store):
     return open_datastore(store).dense[0][1].search(HIDDEN, 30)
 
@@ -65,10 +50,7 @@ def search(store):
 @pytest.mark.parametrize("name", DENSE_FILES)
 @pytest.mark.parametrize("at", [0, 0.5, 1])
 def test_one_flipped_bit_is_found_before_the_first_search_and_by_verify(store, name, at):
-    path = segment_file(store, name)
-    content = bytearray(path.read_bytes())
-    content[int(at * (len(content) - 1))] ^= 1
-    path.write_bytes(content)
+    flip(segment_file(store, name), at)
     for look in (search, verify_datastore):
         with pytest.raises(StoreCorruptError, match=f"checksum.*{name}"):
             look(store)
@@ -110,7 +92,7 @@ def index_of(kind, *options, count=3):
     ],
 )
 def test_wrong_files_with_right_checksums_are_found(store, name, content, words):
-    forge(store, name, content)
+    forge(store, name, lambda _: np.frombuffer(content, np.uint8))
     for look in (search, verify_datastore):
         with pytest.raises(StoreCorruptError, match=words):
             look(store)
@@ -118,7 +100,7 @@ def test_wrong_files_with_right_checksums_are_found(store, name, content, words)
 
 @pytest.mark.parametrize("change", [lambda p: p + (1 << 30), lambda p: p[::-1], lambda p: p + 1, lambda p: p[:-1]])
 def test_wrong_positions_with_right_checksums_are_found(store, change):
-    forge(store, POSITIONS, change(open_datastore(store).dense[0][1].positions).tobytes())
+    forge(store, POSITIONS, change)
     with pytest.raises(StoreCorruptError):
         verify_datastore(store)
 

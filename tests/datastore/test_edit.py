@@ -1,9 +1,19 @@
+"""Edits: nothing that only removed documents said is found or drafted, whatever the index; what is joined or rewritten
+says what it said."""
+
+from collections import Counter
+
+import naive_index as naive
 import pytest
 from byte_tokenizers import byte_tokenizer
+from folders import flip, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_build import contents
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore import edit
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import (
     compact_datastore,
@@ -14,7 +24,7 @@ from retrieve_spec.datastore.edit import (
 from retrieve_spec.datastore.inspection import search_datastore, verify_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.errors import BuildError, TokenizerMismatchError
+from retrieve_spec.errors import BuildError, StoreCorruptError, TokenizerMismatchError
 
 
 @pytest.fixture
@@ -69,17 +79,6 @@ def test_compact(store):
     assert [p.name for p in (store / "segments").iterdir()] == [after.segments[0].name]
 
 
-def test_merge_keeps_a_text_once(store, texts, tokenizer, tmp_path):
-    (texts / "new.txt").write_text("something new")
-    build_datastore(tmp_path / "t", str(texts), tokenizer)
-    report = merge_datastores(tmp_path / "out", [store, tmp_path / "t"])
-    assert report.skipped_by_reason == {"duplicate": 4}
-    assert contents(tmp_path / "out") == contents(store) | contents(tmp_path / "t")
-    verify_datastore(tmp_path / "out")
-    with pytest.raises(BuildError, match="there is one"):
-        merge_datastores(tmp_path / "out", [store])
-
-
 def test_merge_refuses_another_tokenizer(store, texts, tmp_path):
     build_datastore(tmp_path / "t", str(texts), byte_tokenizer(offset=5))
     with pytest.raises(TokenizerMismatchError):
@@ -102,8 +101,7 @@ def test_retokenize(store):
 
 
 def test_what_another_tokenizer_says_nothing_of_is_left_out(tmp_path):
-    for name, text in (("a.txt", "hello world"), ("b.txt", "\u200b"), ("c.txt", "world")):
-        (tmp_path / name).write_text(text)
+    write(tmp_path, {"a.txt": "hello world", "b.txt": "\u200b", "c.txt": "world"})
     build_datastore(tmp_path / "s", [str(tmp_path / f"{name}.txt") for name in "abc"], byte_tokenizer())
     other = Tokenizer(models.WordLevel({"hello": 0, "world": 1, "?": 2}, unk_token="?"))
     other.normalizer, other.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.Whitespace()
@@ -135,3 +133,108 @@ def test_ngram_only_stores_grow_by_segments(tokenizer, texts, tmp_path):
     verify_datastore(tmp_path / "s")
     assert remove_documents(tmp_path / "s", ["more.txt"]).segments == 1  # a whole segment
     verify_datastore(tmp_path / "s")
+
+
+TEXTS = st.lists(st.text("abc", min_size=1, max_size=25), min_size=2, max_size=7, unique=True)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A new folder for every example."""
+    return lambda: tmp_path_factory.mktemp("example")
+
+
+def build(folder, tokenizer, texts):
+    write(folder / "texts", {f"{i}.txt": text for i, text in enumerate(texts)})
+    build_datastore(folder / "s", str(folder / "texts"), tokenizer, workers=1)
+    return folder / "s"
+
+
+@settings(max_examples=40)
+@given(TEXTS, st.data())
+@pytest.mark.parametrize("most", [1 << 17, 0])
+def test_only_what_is_left_is_found_and_drafted(places, tokenizer, most, texts, data):
+    store = build(places(), tokenizer, texts)
+    gone = data.draw(st.sets(st.integers(0, len(texts) - 1), min_size=1, max_size=len(texts) - 1))
+    left = [text for i, text in enumerate(texts) if i not in gone]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edit, "MOST_TOKENS", most)
+        for i in sorted(gone, reverse=data.draw(st.booleans())):
+            remove_documents(store, [f"{i}.txt"])
+    verify_datastore(store)
+    opened = open_datastore(store)
+    assert sorted(contents(store).values()) == sorted(left)
+    assert most or not any(entry.tombstones for entry in opened.manifest.segments)  # written anew
+    assert opened.manifest.tokens == sum(map(len, left))
+    encode = {character: tokenizer.encode(character).ids[0] for character in "abc"}
+    followed = naive.contexts([[encode[c] for c in text] for text in left], 5)
+    check_ngrams(opened, followed, encode.values())
+    check_search(opened, left, data.draw(st.text("abc", min_size=1, max_size=12)))
+
+
+def check_ngrams(opened, followed, alphabet):
+    """Every context of the text that is left has its counts, and no other continuation."""
+    (table,) = opened.ngrams
+    for context in [(), *followed]:
+        for first in alphabet:
+            found = table.look_up(naive.context_hash((first, *context[-4:])))
+            expected = followed.get((first, *context[-4:]), Counter())
+            if found is not None:
+                assert dict(zip(found[2].tolist(), found[3].tolist(), strict=True)) == dict(expected)
+                assert found[0] == sum(expected.values())
+                assert found[3].tolist() == sorted(found[3].tolist(), reverse=True)
+            assert found is not None or sum(expected.values()) < 2 or len(context) == 0
+
+
+def check_search(opened, left, query):
+    """The longest end of a query that occurs is that of the text that is left, and only what follows there follows."""
+    longest = next(n for n in range(len(query), -1, -1) if any(query[len(query) - n :] in text for text in left))
+    result, end = search_datastore(opened, query), query[len(query) - longest :]
+    assert result.matched == longest
+    if longest:
+        starts = [text[i + longest :] for text in left for i in range(len(text)) if text.startswith(end, i)]
+        assert result.count == len(starts)
+        assert {token for token, _ in result.continuations} == {rest[0] for rest in starts if rest}
+        assert {place.document.path for place in result.occurrences} <= set(contents(opened.path))
+
+
+def test_ranks_that_are_damaged_are_not_carried_into_new_tombstones(store):
+    remove_documents(store, ["a.txt"])
+    (ranks,) = (store / "tombstones").glob("*-ranks.bin")
+    flip(ranks)
+    with pytest.raises(StoreCorruptError, match="ranks"):
+        remove_documents(store, ["c.py"])
+
+
+def test_a_text_that_two_stores_have_is_listed_once_and_goes_from_both(tokenizer, texts, tmp_path):
+    stores = [tmp_path / "one", tmp_path / "two"]
+    for store in stores:
+        write(texts, {f"{store.name}.txt": f"only {store.name} says this"})
+        build_datastore(store, [str(texts / "a.txt"), str(texts / f"{store.name}.txt")], tokenizer)
+    merged = tmp_path / "m"
+    report = merge_datastores(merged, stores)
+    assert (report.documents, report.skipped_by_reason) == (3, {"duplicate": 1})
+    with pytest.raises(BuildError, match="there is one"):
+        merge_datastores(merged, stores)
+    for change in (lambda: None, lambda: compact_datastore(merged)):
+        change()
+        verify_datastore(merged)
+        assert contents(merged) == contents(stores[0]) | contents(stores[1])
+    merge_datastores(tmp_path / "n", stores)
+    remove_documents(tmp_path / "n", ["a.txt"])
+    verify_datastore(tmp_path / "n")
+    assert search_datastore(open_datastore(tmp_path / "n"), "the cat sat").matched < 5
+    assert sorted(contents(tmp_path / "n")) == ["one.txt", "two.txt"]
+
+
+def test_merging_links_files_and_takes_a_segment_once(tokenizer, texts, records, tmp_path):
+    build_datastore(tmp_path / "a", str(texts), tokenizer)
+    merge_datastores(tmp_path / "b", [tmp_path / "a"])
+    add_documents(tmp_path / "b", str(records), config=StoreConfig(document_bytes=1 << 20))
+    remove_documents(tmp_path / "a", ["c.py"])
+    merge_datastores(tmp_path / "m", [tmp_path / "b", tmp_path / "a"])
+    verify_datastore(tmp_path / "m")
+    assert "c.py" not in contents(tmp_path / "m")  # one of the stores removed it from the segment that both have
+    first = open_datastore(tmp_path / "a").segments[0].name
+    here, there = (tmp_path / name / "segments" / first / "tokens.bin" for name in "am")
+    assert here.stat().st_ino == there.stat().st_ino

@@ -3,22 +3,14 @@
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from random import Random
 
 import pytest
+from folders import write
 
-from retrieve_spec.datastore import git_rules
+from retrieve_spec.datastore import entry_filter, git_rules
 from retrieve_spec.datastore.entry_filter import EntryFilter, secret_name, secret_text
 from retrieve_spec.datastore.git_rules import Reason
-
-
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 def git(folder, *arguments):
@@ -27,14 +19,7 @@ def git(folder, *arguments):
     )
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path_factory, monkeypatch):
-    """A user of its own, whose global ignore file names `*.mine`."""
-    home = tmp_path_factory.mktemp("home")
-    write(home, {".config/git/ignore": "*.mine\n"})
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    monkeypatch.delenv("GIT_CONFIG_GLOBAL", raising=False)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture
@@ -78,39 +63,31 @@ ENTERS = {
 }  # fmt: skip
 
 
-def listed(filter):
-    return {Path(name): said for name, said in filter.entries()}
-
-
-def passed(found):
-    return {path for path, said in found.items() if not isinstance(said, Reason)}
-
-
-def entering(filter):
-    return {str(path.relative_to(filter.roots[0])) for path in passed(listed(filter))}
+def entering(root):
+    """Files that may enter from a folder, each listed once."""
+    found = [name for name, said in EntryFilter([root]).entries() if not isinstance(said, Reason)]
+    assert len(found) == len(set(found))
+    return {Path(name).relative_to(root.resolve()).as_posix() for name in found}
 
 
 def test_what_git_ignores_stays_out_through_any_of_its_files(checkout):
-    filter = EntryFilter([checkout])
     # `in.log` is no business of the outer checkout's rules
-    assert entering(filter) == ENTERS | {"inner/in.log"}
+    assert entering(checkout) == ENTERS | {"inner/in.log"}
 
 
 def test_where_git_cannot_be_asked_its_files_are_read(checkout, monkeypatch):
     monkeypatch.setattr(git_rules, "_git", lambda *_: None)
-    filter = EntryFilter([checkout])
     # without git nobody knows what is tracked: fewer files enter, none more
-    assert entering(filter) == (ENTERS | {"inner/in.log"}) - {"tracked.log", "build/kept.py", "build/made.py"}
+    assert entering(checkout) == (ENTERS | {"inner/in.log"}) - {"tracked.log", "build/kept.py", "build/made.py"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 def test_a_checkout_cannot_make_git_run_its_programs(checkout, tmp_path):
-    ran = tmp_path / "ran"
-    program = tmp_path / "program.sh"
+    ran, program = tmp_path / "ran", tmp_path / "program.sh"
     program.write_text(f"#!/bin/sh\ntouch {ran}\n")
     program.chmod(0o755)
     git(checkout, "config", "core.fsmonitor", str(program))
-    assert "a.py" in entering(EntryFilter([checkout]))
+    assert "a.py" in entering(checkout)
     assert not ran.exists()
 
 
@@ -120,35 +97,20 @@ def test_variables_of_a_hook_do_not_lead_elsewhere(checkout, tmp_path, monkeypat
     git(other, "init", "-q")
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(other))
-    assert "a.py" in entering(EntryFilter([checkout]))
+    assert "a.py" in entering(checkout)
 
 
 def test_nothing_behind_a_link_enters(tmp_path):
-    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
-    write(root, {"a.py": "a = 1\n", "folder/b.py": "b = 1\n"})
-    write(elsewhere, {"secret.py": "c = 1\n"})
-    (root / "out").symlink_to(elsewhere)
-    (root / "in").symlink_to(root / "folder")
-    (root / "file.py").symlink_to(elsewhere / "secret.py")
-    (root / "loop").symlink_to("loop")
+    root, elsewhere = tmp_path.resolve() / "root", tmp_path / "elsewhere"
+    write(tmp_path, {"root/a.py": "a = 1\n", "root/folder/b.py": "b = 1\n", "elsewhere/secret.py": "c = 1\n"})
+    links = {"out": elsewhere, "in": root / "folder", "file.py": elsewhere / "secret.py", "loop": "loop"}
+    for name, target in links.items():
+        (root / name).symlink_to(target)
     filter = EntryFilter([root])
-    assert entering(filter) == {"a.py", "folder/b.py"}
-    assert [path.name for path, said in listed(filter).items() if said is Reason.LINK] == [
-        "file.py",
-        "in",
-        "loop",
-        "out",
-    ]
-    for name in ("out/secret.py", "in/b.py", "file.py"):
+    assert entering(root) == {"a.py", "folder/b.py"}
+    assert {name for name in links if (str(root / name), Reason.LINK) in filter.entries()} == {*links}
+    for name in ("out/secret.py", "in/b.py", "file.py", "../elsewhere/secret.py"):
         assert filter.read(root / name) is Reason.LINK
-    assert filter.read(root / "../elsewhere/secret.py") is Reason.LINK
-
-
-def listed_once(filter):
-    """Files that a filter lists, each once."""
-    found = [Path(name) for name, verdict in filter.entries() if not isinstance(verdict, Reason)]
-    assert len(found) == len(set(found))
-    return {path.relative_to(filter.roots[0]).as_posix() for path in found}
 
 
 @pytest.mark.parametrize("outer", ["checkout", "folder"])
@@ -160,46 +122,8 @@ def test_a_checkout_inside_of_a_folder_is_under_its_rules(tmp_path, outer):
     write(root, {"environment/pyvenv.cfg": "", "other_store/manifest.json": "{}", "other_store/segments/x": "y"})
     for folder in [*inner, "."] if outer == "checkout" else inner:
         git(root / folder, "init", "-q")
-    entering = {".gitignore", ".ignore", "a.py", "fine/dep/own.py", "fine/dep/build/deep/own.py"}
-    assert listed_once(EntryFilter([root])) == entering | ({"build/dep/own.py"} if outer == "checkout" else set())
-
-
-def grow(folder, random, tracked, depth=0):
-    """Files, rules and checkouts by chance below a folder."""
-    rules = ["*.txt\n", "*\n!a.py\n", "in/\n", "/build/*\n"]
-    for name in random.sample(["in", "build", "x y", "[q]", "node_modules"], 3):
-        below = folder / name
-        write(below, dict.fromkeys(random.sample(["a.py", "b.txt", "*.py", "-c.md"], 2), "x = 1\n"))
-        if depth == 0 or (depth == 1 and random.random() < 0.5):
-            grow(below, random, tracked, depth + 1)
-        for name, chance in ((".gitignore", 0.2), (".ignore", 0.2), ("pyvenv.cfg", 0.1)):
-            if random.random() < chance:
-                write(below, {name: random.choice(rules)})
-        if random.random() < 0.3:
-            git(below, "init", "-q")
-            if tracked:
-                git(below, "add", "-A")
-                git(below, "commit", "-qm", "x", "--allow-empty")
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_what_is_listed_is_what_changes_let_in(tmp_path, seed):
-    random = Random(seed)
-    root = tmp_path.resolve() / "root"
-    grow(root, random, seed % 2)
-    if seed % 3:
-        git(root, "init", "-q")
-        if seed % 2:
-            git(root, "add", "-A")
-        write(root, {".gitignore": random.choice(["build\n", "*.md\n"])})
-    listed_once(EntryFilter([root]))
-    listed_once(
-        EntryFilter(
-            [root / random.choice([path.name for path in root.iterdir() if path.is_dir() and path.name != ".git"])]
-        )
-    )
-    write(root, {"kept/manifest.json": "{}", "kept/segments/a.txt": "x\n", "a/__pycache__/b.txt": "y\n"})
-    listed_once(EntryFilter([root], admit=("ignored",)))
+    expected = {".gitignore", ".ignore", "a.py", "fine/dep/own.py", "fine/dep/build/deep/own.py"}
+    assert entering(root) == expected | ({"build/dep/own.py"} if outer == "checkout" else set())
 
 
 @pytest.mark.parametrize(
@@ -216,25 +140,18 @@ def test_what_is_listed_is_what_changes_let_in(tmp_path, seed):
     ],
 )  # fmt: skip
 def test_names_of_secrets(name):
-    assert secret_name(Path(name))
+    assert secret_name(name)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "environment.py",
-        ".env.example",
-        ".env.example.gz",
-        "environment.py.gz",
-        "secrets/manager.py",
-        "tokenizer.py",
-        "keys.py",
-        "history.md",
-        "a/secretary.txt",
+        "environment.py", ".env.example", ".env.example.gz", "environment.py.gz", "secrets/manager.py", "tokenizer.py",
+        "keys.py", "history.md", "a/secretary.txt",
     ],
-)
+)  # fmt: skip
 def test_names_that_are_no_secrets(name):
-    assert not secret_name(Path(name))
+    assert not secret_name(name)
 
 
 A, D, H = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7", "0123456789", "0123456789abcdef" * 4
@@ -310,21 +227,7 @@ def test_texts(tmp_path, name, data, expected):
     assert filter.read(filter.roots[0] / name) == expected
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
-def test_a_pipe_does_not_block(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    filter = EntryFilter([tmp_path])
-    assert listed(filter) == {filter.roots[0] / "pipe": Reason.NOT_A_FILE}
-    answers = []
-    reader = threading.Thread(target=lambda: answers.append(filter.read(filter.roots[0] / "pipe")), daemon=True)
-    reader.start()
-    reader.join(30)
-    assert answers == [Reason.NOT_A_FILE]
-
-
 def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkeypatch):
-    from retrieve_spec.datastore import entry_filter
-
     write(tmp_path, {"a.py": "a = 1\n"})
     path = tmp_path.resolve() / "a.py"
     real = os.fstat
@@ -344,4 +247,4 @@ def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkey
 @pytest.mark.parametrize("line", ["!", "\\", "a\\", "[z-a]"])
 def test_lines_that_are_no_rule_count_for_nothing(line, tmp_path):
     write(tmp_path, {".gitignore": f"{line}\nb.py\n", "a.py": "a = 1\n", "b.py": "b = 1\n"})
-    assert listed_once(EntryFilter([tmp_path])) == {".gitignore", "a.py"}
+    assert entering(tmp_path) == {".gitignore", "a.py"}

@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 from byte_tokenizers import byte_tokenizer
+from dense_models import llama
+from folders import write
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
 from retrieve_spec.datastore.build import add_documents, build_datastore
@@ -64,7 +65,12 @@ PARTS = [
     (lambda: bpe(byte_fallback=True), "byte_fallback"),
     (lambda: with_added(lstrip=True), "added_tokens"),
     (lambda: with_added(normalized=True), "added_tokens"),
+    (lambda: unigram(-3.0), "vocab"),
 ]
+
+
+def unigram(score):
+    return Tokenizer(models.Unigram([("<unk>", 0.0), *((c, -1.0) for c in "abcd "), ("ab", score)], 0, False))
 
 
 def with_added(**flags):
@@ -76,19 +82,11 @@ def with_added(**flags):
 @pytest.mark.parametrize(("make", "part"), PARTS)
 def test_a_store_is_refused_to_a_tokenizer_of_another_pipeline_which_is_named(make, part, tmp_path):
     (tmp_path / "a.txt").write_text("abcd ab cd " * 9)
-    built = with_added() if part == "added_tokens" else bpe()
+    built = {"added_tokens": with_added, "vocab": lambda: unigram(-2.0)}.get(part, bpe)()
     build_datastore(tmp_path / "s", str(tmp_path / "a.txt"), built, workers=1)
     with pytest.raises(TokenizerMismatchError, match=rf"which differs in {part}\. .*retokenize"):
         open_datastore(tmp_path / "s", tokenizer=make())
     open_datastore(tmp_path / "s", tokenizer=built)
-
-
-def test_scores_count():
-    def unigram(score):
-        return Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", score)], 0, False))
-
-    assert tokenizer_fingerprint(unigram(-2.0)) == tokenizer_fingerprint(unigram(-2.0))
-    assert tokenizer_fingerprint(unigram(-2.0)) != tokenizer_fingerprint(unigram(-3.0))
 
 
 def test_pipelines_that_are_written_differently_are_equal(tmp_path):
@@ -103,20 +101,14 @@ def test_pipelines_that_are_written_differently_are_equal(tmp_path):
         assert open_datastore(tmp_path / "s", tokenizer=tokenizer).manifest.tokens
 
 
-@pytest.fixture
-def older(tmp_path):
-    """A store whose fingerprint an earlier release made."""
-    (tmp_path / "a.txt").write_text("ad cd ab " * 9)
-    build_datastore(tmp_path / "s", str(tmp_path / "a.txt"), bpe(), workers=1)
-    write_manifest(tmp_path / "s", replace(read_manifest(tmp_path / "s"), fingerprint="sha256:" + "0" * 64))
-    return tmp_path / "s"
-
-
-def test_an_older_store_is_compared_by_its_tokenizer(older, tmp_path):
+def test_a_store_whose_fingerprint_an_earlier_release_made_is_compared_by_its_tokenizer(tmp_path):
+    write(tmp_path, {"a.txt": "ad cd ab " * 9, "b.txt": "cd ab"})
+    older = tmp_path / "s"
+    build_datastore(older, str(tmp_path / "a.txt"), bpe(), workers=1)
+    write_manifest(older, replace(read_manifest(older), fingerprint="sha256:" + "0" * 64))
     open_datastore(older, tokenizer=bpe())
     open_datastore(older, tokenizer=tokenizer_fingerprint(bpe()))
     verify_datastore(older)
-    (tmp_path / "b.txt").write_text("cd ab")
     assert add_documents(older, str(tmp_path / "b.txt")).documents == 1
     build_datastore(tmp_path / "new", str(tmp_path / "b.txt"), bpe(), workers=1)
     for number, stores in enumerate(([older, tmp_path / "new"], [tmp_path / "new", older])):
@@ -126,21 +118,13 @@ def test_an_older_store_is_compared_by_its_tokenizer(older, tmp_path):
 TEXT = "def f(a):<|chat|> return a<|chat|>" * 3
 
 
-def model_of(size):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=size, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def test_text_in_tokens_that_the_model_does_not_embed_is_refused_until_it_is_converted(tmp_path):
     variant, base = byte_tokenizer(), byte_tokenizer()
     variant.add_special_tokens(["<|chat|>"])
     (tmp_path / "a.py").write_text(TEXT)
     build_datastore(tmp_path / "s", str(tmp_path / "a.py"), variant, workers=1)
-    rs.accelerate(model_of(257), datastores=[tmp_path / "s"], nodes=8)
-    model = model_of(256)
+    rs.accelerate(llama(257), datastores=[tmp_path / "s"], nodes=8)
+    model = llama(256)
     with pytest.raises(TokenizerMismatchError, match="token 256"):
         rs.accelerate(model, datastores=[tmp_path / "s"], nodes=8)
     retokenize_datastore(tmp_path / "s", base, workers=1)

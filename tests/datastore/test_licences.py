@@ -4,10 +4,10 @@ import json
 import subprocess
 
 import pytest
+from folders import write
 from identify.vendor.licenses import LICENSES
 from test_build import contents
 
-from retrieve_spec.cli import run
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.licences import (
     LicenceRule,
@@ -55,18 +55,16 @@ def test_a_list_of_licences_has_identifiers():
             allow_list([wrong])
 
 
-@pytest.mark.parametrize("name", ["MIT", "Apache-2.0", "BSD-3-Clause", "GPL-3.0", "MPL-2.0"])
-def test_texts_are_recognised(tmp_path, name):
-    (tmp_path / "COPYING").write_text(TEXTS[name])
-    assert LicenceRule([tmp_path], ()).licence(tmp_path / "a.py", None) == canonical(name)
-
-
 @pytest.mark.parametrize(
-    "text", ["", "MIT", MIT + TEXTS["ISC"], MIT + "\n".join(["Only for academic use, and by nobody else."] * 4)]
+    ("text", "licence"),
+    [
+        *((TEXTS[name], canonical(name)) for name in ["MIT", "Apache-2.0", "BSD-3-Clause", "GPL-3.0", "MPL-2.0"]),
+        *((text, "") for text in ["", "MIT", MIT + TEXTS["ISC"], MIT + "\nOnly for academic use, not by others." * 4]),
+    ],
 )
-def test_other_texts_are_not(tmp_path, text):
-    (tmp_path / "LICENSE").write_text(text)
-    assert LicenceRule([tmp_path], ("MIT",)).licence(tmp_path / "a.py", None) == ""
+def test_only_known_texts_are_recognised(tmp_path, text, licence):
+    write(tmp_path, {"COPYING": text})
+    assert LicenceRule([tmp_path], ("MIT",)).licence(tmp_path / "a.py", None) == licence
 
 
 @pytest.mark.parametrize(
@@ -81,12 +79,18 @@ def test_names_of_licence_files(name, is_one):
     assert is_licence_file(name) is is_one
 
 
-def test_own_lines():
-    assert own_licence("# SPDX-License-Identifier: MIT\nx = 1\n") == "MIT"
-    assert own_licence("/* SPDX-License-Identifier: (GPL-2.0 OR MIT) */\n") == "GPL-2.0-only OR MIT"
-    assert own_licence("// SPDX-License-Identifier: MIT\n// SPDX-License-Identifier: ISC\n") == "ISC AND MIT"
-    assert own_licence("<!-- SPDX-License-Identifier: nonsense! -->\n") == ""
-    assert own_licence('line = "SPDX-License-Identifier: MIT"\n') is None
+@pytest.mark.parametrize(
+    ("text", "licence"),
+    [
+        ("# SPDX-License-Identifier: MIT\nx = 1\n", "MIT"),
+        ("/* SPDX-License-Identifier: (GPL-2.0 OR MIT) */\n", "GPL-2.0-only OR MIT"),
+        ("// SPDX-License-Identifier: MIT\n// SPDX-License-Identifier: ISC\n", "ISC AND MIT"),
+        ("<!-- SPDX-License-Identifier: nonsense! -->\n", ""),
+        ('line = "SPDX-License-Identifier: MIT"\n', None),
+    ],
+)
+def test_own_lines(text, licence):
+    assert own_licence(text) == licence
 
 
 @pytest.fixture
@@ -107,9 +111,7 @@ def checkout(tmp_path):
         "rust/LICENSE-APACHE": TEXTS["Apache-2.0"],
         "rust/both.rs": "let both = 1;\n",
     }
-    for name, text in files.items():
-        (top / name).parent.mkdir(parents=True, exist_ok=True)
-        (top / name).write_text(text)
+    write(top, files)
     subprocess.run(["git", "init", "-q", str(top)], check=True)
     subprocess.run(["git", "-C", str(top), "add", "."], check=True)
     return top
@@ -138,9 +140,8 @@ def test_build_takes_what_is_allowed(checkout, tokenizer, tmp_path, admit):
 def test_part_of_a_checkout_and_what_is_stated(checkout, tokenizer, tmp_path):
     build_datastore(tmp_path / "part", Source(str(checkout / "sub"), licences=("MIT",)), tokenizer)
     assert set(contents(tmp_path / "part")) == {"deep.py"}
-    loose = tmp_path / "loose"
-    loose.mkdir()
-    (loose / "records.jsonl").write_text('{"text": "one"}\n{"text": "# SPDX-License-Identifier: ISC\\ntwo"}\n')
+    records = '{"text": "one"}\n{"text": "# SPDX-License-Identifier: ISC\\ntwo"}\n'
+    loose = write(tmp_path / "loose", {"records.jsonl": records})
     with pytest.raises(BuildError, match="under no known licence"):
         build_datastore(tmp_path / "none", Source(str(loose), licences=("MIT",)), tokenizer)
     build_datastore(tmp_path / "stated", Source(str(loose), "MIT", licences=("MIT",)), tokenizer)
@@ -171,11 +172,10 @@ def test_a_link_out_of_the_checkout_says_nothing(checkout, tokenizer, tmp_path):
     assert code(contents(tmp_path / "s")) == ENTER | {"vendored/lib.py"}
 
 
-def test_command(checkout, tmp_path, capfd):
-    store = str(tmp_path / "s")
-    assert run(["build", store, str(checkout), "--tokenizer", "reference", "--license", "MIT", "-q", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["skipped_by_reason"]["under a licence that is not allowed"] == 3
-    assert run(["sync", store, str(checkout), "--licence", "MIT,GPL-3.0-only", "-q"]) == 0
-    assert "vendored/lib.py" in contents(tmp_path / "s")
-    assert run(["add", store, str(checkout), "--licence", "Expat", "-q"]) == 1
-    assert "spdx.org" in capfd.readouterr().err
+def test_command(checkout, command, tmp_path):
+    store = tmp_path / "s"
+    built = command("build", store, checkout, "--tokenizer", "reference", "--license", "MIT", "-q", "--json")[1]
+    assert json.loads(built)["skipped_by_reason"]["under a licence that is not allowed"] == 3
+    assert command("sync", store, checkout, "--licence", "MIT,GPL-3.0-only", "-q")[0] == 0
+    assert "vendored/lib.py" in contents(store)
+    assert "spdx.org" in command("add", store, checkout, "--licence", "Expat", "-q")[2]

@@ -6,16 +6,14 @@ import os
 import subprocess
 
 import pytest
+from folders import write
 from test_build import contents
-from test_entry_filter import write
 
-from retrieve_spec.cli import run
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.sync import sync_datastore
-from retrieve_spec.errors import BuildError
 
 TOKEN = "ghp_" + "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7aB3dE6gH9"
 ENTERS = {".gitignore", "a.py", "new.py", "sub/b.md", "sub/long.md", "forced.log", "venv/__init__.py"}
@@ -39,11 +37,7 @@ PART = {
 }
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path_factory, monkeypatch):
-    """A user without a global ignore file."""
-    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture(params=["checkout", "folder"])
@@ -157,17 +151,13 @@ def test_records_with_secrets_stay_out(tokenizer, tmp_path):
         assert report.skipped_by_reason[Reason.SECRET_TEXT] == (2 if source == "data" else 1)
 
 
-def test_command(folder, tmp_path, capfd):
-    store = str(tmp_path / "s")
-    assert run(["build", store, str(folder), "--tokenizer", "reference", "-q", "--left-out"]) == 0
-    out = capfd.readouterr().out
+def test_command(folder, command, tmp_path):
+    out = command("build", tmp_path / "s", folder, "--tokenizer", "reference", "-q", "--left-out")[1]
     assert "holds a key or token; --admit secrets" in out and "\n    settings.py" in out
-    assert run(["add", store, str(folder), "--admit", "secrets,generated", "-q", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["documents"] == 5
-    assert run(["add", store, str(folder), "--admit", "everything", "-q"]) == 1
-    assert "ignored, generated, secrets" in capfd.readouterr().err
-    with pytest.raises(BuildError, match="parts of the filter"):
-        sync_datastore(store, [folder], admit=["git"])
+    added = command("add", tmp_path / "s", folder, "--admit", "secrets,generated", "-q", "--json")[1]
+    assert json.loads(added)["documents"] == 5
+    code, _, err = command("add", tmp_path / "s", folder, "--admit", "everything", "-q")
+    assert code == 1 and "ignored, generated, secrets" in err
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="who may do everything reads everything")

@@ -1,5 +1,6 @@
-"""Sharing: what travels, what must not, and what happens when two push, a remote breaks or a process is killed."""
+"""Sharing: what travels, what must not, what happens when two push or a remote breaks, and verbs at an address."""
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -7,14 +8,15 @@ from contextlib import contextmanager
 import fsspec
 import pytest
 from byte_tokenizers import byte_tokenizer
+from folders import flip
 from test_build import contents
 
-from retrieve_spec.datastore import remote as remotes
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.edit import compact_datastore, remove_documents
 from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.share import pull_datastore, push_datastore
+from retrieve_spec.datastore.remote import Remote, public_name
+from retrieve_spec.datastore.share import name_of, pull_datastore, push_datastore
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import (
@@ -134,10 +136,16 @@ def test_of_two_that_push_at_once_one_is_told(store, tmp_path, place, request):
     assert contents(tmp_path / "t") == contents(winner)
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """A cache of its own, where copies of what lies at addresses are kept."""
+    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "cache"))
+
+
 @contextmanager
 def breaking(name, act):
     """Let something happen at the third file that travels; the calls that were made."""
-    moved, original = [], getattr(remotes.Remote, name)
+    moved, original = [], getattr(Remote, name)
 
     def method(self, *arguments):
         moved.append(arguments)
@@ -146,7 +154,7 @@ def breaking(name, act):
         return original(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remotes.Remote, name, method)
+        patch.setattr(Remote, name, method)
         yield moved
 
 
@@ -183,25 +191,28 @@ def test_a_store_that_changes_while_it_is_pushed_is_told(store, url, tmp_path):
 
 
 def test_damage_here_and_there_does_not_travel(store, url, tmp_path):
-    path = next(store.glob("segments/*/top.bin"))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    (path,) = store.glob("segments/*/top.bin")
+    whole, damaged = flip(path), path.read_bytes()
     with pytest.raises(StoreCorruptError, match="checksum"):
         push_datastore(store, url)
     path.write_bytes(whole)
     push_datastore(store, url)
     fs, root = fsspec.core.url_to_fs(url)
-    name = next(name for name in fs.find(root) if name.endswith("top.bin"))
-    fs.pipe_file(name, whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(StoreCorruptError, match="checksum"):
-        pull_datastore(url, tmp_path / "t")
+    name = f"{root}/{path.relative_to(store)}"
+    for act, words in (
+        (lambda: fs.pipe_file(name, damaged), r"checksum .*top\.bin"),
+        (lambda: fs.rm_file(name), "no such file"),
+    ):
+        act()
+        for read in (verify_datastore, lambda url: pull_datastore(url, tmp_path / "t")):
+            with pytest.raises(StoreCorruptError, match=words):
+                read(url)
     fs.pipe_file(name, whole)
     pull_datastore(url, tmp_path / "t")
     verify_datastore(tmp_path / "t")
 
 
-def test_opening_an_address(store, url, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "cache"))
+def test_opening_an_address(store, url, tokenizer, monkeypatch):
     push_datastore(store, url)
     assert open_datastore(url, tokenizer=tokenizer).manifest.documents == 4
     remove_documents(store, ["a.txt"])
@@ -211,7 +222,79 @@ def test_opening_an_address(store, url, tokenizer, tmp_path, monkeypatch):
     def unreachable(_):
         raise OSError("no network")
 
-    monkeypatch.setattr(remotes.Remote, "newest", unreachable)
+    monkeypatch.setattr(Remote, "newest", unreachable)
     assert open_datastore(url).manifest.documents == 3
     with pytest.raises(BuildError, match="no network"):
         open_datastore(url + "other")
+
+
+def test_a_store_on_the_hub(store, hub, records, tmp_path):
+    with pytest.raises(StoreNotFoundError):
+        pull_datastore(hub, tmp_path / "t")
+    push_datastore(store, hub)
+    source = Source(str(records), field="output")
+    pull_datastore(hub, tmp_path / "t")
+    assert add_documents(tmp_path / "t", source, workers=1).documents == 5
+    push_datastore(tmp_path / "t", hub)
+    verify_datastore(hub)
+    with pytest.raises(StoreLockedError, match="has not seen"):
+        push_datastore(store, hub)
+    pull_datastore(hub, tmp_path / "t")
+    verify_datastore(tmp_path / "t")
+    add_documents(store, source)
+    assert contents(tmp_path / "t") == contents(store)
+    assert push_datastore(store, hub + "2").kept == 0
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+def test_commands_at_an_address(url, store, records, command, tmp_path):
+    push_datastore(store, url)
+    assert json.loads(command("info", url, "--json")[1])["documents"] == 4
+    assert f"{url}\n" in command("info", url)[1]
+    assert json.loads(command("verify", url, "-q", "--json")[1])["tokens"] == read_manifest(store).tokens
+    assert "the cat ran" in command("search", url, "the cat ran")[1]
+    assert command("catalog", url)[1].startswith(str(tmp_path / "cache"))
+    assert "4 documents" in command("merge", tmp_path / "m", url, "-q")[1]
+    assert read_manifest(tmp_path / "m").history[-1]["stores"] == [url]
+    for words in (
+        ["build", url, records, "--tokenizer", "reference"], ["add", url, records], ["remove", url, "a.txt"],
+        ["compact", url], ["retokenize", url, "--tokenizer", "reference"], ["sync", url, tmp_path],
+        ["merge", url, store], ["push", url, "memory://other"], ["pull", url, url],
+    ):  # fmt: skip
+        code, _, err = command(*words, "-q")
+        assert code == 1 and f"got the address {url}. " in err, words
+    assert Remote(url).newest() == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "public", "name"),
+    [
+        ("ftp://me:sekret@host", "ftp://host", "host"),
+        ("webdav://me:sekret@host/notes/", "webdav://host/notes/", "notes"),
+        ("https://host/a/notes.jsonl?X-Amz-Signature=sek/ret", "https://host/a/notes.jsonl", "notes.jsonl"),
+        ("simplecache::https://sekret@host/x?y", "simplecache::https://host/x", "x"),
+        ("s3://bucket/what?/me@home", "s3://bucket/what?/me@home", "me@home"),
+        ("/tmp/me:you@home?", "/tmp/me:you@home?", "me:you@home?"),
+    ],
+)
+def test_what_is_shared_names_no_password(address, public, name):
+    assert (public_name(address), name_of(address)) == (public, name)
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("ftp://me:sekret@host/x", "ftp://me:***@host/x"),
+        ("ftp://me:sek@ret@host/x", "ftp://me:***@host/x"),
+        ("https://host/x?X-Amz-Signature=sekret&y=1", "https://host/x?***"),
+        ("simplecache::https://me:sekret@host/x?sig=sekret", "simplecache::https://me:***@host/x?***"),
+    ],
+)
+def test_errors_name_no_password_nor_signature(address, public):
+    with pytest.raises(BuildError) as told:
+        remove_documents(address, ["a.txt"])
+    assert f"the address {public}. " in str(told.value)
+    assert public in told.value.remedy
+    assert "sekret" not in str(told.value) + told.value.remedy
+    for text in ("Is a server at http://host:8012/v1? See it.", "'https://h/x?'", "s3://b/what?/me"):
+        assert BuildError(text, text, text).remedy == text

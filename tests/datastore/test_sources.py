@@ -1,16 +1,25 @@
+"""What builds read: folders, files of records and compressed ones in order, and recipes."""
+
 import gzip
 import json
 import os
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pytest
+from folders import write
 
+import retrieve_spec
 from retrieve_spec.datastore import fingerprint, sources
+from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.entry_filter import zstd
 from retrieve_spec.datastore.fingerprint import encode
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.ingest import texts_of, tokenise
-from retrieve_spec.datastore.sources import Source, glob, list_files
+from retrieve_spec.datastore.sources import Source, glob, list_files, load_recipe
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.errors import BuildError
 
 LIMIT = 10_000
 
@@ -49,15 +58,13 @@ def test_folder_in_order_with_filters(tokenizer, texts):
 
 
 def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
-    folder = tmp_path / "bad"
-    folder.mkdir()
-    (folder / "good.txt").write_text("fine")
-    (folder / "huge.txt").write_text("x" * (LIMIT + 1))
-    (folder / "broken.gz").write_bytes(b"\x1f\x8b not gzip")
-    (folder / "broken.txt.zst").write_bytes(b"no zstd")
+    files = {"good.txt": "fine", "huge.txt": "x" * (LIMIT + 1), "bomb.txt.gz": gzip.compress(b"a" * 50_000_000)}
+    broken = {"broken.gz": b"\x1f\x8b not gzip", "broken.txt.zst": b"no zstd"}
+    folder = write(tmp_path / "bad", files | broken)
     os.mkfifo(folder / "pipe")
     (folder / "inside.txt").symlink_to(folder / "good.txt")
     assert outcome(read(tokenizer, folder)) == {
+        "bomb.txt.gz": Reason.LARGE,  # before it is unpacked
         "broken.gz": Reason.UNREADABLE,
         "broken.txt.zst": Reason.UNREADABLE,
         "good.txt": "",
@@ -65,12 +72,6 @@ def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
         "inside.txt": Reason.LINK,
         "pipe": Reason.NOT_A_FILE,
     }
-
-
-def test_bomb_is_huge_before_it_is_unpacked(tokenizer, tmp_path):
-    path = tmp_path / "bomb.txt.gz"
-    path.write_bytes(gzip.compress(b"a" * 50_000_000))
-    assert outcome(read(tokenizer, path)) == {"bomb.txt.gz": Reason.LARGE}
 
 
 def test_records(tokenizer, records, tmp_path):
@@ -99,8 +100,8 @@ def test_bad_records(tokenizer, tmp_path):
 
 
 def test_compressed_records_and_text(tokenizer, records, tmp_path):
-    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(records.read_bytes()))
-    (tmp_path / "t.txt.zst").write_bytes(zstd.compress(b"some text"))
+    packed = {"r.jsonl.gz": gzip.compress(records.read_bytes()), "t.txt.zst": zstd.compress(b"some text")}
+    write(tmp_path, packed)
     results = read(tokenizer, Source(str(tmp_path / "r.jsonl.gz"), field="output"), tmp_path / "t.txt.zst")
     assert len(results) == 6
     assert tokenizer.decode(results[-1].ids.tolist()) == "some text"
@@ -168,3 +169,69 @@ def test_a_file_that_a_glob_leaves_out_is_listed(tokenizer, texts):
     assert outcome(read(tokenizer, Source(str(texts / "a.txt"), exclude=("x/*.txt",), prefix="x/"))) == {
         "x/a.txt": "left out by a glob"
     }
+
+
+RECIPES = Path(retrieve_spec.__file__).parents[1] / "datastores"
+
+
+def test_standard_library(tmp_path):
+    recipe = load_recipe(RECIPES / "python-stdlib.toml")
+    paths = {file.path for file in list_files(recipe.sources)}
+    assert {"json/decoder.py", "os.py"} <= paths
+    assert not any("/test/" in path or path.startswith("site-packages") for path in paths)
+    assert recipe.sources[0].licence == "PSF-2.0"
+    build_datastore(tmp_path / "s", list(recipe.sources), "reference", max_tokens=5_000, recipe=recipe.name)
+    store = open_datastore(tmp_path / "s", tokenizer="reference")
+    assert store.manifest.history[0]["recipe"] == "python-stdlib"
+    assert store.document_at(0, 0).licence == "PSF-2.0"
+
+
+def test_installed_packages_carry_their_names_and_licences():
+    recipe = load_recipe(RECIPES / "installed-packages.toml", exclude=["click/**", "**/typing_extensions.py"])
+    licences = {file.path: file.source.licence for file in list_files(recipe.sources) if not file.skip}
+    assert "MIT" in licences["_pytest/main.py"]
+    assert "numpy/ma/core.py" in licences
+    assert not any(path.startswith("click/") or "typing_extensions" in path for path in licences)
+    again = load_recipe(RECIPES / "installed-packages.toml", include=["click/**"])
+    assert [s.path for s in again.sources] == [s.path for s in recipe.sources]
+    assert {file.path.split("/")[0] for file in list_files(again.sources) if not file.skip} == {"click"}
+
+
+def test_namespace_folders_belong_to_several_distributions(monkeypatch, tmp_path):
+    for name, licence, files in (
+        ("first", "MIT", ("shared/one/__init__.py", "shared/one/deep/a.py", "shared/loose.py")),
+        ("second", "BSD-3-Clause", ("shared/two/__init__.py", "single.py", "../bin/tool.py")),
+    ):
+        about = {
+            "METADATA": f"Metadata-Version: 2.4\nName: {name}\nLicense-Expression: {licence}\n",
+            "RECORD": "".join(f"{file},,\n" for file in files),
+        }
+        write(tmp_path / f"{name}-1.0.dist-info", about)
+        write(tmp_path, {file: f"name = {file!r}" for file in files})
+    monkeypatch.setattr(metadata, "distributions", lambda: metadata.Distribution.discover(path=[str(tmp_path)]))
+    recipe = load_recipe(RECIPES / "installed-packages.toml")
+    assert {file.path: file.source.licence for file in list_files(recipe.sources)} == {
+        "shared/one/__init__.py": "MIT",
+        "shared/one/deep/a.py": "MIT",
+        "shared/loose.py": "MIT",
+        "shared/two/__init__.py": "BSD-3-Clause",
+        "single.py": "BSD-3-Clause",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not toml at all", "could not read recipe"),
+        ('name = "x"', r"\[\[source\]\]"),
+        ('name = "x"\ncolour = 1\n[[source]]\npath = "."', "got colour"),
+        ('name = "x"\n[[source]]\npath = "."\nlicense = "MIT"', "got license"),
+        ('name = "x"\nsource = [1]', r"\[\[source\]\]"),
+        ('[[source]]\npath = "."', "expected a name"),
+        ('name = "x"\n[[source]]\nlicence = "MIT"', "a path, or distributions"),
+    ],
+)
+def test_bad_recipes(tmp_path, content, message):
+    (tmp_path / "r.toml").write_text(content)
+    with pytest.raises(BuildError, match=message):
+        load_recipe(tmp_path / "r.toml")

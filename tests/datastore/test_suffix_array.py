@@ -1,13 +1,22 @@
+"""Suffix arrays, n-gram tables and what a search finds by them, against counting in the text."""
+
+from collections import Counter
+
 import naive_index as naive
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.config import StoreConfig
+from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.indexes import build_ngrams
+from retrieve_spec.datastore.inspection import search_datastore
 from retrieve_spec.datastore.segment import suffix_array
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.kernels.induced_sort import sort_suffixes
-from retrieve_spec.kernels.ngram import EXTENT, ngram_hash
+from retrieve_spec.kernels.ngram import EXTENT, MAX_ORDER
 from retrieve_spec.kernels.suffix_array import sa_longest, sa_narrow, sa_search, sa_successors, sa_top_table
 
 TEXTS = st.lists(st.integers(0, 6), max_size=200).map(lambda tokens: [*tokens, 0])
@@ -99,10 +108,7 @@ def build(documents, config=StoreConfig(), stride=1):  # noqa: B008 (frozen)
 
 
 def look_up(table, context):
-    h = np.uint64(0)
-    for token in reversed(context):
-        h = np.uint64(ngram_hash(h, token))
-    found = table.look_up(h)
+    found = table.look_up(naive.context_hash(context))
     if found is None:
         return None
     total, distinct, tokens, counts = found
@@ -143,3 +149,53 @@ def test_pruning_keeps_order_one_and_the_most_frequent():
     present = [sum(counts.values()) for c, counts in expected.items() if len(c) > 1 and look_up(small, c)]
     assert min(present) > max(missing)
     assert all(look_up(small, c) for c in expected if len(c) == 1)
+
+
+QUERY = st.lists(st.sampled_from("the cat sat on mat number is 4zß"), min_size=1, max_size=30).map("".join)
+
+
+@pytest.fixture
+def opened(tokenizer, texts, records, tmp_path):
+    build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(segment_tokens=100))
+    add_documents(tmp_path / "s", Source(str(records), field="output"))
+    return open_datastore(tmp_path / "s")
+
+
+def followers(store, context):
+    """Next-token counts and occurrences of a context."""
+    counts, total = Counter(), 0
+    for segment in store.segments:
+        for number in range(len(segment.documents)):
+            text = segment.text_ids(number).tolist()
+            for i in range(len(text) - len(context) + 1):
+                if text[i : i + len(context)] == context:
+                    total += 1
+                    counts.update(text[i + len(context) : i + len(context) + 1])
+    return counts, total
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(QUERY)
+def test_the_longest_end_and_what_followed_it(opened, query):
+    ids = opened.tokenizer.encode(query).ids
+    longest = next((k for k in range(len(ids), 0, -1) if followers(opened, ids[-k:])[1]), 0)
+    counts, total = followers(opened, ids[-longest:]) if longest else (Counter(), 0)
+    found = search_datastore(opened, query, limit=1000)
+    assert (found.matched, found.count) == (longest, total)
+    assert dict(found.continuations) == {opened.tokenizer.decode([token]): n for token, n in counts.items()}
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(QUERY)
+def test_ngram_tables_of_a_store_add_up(opened, query):
+    ids = opened.tokenizer.encode(query).ids
+    for order in range(1, min(len(ids), MAX_ORDER) + 1):
+        counts, _ = followers(opened, ids[-order:])
+        h = naive.context_hash(ids[-order:])
+        known = [found for table in opened.ngrams if (found := table.look_up(h)) is not None]
+        total = sum(found[0] for found in known)
+        assert total == sum(counts.values()) if order == 1 else total <= sum(counts.values())
+        kept = Counter()
+        for _, _, tokens, often in known:
+            kept.update(dict(zip(tokens.tolist(), often.tolist(), strict=True)))
+        assert kept <= counts

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from byte_tokenizers import byte_tokenizer
+from folders import write
 from test_build import contents, digest
 
 from retrieve_spec.config import StoreConfig
@@ -25,12 +26,8 @@ def many(tmp_path, monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     monkeypatch.setattr(sources, "SHARD_BYTES", 150)
     monkeypatch.setattr(build, "SPAWN_WORK", 0)
-    folder = tmp_path / "many"
-    folder.mkdir()
-    for i in range(30):
-        (folder / f"{i:02}.txt").write_text(f"file {i % 27} says {i % 27} things\n" * (1 + i % 27 % 4))
-    (folder / "empty.txt").write_text("")
-    return folder
+    files = {f"{i:02}.txt": f"file {i % 27} says {i % 27} things\n" * (1 + i % 27 % 4) for i in range(30)}
+    return write(tmp_path / "many", files | {"empty.txt": ""})
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from byte_tokenizers import byte_tokenizer
 from dense_models import save_model
+from folders import write
 from transformers.utils.logging import disable_progress_bar
 
 from retrieve_spec.config import DenseConfig, StoreConfig
@@ -21,9 +22,7 @@ from retrieve_spec.datastore.inspection import verify_datastore
 def _build() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "texts").mkdir()
-        for i in range(3):
-            (folder / "texts" / f"{i}.txt").write_text(f"{i} squared is {i * i}. " * 9)
+        write(folder / "texts", {f"{i}.txt": f"{i} squared is {i * i}. " * 9 for i in range(3)})
         dense = DenseConfig(save_model(folder / "model"), dims=4, window=16, overlap=4)
         build_datastore(
             folder / "store", str(folder / "texts"), byte_tokenizer(), config=StoreConfig(dense=dense), workers=2
