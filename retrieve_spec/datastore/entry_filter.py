@@ -1,4 +1,4 @@
-"""Entry filter: decides which files of some folders may enter a store, reads them, and says why the others may not.
+"""Entry filter: decides which files of a folder may enter a store, reads them, and says why the others may not.
 
 The one place where this is decided, for `build`, `add` and `sync` as for a server's workspace:
 
@@ -7,13 +7,12 @@ The one place where this is decided, for `build`, `add` and `sync` as for a serv
   folders of tools, caches, environments and build results (where git is not asked) stay out;
 - secrets stay out, by name and by content;
 - generated and minified files stay out;
-- symbolic links stay out, and so does everything behind one: nothing outside the folders is ever read;
+- symbolic links stay out, and so does everything behind one: nothing outside the folder is ever read;
 - binaries, large files and texts that are neither UTF-8 nor UTF-16 with a byte order mark stay out;
 - with a list of allowed licences, so does everything under another one, or under none that is known (`licences`).
 
-The first three are `PARTS`, which can be switched off each. Three calls are the whole door: `EntryFilter.entries` goes
-through the folders, `EntryFilter.verdicts` looks at paths that changed, `EntryFilter.read` opens one. All three answer
-with a `Reason` where the answer is no.
+The first three are `PARTS`, which can be switched off each. Two calls are the whole door: `EntryFilter.entries` goes
+through the folder, `EntryFilter.read` opens a file of it. Both answer with a `Reason` where the answer is no.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -166,49 +165,44 @@ def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class EntryFilter:
-    """What of some folders may enter a store.
+    """What of a folder may enter a store.
 
-    Nothing is kept between two calls but the folders: ignore files may change at any time.
+    Nothing is kept between two calls but the folder: ignore files may change at any time.
 
     Parameters
     ----------
-    roots
-        Folders; they are resolved, and every path that is answered lies below one of them.
+    root
+        The folder; it is resolved, and every path that is answered lies below it.
     max_bytes
         Larger files stay out.
     admit
         `PARTS` that do not count: what git ignores enters, or generated files, or secrets.
     store
-        Folder of a store that is being made, which is no part of the folders.
+        Folder of a store that is being made, which is no part of the folder.
     """
 
     def __init__(
         self,
-        roots: Sequence[Path],
+        root: Path,
         *,
         max_bytes: int = MAX_BYTES,
         admit: Collection[str] = (),
         store: Path | None = None,
     ) -> None:
-        self.roots = [Path(root).expanduser().resolve() for root in roots]
-        self._tops = tuple(os.path.join(root, "") for root in self.roots)
+        self.root = root.resolve()
         self.max_bytes = max_bytes
         self._admit = frozenset(admit)
         self._store = None if store is None else os.path.join(store.resolve(), "")
 
     def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
-        """All that lies below the folders, in no order, with what its name, kind and size say.
+        """All that lies below the folder, in no order, with what its name, kind and size say.
 
         A folder that is left out as a whole, told by a slash at its end, stands for all that is in it; a datastore is
         no part of its folder.
         """
-        for root in self.roots:
-            for name, reason in look_through(root, everything="ignored" in self._admit):
-                if not self._is_own(name):
-                    yield name, reason or self.look(name)
-
-    def _is_own(self, name: str) -> bool:
-        return self._store is not None and name.startswith(self._store)
+        for name, reason in look_through(self.root, everything="ignored" in self._admit):
+            if self._store is None or not name.startswith(self._store):
+                yield name, reason or self.look(name)
 
     def read(self, path: Path, compression: str = "") -> str | Reason:
         """Text of a file that `entries` let pass, with LF lines and no byte order mark; never empty."""
@@ -243,14 +237,13 @@ class EntryFilter:
         return Reason.GENERATED if generated else None
 
     def _name(self, name: str) -> Reason | None:
-        below = next(name[len(top) :] for top in self._tops if name.startswith(top))
-        if "secrets" not in self._admit and secret_name(below):
+        if "secrets" not in self._admit and secret_name(os.path.relpath(name, self.root)):
             return Reason.SECRET_NAME
         generated = "generated" not in self._admit and generated_name(name.rpartition(os.sep)[2])
         return Reason.GENERATED if generated else None
 
     def look(self, name: str) -> os.stat_result | Reason:
-        """What kind, name and size of a file below the folders say."""
+        """What kind, name and size of a file below the folder say."""
         try:
             status = os.lstat(name)
         except OSError as error:

@@ -116,21 +116,21 @@ def is_licence_file(name: str) -> bool:
 
 
 class LicenceRule:
-    """Which licences are allowed, and which one the files of some folders stand under.
+    """Which licences are allowed, and which one the files of a folder stand under.
 
     Parameters
     ----------
-    roots
-        Folders, resolved; outside of a checkout nothing above them is read.
+    root
+        The folder, resolved; outside of a checkout nothing above it is read.
     allowed
         From `allow_list`.
     stated
         Licence of what states none.
     """
 
-    def __init__(self, roots: Sequence[Path], allowed: Sequence[str], stated: str = "") -> None:
+    def __init__(self, root: Path, allowed: Sequence[str], stated: str = "") -> None:
         self.allowed = tuple(allowed)
-        self._roots, self._stated = set(roots), canonical(stated)
+        self._root, self._stated = root, canonical(stated)
         self._folders: dict[Path, str | None] = {}
 
     def licence(self, path: Path | None, own: str | None) -> str:
@@ -148,8 +148,7 @@ class LicenceRule:
     def _nearest(self, folder: Path) -> str | None:
         """What the licence files of a folder say, or of the nearest above it that has some; None where none has."""
         if folder not in self._folders:
-            checkout = checkout_of(folder)
-            top = checkout or next((root for root in self._roots if folder.is_relative_to(root)), folder)
+            top = checkout_of(folder) or self._root
             said = _folder_licence(folder, top)
             self._folders[folder] = said if said is not None or folder == top else self._nearest(folder.parent)
         return self._folders[folder]

@@ -78,11 +78,11 @@ class Source:
         """What decides about the files of this source, which lie below `root`; a file that is `named` enters
         whatever git says of it."""
         admit = {*self.admit, "ignored", "generated"} if named else self.admit
-        return EntryFilter([root], max_bytes=self.max_bytes or limit, admit=admit, store=store)
+        return EntryFilter(root, max_bytes=self.max_bytes or limit, admit=admit, store=store)
 
     def licence_rule(self, root: Path) -> LicenceRule | None:
         """Which licences are allowed of the files of this source, which lie below `root`; None for any."""
-        return LicenceRule([root], self.licences, self.licence) if self.licences else None
+        return LicenceRule(root, self.licences, self.licence) if self.licences else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def look(source: Source, before: FolderState, store: Path, most_bytes: float = m
     entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES, store)
     racy = time.time_ns() - RACY_NS
     now: FolderState = {}
-    start = len(os.path.join(entries.roots[0], ""))
+    start = len(os.path.join(entries.root, ""))
     size = 0
     for place, found in sorted(entries.entries(), key=_last_change, reverse=True):
         name = place[start:]

@@ -65,7 +65,7 @@ ENTERS = {
 
 def entering(root):
     """Files that may enter from a folder, each listed once."""
-    found = [name for name, said in EntryFilter([root]).entries() if not isinstance(said, Reason)]
+    found = [name for name, said in EntryFilter(root).entries() if not isinstance(said, Reason)]
     assert len(found) == len(set(found))
     return {Path(name).relative_to(root.resolve()).as_posix() for name in found}
 
@@ -106,7 +106,7 @@ def test_nothing_behind_a_link_enters(tmp_path):
     links = {"out": elsewhere, "in": root / "folder", "file.py": elsewhere / "secret.py", "loop": "loop"}
     for name, target in links.items():
         (root / name).symlink_to(target)
-    filter = EntryFilter([root])
+    filter = EntryFilter(root)
     assert entering(root) == {"a.py", "folder/b.py"}
     assert {name for name in links if (str(root / name), Reason.LINK) in filter.entries()} == {*links}
     for name in ("out/secret.py", "in/b.py", "file.py", "../elsewhere/secret.py"):
@@ -183,8 +183,8 @@ def test_tokens_in_a_text(kind, tmp_path):
     assert secret_text(text)
     assert secret_text(f"x={TOKENS[kind]}\r\n")
     write(tmp_path, {"settings.py": text})
-    filter = EntryFilter([tmp_path])
-    assert filter.read(filter.roots[0] / "settings.py") is Reason.SECRET_TEXT
+    filter = EntryFilter(tmp_path)
+    assert filter.read(filter.root / "settings.py") is Reason.SECRET_TEXT
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_ordinary_sources_hold_no_secrets():
 )
 def test_texts(tmp_path, name, data, expected):
     write(tmp_path, {name: data})
-    filter = EntryFilter([tmp_path])
-    assert filter.read(filter.roots[0] / name) == expected
+    filter = EntryFilter(tmp_path)
+    assert filter.read(filter.root / name) == expected
 
 
 def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkeypatch):
@@ -239,9 +239,9 @@ def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkey
         return status
 
     monkeypatch.setattr(entry_filter.os, "fstat", touched)
-    assert EntryFilter([tmp_path]).read(path) is Reason.CHANGING
+    assert EntryFilter(tmp_path).read(path) is Reason.CHANGING
     monkeypatch.undo()
-    assert EntryFilter([tmp_path]).read(path).startswith("a = ")
+    assert EntryFilter(tmp_path).read(path).startswith("a = ")
 
 
 @pytest.mark.parametrize("line", ["!", "\\", "a\\", "[z-a]"])

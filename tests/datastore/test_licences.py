@@ -64,7 +64,7 @@ def test_a_list_of_licences_has_identifiers():
 )
 def test_only_known_texts_are_recognised(tmp_path, text, licence):
     write(tmp_path, {"COPYING": text})
-    assert LicenceRule([tmp_path], ("MIT",)).licence(tmp_path / "a.py", None) == licence
+    assert LicenceRule(tmp_path, ("MIT",)).licence(tmp_path / "a.py", None) == licence
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_a_store_that_followed_every_change_says_what_there_is(tokenizer, tmp_pa
         monkeypatch.setattr(sync, "text_hash", text_hash)
         afresh = look(Source(str(folder.root), max_bytes=FOLLOWED_BYTES), {}, store)
         said = [(readable(name) + behind, *rest) for name, one in afresh.items() for behind, *rest in one[3]]
-        listed = [name for name, _ in EntryFilter([folder.root]).entries()]
+        listed = [name for name, _ in EntryFilter(folder.root).entries()]
         assert len(listed) == len(set(listed)), number
         texts = {name: digest for name, digest, _, _ in said if digest}
         held = {document.path: document.sha256 for document in open_datastore(store).documents()}
