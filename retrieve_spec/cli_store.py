@@ -460,12 +460,11 @@ def print_report(report: ChangeReport, store: Path | str, as_json: bool, left_ou
     if report.dense:
         click.echo(f"  dense: {report.dense['vectors']:,} of {report.dense['positions']:,} positions")
     from retrieve_spec.datastore.change import by_reason
-    from retrieve_spec.datastore.git_rules import Reason
+    from retrieve_spec.datastore.git_rules import PART_OF
 
-    known = set(Reason)
+    admitting: dict[str, str] = {str(reason): part for reason, part in PART_OF.items()}
     for reason, paths in by_reason(report.skipped).items():
-        part = Reason(reason).part if reason in known else ""
-        why = f"{reason}; --admit {part}" if part else reason
+        why = f"{reason}; --admit {admitting[reason]}" if reason in admitting else reason
         if left_out:
             click.echo("\n    ".join([f"  skipped {len(paths):,} ({why}):", *paths]))
         else:

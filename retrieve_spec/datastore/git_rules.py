@@ -56,19 +56,15 @@ class Reason(StrEnum):
     LICENCE = "under a licence that is not allowed"
     NO_LICENCE = "under no known licence"
 
-    @property
-    def part(self) -> str:
-        """The part of the filter that says so, "" for what no part decides."""
-        return _PART_OF.get(self, "")
 
-
-_PART_OF = {
+PART_OF = {
     Reason.IGNORED: "ignored",
     Reason.TOOLS: "ignored",
     Reason.GENERATED: "generated",
     Reason.SECRET_NAME: "secrets",
     Reason.SECRET_TEXT: "secrets",
 }
+"""The part of the filter that says so; no part decides about the others."""
 
 
 Entry = tuple[str, Reason | None]
