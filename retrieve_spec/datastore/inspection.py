@@ -7,7 +7,7 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.change import progress_bar
 from retrieve_spec.datastore.dense import DenseIndex, continuation
-from retrieve_spec.datastore.files import FileEntry, check_content
+from retrieve_spec.datastore.files import FileEntry, check_content, replace_file
 from retrieve_spec.datastore.manifest import (
     CATALOG,
     SEGMENTS,
@@ -26,6 +26,7 @@ from retrieve_spec.datastore.manifest import (
     SegmentEntry,
     config_of,
     content_name,
+    explain_write_errors,
     files_of,
     read_manifest,
 )
@@ -46,7 +47,7 @@ from retrieve_spec.datastore.segment import (
 )
 from retrieve_spec.datastore.sources import readable
 from retrieve_spec.datastore.store import Datastore, open_datastore
-from retrieve_spec.errors import BuildError, StoreCorruptError, StoreError
+from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.suffix_array import sa_longest, sa_successors
 
 _ATTEMPTS = 5
@@ -286,15 +287,9 @@ def _longest(segment: Segment, ids: NDArray[np.int64]) -> tuple[int, int, int]:
 
 def _place(store: Datastore, index: int, position: int, last: int, span: int) -> Place:
     """A position of a segment, and what follows the last token of the match there."""
-    segment = store.segments[index]
-    try:
-        document = store.document_at(index, position)
-    except IndexError as error:
-        raise StoreCorruptError(
-            f"positions in documents in the suffix array of segment {segment.name}", str(error)
-        ) from None
-    following = store.tokenizer.decode(continuation(segment, last, span).tolist(), skip_special_tokens=False)
-    return Place(index, position, document, following)
+    following = continuation(store.segments[index], last, span).tolist()
+    text = store.tokenizer.decode(following, skip_special_tokens=False)
+    return Place(index, position, store.document_at(index, position), text)
 
 
 _COLUMNS = {
@@ -336,26 +331,15 @@ def write_catalog(path: str | os.PathLike[str]) -> Path:
         When the database cannot be written; nothing is left of it then.
     """
     store = open_datastore(path)
-    target = store.path / CATALOG
-    written = target.with_name(target.name + ".tmp")
-    try:
-        written.unlink(missing_ok=True)
-        with closing(sqlite3.connect(written)) as connection:
-            documents = list_documents(connection, (d for segment in store.segments for d in segment.documents))
-            documents.create_index(["segment", "number"], unique=True)
-            documents.create_index(["sha256"])
-            documents.enable_fts(["path"])
-        for suffix in ("-journal", "-wal", "-shm"):
-            target.with_name(target.name + suffix).unlink(missing_ok=True)
-        os.replace(written, target)
-    except StoreError:  # of the store itself
-        raise
-    except (sqlite3.DatabaseError, OSError) as error:
-        with suppress(OSError):
-            written.unlink(missing_ok=True)
-        remedy = "Check permissions and free space, or copy the store to where you may write."
-        raise BuildError(f"to write {target}", str(error), remedy) from error
-    return target
+    with closing(sqlite3.connect(":memory:")) as connection:
+        documents = list_documents(connection, (d for segment in store.segments for d in segment.documents))
+        documents.create_index(["segment", "number"], unique=True)
+        documents.create_index(["sha256"])
+        documents.enable_fts(["path"])
+        content = connection.serialize()
+    with explain_write_errors(store.path):
+        replace_file(store.path / CATALOG, content)
+    return store.path / CATALOG
 
 
 def list_documents(connection: sqlite3.Connection, documents: Iterable[Document]) -> Any:

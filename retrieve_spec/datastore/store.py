@@ -110,14 +110,12 @@ class Datastore:
 
         Raises
         ------
-        IndexError
-            When there is no such segment or position.
         StoreCorruptError
-            When the document table is damaged.
+            When no document has it, or the document table is damaged.
         """
         part = self.segments[segment]
-        if not 0 <= position < int(part.document_starts[-1]):
-            raise IndexError(f"position {position} in segment {segment} of {int(part.document_starts[-1])} tokens")
+        if not 0 <= position < (end := int(part.document_starts[-1])):
+            raise StoreCorruptError(f"positions below {end:,} in segment {part.name}", f"{position:,}")
         return part.documents[part.document_of(position)]
 
     def documents(self) -> Iterator[Document]:
