@@ -55,8 +55,6 @@ TOKENIZER = click.option(
     help="Model folder, tokenizer.json, hub id, 'smollm2' or 'reference'.",
 )
 _F = TypeVar("_F", bound=Callable[..., Any])
-_RUN = ("max_tokens", "workers")
-"""Options that `build` and `add` hand on as they are."""
 _WORKERS = click.option("--workers", type=WholeRange(min=1), metavar="N", help="Processes; all CPUs by default.")
 
 
@@ -98,11 +96,10 @@ def _was_given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
-def _sources(options: dict[str, Any]) -> list[Source | str]:
+def _sources(paths: tuple[str, ...], options: dict[str, Any]) -> list[Source]:
     from retrieve_spec.datastore.sources import Source
 
-    names = ("licence", "include", "exclude", "field", "licences", "admit")
-    return [Source(path, **{name: options[name] for name in names}) for path in options["sources"]]
+    return [Source(path, **options) for path in paths]
 
 
 @click.command(short_help="Build a datastore from files, folders or a recipe.")
@@ -141,6 +138,7 @@ def _sources(options: dict[str, Any]) -> list[Source | str]:
 @JSON
 def build(
     store: Path | str,
+    sources: tuple[str, ...],
     tokenizer: str,
     recipe: Path | None,
     index: Any,
@@ -149,6 +147,9 @@ def build(
     dims: int,
     max_vectors: int | None,
     part: tuple[int, int] | None,
+    max_tokens: int | None,
+    workers: int | None,
+    left_out: bool,
     quiet: bool,
     as_json: bool,
     **options: Any,
@@ -164,28 +165,34 @@ def build(
     from retrieve_spec.datastore.build import build_datastore
     from retrieve_spec.datastore.sources import load_recipe
 
-    config, sources, name = StoreConfig(), _sources(options), ""
+    config, given, name = StoreConfig(), _sources(sources, options), ""
     if recipe is not None:
         if sources:
             raise click.UsageError("Give SOURCEs or --recipe, not both: the recipe names its own.")
         loaded = load_recipe(recipe, include=options["include"], exclude=options["exclude"])
-        wished: dict[str, Any] = {"licences": options["licences"]}
-        if options["admit"]:
-            wished["admit"] = options["admit"]
-        config, sources, name = loaded.config, [replace(s, **wished) for s in loaded.sources], loaded.name
+        licences, admit = options["licences"], options["admit"]
+        given = [replace(source, licences=licences, admit=admit or source.admit) for source in loaded.sources]
+        config, name = loaded.config, loaded.name
     config = replace(config, index=index) if index else config
     if dense is not None:
         config = replace(config, dense=DenseConfig(dense, layer, dims, max_vectors or 0))
     elif any(map(_was_given, ("layer", "dims", "max_vectors"))):
         raise click.UsageError("Give --dense MODEL with --layer, --dims and --max-vectors.")
-    if not sources:
+    if not given:
         raise click.UsageError("Give at least one SOURCE, or --recipe FILE|NAME.")
     with _bars(quiet, dense is not None):
-        run = {name: options[name] for name in _RUN}
         report = build_datastore(
-            store, sources, tokenizer, config=config, part=part, progress=not quiet, recipe=name, **run
+            store,
+            given,
+            tokenizer,
+            config=config,
+            max_tokens=max_tokens,
+            workers=workers,
+            part=part,
+            progress=not quiet,
+            recipe=name,
         )
-    print_report(report, store, as_json, options["left_out"])
+    print_report(report, store, as_json, left_out)
 
 
 @click.command(short_help="Add documents to a datastore.")
@@ -194,16 +201,25 @@ def build(
 @_WORKERS
 @QUIET
 @JSON
-def add(store: Path | str, quiet: bool, as_json: bool, **options: Any) -> None:
+def add(
+    store: Path | str,
+    sources: tuple[str, ...],
+    max_tokens: int | None,
+    workers: int | None,
+    left_out: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Add documents to the datastore STORE; texts it already holds are skipped."""
     from retrieve_spec.datastore.build import add_documents
 
-    sources = _sources(options)
     if not sources:
         raise click.UsageError("Give at least one SOURCE.")
     with _bars(quiet, _has_dense(store)):
-        report = add_documents(store, sources, progress=not quiet, **{name: options[name] for name in _RUN})
-    print_report(report, store, as_json, options["left_out"])
+        given = _sources(sources, options)
+        report = add_documents(store, given, max_tokens=max_tokens, workers=workers, progress=not quiet)
+    print_report(report, store, as_json, left_out)
 
 
 @click.command(short_help="Remove documents from a datastore.")
@@ -278,34 +294,23 @@ def retokenize(store: Path | str, tokenizer: str, workers: int | None, quiet: bo
 def sync(
     store: Path | str,
     folders: tuple[str, ...],
-    tokenizer: str | None,
-    licence: str,
-    licences: tuple[str, ...],
-    admit: tuple[str, ...],
     left_out: bool,
     watch: bool,
     quiet: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Make STORE say what FOLDERs say: new, changed, moved and deleted files. What git ignores, secrets and generated
     files stay out (--admit)."""
     from retrieve_spec.datastore.sync import sync_datastore, watch_folders
 
+    def tell(report: ChangeReport) -> None:
+        print_report(report, store, as_json, left_out)
+
     if watch:
-        watch_folders(
-            store,
-            folders,
-            tell=lambda report: print_report(report, store, as_json, left_out),
-            tokenizer=tokenizer,
-            licence=licence,
-            licences=licences,
-            admit=admit,
-        )
-        return
-    report = sync_datastore(
-        store, folders, tokenizer, licence=licence, licences=licences, admit=admit, progress=not quiet
-    )
-    print_report(report, store, as_json, left_out)
+        watch_folders(store, folders, tell=tell, **options)
+    else:
+        tell(sync_datastore(store, folders, progress=not quiet, **options))
 
 
 @click.command(short_help="Bring a datastore to a remote.")
