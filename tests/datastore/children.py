@@ -15,6 +15,8 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
+
 WARM = "warm_builds"
 SECONDS = 120
 """How long a child may take; machines that run tests may be busy."""
@@ -25,14 +27,9 @@ def _server() -> Any:
     """The server, started with the paths of this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([WARM])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         forkserver.ensure_running()
-    finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
     return context
 
 

@@ -212,14 +212,11 @@ def test_a_text_whose_index_the_manifest_leaves_out_is_found(store):
 
 
 def test_tombstones_of_a_kind_that_is_not_known_are_refused(grown):
-    def other(name):
-        return name.rsplit("-", 1)[0] + "-other.bin"
-
     def rename(body):
         (segment,) = [s for s in body["segments"] if s["tombstones"]]
-        segment["tombstones"] = {other(name): file for name, file in segment["tombstones"].items()}
-        for path in (grown / "tombstones").iterdir():
-            path.rename(path.with_name(other(path.name)))
+        (path,) = (grown / "tombstones").glob("*-ranks.bin")
+        other = path.rename(path.with_name(path.name.replace("ranks", "other")))
+        segment["tombstones"][other.name] = segment["tombstones"].pop(path.name)
 
     rewrite(grown, rename)
     for read in (open_datastore, verify_datastore):

@@ -111,28 +111,24 @@ def test_what_another_tokenizer_says_nothing_of_is_left_out(tmp_path):
     remove_documents(tmp_path / "s", ["a.txt", "c.txt"])
 
 
-def test_ngram_only_stores_say_what_they_cannot_do(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(index="ngram"))
+def test_ngram_only_stores_grow_by_segments_and_say_what_they_cannot_do(tokenizer, texts, tmp_path):
+    store = tmp_path / "s"
+    build_datastore(store, str(texts), tokenizer, config=StoreConfig(index="ngram"))
     for verb in (
-        lambda: remove_documents(tmp_path / "s", ["a.txt"]),
-        lambda: compact_datastore(tmp_path / "s"),
-        lambda: retokenize_datastore(tmp_path / "s", tokenizer),
+        lambda: remove_documents(store, ["a.txt"]),
+        lambda: compact_datastore(store),
+        lambda: retokenize_datastore(store, tokenizer),
     ):
         with pytest.raises(BuildError, match="n-grams only"):
             verb()
-    verify_datastore(tmp_path / "s")
-
-
-def test_ngram_only_stores_grow_by_segments(tokenizer, texts, tmp_path):
-    build_datastore(tmp_path / "s", str(texts), tokenizer, config=StoreConfig(index="ngram"))
-    (tmp_path / "more.txt").write_text("the cat met the dog")
-    report = add_documents(tmp_path / "s", [str(tmp_path / "more.txt"), str(texts)])
+    write(tmp_path, {"more.txt": "the cat met the dog"})
+    report = add_documents(store, [str(tmp_path / "more.txt"), str(texts)])
     assert (report.documents, report.segments, report.skipped_by_reason) == (1, 2, {"duplicate": 4})
-    assert [len(segment.tokens) for segment in open_datastore(tmp_path / "s").segments] == [0, 0]
-    assert len(open_datastore(tmp_path / "s").ngrams) == 2
-    verify_datastore(tmp_path / "s")
-    assert remove_documents(tmp_path / "s", ["more.txt"]).segments == 1  # a whole segment
-    verify_datastore(tmp_path / "s")
+    assert [len(segment.tokens) for segment in open_datastore(store).segments] == [0, 0]
+    assert len(open_datastore(store).ngrams) == 2
+    verify_datastore(store)
+    assert remove_documents(store, ["more.txt"]).segments == 1  # a whole segment
+    verify_datastore(store)
 
 
 TEXTS = st.lists(st.text("abc", min_size=1, max_size=25), min_size=2, max_size=7, unique=True)

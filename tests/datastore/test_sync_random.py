@@ -66,12 +66,6 @@ class Folder:
     def move(self):
         os.replace(self.some(), self.some(folders=True) / self.random.choice(NAMES))
 
-    def swap(self):
-        one, other, between = self.some(), self.some(), self.place / "between"
-        os.replace(one, between)
-        os.replace(other, one)
-        os.replace(between, other)
-
     def rename_folder(self):
         self.some(folders=True).rename(
             self.some(folders=True) / self.random.choice(["s", "w", "build", "node_modules"])
@@ -88,23 +82,10 @@ class Folder:
             folder.rename(moved)
             folder.symlink_to(moved)
 
-    def unlink_folder(self):
-        path = next(
-            path for path in sorted(self.root.rglob("*")) if path.is_symlink() and path.resolve().parent == self.place
-        )
-        moved = path.resolve()
-        path.unlink()
-        moved.rename(path)
-
     def ignore(self):
         path = self.some(folders=True) / self.random.choice([".gitignore", ".ignore"])
         path.write_text(self.random.choice(RULES))
         self.age(path)
-
-    def ignore_less(self):
-        self.random.choice(
-            [path for name in (".gitignore", ".ignore") for path in sorted(self.root.rglob(name))]
-        ).unlink()
 
     def track(self):
         if self.top:
@@ -123,9 +104,9 @@ class Folder:
             place.unlink() if place.exists() else place.touch()
 
     def change(self):
-        kinds = [self.write, self.overwrite, self.delete, self.move, self.swap, self.rename_folder]
-        kinds += [self.link, self.link_folder, self.unlink_folder, self.ignore, self.ignore_less, self.track, self.nest]
-        for kind in self.random.choices([*kinds, self.close], [8, 5, 3, 4, 3, 4] + [2] * 8, k=4):
+        kinds = [self.write, self.overwrite, self.delete, self.move, self.rename_folder, self.link, self.link_folder]
+        kinds += [self.ignore, self.track, self.nest, self.close]
+        for kind in self.random.choices(kinds, [8, 5, 4, 5, 4, 2, 1, 2, 2, 2, 2], k=4):
             try:
                 kind()
             except (OSError, RuntimeError, StopIteration, IndexError, shutil.Error):

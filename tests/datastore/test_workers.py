@@ -8,6 +8,7 @@ import pytest
 from byte_tokenizers import byte_tokenizer
 from folders import write
 from test_build import contents, digest
+from waiting import wait_for
 
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore import build, sources
@@ -77,16 +78,10 @@ def wait_for_ever(job, given):
 def test_workers_end_with_their_parent(many, tmp_path):
     parent = multiprocessing.get_context("spawn").Process(target=build_slowly, args=(tmp_path / "s", str(many)))
     parent.start()
-    while not (found := [int(path.name[4:]) for path in tmp_path.glob("pid-*")]):
-        time.sleep(0.1)
+    wait_for(lambda: any(tmp_path.glob("pid-*")))
     parent.kill()
     parent.join()
-    for pid in found:
-        for _ in range(300):
-            if not running(pid):
-                break
-            time.sleep(0.1)
-        assert not running(pid)
+    wait_for(lambda: not any(running(int(path.name[4:])) for path in tmp_path.glob("pid-*")))
 
 
 def running(pid):
