@@ -158,12 +158,7 @@ def _list_source(source: Source, store: Path | None) -> Iterator[SourceFile]:
         yield file if wanted(root.name) else replace(file, skip="left out by a glob")
         return
     top = root.resolve()
-    start = len(os.path.join(top, ""))
-    found = [
-        (name[start:], said if isinstance(said, Reason) else said.st_size)
-        for name, said in source.entry_filter(top, _ANY, store).entries()
-    ]
-    for relative, said in sorted(found, key=_order):
+    for relative, said in sorted(source.entry_filter(top, _ANY, store).entries(), key=_order):
         if isinstance(said, Reason) and relative.endswith("/"):
             path = source.prefix + relative
             left = not (excluded(path) or excluded(path.rstrip("/")))
@@ -178,15 +173,15 @@ def _order(entry: tuple[str, object]) -> str:
     return entry[0].replace("/", "\0")
 
 
-def file_of(source: Source, relative: str, location: str, said: int | Reason) -> SourceFile:
-    """A file of a source and its bytes, or what stays out of it."""
+def file_of(source: Source, relative: str, location: str, said: os.stat_result | Reason) -> SourceFile:
+    """A file of a source, or what stays out of it."""
     path = readable(source.prefix + relative)
     if isinstance(said, Reason):
         return SourceFile(source, path, location, 0, "text", skip=str(said))
     stem, suffix = os.path.splitext(relative.lower())
     compression = _COMPRESSED.get(suffix, "")
     kind = _RECORDS.get(os.path.splitext(stem)[1] if compression else suffix, "text")
-    return SourceFile(source, path, location, said, kind, compression)
+    return SourceFile(source, path, location, said.st_size, kind, compression)
 
 
 def _describe(source: Source, name: str, location: Path) -> SourceFile:
@@ -198,7 +193,7 @@ def _describe(source: Source, name: str, location: Path) -> SourceFile:
     said = source.entry_filter(real.parent, _ANY, named=True).look(str(real))
     if "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
         said = Reason.SECRET_NAME
-    return file_of(source, name, str(real), said if isinstance(said, Reason) else said.st_size)
+    return file_of(source, name, str(real), said)
 
 
 def readable(path: str) -> str:

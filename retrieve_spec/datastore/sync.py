@@ -75,10 +75,8 @@ def look(source: Source, before: FolderState, store: Path, most_bytes: float = m
     entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES, store)
     racy = time.time_ns() - RACY_NS
     now: FolderState = {}
-    start = len(os.path.join(entries.root, ""))
     size = 0
-    for place, found in sorted(entries.entries(), key=_last_change, reverse=True):
-        name = place[start:]
+    for name, found in sorted(entries.entries(), key=_last_change, reverse=True):
         if not isinstance(found, Reason) and size > most_bytes:
             found = Reason.BEYOND
         if isinstance(found, Reason):
@@ -90,7 +88,7 @@ def look(source: Source, before: FolderState, store: Path, most_bytes: float = m
             now[name] = known
         else:
             modified = 0 if found.st_mtime_ns >= racy else found.st_mtime_ns
-            file = file_of(source, name, place, found.st_size)
+            file = file_of(source, name, os.path.join(entries.root, name), found)
             now[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(entries, file)))
         if any(digest for _, digest, _, _ in now[name][3]):
             size += found.st_size
@@ -279,9 +277,8 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Ch
 
 
 def _file(source: Source, name: str) -> SourceFile:
-    location = Path(source.path, name)
-    size = location.stat().st_size if location.exists() else 0
-    return file_of(source, name, str(location), size)
+    place = os.path.join(source.path, name)
+    return file_of(source, name, place, source.entry_filter(Path(source.path), FOLLOWED_BYTES).look(place))
 
 
 def _change(

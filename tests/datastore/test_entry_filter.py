@@ -67,7 +67,7 @@ def entering(root):
     """Files that may enter from a folder, each listed once."""
     found = [name for name, said in EntryFilter(root).entries() if not isinstance(said, Reason)]
     assert len(found) == len(set(found))
-    return {Path(name).relative_to(root.resolve()).as_posix() for name in found}
+    return set(found)
 
 
 def test_what_git_ignores_stays_out_through_any_of_its_files(checkout):
@@ -108,7 +108,7 @@ def test_nothing_behind_a_link_enters(tmp_path):
         (root / name).symlink_to(target)
     filter = EntryFilter(root)
     assert entering(root) == {"a.py", "folder/b.py"}
-    assert {name for name in links if (str(root / name), Reason.LINK) in filter.entries()} == {*links}
+    assert {name for name in links if (name, Reason.LINK) in filter.entries()} == {*links}
     for name in ("out/secret.py", "in/b.py", "file.py", "../elsewhere/secret.py"):
         assert filter.read(root / name) is Reason.LINK
 
