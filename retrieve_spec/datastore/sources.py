@@ -237,8 +237,6 @@ def _divided(file: SourceFile) -> Iterator[SourceFile]:
     try:
         cuts = list(_line_cuts(file.location))
     except OSError:  # reading it will say so
-        cuts = []
-    if len(cuts) < 2:
         yield file
         return
     for (start, line), (end, _) in pairwise(cuts):
@@ -270,7 +268,7 @@ class Recipe:
 
     Attributes
     ----------
-    name, description
+    name
         For people.
     sources
         What to build from, in order.
@@ -279,7 +277,6 @@ class Recipe:
     """
 
     name: str
-    description: str
     sources: tuple[Source, ...]
     config: StoreConfig
 
@@ -327,25 +324,19 @@ def load_recipe(
     file = recipe_file(path)
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BuildError(f"to read recipe {file}", error.strerror or str(error), "Check the path.") from error
-    except ValueError as error:
-        raise BuildError(
-            f"to read recipe {file}", str(error), "Correct the TOML; docs/datastores.md has the keys."
-        ) from error
+    except (OSError, ValueError) as error:
+        raise BuildError(f"to read recipe {file}", str(error), "Check path and TOML; docs/datastores.md.") from error
     _check_keys(file, content, _KEYS)
     listed = content.get("source")
-    if not isinstance(listed, list) or not all(isinstance(s, dict) for s in listed) or not listed:
-        raise BuildError(f"a name and at least one [[source]] in {file}", "none", "See docs/datastores.md.")
-    if "name" not in content:
-        raise BuildError(f"a name in {file}", "none", "See docs/datastores.md.")
+    if "name" not in content or not isinstance(listed, list) or not all(isinstance(s, dict) for s in listed):
+        raise BuildError(f"a name and [[source]] tables in {file}", "none", "See docs/datastores.md.")
     sources: list[Source] = []
     for source in listed:
         _check_keys(file, source, _SOURCE_KEYS)
         found = _sources_of(file, source)
         sources += [replace(s, include=tuple(include) or s.include, exclude=(*s.exclude, *exclude)) for s in found]
     config = StoreConfig(index=content.get("index", "both"))
-    return Recipe(content["name"], content.get("description", ""), tuple(sources), config)
+    return Recipe(content["name"], tuple(sources), config)
 
 
 def _check_keys(file: Path, table: dict[str, Any], known: set[str]) -> None:

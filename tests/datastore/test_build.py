@@ -128,7 +128,7 @@ def test_a_folder_with_other_files_is_left_alone(tokenizer, texts, tmp_path, nam
 
 @pytest.fixture
 def recipe(texts):
-    return Recipe("mine", "", (Source(str(texts), "MIT"),), StoreConfig())
+    return Recipe("mine", (Source(str(texts), "MIT"),), StoreConfig())
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def test_namespace_folders_belong_to_several_distributions(monkeypatch, tmp_path
         ('name = "x"\ncolour = 1\n[[source]]\npath = "."', "got colour"),
         ('name = "x"\n[[source]]\npath = "."\nlicense = "MIT"', "got license"),
         ('name = "x"\nsource = [1]', r"\[\[source\]\]"),
-        ('[[source]]\npath = "."', "expected a name"),
+        ('[[source]]\npath = "."', r"a name and \[\[source\]\]"),
         ('name = "x"\n[[source]]\nlicence = "MIT"', "a path, or distributions"),
     ],
 )
