@@ -40,7 +40,7 @@ from retrieve_spec.datastore.change import (
     writer,
 )
 from retrieve_spec.datastore.entry_filter import admitted_parts
-from retrieve_spec.datastore.files import FileEntry, replace_file, sha256_of
+from retrieve_spec.datastore.files import FileEntry, replace_file
 from retrieve_spec.datastore.fingerprint import encode, load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.ingest import Tokenised, tokenise
@@ -51,7 +51,6 @@ from retrieve_spec.datastore.manifest import (
     SegmentEntry,
     config_of,
     read_manifest,
-    tokenizer_name,
 )
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.segment import Row, Segment, hidden_of, open_segment, tombstones_of, write_segment
@@ -68,7 +67,7 @@ from retrieve_spec.errors import (
 SPAWN_WORK = 1 << 23
 """Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
 SHARD_TOKENS = 1 << 21
-"""Tokens of a segment that are converted to another tokenizer at once."""
+"""Tokens of a segment that are read at once."""
 _PIECE, _PIECES = 1 << 24, 8
 """Entries that each of several segments has at least, and segments that a text is divided into without need."""
 _SMALL_SHARE = 16
@@ -137,7 +136,7 @@ def build_datastore(
         check_folder(store)  # which may have been finished meanwhile
         settings = checked(config or StoreConfig(), tokenizer)
         files = list(list_files(wished, store))
-        manifest = replace(first_manifest(store, write_tokenizer(store, tokenizer)), config=asdict(settings))
+        manifest = first_manifest(store, tokenizer, settings)
         event = begin_change(work, "build", recipe=recipe, part=part, max_tokens=max_tokens, sources=wished)
         shards = list(islice(file_shards(files), rank, None, count))
         return grow(work, manifest, event, shards, settings, workers=workers, progress=progress)
@@ -248,13 +247,13 @@ def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
     return replace(config, dense=checked_settings(config.dense, tokenizer_fingerprint(tokenizer)))
 
 
-def write_tokenizer(store: Path, tokenizer: Any) -> str:
-    """Put a copy of a tokenizer into a store, without truncation and padding; returns its file name.
+def first_manifest(store: Path, tokenizer: Any, config: StoreConfig) -> Manifest:
+    """Manifest of a store without segments; a copy of the tokenizer, without truncation and padding, is put there.
 
     Raises
     ------
     BuildError
-        When none is given, or it is none of the `tokenizers` library.
+        When no tokenizer is given, or it is none of the `tokenizers` library.
     """
     if tokenizer is None:
         raise BuildError(
@@ -264,111 +263,85 @@ def write_tokenizer(store: Path, tokenizer: Any) -> str:
     backend.no_truncation()
     backend.no_padding()
     content = backend.to_str().encode()
-    name = tokenizer_name(FileEntry(len(content), hashlib.sha256(content).hexdigest()))
-    replace_file(store / name, content)
-    return name
-
-
-def first_manifest(store: Path, name: str) -> Manifest:
-    """Manifest of a store without segments, for the copy of the tokenizer that lies in it under a name."""
-    tokenizer = store / name
-    backend = load_tokenizer(tokenizer)
     vocabulary = max(backend.get_vocab().values(), default=0) + 1
-    return Manifest(
-        tokenizer_fingerprint(backend), FileEntry(tokenizer.stat().st_size, sha256_of(tokenizer)), vocabulary
-    )
+    copy = FileEntry(len(content), hashlib.sha256(content).hexdigest())
+    manifest = Manifest(tokenizer_fingerprint(backend), copy, vocabulary, asdict(config))
+    replace_file(store / manifest.tokenizer_name, content)
+    return manifest
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """Documents that were read and encoded: where they lie, what was no document, and the bytes read."""
+    """Documents that were read and encoded: where they lie, and what was no document."""
 
     path: Path
     skipped: list[tuple[str, str, str]]
-    bytes: int
 
-    def rows(self) -> list[Row | None]:
+    def rows(self) -> list[Row]:
         """All documents, in order."""
         return [Row(*row) for row in json.loads(self.path.with_suffix(".json").read_bytes())]
 
-    def take(self, ranges: list[tuple[int, int]]) -> Iterator[tuple[list[Row | None], NDArray[np.uint32]]]:
-        """Documents of some ranges, and their token ids, each with an entry for its separator after it."""
+    def take(self, numbers: list[int]) -> tuple[list[Row], NDArray[np.uint32]]:
+        """Some documents, in order, and their token ids, each with an entry for its separator after it."""
         rows = self.rows()
-        starts = np.cumsum([0, *(row.tokens + 1 for row in rows if row)], dtype=np.int64)
-        for first, end in ranges:
-            at, count = int(starts[first]), int(starts[end] - starts[first])
-            yield rows[first:end], np.fromfile(self.path.with_suffix(".bin"), "<u4", count, offset=4 * at)
+        taken = np.isin(np.arange(len(rows)), numbers)
+        ids = np.fromfile(self.path.with_suffix(".bin"), "<u4")
+        return [rows[number] for number in numbers], ids[np.repeat(taken, [row.tokens + 1 for row in rows])]
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentShard:
-    """A segment of a store as a shard: its text is taken over as it is, or documents `[first, end)` are converted.
+    """Documents of a segment of a store that are written anew.
 
     Attributes
     ----------
     store, entry, vocabulary
         The segment, and the size of its tokenizer's vocabulary.
-    first, end, tokenizer
-        Documents to convert, and the copy of the tokenizer that they were encoded with; end 0: none.
+    first, end, size
+        The documents `[first, end)`, and the bytes of their token ids.
+    tokenizer
+        The copy of the tokenizer that they were encoded with, where they are converted to another one.
     """
 
     store: Path
     entry: SegmentEntry
     vocabulary: int
-    first: int = 0
-    end: int = 0
-    tokenizer: Path | None = None
+    first: int
+    end: int
+    size: int
+    tokenizer: Path | None
 
-    def open(self) -> Segment:
-        """The segment as its files are, which keeps its text."""
+    def tokenised(self, tokenizer: Tokenizer) -> Iterator[Tokenised]:
+        """The documents that do not count as removed, as they are or encoded by a tokenizer."""
         segment = open_segment(self.store / SEGMENTS / self.entry.name, self.entry, self.vocabulary)
-        check_text(segment, self.store)
-        return segment
-
-    def rows(self) -> list[Row | None]:
-        """All documents, None for what counts as removed."""
-        check_files(self.store, self.entry)  # whose content is written under new checksums
-        documents = self.open().documents
-        left_out = {*hidden_of(tombstones_of(self.store, self.entry), len(documents), self.entry.name)}
-        return [
-            None if d.number in left_out else Row(d.path, d.licence, d.source, d.sha256, d.tokens) for d in documents
-        ]
-
-    def take(self, ranges: list[tuple[int, int]]) -> Iterator[tuple[list[Row | None], NDArray[np.uint32]]]:
-        """As of a `TokenShard`."""
-        segment, rows = self.open(), self.rows()
-        starts = segment.document_starts
-        for first, end in ranges:
-            yield rows[first:end], segment.ids_of(segment.tokens[int(starts[first]) : int(starts[end])])
-
-    def converted(self, tokenizer: Tokenizer) -> Iterator[Tokenised]:
-        """The documents to convert, encoded by another tokenizer."""
-        segment, rows = self.open(), self.rows()
-        old = load_tokenizer(self.tokenizer)
+        hidden = {*hidden_of(tombstones_of(self.store, self.entry), len(segment.documents), self.entry.name)}
+        old = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
         for number in range(self.first, self.end):
-            if row := rows[number]:
-                ids = segment.text_ids(number)
-                encoded = encode(tokenizer, old.decode(ids.tolist(), skip_special_tokens=False))
-                skip = "" if len(encoded) else Reason.EMPTY
-                yield Tokenised(replace(row, tokens=len(encoded)), encoded, 4 * len(ids), skip)
+            if number in hidden:
+                continue
+            document, ids = segment.documents[number], segment.text_ids(number)
+            if old is not None:
+                ids = encode(tokenizer, old.decode(ids.tolist(), skip_special_tokens=False))
+            row = Row(document.path, document.licence, document.source, document.sha256, len(ids))
+            yield Tokenised(row, ids, "" if len(ids) else Reason.EMPTY)
 
 
 Shard = list[SourceFile] | SegmentShard
 
 
-def segment_shards(store: Path, manifest: Manifest) -> Iterator[SegmentShard]:
-    """Shards that are the segments of a store, taken over as they are."""
-    return (SegmentShard(store, entry, manifest.vocabulary) for entry in manifest.segments)
-
-
-def conversion_shards(store: Path, manifest: Manifest) -> Iterator[SegmentShard]:
-    """Shards whose documents are decoded from a store and encoded anew."""
-    for shard in segment_shards(store, manifest):
-        starts = shard.open().document_starts
+def segment_shards(store: Path, manifest: Manifest, *, convert: bool = False) -> Iterator[SegmentShard]:
+    """Shards of a store's segments, whose documents are to be encoded anew if they are to `convert`."""
+    tokenizer = store / manifest.tokenizer_name if convert else None
+    for entry in manifest.segments:
+        check_files(store, entry)  # whose content is written under new checksums
+        segment = open_segment(store / SEGMENTS / entry.name, entry, manifest.vocabulary)
+        check_text(segment, store)
+        starts = segment.document_starts.tolist()
         first = 0
         for end in range(1, len(starts)):
-            if end == len(starts) - 1 or int(starts[end + 1]) - int(starts[first]) > SHARD_TOKENS:
-                yield replace(shard, first=first, end=end, tokenizer=store / manifest.tokenizer_name)
+            if end == len(starts) - 1 or starts[end + 1] - starts[first] > SHARD_TOKENS:
+                size = 4 * (starts[end] - starts[first])
+                yield SegmentShard(store, entry, manifest.vocabulary, first, end, size, tokenizer)
                 first = end
 
 
@@ -399,23 +372,21 @@ def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
     number, shard = given
     tokenizer = _kept_tokenizer(job.tokenizer)
     results = (
-        shard.converted(tokenizer)
+        shard.tokenised(tokenizer)
         if isinstance(shard, SegmentShard)
         else tokenise(shard, tokenizer, job.config.document_bytes)
     )
-    found = TokenShard(job.work / f"shard-{number:06d}", [], 0)
+    found = TokenShard(job.work / f"shard-{number:06d}", [])
     rows: list[tuple[Any, ...]] = []
-    size = 0
     with found.path.with_suffix(".bin").open("wb") as file:
         for result in results:
-            size += result.bytes
             if result.skip:
                 found.skipped.append((result.row.path, result.row.source, str(result.skip)))
                 continue
             file.write(np.concatenate([result.ids, _SEPARATOR]).astype("<u4", copy=False).data)
             rows.append(astuple(result.row))
     found.path.with_suffix(".json").write_text(json.dumps(rows))
-    return replace(found, bytes=size)
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -426,11 +397,11 @@ def _kept_tokenizer(path: Path) -> Tokenizer:
 
 @dataclass(slots=True)
 class SegmentCut:
-    """Documents of one segment: tokens, documents, and the shards and ranges of documents where they are."""
+    """Documents of one segment: tokens, documents, and the shards where they are, with their numbers there."""
 
     tokens: int
     documents: int
-    pieces: list[tuple[TokenShard | SegmentShard, list[tuple[int, int]]]]
+    pieces: list[tuple[TokenShard, list[int]]]
 
 
 def small_size(limit: int) -> int:
@@ -452,14 +423,12 @@ class Choice:
         self.skipped: list[tuple[str, str, str]] = []
         self._seen = {bytes.fromhex(digest) for digest in known}
         self._total = 0
-        self._chosen: list[tuple[TokenShard | SegmentShard, NDArray[np.uint32], NDArray[np.uint32]]] = []
+        self._chosen: list[tuple[TokenShard, NDArray[np.uint32], NDArray[np.uint32]]] = []
 
-    def take(self, shard: TokenShard | SegmentShard) -> None:
+    def take(self, shard: TokenShard) -> None:
         """Choose among the documents of the next shard."""
         numbers, lengths = [], []
         for number, row in enumerate(() if self.full else shard.rows()):
-            if row is None:
-                continue
             if (key := bytes.fromhex(row.sha256)) in self._seen:
                 self.skipped.append((row.path, row.source, "duplicate"))
                 continue
@@ -492,11 +461,7 @@ class Choice:
                     segments.append(last)
                 if not last.pieces or last.pieces[-1][0] is not shard:
                     last.pieces.append((shard, []))
-                ranges = last.pieces[-1][1]
-                if ranges and ranges[-1][1] == number:
-                    ranges[-1] = (ranges[-1][0], number + 1)
-                else:
-                    ranges.append((number, number + 1))
+                last.pieces[-1][1].append(number)
                 at += length + 1
                 last.tokens += length
                 last.documents += 1
@@ -509,11 +474,11 @@ def index_segment(job: _Job, given: tuple[int, SegmentCut]) -> SegmentEntry:
     rows: list[Row] = []
     ids = np.empty(part.tokens + part.documents, np.uint32)
     at = 0
-    for shard, ranges in part.pieces:
-        for listed, found in shard.take(ranges):
-            rows += (row for row in listed if row)
-            ids[at : at + len(found)] = found
-            at += len(found)
+    for shard, numbers in part.pieces:
+        listed, found = shard.take(numbers)
+        rows += listed
+        ids[at : at + len(found)] = found
+        at += len(found)
     folder = job.work / f"segment-{number:06d}"
     folder.mkdir()
     handed = [ids]
@@ -575,8 +540,8 @@ def grow(
     with closing(Workers(workers or os.cpu_count() or 1)) as pool:
         size = sum(map(_bytes, shards))
         with watch.stage("reading", size or None, "B") as advance:
-            for shard in _read(pool, job, shards, choice, size):
-                advance(shard.bytes)
+            for done in _read(pool, job, shards, choice, size):
+                advance(done)
         cut = choice.cut(config.segment_tokens)
         tokens = sum(part.tokens for part in cut)
         entries: list[SegmentEntry] = []
@@ -601,22 +566,25 @@ def grow(
 def _bytes(shard: Shard) -> int:
     """Bytes to read of a shard."""
     if isinstance(shard, SegmentShard):
-        return 4 * shard.entry.tokens * (shard.end - shard.first) // max(shard.entry.documents, 1)
+        return shard.size
     return sum(file.size for file in shard if not file.skip)
 
 
-def _read(pool: Workers, job: _Job, shards: Sequence[Shard], choice: Choice, size: int) -> Iterator[TokenShard]:
-    """Read shards and choose among their documents; with a limit of tokens, only as many as are needed."""
+def _read(pool: Workers, job: _Job, shards: Sequence[Shard], choice: Choice, size: int) -> Iterator[int]:
+    """Read shards and choose among their documents; with a limit of tokens, only as many as are needed.
+
+    Yields the bytes of one after the other.
+    """
     step = len(shards) if choice.most is None else 4 * pool.count
     for first in range(0, len(shards), max(step, 1)):
-        group = list(enumerate(shards[first : first + step], first))
-        whole = [shard for _, shard in group if isinstance(shard, SegmentShard) and not shard.end]
-        for segment in whole:
-            choice.take(segment)
-        for read in pool.run(partial(read_shard, job), [] if whole or choice.full else group, size):
+        if choice.full:
+            return
+        group = shards[first : first + step]
+        done = pool.run(partial(read_shard, job), list(enumerate(group, first)), size)
+        for shard, read in zip(group, done, strict=True):
             choice.take(read)
             choice.skipped += read.skipped
-            yield read
+            yield _bytes(shard)
 
 
 class Workers:

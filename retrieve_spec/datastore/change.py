@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.files import replace_file, sync_folder
+from retrieve_spec.datastore.files import sync_folder
 from retrieve_spec.datastore.manifest import (
     CATALOG,
     MANIFEST,
-    PLAN,
+    MOST_EVENTS,
     SEGMENTS,
     TOMBSTONES,
     WORK,
@@ -32,6 +31,7 @@ from retrieve_spec.datastore.manifest import (
     drop_stale_files,
     existing_manifest,
     explain_write_errors,
+    keep_only,
     write_manifest,
 )
 from retrieve_spec.errors import BuildError, NothingToIndexError, StoreLockedError
@@ -145,7 +145,7 @@ def begin_change(work: WorkFolder, verb: str, *, sources: Sequence[Source] = (),
     if sources:
         event["sources"] = [asdict(source) for source in sources]
     event |= {"at": utc_now(), "version": __version__}
-    work.begin(event)
+    work.begin()
     return event
 
 
@@ -194,7 +194,12 @@ def publish(
         "skipped": report.skipped_by_reason,
         **({"vectors": report.dense} if report.dense else {}),
     }
-    following = manifest.following(tuple(entries.values()), event)
+    following = replace(
+        manifest,
+        segments=tuple(entries.values()),
+        generation=event["generation"],
+        history=(*manifest.history, event)[-MOST_EVENTS:],
+    )
     write_manifest(work.store, following)
     drop_stale_files(work.store, following)
     for copy in work.store.glob("tokenizer-*.json"):
@@ -217,19 +222,15 @@ class WorkFolder:
         self.store = store
         self.path = store / WORK
 
-    def begin(self, plan: dict[str, Any]) -> None:
-        """Throw away any earlier work and record what is going to be done."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
-        replace_file(self.path / PLAN, json.dumps(plan).encode())
+    @property
+    def pulled(self) -> Path:
+        """Folder of what a pull has fetched, which an interrupted one goes on with."""
+        return self.path / "pull"
 
-    def plan(self) -> dict[str, Any] | None:
-        """What is being done, or None when no change was begun."""
-        try:
-            plan = json.loads((self.path / PLAN).read_bytes())
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            return None
-        return plan if isinstance(plan, dict) and "verb" in plan else None
+    def begin(self) -> None:
+        """Throw away any earlier work, but for what was pulled."""
+        self.path.mkdir(exist_ok=True)
+        keep_only(self.path, {self.pulled.name})
 
     def end(self) -> None:
         """Remove the folder."""

@@ -97,9 +97,6 @@ class DenseIndex:
             record.hidden_size,
             record.fingerprint,
         )
-        missing = [name for name in DENSE_FILES if name not in files]
-        if missing:
-            raise StoreCorruptError(f"a record of {missing[0]} beside the others of {folder}", "none")
         self._folder, self._files = folder, files
         # Now: the store may change meanwhile.
         self._mapped = {

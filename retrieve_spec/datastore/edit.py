@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ from retrieve_spec.datastore.build import (
     changing,
     check_text,
     checked,
-    conversion_shards,
     first_manifest,
     grow,
     rewrite,
     segment_shards,
-    write_tokenizer,
 )
 from retrieve_spec.datastore.change import (
     ChangeReport,
@@ -38,7 +35,7 @@ from retrieve_spec.datastore.change import (
     writer,
 )
 from retrieve_spec.datastore.dense import INDEX
-from retrieve_spec.datastore.files import FileEntry, check_content, link_file, replace_file, sync_folder
+from retrieve_spec.datastore.files import FileEntry, check_content, link_file, sync_folder
 from retrieve_spec.datastore.inspection import list_documents
 from retrieve_spec.datastore.manifest import (
     SEGMENTS,
@@ -180,10 +177,9 @@ def merge_datastores(
             raise nothing_to_index((), {})
         dense = _common_dense(folders, manifests)
         widest = max(range(len(folders)), key=lambda i: manifests[i].vocabulary)  # fingerprints know no added tokens
-        tokenizer = manifests[widest].tokenizer_name
-        replace_file(target / tokenizer, (folders[widest] / tokenizer).read_bytes())
-        config = checked(replace(config_of(manifests[0]), dense=dense), target / tokenizer)
-        first = replace(first_manifest(target, tokenizer), config=asdict(config))
+        tokenizer = folders[widest] / manifests[widest].tokenizer_name
+        config = checked(replace(config_of(manifests[0]), dense=dense), tokenizer)
+        first = first_manifest(target, tokenizer, config)
         event = begin_change(work, "merge", stores=[str(store) for store in stores])
         if dense is None:
             return unite(work, first, event, folders, progress)
@@ -241,10 +237,10 @@ def retokenize_datastore(
         When another process is writing to it.
     """
     with changing(path, "retokenize") as (work, manifest):
-        shards = list(conversion_shards(work.store, manifest))
-        new = first_manifest(work.store, write_tokenizer(work.store, tokenizer))
-        base = replace(manifest, fingerprint=new.fingerprint, tokenizer=new.tokenizer, vocabulary=new.vocabulary)
+        shards = list(segment_shards(work.store, manifest, convert=True))
         config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
+        new = first_manifest(work.store, tokenizer, config)
+        base = replace(new, generation=manifest.generation, history=manifest.history)
         event = begin_change(work, "retokenize")
         return grow(work, base, event, shards, config, workers=workers, progress=progress, kept=())
 
@@ -413,7 +409,6 @@ def unite(
 
 def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
     """Put the files of a segment into a new folder: links where they can be, otherwise copies that were checked."""
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, file in files.items():
         link_file(source / name, folder / name, file)

@@ -115,30 +115,29 @@ def _field(record: Any, field: str) -> Any:
     return record
 
 
-def read_text(text: Text, entries: EntryFilter) -> tuple[str, int, str]:
-    """Content of a text, bytes read, and why it may not enter: one of the first and the last is empty."""
-    file, content = text.file, text.content
+def read_text(text: Text, entries: EntryFilter) -> tuple[str, str]:
+    """Content of a text, and why it may not enter: one of them is empty."""
+    file, content, field = text.file, text.content, text.file.source.field
     if text.skip:
-        return "", 0, text.skip
+        return "", text.skip
     if content is None:
         found = entries.read(Path(file.location), file.compression)
-        return ("", 0, str(found)) if isinstance(found, Reason) else (found, file.size, "")
-    size, field = len(content), file.source.field
+        return ("", str(found)) if isinstance(found, Reason) else (found, "")
     if isinstance(content, bytes):
         try:
             content = _field(json.loads(content), field)
         except (ValueError, RecursionError):
-            return "", size, "no JSON"
+            return "", "no JSON"
         if not isinstance(content, str):
-            return "", size, f"no field {field!r}"
+            return "", f"no field {field!r}"
     if len(content) > entries.max_bytes:
-        return "", size, Reason.LARGE
+        return "", Reason.LARGE
     try:
         content.encode()
     except UnicodeEncodeError:  # lone surrogates from JSON escapes
-        return "", size, Reason.ENCODING
+        return "", Reason.ENCODING
     skip = entries.content("", content)
-    return ("", size, str(skip)) if skip else (content, size, "")
+    return ("", str(skip)) if skip else (content, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +150,12 @@ class Tokenised:
         What is recorded of it.
     ids
         (n,) uint32 token ids.
-    bytes
-        Bytes read for it.
     skip
         ``""``, or why it was left out.
     """
 
     row: Row
     ids: NDArray[np.uint32]
-    bytes: int = 0
     skip: str = ""
 
 
@@ -184,7 +180,7 @@ def tokenise(files: Iterable[SourceFile], tokenizer: Tokenizer, limit: int) -> I
 
     for text in texts_of(files, limit):
         place, entries, rule = known(text.file.source)
-        content, size, skip = read_text(text, entries)
+        content, skip = read_text(text, entries)
         licence = text.file.source.licence
         if rule is not None and not skip:
             is_file = text.path == text.file.path  # rows are not under the licence of a collection
@@ -192,4 +188,4 @@ def tokenise(files: Iterable[SourceFile], tokenizer: Tokenizer, limit: int) -> I
             skip = rule.refuses(licence) or ""
         ids = encode(tokenizer, "" if skip else content)
         row = Row(text.path, licence, place, "" if skip else text_hash(content), len(ids))
-        yield Tokenised(row, ids, size, skip or ("" if len(ids) else Reason.EMPTY))
+        yield Tokenised(row, ids, skip or ("" if len(ids) else Reason.EMPTY))

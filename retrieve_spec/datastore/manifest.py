@@ -27,7 +27,6 @@ FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 CATALOG = "catalog.sqlite"
 WORK = "work"
-PLAN = "plan.json"
 SEGMENTS = "segments"
 TOMBSTONES = "tombstones"
 GONE = ".gone"
@@ -130,8 +129,8 @@ class Manifest:
 
     @property
     def tokenizer_name(self) -> str:
-        """File name of the copy of the tokenizer."""
-        return tokenizer_name(self.tokenizer)
+        """File name of the copy of the tokenizer: by content, so that a store can change to another one at once."""
+        return f"tokenizer-{self.tokenizer.sha256[:12]}.json"
 
     @property
     def documents(self) -> int:
@@ -157,15 +156,6 @@ class Manifest:
         ]
         return hashlib.sha256("\n".join([self.fingerprint, *lines]).encode()).hexdigest()
 
-    def following(self, segments: tuple[SegmentEntry, ...], event: dict[str, Any]) -> Manifest:
-        """Manifest of the next generation."""
-        return replace(
-            self,
-            segments=segments,
-            generation=self.generation + 1,
-            history=(*self.history, event)[-MOST_EVENTS:],
-        )
-
     def to_json(self) -> dict[str, Any]:
         """JSON object with the format version and a checksum over the rest."""
         body = {
@@ -177,11 +167,6 @@ class Manifest:
             **asdict(self),
         }
         return {**body, "checksum": _checksum(body)}
-
-
-def tokenizer_name(entry: FileEntry) -> str:
-    """File name of a copy of a tokenizer: by content, so that a store can change to another one atomically."""
-    return f"tokenizer-{entry.sha256[:12]}.json"
 
 
 def _checksum(body: dict[str, Any]) -> str:
@@ -271,16 +256,12 @@ def entry_of(record: dict[str, Any]) -> SegmentEntry:
 
 
 def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:
-    """Error about a folder without a manifest; of one whose first change was interrupted it names the command."""
+    """Error about a folder without a manifest."""
     if (store / WORK).is_dir():
-        try:
-            verb = json.loads((store / WORK / PLAN).read_bytes())["verb"]
-        except (OSError, ValueError, KeyError, TypeError):
-            verb = "build"
         return StoreIncompleteError(
             f"a finished datastore at {store}",
-            f"an interrupted {verb}, or one that is running",
-            f"Wait for it, run `retrieve-spec {verb}` again, or delete the folder.",
+            "an interrupted change, or one that is running",
+            "Wait for it, run the command again, or delete the folder.",
         )
     return StoreNotFoundError(
         f"a datastore at {store}",
@@ -309,25 +290,19 @@ def explain_write_errors(store: Path) -> Iterator[None]:
     except RetrieveSpecError:  # some are OSErrors too
         raise
     except OSError as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        folder = os.path.realpath(store)  # which links that lead to each other do not upset
-        there = "; the store is as it was" if os.path.exists(store / MANIFEST) else ""
-        if os.path.exists(store / WORK / PLAN):
-            there += "; run the change again"
-        if isinstance(error.filename, str) and not Path(os.path.realpath(error.filename)).is_relative_to(folder):
-            raise BuildError(f"to use {error.filename}", reason, f"Check who may read it{there}.") from error
-        remedy = f"Check permissions and free space{there or ', or choose another place'}."
-        raise BuildError(f"to write to {store}", reason, remedy) from error
+        remedy = "Check permissions and free space, or choose another place; a store that was there is as it was."
+        raise BuildError(f"to write to {store}", str(error), remedy) from error
 
 
 def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
     """Delete what no manifest lists: left by an interrupted change, or replaced by one."""
     segments = manifest.segments if manifest else ()
-    _keep(store / SEGMENTS, {entry.name for entry in segments})
-    _keep(store / TOMBSTONES, {name for entry in segments for name in entry.tombstones})
+    keep_only(store / SEGMENTS, {entry.name for entry in segments})
+    keep_only(store / TOMBSTONES, {name for entry in segments for name in entry.tombstones})
 
 
-def _keep(folder: Path, names: set[str]) -> None:
+def keep_only(folder: Path, names: set[str]) -> None:
+    """Delete what else lies in a folder."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name in names:
             continue

@@ -16,7 +16,6 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -40,16 +39,15 @@ from retrieve_spec.errors import BuildError, RetrieveSpecError, StoreCorruptErro
 
 @contextmanager
 def explain_remote_errors(url: str) -> Iterator[None]:
-    """Turn what a remote's library raises into a `BuildError` that names it; a missing file stays what it is."""
+    """Turn what a remote's library raises into a `BuildError` that names it."""
     try:
         yield
-    except (RetrieveSpecError, FileNotFoundError):
+    except RetrieveSpecError:
         raise
     except Exception as error:  # every library raises its own
         got = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise BuildError(
-            f"to reach {url}", got, "Run the command again when it can be reached: what was moved is not moved again."
-        ) from error
+        remedy = "Check the address; run the command again when it can be reached: what was moved is not moved again."
+        raise BuildError(f"to reach {url}", got, remedy) from error
 
 
 def is_address(path: object) -> bool:
@@ -75,35 +73,9 @@ def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
         When it is an address.
     """
     if is_address(path):
-        remedies = {
-            "build": f"Build a folder, then `retrieve-spec push FOLDER {path}`.",
-            "pull": f"Give the address first: `retrieve-spec pull {path} FOLDER`.",
-        }
-        other = f"Run `retrieve-spec pull {path} FOLDER`, {verb} that, and `retrieve-spec push FOLDER {path}`."
-        raise BuildError(f"a folder to {verb}", f"the address {path}", remedies.get(verb, other))
+        remedy = f"Run `retrieve-spec pull {path} FOLDER`, {verb} that, and `retrieve-spec push FOLDER {path}`."
+        raise BuildError(f"a folder to {verb}", f"the address {path}", remedy)
     return Path(path)
-
-
-def reach(url: str) -> tuple[Any, str]:
-    """The file system of an address, and the place there.
-
-    Raises
-    ------
-    BuildError
-        When no installed library reaches it.
-    """
-    try:
-        import fsspec
-    except ImportError as error:
-        raise BuildError(
-            f"to reach {url}", "fsspec is not installed", "Run: pip install 'retrieve-spec[share]'"
-        ) from error
-    try:
-        fs, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        remedy = "Give an address such as s3://, gs://, hf:// or file://, and install with pip what it needs."
-        raise BuildError(f"to reach {url}", str(error), remedy) from error
-    return fs, root.rstrip("/")
 
 
 VERSIONS = "versions"
@@ -126,12 +98,18 @@ class Remote:
     """
 
     def __init__(self, url: str) -> None:
-        self.fs, self.root = reach(url)
-        self.url = url
+        from fsspec.core import url_to_fs  # what only opens folders need not wait for it
 
-    def path(self, *parts: str) -> str:
-        """Place of a file."""
-        return posixpath.join(self.root, *parts)
+        try:
+            self.fs, root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            remedy = "Give an address such as s3://, gs://, hf:// or file://, and install with pip what it needs."
+            raise BuildError(f"to reach {url}", str(error), remedy) from error
+        self.url, self.root = url, root.rstrip("/")
+
+    def path(self, place: str) -> str:
+        """Where a file of the remote is, for its file system."""
+        return posixpath.join(self.root, place)
 
     def newest(self) -> int:
         """Number of the newest version, 0 for none."""
@@ -153,14 +131,11 @@ class Remote:
         StoreCorruptError
             When it is damaged.
         """
-        place = self.path(VERSIONS, f"{version:012d}.json")
-        try:
-            content = self.fs.cat_file(place)
-        except FileNotFoundError as error:
-            raise StoreNotFoundError(
-                f"a datastore at {self.url}", "none", "Check the address, or push one there."
-            ) from error
-        return manifest_of(content, place)
+        place = f"{VERSIONS}/{version:012d}.json"
+        content = self.read(place)
+        if content is None:
+            raise StoreNotFoundError(f"a datastore at {self.url}", "none", "Check the address, or push one there.")
+        return manifest_of(content, self.path(place))
 
     def add_version(self, version: int, manifest: Manifest) -> None:
         """Put a version there, unless another process has put that version there.
@@ -170,25 +145,25 @@ class Remote:
         StoreLockedError
             When one has.
         """
-        content, place = content_of(manifest), self.path(VERSIONS, f"{version:012d}.json")
+        content, place = content_of(manifest), f"{VERSIONS}/{version:012d}.json"
         try:
             if "file" in self.fs.protocol:  # where fsspec looks first and writes then
                 part = f"{place}.{secrets.token_hex(4)}.part"
                 self.write(part, content)
                 try:
-                    os.link(part, place)
+                    os.link(self.path(part), self.path(place))
                 finally:
-                    os.unlink(part)
+                    os.unlink(self.path(part))
             else:
-                self.fs.pipe_file(place, content, mode="create")
+                self.fs.pipe_file(self.path(place), content, mode="create")
         except OSError as error:
             # A file may lie in the folder's place, which says that it exists, too.
-            exists = isinstance(error, FileExistsError) and self.fs.exists(place)
+            exists = isinstance(error, FileExistsError) and self.fs.exists(self.path(place))
             if exists or "PreconditionFailed" in str(error):
                 got = "one that another process pushed"
                 raise changed(self.url, f"version {version} to be this one", got) from error
             raise
-        self.write(self.path(MANIFEST), content)
+        self.write(MANIFEST, content)
 
     def read(self, place: str) -> bytes | None:
         """Content of a small file, None where there is none."""
@@ -199,8 +174,8 @@ class Remote:
 
     def write(self, place: str, content: bytes) -> None:
         """Write a small file."""
-        self.fs.makedirs(posixpath.dirname(place), exist_ok=True)
-        self.fs.pipe_file(place, content)
+        self.fs.makedirs(posixpath.dirname(self.path(place)), exist_ok=True)
+        self.fs.pipe_file(self.path(place), content)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file that is there, by its path below the root."""
@@ -244,13 +219,14 @@ class Remote:
     def blocks(self, place: str, expected: FileEntry) -> Iterator[bytes]:
         """Content of a file, piece by piece; errors are those of `fetch`, that of a wrong checksum after the last."""
         digest = hashlib.sha256()
-        try:
-            with explain_remote_errors(self.url), self.fs.open(self.path(place), "rb") as read:
-                while block := read.read(_BLOCK):
-                    digest.update(block)
-                    yield block
-        except FileNotFoundError as error:
-            raise StoreCorruptError(f"{place} at {self.url}", "no such file", _REMEDY) from error
+        with explain_remote_errors(self.url):
+            try:
+                with self.fs.open(self.path(place), "rb") as read:
+                    while block := read.read(_BLOCK):
+                        digest.update(block)
+                        yield block
+            except FileNotFoundError as error:
+                raise StoreCorruptError(f"{place} at {self.url}", "no such file", _REMEDY) from error
         if digest.hexdigest() != expected.sha256:
             raise StoreCorruptError(
                 f"checksum {expected.sha256[:12]} of {place} at {self.url}", digest.hexdigest()[:12], _REMEDY

@@ -14,15 +14,15 @@ from typing import Any
 
 from filelock import FileLock
 
-from retrieve_spec._version import __version__
 from retrieve_spec.datastore.build import first_manifest
-from retrieve_spec.datastore.change import ChangeReport, WorkFolder, check_folder, progress_bar, utc_now, writer
+from retrieve_spec.datastore.change import ChangeReport, begin_change, check_folder, progress_bar, writer
 from retrieve_spec.datastore.dense import TRANSFORM
 from retrieve_spec.datastore.edit import unite
 from retrieve_spec.datastore.files import FileEntry, check_content, replace_file
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
     Manifest,
+    config_of,
     content_of,
     existing_manifest,
     explain_write_errors,
@@ -66,7 +66,6 @@ Sources: {sources}.
 """
 
 REMOTES = "remotes.json"
-_PULL = "pull"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +130,17 @@ def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = F
         files = list(files_of(manifest))
         missing = [(place, file) for place, file in files if there_sizes.get(place) != file.bytes]
         total = sum(file.bytes for _, file in missing)
-        try:
-            with progress_bar("pushing", total, "B", progress) as advance:
-                for place, file in missing:
-                    _send(remote, folder / place, place, file)
-                    advance(file.bytes)
-            if remote.read(MANIFEST) != content_of(manifest):  # the newest version is another one, or was not finished
-                version += 1
-                there = remote.read(CARD)
-                if there is None or _TITLE.encode() in there:  # another README is somebody's own
-                    card = _card(store, manifest).encode("utf-8", "backslashreplace")  # sources may be no text
-                    remote.write(remote.path(CARD), card)
-                remote.add_version(version, manifest)
-        except FileNotFoundError as error:  # as of a bucket that is not there
-            remedy = "Make the bucket or folder first, or correct the address."
-            raise BuildError(f"to write to {url}", str(error) or "no such place", remedy) from error
+        with progress_bar("pushing", total, "B", progress) as advance:
+            for place, file in missing:
+                _send(remote, folder / place, place, file)
+                advance(file.bytes)
+        if remote.read(MANIFEST) != content_of(manifest):  # the newest version is another one, or was not finished
+            version += 1
+            there = remote.read(CARD)
+            if there is None or _TITLE.encode() in there:  # another README is somebody's own
+                card = _card(store, manifest).encode("utf-8", "backslashreplace")  # sources may be no text
+                remote.write(CARD, card)
+            remote.add_version(version, manifest)
     _remember(folder, url, version, manifest.content)
     return PushReport(url, version, len(missing), total, len(files) - len(missing))
 
@@ -215,30 +210,19 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
             return ChangeReport("pull", 0, 0, len(mine.segments))
     with writer(store) as work:
         mine = existing_manifest(store)
-        event = _begin_pull(work, mine, url)
-        pulled = work.path / _PULL
-        bring(remote, there, pulled, store, progress=progress)
+        event = begin_change(work, "pull", url=url)
+        bring(remote, there, work.pulled, store, progress=progress)
         if mine is not None and _seen(store).get(url, {}).get("content") != mine.content:
             _check_dense(store, mine, there)  # it has segments that the remote has not seen
-            report = unite(work, mine, event, [store, pulled], progress)
+            report = unite(work, mine, event, [store, work.pulled], progress)
         else:
-            replace_file(store / there.tokenizer_name, (pulled / there.tokenizer_name).read_bytes())
-            base = first_manifest(store, there.tokenizer_name)
-            base = replace(base, config=there.config, dense=there.dense)
+            base = first_manifest(store, work.pulled / there.tokenizer_name, config_of(there))
+            base = replace(base, dense=there.dense)
             if mine is not None:
                 base = replace(base, generation=mine.generation, history=mine.history)
-            report = unite(work, base, event, [pulled], progress)
+            report = unite(work, base, event, [work.pulled], progress)
     _remember(store, url, version, there.content)
     return report
-
-
-def _begin_pull(work: WorkFolder, mine: Manifest | None, url: str) -> dict[str, Any]:
-    """Begin a pull, keeping what an interrupted one of that remote has fetched; returns its entry of the history."""
-    plan = {"verb": "pull", "url": url, "generation": mine.generation if mine else 0}
-    before = work.plan()
-    if before is None or {key: before.get(key) for key in plan} != plan:
-        work.begin(plan)
-    return plan | {"at": utc_now(), "version": __version__}
 
 
 def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:

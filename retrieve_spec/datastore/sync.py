@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.build import checked, first_manifest, grow, rewrite, small_size, write_tokenizer
+from retrieve_spec.datastore.build import checked, first_manifest, grow, rewrite, small_size
 from retrieve_spec.datastore.change import (
     ChangeReport,
     WorkFolder,
@@ -102,7 +102,7 @@ def _last_change(entry: tuple[str, os.stat_result | Reason]) -> int:
 def _texts(entries: EntryFilter, file: SourceFile) -> Iterator[list[Any]]:
     """Name behind that of the file, SHA-256 or "", reason or "", own licence, of every text that a file holds."""
     for text in texts_of([file], FOLLOWED_BYTES):
-        content, _, skip = read_text(text, entries)
+        content, skip = read_text(text, entries)
         behind = text.path[len(file.path) :]
         yield [behind, "", skip, None] if skip else [behind, text_hash(content), "", own_licence(content)]
 
@@ -205,8 +205,7 @@ def sync_datastore(
 def _without_documents(store: Path, tokenizer: Any, config: StoreConfig | None) -> Datastore:
     """A store that is about to be made, of which there is nothing but the tokenizer."""
     settings = checked(config or StoreConfig(), tokenizer)
-    manifest = replace(first_manifest(store, write_tokenizer(store, tokenizer)), config=asdict(settings))
-    return open_segments(store, manifest, as_written=True)
+    return open_segments(store, first_manifest(store, tokenizer, settings), as_written=True)
 
 
 def _root(folder: str | os.PathLike[str]) -> Path:
