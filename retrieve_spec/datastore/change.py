@@ -97,12 +97,6 @@ def nothing_to_index(skipped: Iterable[tuple[str, str, str]], event: dict[str, A
     )
 
 
-def utc_now() -> str:
-    """Time now in UTC, to the second; ``SOURCE_DATE_EPOCH`` replaces it for reproducible builds."""
-    moment = datetime.fromtimestamp(float(os.environ.get("SOURCE_DATE_EPOCH") or time.time()), UTC)
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 @contextmanager
 def writer(store: Path) -> Iterator[WorkFolder]:
     """Be the only writer of a store.
@@ -140,11 +134,15 @@ def writer(store: Path) -> Iterator[WorkFolder]:
 
 
 def begin_change(work: WorkFolder, verb: str, *, sources: Sequence[Source] = (), **arguments: Any) -> dict[str, Any]:
-    """Begin a change, whose work folder holds nothing yet; returns its entry of the history."""
+    """Begin a change, whose work folder holds nothing yet; returns its entry of the history.
+
+    ``SOURCE_DATE_EPOCH`` stands for the time now in reproducible builds.
+    """
     event = {"verb": verb, **{key: value for key, value in arguments.items() if value}}
     if sources:
         event["sources"] = [asdict(source) for source in sources]
-    event |= {"at": utc_now(), "version": __version__}
+    moment = datetime.fromtimestamp(float(os.environ.get("SOURCE_DATE_EPOCH") or time.time()), UTC)
+    event |= {"at": moment.strftime("%Y-%m-%dT%H:%M:%SZ"), "version": __version__}
     work.begin()
     return event
 

@@ -205,9 +205,7 @@ class HiddenStates:
     def __init__(self, model: Any, layer: int | str, prefix: Sequence[int] = ()) -> None:
         self.model, self.layer = model, layer
         self.prefix = np.array(prefix, np.int64)
-        self.size = hidden_size_of(model)
-        device = str(model.device.type)
-        self.batch = BATCH.get(device, BATCH["cuda"])
+        self.batch = BATCH.get(model.device.type, BATCH["cuda"])
 
     def window(self, wanted: int) -> int:
         """Tokens of a window: as wanted, or as many as the model has positions for."""
@@ -367,13 +365,10 @@ def sample_states(
     tick: Callable[[int], object],
 ) -> Iterator[NDArray[np.float32]]:
     """Hidden states of about `most` positions, in random windows of all segments."""
-    which = [(i, w) for i, (_, windows, _) in enumerate(parts) for w in range(len(windows))]
-    seen = 0
-    for at in np.random.default_rng(1).permutation(len(which)):
-        segment, windows, taken = parts[which[at][0]]
-        for hidden, _ in run_windows(encoder, segment, windows[which[at][1]][None], taken):
-            seen += len(hidden)
+    possible = sum(int(taken.sum()) for _, _, taken in parts)
+    for segment, windows, taken in parts:
+        share = -(-most * int(taken.sum()) // possible)
+        chosen, sampled = choose_windows(windows, len(taken), share)
+        for hidden, _ in run_windows(encoder, segment, chosen, sampled & taken):
             tick(len(hidden))
             yield hidden
-        if seen >= most:
-            return

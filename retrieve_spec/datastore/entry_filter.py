@@ -131,15 +131,11 @@ def generated_name(name: str) -> bool:
 
 
 def generated_text(name: str, text: str) -> bool:
-    """Whether the text of a file is minified, or says of itself that a program wrote it."""
-    return _minified(name, text) or _GENERATED_TEXT.search(text[:_HEAD_CHARS]) is not None
-
-
-def _minified(name: str, text: str) -> bool:
-    """Whether lines are so long that nobody wrote them; paragraphs of prose may be."""
-    if len(text) <= _MINIFIED_CHARS or len(text) <= _MINIFIED_LINE * (text.count("\n") + 1):
-        return False
-    return not (name.lower().endswith(_PROSE) and text.count(" ") >= _PROSE_SPACES * len(text))
+    """Whether a text says of itself that a program wrote it, or has lines that nobody writes; long ones of prose may be
+    paragraphs."""
+    prose = name.lower().endswith(_PROSE) and text.count(" ") >= _PROSE_SPACES * len(text)
+    minified = len(text) > max(_MINIFIED_CHARS, _MINIFIED_LINE * (text.count("\n") + 1))
+    return (minified and not prose) or _GENERATED_TEXT.search(text[:_HEAD_CHARS]) is not None
 
 
 PARTS = ("ignored", "generated", "secrets")

@@ -44,12 +44,6 @@ def explain_read_errors(path: str | Path) -> Iterator[None]:
         raise StoreError(f"to read {path}", got, "Check who may read it, and the disk.") from error
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
-    with explain_read_errors(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def sync_folder(folder: Path) -> None:
     """Make renames inside a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
@@ -126,7 +120,8 @@ def check_content(path: Path, entry: FileEntry, mapped: NDArray[Any] | None = No
         When its checksum differs.
     """
     if mapped is None:
-        found = sha256_of(path)
+        with explain_read_errors(path), path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
     else:
         with read_in_order(mapped):
             found = hashlib.sha256(mapped.data).hexdigest()

@@ -18,7 +18,7 @@ from retrieve_spec.datastore.build import first_manifest
 from retrieve_spec.datastore.change import ChangeReport, begin_change, check_folder, progress_bar, writer
 from retrieve_spec.datastore.dense import TRANSFORM
 from retrieve_spec.datastore.edit import unite
-from retrieve_spec.datastore.files import FileEntry, check_content, replace_file
+from retrieve_spec.datastore.files import check_content, replace_file
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
     Manifest,
@@ -132,7 +132,16 @@ def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = F
         total = sum(file.bytes for _, file in missing)
         with progress_bar("pushing", total, "B", progress) as advance:
             for place, file in missing:
-                _send(remote, folder / place, place, file)
+                source = folder / place
+                try:
+                    check_content(source, file)  # which holds what the manifest says
+                    remote.send(source, place)
+                except FileNotFoundError as error:
+                    if source.exists():
+                        raise  # of the remote
+                    got = "a store that another process has changed meanwhile"
+                    remedy = "Push it again when it is done."
+                    raise StoreLockedError(f"{source}, which the store listed", got, remedy) from error
                 advance(file.bytes)
         if remote.read(MANIFEST) != content_of(manifest):  # the newest version is another one, or was not finished
             version += 1
@@ -143,18 +152,6 @@ def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = F
             remote.add_version(version, manifest)
     _remember(folder, url, version, manifest.content)
     return PushReport(url, version, len(missing), total, len(files) - len(missing))
-
-
-def _send(remote: Remote, source: Path, place: str, file: FileEntry) -> None:
-    """Copy a file of a store to a remote, once it is known to hold what the manifest says."""
-    try:
-        check_content(source, file)
-        remote.send(source, place)
-    except FileNotFoundError as error:
-        if source.exists():
-            raise  # of the remote
-        got = "a store that another process has changed meanwhile"
-        raise StoreLockedError(f"{source}, which the store listed", got, "Push it again when it is done.") from error
 
 
 def _seen(folder: Path) -> dict[str, Any]:
