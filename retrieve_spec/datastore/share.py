@@ -120,8 +120,9 @@ def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = F
     manifest = public_manifest(store.manifest)
     with explain_remote_errors(url):
         remote = Remote(url)
+        holds = remote.fs.exists(remote.path(MANIFEST))  # asked first: who pushes just now puts a version before it
         newest = version = remote.newest()
-        if not newest and remote.fs.exists(remote.path(MANIFEST)):  # of a store's own folder, or another program's
+        if holds and not newest:  # of a store's own folder, or another program's
             raise BuildError(f"an empty folder at {url}", f"one that holds {MANIFEST}", "Choose another one.")
         seen = _seen(folder).get(url, {}).get("version", 0)
         if newest and seen != newest and remote.manifest(newest).content != manifest.content:
