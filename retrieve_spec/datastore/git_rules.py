@@ -11,6 +11,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
     return _walk(str(root), None if everything else _rules_of(root), top=True)
 
 
-def _walk(folder: str, rules: IgnoreFiles | None, *, top: bool = False) -> Iterator[Entry]:
+def _walk(folder: str, rules: Rules | None, *, top: bool = False) -> Iterator[Entry]:
     """`look_through` of a folder under some rules; no rules: all of it."""
     try:
         with os.scandir(folder) as found:
@@ -105,6 +106,7 @@ def _walk(folder: str, rules: IgnoreFiles | None, *, top: bool = False) -> Itera
         if rules is not None and ".git" in names:
             yield from look_through(Path(folder))
             return
+    rules = rules and rules.inside(folder)
     for entry in entries:
         is_folder = entry.is_dir(follow_symlinks=False)
         if is_folder and entry.name in _MACHINERY:
@@ -127,18 +129,34 @@ def checkout_of(folder: Path) -> Path | None:
     return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), None)
 
 
-def _rules_of(root: Path) -> IgnoreFiles:
+def _rules_of(root: Path) -> Rules:
     """The rules that a folder is under: those of its checkout, unless that leaves the folder out itself."""
-    own = IgnoreFiles(root, (".gitignore", ".ignore"), general=True)
     checkout = checkout_of(root)
     if checkout is None:
-        return own
+        return _rules_by_files(root, root)
     listing = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listing is None:
-        return IgnoreFiles(checkout, (".gitignore", ".ignore"), general=True)
+        return _rules_by_files(checkout, root)
     if checkout != root and _git(checkout, "check-ignore", "-q", "--", str(root)) is not None:
-        return own
-    return GitListing(root, os.fsdecode(listing))
+        return _rules_by_files(root, root)
+    listed = {str(root)}
+    for name in os.fsdecode(listing).split("\0")[:-1]:
+        place = str(root / name)  # a slash ends the names of checkouts inside of this one
+        while place not in listed:
+            listed.add(place)
+            place = os.path.dirname(place)
+    return Rules((".ignore",), NEVER, frozenset(listed))
+
+
+def _rules_by_files(top: Path, root: Path) -> Rules:
+    """Rules by the files that git reads, from the top of a checkout down to what is above a folder."""
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.join(Path.home(), ".config")
+    general = [os.path.join(config, "git", "ignore"), os.path.join(top, ".git", "info", "exclude")]
+    rules = Rules((".gitignore", ".ignore"), NEVER | _BUILT).joined(str(top), general)
+    for folder in reversed(root.parents):
+        if folder.is_relative_to(top):
+            rules = rules.inside(str(folder))
+    return rules
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
@@ -155,78 +173,45 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     return done.stdout
 
 
-class IgnoreFiles:
-    """Ignore files of a folder tree, each read once.
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What counts in a folder: what git lists, where it was asked, and ignore files there and above.
 
     Attributes
     ----------
+    names
+        How ignore files are called.
     tools
         Names of folders that are not looked into.
-
-    Parameters
-    ----------
-    top
-        Top of the tree: a checkout, or a folder in none.
-    names
-        How the files are called.
-    general
-        The checkout's ``.git/info/exclude`` and the user's global file count too: with ``.gitignore`` all that git
-        reads, where git itself cannot be asked.
+    listed
+        Paths of all that git lists, and of the folders above; None where it was not asked.
+    specs
+        (folder, rules) of ignore files, from the weakest to the strongest.
     """
 
-    tools = NEVER | _BUILT
+    names: tuple[str, ...]
+    tools: frozenset[str]
+    listed: frozenset[str] | None = None
+    specs: tuple[tuple[str, GitIgnoreSpec], ...] = ()
 
-    def __init__(self, top: Path, names: Sequence[str], *, general: bool = False) -> None:
-        self._names = names
-        self._top = str(top)
-        config = os.environ.get("XDG_CONFIG_HOME") or os.path.join(Path.home(), ".config")
-        places = [os.path.join(config, "git", "ignore"), os.path.join(top, ".git", "info", "exclude")]
-        rules = _read_rules(places if general else [])
-        self._rules: dict[str, list[tuple[str, GitIgnoreSpec]]] = {"": [] if rules is None else [(self._top, rules)]}
+    def inside(self, folder: str) -> Rules:
+        """The rules of a folder, to which its own ignore files belong."""
+        return self.joined(folder, [os.path.join(folder, name) for name in self.names])
+
+    def joined(self, folder: str, files: Sequence[str]) -> Rules:
+        """These rules, and behind them what some files say of a folder."""
+        spec = _read_rules(files)
+        return self if spec is None else replace(self, specs=(*self.specs, (folder, spec)))
 
     def ignores(self, path: str, *, folder: bool = False) -> bool:
-        """Whether the last rule that names a path leaves it out; of folders above it nothing is said."""
+        """Whether git does not list a path, or the last rule that names it leaves it out; of folders above it nothing
+        is said."""
         verdict = False
-        for base, spec in self._rules_in(os.path.dirname(path)):
+        for base, spec in self.specs:
             inside = path[len(base) :].lstrip("/") + ("/" if folder else "")
             if (result := spec.check_file(inside)).include is not None:
                 verdict = bool(result.include)
-        return verdict
-
-    def _rules_in(self, folder: str) -> list[tuple[str, GitIgnoreSpec]]:
-        """(folder of the rules, rules) from the weakest to the strongest, for what lies in a folder."""
-        if folder not in self._rules:
-            above = self._rules_in("" if folder == self._top else os.path.dirname(folder))
-            own = _read_rules([os.path.join(folder, name) for name in self._names])
-            self._rules[folder] = above if own is None else [*above, (folder, own)]
-        return self._rules[folder]
-
-
-class GitListing(IgnoreFiles):
-    """What git lists of a folder, and its ``.ignore`` files.
-
-    Parameters
-    ----------
-    root
-        The folder.
-    listing
-        What ``git ls-files -z`` prints there of all that is not ignored.
-    """
-
-    tools = NEVER
-
-    def __init__(self, root: Path, listing: str) -> None:
-        super().__init__(root, (".ignore",))
-        self._listed = {str(root)}
-        for name in listing.split("\0")[:-1]:
-            place = str(root / name)  # a slash ends the names of checkouts inside of this one
-            while place not in self._listed:
-                self._listed.add(place)
-                place = os.path.dirname(place)
-
-    def ignores(self, path: str, *, folder: bool = False) -> bool:
-        """Whether git or an ``.ignore`` file leaves out a path."""
-        return path not in self._listed or super().ignores(path, folder=folder)
+        return verdict or (self.listed is not None and path not in self.listed)
 
 
 def _read_rules(files: Iterable[str]) -> GitIgnoreSpec | None:
