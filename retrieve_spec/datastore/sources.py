@@ -90,7 +90,8 @@ class SourceFile:
     """One file to read: its source, path to record, path to open, bytes, kind and compression.
 
     A file that is not to be read carries the reason in `skip`. A part of a file of JSON Lines carries the bytes
-    ``[start, end)`` and the lines before them.
+    ``[start, end)`` and the lines before them. The times are those of the last change, in nanoseconds, by the file
+    itself and by the system.
     """
 
     source: Source
@@ -103,18 +104,7 @@ class SourceFile:
     start: int = 0
     end: int = 0
     line: int = 0
-
-
-def check_no_store(folder: Path) -> None:
-    """Check that a folder to read is no datastore, whose files say nothing that is to be drafted.
-
-    Raises
-    ------
-    BuildError
-        When it is one.
-    """
-    if (folder / MANIFEST).exists() and (folder / SEGMENTS).is_dir():
-        raise BuildError(f"files of text at {folder}", "a datastore", "Join stores with `retrieve-spec merge`.")
+    times: tuple[int, int] = (0, 0)
 
 
 def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterator[SourceFile]:
@@ -139,7 +129,9 @@ def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterat
         if not Path(source.path).exists():
             remedy = "Check the path; what lies at an address is downloaded first."
             raise BuildError(f"a file or folder at {source.path}", "nothing there", remedy)
-        check_no_store(Path(source.path))
+        if Path(source.path, MANIFEST).exists() and Path(source.path, SEGMENTS).is_dir():
+            remedy = "Join stores with `retrieve-spec merge`."
+            raise BuildError(f"files of text at {source.path}", "a datastore", remedy)
     own = None if store is None else store.resolve()
     for source in sources:
         yield from _list_source(source, own)
@@ -165,7 +157,7 @@ def _list_source(source: Source, store: Path | None) -> Iterator[SourceFile]:
         else:
             left = wanted(relative)
         if left:
-            yield file_of(source, relative, os.path.join(top, relative), said)
+            yield _file_of(source, relative, os.path.join(top, relative), said)
 
 
 def _order(entry: tuple[str, object]) -> str:
@@ -173,7 +165,7 @@ def _order(entry: tuple[str, object]) -> str:
     return entry[0].replace("/", "\0")
 
 
-def file_of(source: Source, relative: str, location: str, said: os.stat_result | Reason) -> SourceFile:
+def _file_of(source: Source, relative: str, location: str, said: os.stat_result | Reason) -> SourceFile:
     """A file of a source, or what stays out of it."""
     path = readable(source.prefix + relative)
     if isinstance(said, Reason):
@@ -181,7 +173,8 @@ def file_of(source: Source, relative: str, location: str, said: os.stat_result |
     stem, suffix = os.path.splitext(relative.lower())
     compression = _COMPRESSED.get(suffix, "")
     kind = _RECORDS.get(os.path.splitext(stem)[1] if compression else suffix, "text")
-    return SourceFile(source, path, location, said.st_size, kind, compression)
+    times = (said.st_mtime_ns, said.st_ctime_ns)
+    return SourceFile(source, path, location, said.st_size, kind, compression, times=times)
 
 
 def _describe(source: Source, name: str, location: Path) -> SourceFile:
@@ -189,11 +182,11 @@ def _describe(source: Source, name: str, location: Path) -> SourceFile:
     try:
         real = location.resolve(strict=True)
     except (OSError, RuntimeError):
-        return file_of(source, name, str(location), Reason.UNREADABLE)
+        return _file_of(source, name, str(location), Reason.UNREADABLE)
     said = source.entry_filter(real.parent, _ANY, named=True).look(str(real))
     if "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
         said = Reason.SECRET_NAME
-    return file_of(source, name, str(real), said)
+    return _file_of(source, name, str(real), said)
 
 
 def readable(path: str) -> str:

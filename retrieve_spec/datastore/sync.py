@@ -38,7 +38,7 @@ from retrieve_spec.datastore.licences import allow_list, own_licence
 from retrieve_spec.datastore.manifest import Manifest, SegmentEntry, config_of, existing_manifest, read_manifest
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.segment import text_hash
-from retrieve_spec.datastore.sources import Source, SourceFile, check_no_store, file_of, file_shards, readable
+from retrieve_spec.datastore.sources import Source, SourceFile, file_shards, list_files
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written, open_segments
 from retrieve_spec.errors import BuildError, StoreLockedError
 
@@ -53,13 +53,15 @@ RACY_NS = 2_000_000_000
 
 
 FolderState = dict[str, tuple[Any, ...]]
-"""Of each file by name: bytes, times of the last change in nanoseconds by the file itself (0: look again) and by the
-system, and of each of its texts the name behind that of the file, SHA-256 or "", reason it is left out or "", licence
-by its own lines or None without any."""
+"""Of each file by its place: bytes, times of the last change in nanoseconds by the file itself (0: look again) and by
+the system, and of each of its texts the name behind that of the file, SHA-256 or "", reason it is left out or "",
+licence by its own lines or None without any."""
 
 
-def look(source: Source, before: FolderState, store: Path, most_bytes: float = math.inf) -> FolderState:
-    """What the files of a folder say now, those that changed last first; those that did not change are not read.
+def look(
+    source: Source, before: FolderState, store: Path, most_bytes: float = math.inf
+) -> dict[SourceFile, tuple[Any, ...]]:
+    """What the files of a folder say now, in order, as a `FolderState` has it; those that did not change are not read.
 
     Parameters
     ----------
@@ -70,33 +72,27 @@ def look(source: Source, before: FolderState, store: Path, most_bytes: float = m
     store
         Where the store is, which is no part of the folder.
     most_bytes
-        Bytes of files with text from which on the others stay out.
+        Bytes of files with text, those that changed last, from which on the others stay out.
     """
-    entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES, store)
+    entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES)
     racy = time.time_ns() - RACY_NS
-    now: FolderState = {}
+    files = list(list_files((source,), store))
+    now: dict[SourceFile, tuple[Any, ...]] = dict.fromkeys(files, ())
     size = 0
-    for name, found in sorted(entries.entries(), key=_last_change, reverse=True):
-        if not isinstance(found, Reason) and size > most_bytes:
-            found = Reason.BEYOND
-        if isinstance(found, Reason):
-            now[name] = (0, 0, 0, [["", "", str(found), None]])
-            continue
-        known = before.get(name)
+    for file in sorted(files, key=lambda file: file.times, reverse=True):
+        reason = file.skip or (str(Reason.BEYOND) if size > most_bytes else "")
+        known = before.get(file.location, ())
+        if reason:
+            now[file] = (0, 0, 0, [["", "", reason, None]])
         # The system's time tells another file that was put in place of one with its bytes and its time.
-        if known is not None and known[:3] == (found.st_size, found.st_mtime_ns, found.st_ctime_ns):
-            now[name] = known
+        elif known[:3] == (file.size, *file.times):
+            now[file] = known
         else:
-            modified = 0 if found.st_mtime_ns >= racy else found.st_mtime_ns
-            file = file_of(source, name, os.path.join(entries.root, name), found)
-            now[name] = (found.st_size, modified, found.st_ctime_ns, list(_texts(entries, file)))
-        if any(digest for _, digest, _, _ in now[name][3]):
-            size += found.st_size
+            changed, by_system = file.times
+            now[file] = (file.size, 0 if changed >= racy else changed, by_system, list(_texts(entries, file)))
+        if any(digest for _, digest, _, _ in now[file][3]):
+            size += file.size
     return now
-
-
-def _last_change(entry: tuple[str, os.stat_result | Reason]) -> int:
-    return 0 if isinstance(entry[1], Reason) else entry[1].st_mtime_ns
 
 
 def _texts(entries: EntryFilter, file: SourceFile) -> Iterator[list[Any]]:
@@ -215,7 +211,6 @@ def _root(folder: str | os.PathLike[str]) -> Path:
         root = None
     if root is None or not root.is_dir():
         raise BuildError(f"a folder at {folder}", "none", "Check the path.")
-    check_no_store(root)
     return root
 
 
@@ -227,31 +222,32 @@ def _synchronised(
     rules = " ".join((RULES, *sources[0].admit))  # what was said under others does not count
     states = read_state(work.store, rules)
     wanted: Wanted = {}
-    first: dict[str, tuple[int, str]] = {}  # number of the folder, and file, in which a text was found first, by hash
+    first: dict[str, SourceFile] = {}  # in which a text was found, by hash
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
-    for number, source in enumerate(sources):
+    for source in sources:
         place = source.path
-        state = found[place] = look(source, states.get(place, {}), work.store, most_bytes)
+        state = look(source, states.get(place, {}), work.store, most_bytes)
+        found[place] = {file.location: about for file, about in state.items()}
         rule = source.licence_rule(Path(place))
-        said = ((name, *text) for name in sorted(state) for text in state[name][3])
-        for name, behind, digest, reason, own in said:
+        said = ((one, *text) for one in state for text in state[one][3])
+        for file, behind, digest, reason, own in said:
             if rule is not None and digest:
-                path = None if behind else Path(place, name)  # records are not under the licence of their collection
+                # Records are not under the licence of their collection.
+                path = None if behind else Path(file.location)
                 reason = str(rule.refuses(rule.licence(path, own)) or "")
             if digest and not reason:
-                first.setdefault(digest, (number, name))
-                wanted.setdefault((place, readable(name) + behind), set()).add(digest)
+                first.setdefault(digest, file)
+                wanted.setdefault((place, file.path + behind), set()).add(digest)
             else:
-                skipped.append((readable(name) + behind, place, reason))
+                skipped.append((file.path + behind, place, reason))
     gone, held = _compare(opened, [source.path for source in sources], wanted)
-    fresh = sorted({place for digest, place in first.items() if digest not in held})
+    fresh = list(dict.fromkeys(file for digest, file in first.items() if digest not in held))
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))
     if not (manifest.generation or fresh):
         raise nothing_to_index(skipped, {"sources": sources})
     if gone or fresh:
-        files = [_file(sources[number], name) for number, name in fresh]
-        done = _change(work, opened, gone, held, files, sources, workers, progress)
+        done = _change(work, opened, gone, held, fresh, sources, workers, progress)
         again = (one for one in done.skipped if one[2] != "duplicate")  # records beside those that changed
         report = replace(done, skipped=tuple(dict.fromkeys((*skipped, *again))))
     if {root: states.get(root) for root in found} != found:
@@ -273,11 +269,6 @@ def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Ch
         else:
             gone.setdefault(document.segment, set()).add(document.number)
     return gone, held
-
-
-def _file(source: Source, name: str) -> SourceFile:
-    place = os.path.join(source.path, name)
-    return file_of(source, name, place, source.entry_filter(Path(source.path), FOLLOWED_BYTES).look(place))
 
 
 def _change(

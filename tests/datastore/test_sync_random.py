@@ -11,7 +11,7 @@ from retrieve_spec.datastore import sync
 from retrieve_spec.datastore.entry_filter import EntryFilter
 from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
-from retrieve_spec.datastore.sources import Source, readable
+from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.datastore.sync import FOLLOWED_BYTES, look, sync_datastore
 
@@ -129,7 +129,7 @@ def test_a_store_that_followed_every_change_says_what_there_is(tokenizer, tmp_pa
         report = sync_datastore(store, [folder.root], workers=1)
         monkeypatch.setattr(sync, "text_hash", text_hash)
         afresh = look(Source(str(folder.root), max_bytes=FOLLOWED_BYTES), {}, store)
-        said = [(readable(name) + behind, *rest) for name, one in afresh.items() for behind, *rest in one[3]]
+        said = [(file.path + behind, *rest) for file, one in afresh.items() for behind, *rest in one[3]]
         listed = [name for name, _ in EntryFilter(folder.root).entries()]
         assert len(listed) == len(set(listed)), number
         texts = {name: digest for name, digest, _, _ in said if digest}
