@@ -1,15 +1,24 @@
-"""Stores whose bytes changed: found by their checksums, behind these by their structure; reading them does no harm."""
+"""Stores whose bytes changed: found by their checksums, behind these by their structure; reading them does no harm.
 
+Of dense indexes an error says so before FAISS reads them, and no place is outside of the text.
+"""
+
+import errno
 import json
+import os
 import shutil
 from contextlib import suppress
+from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
-from folders import flip
+from dense_models import save_model
+from folders import flip, write
 
-from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.config import DenseConfig, SpeculationConfig, StoreConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.dense import DENSE_FILES, INDEX, POSITIONS
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, remove_documents, retokenize_datastore
 from retrieve_spec.datastore.files import FileEntry, write_files
 from retrieve_spec.datastore.inspection import search_datastore, verify_datastore
@@ -20,6 +29,7 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import StoreCorruptError, StoreError, StoreVersionError
 from retrieve_spec.kernels.source_table import ORIGIN_BITS
+from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 
 ARRAYS = (
     "tokens",
@@ -290,3 +300,105 @@ def test_changes_do_not_put_new_checksums_on_damage(store, tokenizer, tmp_path, 
     merge_datastores(tmp_path / "merged", [store])  # takes files over under the checksums that they had
     with pytest.raises(StoreCorruptError):
         verify_datastore(tmp_path / "merged")
+
+
+HIDDEN = np.random.default_rng(5).normal(size=(4, 16)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def whole(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    write(folder / "texts", {name: f"{name}: the cat sat on the mat. " * 3 for name in ("a.txt", "b.txt")})
+    config = StoreConfig(dense=DenseConfig(save_model(folder / "model"), dims=8, window=32, overlap=8))
+    build_datastore(folder / "s", str(folder / "texts"), tokenizer, config=config)
+    return folder / "s"
+
+
+@pytest.fixture
+def dense(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "dense")
+
+
+def segment_file(store, name):
+    (segment,) = (store / "segments").iterdir()
+    return segment / name
+
+
+def search(store):
+    return open_datastore(store).dense[0][1].search(HIDDEN, 30)
+
+
+@pytest.mark.parametrize("name", DENSE_FILES)
+@pytest.mark.parametrize("at", [0, 0.5, 1])
+def test_one_flipped_bit_of_keys_is_found_before_the_first_search_and_by_verify(dense, name, at):
+    flip(segment_file(dense, name), at)
+    for look in (search, verify_datastore):
+        with pytest.raises(StoreCorruptError, match=f"checksum.*{name}"):
+            look(dense)
+    with pytest.raises(StoreCorruptError, match="checksum"):  # before the text that is drafted from it has begun
+        DenseSource(DenseIndexes([open_datastore(dense)])).prepare()
+
+
+@pytest.mark.parametrize("name", DENSE_FILES)
+def test_keys_cut_empty_or_missing_are_found_by_opening(dense, name):
+    path = segment_file(dense, name)
+    content = path.read_bytes()
+    for left in (content[:-1], content[:9], b""):
+        path.write_bytes(left)
+        with pytest.raises(StoreCorruptError, match=name):
+            open_datastore(dense)
+    path.unlink()
+    with pytest.raises(StoreCorruptError, match="no such file"):
+        open_datastore(dense)
+
+
+def index_of(kind, *options, count=3):
+    index = kind(*options)
+    keys = np.ones((count, index.d), np.float32)
+    index.train(keys)
+    index.add(keys)
+    return faiss.serialize_index(index).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (INDEX, b"no index at all", "a FAISS index"),
+        (INDEX, index_of(faiss.IndexFlatL2, 8), "a FAISS index"),
+        (INDEX, index_of(faiss.IndexScalarQuantizer, 8, faiss.ScalarQuantizer.QT_8bit), "a FAISS index"),
+        (INDEX, index_of(faiss.IndexFlatIP, 4), "keys of 8 dimensions"),
+        (INDEX, index_of(faiss.IndexFlatIP, 8, count=0), "keys of 8 dimensions"),
+        (INDEX, index_of(faiss.IndexFlatIP, 8), "keys of 8 dimensions"),
+        ("dense_mean.bin", bytes(4 * 15), "transform"),
+    ],
+)
+def test_wrong_keys_with_right_checksums_are_found(dense, name, content, words):
+    forge(dense, name, lambda _: np.frombuffer(content, np.uint8))
+    for look in (search, verify_datastore):
+        with pytest.raises(StoreCorruptError, match=words):
+            look(dense)
+
+
+@pytest.mark.parametrize("change", [lambda p: p + (1 << 30), lambda p: p[::-1], lambda p: p + 1, lambda p: p[:-1]])
+def test_wrong_positions_with_right_checksums_are_found(dense, change):
+    forge(dense, POSITIONS, change)
+    with pytest.raises(StoreCorruptError):
+        verify_datastore(dense)
+
+
+@pytest.mark.parametrize("name", [*DENSE_FILES, "suffix_array.bin", "manifest.json", "document_paths.bin"])
+def test_files_that_may_not_be_read(dense, name, command, monkeypatch):
+    def refusing(opened):
+        def refuse(path, *arguments, **options):
+            if Path(path).name == name:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return opened(path, *arguments, **options)
+
+        return refuse
+
+    monkeypatch.setattr(Path, "open", refusing(Path.open))
+    monkeypatch.setattr(os, "open", refusing(os.open))
+    with pytest.raises(StoreError, match=rf"could not read .*{name}: Permission denied"):
+        open_datastore(dense)
+    code, _, err = command("verify", dense)
+    assert code == 1 and "Permission denied" in err
