@@ -34,7 +34,6 @@ from retrieve_spec.kernels.source_table import ORIGIN_BITS
 
 log = logging.getLogger("retrieve_spec")
 
-_ATTEMPTS = 5
 _CARRIED = {f"{name}.bin" for name in ("documents", *TABLE, "tokens", "vocabulary", "suffix_array")}
 
 
@@ -200,16 +199,14 @@ def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
     manifest = read_manifest(folder)
     if tokenizer is not None:
         check_tokenizer(folder, manifest, tokenizer)
-    attempt = 1
     while True:
         try:
             return open_segments(folder, manifest, as_written=as_written)
         except StoreCorruptError:
             # A change may have taken files away since the manifest was read: what is there now counts.
-            newer = read_manifest(folder)
-            if newer == manifest or attempt == _ATTEMPTS:
+            before, manifest = manifest, read_manifest(folder)
+            if manifest == before:
                 raise
-            manifest, attempt = newer, attempt + 1
 
 
 def open_segments(folder: Path, manifest: Manifest, *, as_written: bool) -> Datastore:
@@ -273,21 +270,16 @@ SHARE = 0.25
 _STEP = 1 << 17
 
 
-def read_ahead(stores: Sequence[Datastore]) -> threading.Thread | None:
-    """Start reading the segments' files in the background.
+def read_ahead(stores: Sequence[Datastore]) -> None:
+    """Start reading the segments' files in the background, where the system can be asked.
 
     Parameters
     ----------
     stores
         Open stores; files go in order of size, smallest first, as n-gram tables and top tables are used most.
-
-    Returns
-    -------
-    threading.Thread or None
-        The thread that asks; None where there is nothing to do or the system cannot be asked.
     """
     if not hasattr(os, "posix_fadvise"):
-        return None
+        return
     most_bytes = int(SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     files = sorted(
         (file.bytes, store.path / SEGMENTS / segment.name / name)
@@ -297,11 +289,7 @@ def read_ahead(stores: Sequence[Datastore]) -> threading.Thread | None:
     )
     asked = accumulate(size for size, _ in files)
     chosen = [path for (_, path), size in zip(files, asked, strict=True) if size <= most_bytes]
-    if not chosen:
-        return None
-    thread = threading.Thread(target=_ask, args=(chosen,), name="datastore-read-ahead", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=_ask, args=(chosen,), name="datastore-read-ahead", daemon=True).start()
 
 
 def _ask(paths: Sequence[Path]) -> None:
