@@ -281,12 +281,12 @@ class TokenShard:
         """All documents, in order."""
         return [Row(*row) for row in json.loads(self.path.with_suffix(".json").read_bytes())]
 
-    def take(self, numbers: list[int]) -> tuple[list[Row], NDArray[np.uint32]]:
+    def take(self, numbers: NDArray[np.uint32]) -> tuple[list[Row], NDArray[np.uint32]]:
         """Some documents, in order, and their token ids, each with an entry for its separator after it."""
         rows = self.rows()
         taken = np.isin(np.arange(len(rows)), numbers)
         ids = np.fromfile(self.path.with_suffix(".bin"), "<u4")
-        return [rows[number] for number in numbers], ids[np.repeat(taken, [row.tokens + 1 for row in rows])]
+        return [rows[number] for number in numbers.tolist()], ids[np.repeat(taken, [row.tokens + 1 for row in rows])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +401,7 @@ class SegmentCut:
 
     tokens: int
     documents: int
-    pieces: list[tuple[TokenShard, list[int]]]
+    pieces: list[tuple[TokenShard, NDArray[np.uint32]]]
 
 
 def small_size(limit: int) -> int:
@@ -453,18 +453,19 @@ class Choice:
         segments: list[SegmentCut] = []
         at = 0
         for shard, numbers, lengths in self._chosen:
-            for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+            places = np.empty(len(numbers), np.int64)
+            for i, length in enumerate(lengths.tolist()):
                 last = segments[-1] if segments else None
                 full = last is not None and last.tokens + last.documents + length + 1 > limit
                 if last is None or full or at + (length + 1) / 2 > size * len(segments):
                     last = SegmentCut(0, 0, [])
                     segments.append(last)
-                if not last.pieces or last.pieces[-1][0] is not shard:
-                    last.pieces.append((shard, []))
-                last.pieces[-1][1].append(number)
+                places[i] = len(segments) - 1
                 at += length + 1
                 last.tokens += length
                 last.documents += 1
+            for place in np.unique(places).tolist():
+                segments[place].pieces.append((shard, numbers[places == place]))
         return segments
 
 
