@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -300,24 +300,17 @@ def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentE
             kept.append(entry)
             continue
         found = tombstones_of(store.path, entry)
-        if len({*found[DOCUMENTS].tolist(), *gone, *found[COPIES].tolist()}) == len(segment.documents):
+        if len({*segment.removed, *gone}) == len(segment.documents):
             continue
         check_text(segment, store.path, "Remove all documents of it, or build it again without these.")
         check_files(store.path, entry)
         for name, file in entry.tombstones.items():  # which stand in the new ones
             check_content(store.path / TOMBSTONES / name, file)
-        before, copies = found[DOCUMENTS], found[COPIES]
-        more = np.array(sorted(gone.difference(before.tolist())), np.uint32)
+        more = np.setdiff1d(np.array(list(gone), np.uint32), found[DOCUMENTS])
         # Looked for without those found before, which may lie far from them: that is several times as fast.
         ranks = find_ranks(segment.suffix_array, segment.document_starts, more.tolist())
-        arrays = {
-            DOCUMENTS: np.sort(np.concatenate([before, more])),
-            RANKS: np.sort(np.concatenate([found[RANKS], ranks])),
-            COPIES: np.setdiff1d(copies, more, assume_unique=True),
-        }
-        files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
-        hidden = (*arrays[DOCUMENTS].tolist(), *arrays[COPIES].tolist())
-        kept.append(counted(entry, segment, hidden, files))
+        documents, copies = np.union1d(found[DOCUMENTS], more), np.setdiff1d(found[COPIES], more)
+        kept.append(hiding(work, segment, entry, documents, np.union1d(found[RANKS], ranks), copies))
     return kept
 
 
@@ -336,19 +329,27 @@ def _with_copies(store: Datastore, chosen: Chosen) -> Chosen:
     }
     found = {name: set(numbers) for name, numbers in chosen.items()}
     for segment, entry in zip(store.segments, store.manifest.segments, strict=True):
-        if any(name.endswith(f"-{COPIES}.bin") for name in entry.tombstones):
-            for number in tombstones_of(store.path, entry)[COPIES].tolist():
-                if segment.documents.hashes[number].tobytes() in texts:
-                    found.setdefault(entry.name, set()).add(number)
+        for number in tombstones_of(store.path, entry)[COPIES].tolist():
+            if segment.documents.hashes[number].tobytes() in texts:
+                found.setdefault(entry.name, set()).add(number)
     return found
 
 
-def counted(entry: SegmentEntry, segment: Segment, hidden: Collection[int], tombstones: dict[str, Any]) -> SegmentEntry:
-    """Entry of a segment with other tombstones, which hide some of its documents."""
-    starts = segment.document_starts
-    documents = len(starts) - 1
-    tokens = int(starts[-1]) - documents - document_tokens(starts, hidden)
-    return replace(entry, documents=documents - len(hidden), tokens=tokens, tombstones=tombstones)
+def hiding(
+    work: WorkFolder,
+    segment: Segment,
+    entry: SegmentEntry,
+    documents: NDArray[np.uint32],
+    ranks: NDArray[np.uint32],
+    copies: NDArray[np.uint32],
+) -> SegmentEntry:
+    """Entry of a segment with other tombstones, which lie in the work folder from then on."""
+    arrays = {DOCUMENTS: documents, RANKS: ranks, COPIES: copies}
+    files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
+    hidden, starts = np.union1d(documents, copies).tolist(), segment.document_starts
+    left = len(starts) - 1 - len(hidden)
+    tokens = int(starts[-1]) - (len(starts) - 1) - document_tokens(starts, hidden)
+    return replace(entry, documents=left, tokens=tokens, tombstones=files)
 
 
 def unite(
@@ -392,13 +393,8 @@ def unite(
             skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
             if len(copies) < len(texts):
                 link_files(store.path / SEGMENTS / entry.name, entry.files, work.path / f"segment-{len(entries):06d}")
-                arrays = {
-                    DOCUMENTS: np.array(sorted(gone), np.uint32),
-                    RANKS: np.unique(np.concatenate(ranks[entry.name])).astype(np.uint32),
-                    COPIES: np.array(copies, np.uint32),
-                }
-                files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
-                taken = counted(entry, segment, {*gone, *copies}, files)
+                removals = np.array(sorted(gone), np.uint32), np.unique(np.concatenate(ranks[entry.name]))
+                taken = hiding(work, segment, entry, *removals, np.array(copies, np.uint32))
                 entries.append(replace(taken, name=f"{len(entries):06d}"))
             advance(sum(file.bytes for file in entry.files.values()))
     if not entries:
