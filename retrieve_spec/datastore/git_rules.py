@@ -52,7 +52,6 @@ class Reason(StrEnum):
     ENCODING = "neither UTF-8 nor UTF-16 with a byte order mark"
     UNREADABLE = "unreadable"
     DAMAGED = "unreadable from some place on; the records before it are kept"
-    CHANGING = "changed while it was read"
     EMPTY = "empty"
     LICENCE = "under a licence that is not allowed"
     NO_LICENCE = "under no known licence"

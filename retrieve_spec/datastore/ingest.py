@@ -62,9 +62,6 @@ def texts_of(files: Iterable[SourceFile], limit: int) -> Iterator[Text]:
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
     """Records of a file of JSON Lines, or of a part of one, whose lines are read up to so many bytes at once."""
     with open_packed(file.location, file.compression) as stream:
-        if file.end and stream.seek(0, os.SEEK_END) < file.end:
-            yield Text(file, file.path, skip=Reason.CHANGING)  # since it was cut into parts
-            return
         stream.seek(file.start)
         end = file.end or (math.inf if file.compression else file.size)  # what is written behind it may never end
         number = file.line

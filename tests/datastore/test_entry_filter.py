@@ -11,7 +11,7 @@ import pytest
 from folders import write
 from test_build import contents
 
-from retrieve_spec.datastore import entry_filter, git_rules
+from retrieve_spec.datastore import git_rules
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.entry_filter import EntryFilter, secret_name, secret_text
 from retrieve_spec.datastore.git_rules import Reason
@@ -232,23 +232,6 @@ def test_texts(tmp_path, name, data, expected):
     write(tmp_path, {name: data})
     filter = EntryFilter(tmp_path)
     assert filter.read(filter.root / name) == expected
-
-
-def test_a_file_that_changes_while_it_is_read_is_left_for_later(tmp_path, monkeypatch):
-    write(tmp_path, {"a.py": "a = 1\n"})
-    path = tmp_path.resolve() / "a.py"
-    real = os.fstat
-
-    def touched(handle):
-        status = real(handle)
-        write(tmp_path, {"a.py": f"a = {status.st_mtime_ns}\n" + "x" * (status.st_size % 7)})
-        os.utime(path, ns=(0, status.st_mtime_ns + 1_000_000))
-        return status
-
-    monkeypatch.setattr(entry_filter.os, "fstat", touched)
-    assert EntryFilter(tmp_path).read(path) is Reason.CHANGING
-    monkeypatch.undo()
-    assert EntryFilter(tmp_path).read(path).startswith("a = ")
 
 
 @pytest.mark.parametrize("line", ["!", "\\", "a\\", "[z-a]"])
