@@ -36,7 +36,7 @@ from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_cla
 from detect_secrets.plugins.base import RegexBasedDetector
 
 from retrieve_spec._version import __version__
-from retrieve_spec.datastore.files import IrregularFileError, open_listed
+from retrieve_spec.datastore.files import open_listed
 from retrieve_spec.datastore.git_rules import Reason, look_through
 from retrieve_spec.errors import BuildError
 
@@ -241,7 +241,7 @@ class EntryFilter:
         if "generated" not in self._admit and generated_name(os.path.basename(name)):
             return Reason.GENERATED
         if not stat.S_ISREG(status.st_mode):
-            return Reason.NOT_A_FILE
+            return Reason.UNREADABLE
         if status.st_size > self.max_bytes:
             return Reason.LARGE
         return status
@@ -265,11 +265,8 @@ def open_packed(path: str | Path, compression: str) -> Iterator[Any]:
 
 def reason_of(error: Exception) -> Reason:
     """Why a file is left out whose reading raised an error."""
-    if isinstance(error, OSError) and error.errno == errno.ELOOP:
-        return Reason.LINK
-    if isinstance(error, IrregularFileError | IsADirectoryError):
-        return Reason.NOT_A_FILE
-    return Reason.GONE if isinstance(error, FileNotFoundError) else Reason.UNREADABLE
+    behind_link = isinstance(error, OSError) and error.errno == errno.ELOOP
+    return Reason.LINK if behind_link else Reason.UNREADABLE
 
 
 def decoded(data: bytes) -> str | Reason:

@@ -199,16 +199,12 @@ def map_array(
     return np.frombuffer(mapped, entry.dtype)
 
 
-class IrregularFileError(OSError):
-    """A pipe, folder or device where a regular file is read."""
-
-
 def open_regular(path: str, flags: int) -> int:
     """An opener for `open` that waits for no pipe: what is no regular file is an error."""
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise IrregularFileError(errno.EINVAL, "not a regular file", path)
+        raise OSError(errno.EINVAL, "not a regular file", path)
     return handle
 
 

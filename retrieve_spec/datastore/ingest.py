@@ -44,19 +44,15 @@ def texts_of(files: Iterable[SourceFile], limit: int) -> Iterator[Text]:
         When a Parquet file is met and pyarrow is not installed.
     """
     for file in files:
-        read = 0
         try:
             if file.skip or file.kind == "text":
                 yield Text(file, file.path, skip=file.skip)
-                continue
-            records = _json_lines(file, limit) if file.kind == "jsonl" else _parquet(file)
-            for text in records:
-                yield text
-                read += 1
+            else:
+                yield from _json_lines(file, limit) if file.kind == "jsonl" else _parquet(file)
         except BuildError:  # which is an OSError, too
             raise
-        except READ_ERRORS as error:
-            yield Text(file, file.path, skip=Reason.DAMAGED if read else reason_of(error))
+        except READ_ERRORS as error:  # the records in front of what is damaged are kept
+            yield Text(file, file.path, skip=reason_of(error))
 
 
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:

@@ -107,9 +107,8 @@ def test_sources_that_vanish_or_change_once_planned(tokenizer, tmp_path, monkeyp
     assert texts == {"other.txt": "another text, and longer than it was", "stays.txt": "the text of stays.txt"}
     assert set(found.values()) <= {*texts.values(), *(f"record number {i}" for i in range(40))}
     reasons = {
-        Reason.GONE: {"gone.txt", "gone.jsonl"},
         Reason.LINK: {"linked.txt", "linked.jsonl", "linked.gz", "sub/below.txt", "sub/below.jsonl"},
-        Reason.NOT_A_FILE: {"pipe.txt", "pipe.jsonl", "folder.jsonl", "folder.txt"},
+        Reason.UNREADABLE: {f"{name}.{end}" for name in ("gone", "pipe", "folder") for end in ("txt", "jsonl")},
         "no JSON": {"binary.jsonl#1", "cut.jsonl#11"},
     }
     assert {reason: set(paths) for reason, paths in by_reason(report.skipped).items()} == reasons
@@ -127,7 +126,7 @@ def test_records_cut_short(end, tokenizer, tmp_path):
     whole = len(found) - 1
     assert 1 < whole < 40 and "b.txt" in found
     assert all(found[f"a.jsonl{end}#{i + 1}"] == json.loads(rows[i])["text"] for i in range(whole))
-    expected = ("a.jsonl" + (f"{end}" if end else f"#{whole + 1}"), str(Reason.DAMAGED) if end else "no JSON")
+    expected = ("a.jsonl" + (f"{end}" if end else f"#{whole + 1}"), str(Reason.UNREADABLE) if end else "no JSON")
     assert [(path, reason) for path, _, reason in report.skipped] == [expected]
 
 

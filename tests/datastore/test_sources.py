@@ -70,7 +70,7 @@ def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
         "good.txt": "",
         "huge.txt": Reason.LARGE,
         "inside.txt": Reason.LINK,
-        "pipe": Reason.NOT_A_FILE,
+        "pipe": Reason.UNREADABLE,
     }
 
 
