@@ -226,11 +226,9 @@ def as_sources(sources: Source | str | Sequence[Source | str]) -> tuple[Source, 
     Raises
     ------
     BuildError
-        When nothing was given, an allowed licence is no SPDX identifier, or there is no such part of the filter.
+        When an allowed licence is no SPDX identifier, or there is no such part of the filter.
     """
     given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources)
-    if not given:
-        raise BuildError("at least one file or folder to build from", "none", "Give a source.")
     listed = (s if isinstance(s, Source) else Source(str(s)) for s in given)
     return tuple(replace(s, licences=allow_list(s.licences), admit=admitted_parts(s.admit)) for s in listed)
 

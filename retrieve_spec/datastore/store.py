@@ -29,7 +29,7 @@ from retrieve_spec.datastore.indexes import ContextFilter, NgramTable, filter_co
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.remote import local_folder
 from retrieve_spec.datastore.segment import TABLE, Document, Segment, open_segment, tombstones_of
-from retrieve_spec.errors import StoreCorruptError, StoreNotFoundError, TokenizerMismatchError
+from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
 from retrieve_spec.kernels.source_table import ORIGIN_BITS
 
 log = logging.getLogger("retrieve_spec")
@@ -182,8 +182,6 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     TokenizerMismatchError
         When the store was built with another tokenizer.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise StoreNotFoundError("the folder of a datastore, or its address", repr(path)[:60], "Give its path.")
     return _opened(local_folder(path), tokenizer, as_written=False)
 
 
