@@ -27,11 +27,11 @@ from retrieve_spec.errors import BuildError
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text still to be read and encoded: `content` for a record, otherwise the file itself."""
+    """A text still to be read and encoded: a record, of JSON Lines as it is written, otherwise the file itself."""
 
     file: SourceFile
     path: str
-    content: bytes | str | None = None
+    record: bytes | dict[str, Any] | None = None
     skip: str = ""
 
 
@@ -79,8 +79,7 @@ def _parquet(file: SourceFile) -> Iterator[Text]:
         raise BuildError(
             f"to read {file.location}", "pyarrow is not installed", "Run: pip install 'retrieve-spec[parquet]'"
         ) from error
-    field = file.source.field
-    column = field.partition(".")[0]
+    column = file.source.field.partition(".")[0]
     try:
         with open_listed(file.location) as raw, pyarrow.parquet.ParquetFile(raw) as table:
             if column not in table.schema_arrow.names:
@@ -90,27 +89,18 @@ def _parquet(file: SourceFile) -> Iterator[Text]:
             for batch in table.iter_batches(batch_size=256, columns=[column]):
                 for cell in batch.column(0):
                     number += 1
-                    name = f"{file.path}#{number}"
                     try:
-                        value = _field({column: cell.as_py()}, field)
-                    except (ValueError, OverflowError) as error:  # not UTF-8, or a time that Python lacks
-                        skip = Reason.ENCODING if isinstance(error, UnicodeDecodeError) else "no text"
-                        yield Text(file, name, skip=skip)
-                        continue
-                    yield Text(file, name, value) if isinstance(value, str) else Text(file, name, skip="no text")
+                        value = cell.as_py()
+                    except (ValueError, OverflowError):  # not UTF-8, or a time that Python lacks
+                        value = None
+                    yield Text(file, f"{file.path}#{number}", {column: value})
     except pyarrow.ArrowException as error:
         raise OSError(str(error)) from error
 
 
-def _field(record: Any, field: str) -> Any:
-    for name in field.split("."):
-        record = record.get(name) if isinstance(record, dict) else None
-    return record
-
-
 def read_text(text: Text, entries: EntryFilter) -> tuple[str, str]:
     """Content of a text, and why it may not enter: one of them is empty."""
-    file, content, field = text.file, text.content, text.file.source.field
+    file, content, field = text.file, text.record, text.file.source.field
     if text.skip:
         return "", text.skip
     if content is None:
@@ -118,11 +108,13 @@ def read_text(text: Text, entries: EntryFilter) -> tuple[str, str]:
         return ("", str(found)) if isinstance(found, Reason) else (found, "")
     if isinstance(content, bytes):
         try:
-            content = _field(json.loads(content), field)
+            content = json.loads(content)
         except (ValueError, RecursionError):
             return "", "no JSON"
-        if not isinstance(content, str):
-            return "", f"no field {field!r}"
+    for name in field.split("."):
+        content = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(content, str):
+        return "", f"no field {field!r}"
     if len(content) > entries.max_bytes:
         return "", Reason.LARGE
     try:

@@ -114,7 +114,7 @@ def test_parquet(tokenizer, tmp_path):
     parquet.write_table(table, tmp_path / "t.parquet")
     assert outcome(read(tokenizer, tmp_path / "t.parquet")) == {
         "t.parquet#1": "",
-        "t.parquet#2": "no text",
+        "t.parquet#2": "no field 'text'",
         "t.parquet#3": "",
     }
     ends = pyarrow.py_buffer(np.array([0, 3, 8], np.int32).tobytes())
@@ -123,9 +123,9 @@ def test_parquet(tokenizer, tmp_path):
     parquet.write_table(pyarrow.table({"text": unlooked}), tmp_path / "e.parquet")
     parquet.write_table(pyarrow.table({"text": times}), tmp_path / "f.parquet")
     assert outcome(read(tokenizer, tmp_path / "e.parquet", tmp_path / "f.parquet")) == {
-        "e.parquet#1": Reason.ENCODING,
+        "e.parquet#1": "no field 'text'",
         "e.parquet#2": "",
-        "f.parquet#1": "no text",
+        "f.parquet#1": "no field 'text'",
     }
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
     assert outcome(read(tokenizer, tmp_path / "bad.parquet")) == {"bad.parquet": "unreadable"}
