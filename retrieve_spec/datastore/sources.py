@@ -151,12 +151,7 @@ def _list_source(source: Source, store: Path | None) -> Iterator[SourceFile]:
         return
     top = root.resolve()
     for relative, said in sorted(source.entry_filter(top, _ANY, store).entries(), key=_order):
-        if isinstance(said, Reason) and relative.endswith("/"):
-            path = source.prefix + relative
-            left = not (excluded(path) or excluded(path.rstrip("/")))
-        else:
-            left = wanted(relative)
-        if left:
+        if wanted(relative):
             yield _file_of(source, relative, os.path.join(top, relative), said)
 
 
