@@ -122,14 +122,12 @@ def writer(store: Path) -> Iterator[WorkFolder]:
                 "another process is writing to it",
                 "Wait until it has finished, then try again.",
             ) from error
+        work = WorkFolder(store)
         try:
-            yield WorkFolder(store)
+            yield work
         finally:
-            left = list(store.iterdir()) if fresh else []
-            if fresh and all(path.name == LOCK or path.match("tokenizer-*.json*") for path in left):
-                for path in left:  # nothing came of it: leave no folder
-                    path.unlink()
-                store.rmdir()
+            if fresh and not (store / MANIFEST).exists() and not work.pulled.exists():
+                shutil.rmtree(store, ignore_errors=True)  # nothing came of it: leave no folder
             lock.release()
 
 

@@ -132,9 +132,8 @@ def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterat
         if Path(source.path, MANIFEST).exists() and Path(source.path, SEGMENTS).is_dir():
             remedy = "Join stores with `retrieve-spec merge`."
             raise BuildError(f"files of text at {source.path}", "a datastore", remedy)
-    own = None if store is None else store.resolve()
     for source in sources:
-        yield from _list_source(source, own)
+        yield from _list_source(source, store)
 
 
 def _list_source(source: Source, store: Path | None) -> Iterator[SourceFile]:
