@@ -14,7 +14,6 @@ from typing import Any
 
 from filelock import FileLock
 
-from retrieve_spec.datastore.build import first_manifest
 from retrieve_spec.datastore.change import ChangeReport, begin_change, check_folder, progress_bar, writer
 from retrieve_spec.datastore.dense import TRANSFORM
 from retrieve_spec.datastore.edit import unite
@@ -22,7 +21,6 @@ from retrieve_spec.datastore.files import check_content, replace_file
 from retrieve_spec.datastore.manifest import (
     MANIFEST,
     Manifest,
-    config_of,
     content_of,
     existing_manifest,
     explain_write_errors,
@@ -214,10 +212,9 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
             _check_dense(store, mine, there)  # it has segments that the remote has not seen
             report = unite(work, mine, event, [store, work.pulled], progress)
         else:
-            base = first_manifest(store, work.pulled / there.tokenizer_name, config_of(there))
-            base = replace(base, dense=there.dense)
-            if mine is not None:
-                base = replace(base, generation=mine.generation, history=mine.history)
+            replace_file(store / there.tokenizer_name, (work.pulled / there.tokenizer_name).read_bytes())
+            generation, history = (mine.generation, mine.history) if mine else (0, ())
+            base = replace(there, segments=(), generation=generation, history=history)
             report = unite(work, base, event, [work.pulled], progress)
     _remember(store, url, version, there.content)
     return report
