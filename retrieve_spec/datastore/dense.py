@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -323,20 +322,10 @@ def _divisor(dims: int, most: int) -> int:
     return max(parts for parts in range(1, most + 1) if dims % parts == 0)
 
 
-def write_index(index: Any, path: Path) -> FileEntry:
-    """Write an index and flush it to disk; FAISS itself says nothing when the end of a file finds no room."""
-    faiss = _faiss()
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-
-        def write(block: bytes) -> None:
-            file.write(block)
-            digest.update(block)
-
-        faiss.write_index(index, faiss.PyCallbackIOWriter(write))
-        file.flush()
-        os.fsync(file.fileno())
-        return FileEntry(file.tell(), digest.hexdigest(), "|u1")
+def index_content(index: Any) -> NDArray[np.uint8]:
+    """The file that holds an index: FAISS itself says nothing when the end of one finds no room."""
+    content: NDArray[np.uint8] = _faiss().serialize_index(index)
+    return content
 
 
 def open_index(content: NDArray[np.uint8]) -> Any:

@@ -20,15 +20,13 @@ from tokenizers import Tokenizer
 from retrieve_spec.config import DenseConfig
 from retrieve_spec.datastore.change import Stopwatch, WorkFolder
 from retrieve_spec.datastore.dense import (
-    INDEX,
-    POSITIONS,
-    TRANSFORM,
+    DENSE_FILES,
     Transform,
     build_index,
     check_model,
     hidden_size_of,
+    index_content,
     model_fingerprint,
-    write_index,
 )
 from retrieve_spec.datastore.files import write_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer, tokenizer_fingerprint
@@ -149,9 +147,9 @@ def add_dense(
             continue
         with watch.stage("dense index", None, "key"):
             folder, components = work.path / f"segment-{entry.name}", transform.components.reshape(-1)
-            arrays = (positions.astype(np.uint32), transform.mean, transform.scale, components)
-            files = {INDEX: write_index(build_index(keys), folder / INDEX)}
-            files |= write_files(folder, dict(zip((POSITIONS, *TRANSFORM), arrays, strict=True)))
+            places, index = positions.astype(np.uint32), index_content(build_index(keys))
+            arrays = (index, places, transform.mean, transform.scale, components)
+            files = write_files(folder, dict(zip(DENSE_FILES, arrays, strict=True)))
         extended.append(replace(entry, files=entry.files | files))
         vectors += len(keys)
     followed = sum(entry.tokens - entry.documents for entry in entries)
