@@ -73,8 +73,12 @@ def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
         When it is an address.
     """
     if is_address(path):
-        remedy = f"Run `retrieve-spec pull {path} FOLDER`, {verb} that, and `retrieve-spec push FOLDER {path}`."
-        raise BuildError(f"a folder to {verb}", f"the address {path}", remedy)
+        remedies = {
+            "build": f"Build a folder, then `retrieve-spec push FOLDER {path}`.",
+            "pull": f"Give the address first: `retrieve-spec pull {path} FOLDER`.",
+        }
+        other = f"Run `retrieve-spec pull {path} FOLDER`, {verb} that, and `retrieve-spec push FOLDER {path}`."
+        raise BuildError(f"a folder to {verb}", f"the address {path}", remedies.get(verb, other))
     return Path(path)
 
 

@@ -312,7 +312,8 @@ def load_recipe(
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BuildError(f"to read recipe {file}", str(error), "Check path and TOML; docs/datastores.md.") from error
+        got = getattr(error, "strerror", None) or str(error)
+        raise BuildError(f"to read recipe {file}", got, "Check the path; docs/datastores.md has the keys.") from error
     _check_keys(file, content, _KEYS)
     listed = content.get("source")
     if "name" not in content or not isinstance(listed, list) or not all(isinstance(s, dict) for s in listed):
