@@ -1,4 +1,6 @@
-"""A model that engines of these tests serve: its next token is a function of the text."""
+"""A model that engines of these tests serve, whose next token is a function of the text; and texts of no model."""
+
+import numpy as np
 
 
 def says(text):
@@ -18,3 +20,12 @@ def asked(count, limit):
     """Requests by name: prompts of several lengths, and as `limit` how many tokens each may have."""
     prompts = [[10 * (i % 9) + j % 9 for j in range((1, 9, 30, 60)[i % 4])] for i in range(count)]
     return {f"r{i}": {"prompt": prompt, limit: (1, 2, 9, 40, 40)[i % 5]} for i, prompt in enumerate(prompts)}
+
+
+def repeating_texts(rng, rows, length):
+    """(rows, length) int32 over a few tokens, with a part that comes twice; no two rows have a token in common."""
+    made = np.zeros((rows, length), np.int32)
+    for row in range(rows):
+        made[row] = rng.integers(0, int(rng.integers(2, 8)), length) + 100 * row
+        made[row, length // 2 : length // 2 + 30] = made[row, 10:40]
+    return made

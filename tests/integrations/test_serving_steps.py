@@ -1,11 +1,12 @@
 """Steps over texts that an engine keeps: the same as giving tokens to each request and asking for drafts."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up_model import repeating_texts
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.batch import RequestDiverged
@@ -17,50 +18,33 @@ CIRCLE = np.tile(np.arange(9, dtype=np.int32), 400)[None]
 """One text that goes round and round."""
 
 
-def texts(rng, rows, length=150):
-    """Random texts over a few tokens that repeat themselves."""
-    made = np.zeros((rows, LONGEST), np.int32)
-    for row in range(rows):
-        made[row, :length] = rng.integers(0, int(rng.integers(2, 8)), length) + 50 * row
-        made[row, 70:110] = made[row, 20:60]
-    return made
-
-
 class Engine:
     """An engine that verifies drafts: `by` says whether they come from `step`, or from `feed` and `draft`."""
 
     def __init__(self, written, begins, by, **options):
         self.drafter, self.by, self.written = ServingDrafter(**options), by, written
-        self.lengths, self.drafts = np.array(begins, np.int32), [[] for _ in begins]
-        self.dropped: set[int] = set()
+        self.lengths = np.array(begins, np.int32)
+        self.drafts: dict[int, list[int]] = {}  # of the last step; those of rows that it left out are dropped
         for i, begin in enumerate(begins):
             self.drafter.start(f"r{i}", written[i, :begin], sampled=i % 3 == 2)
 
     def step(self, rows, most=24, longest=150, jump=0):
         """Verify the last drafts of these rows, or take in `jump` tokens; the others' drafts are dropped."""
-        for i in range(len(self.lengths)):
-            at = int(self.lengths[i])
-            if i in rows:
-                draft = self.drafts[i]
-                wanted = self.written[i, at : at + len(draft)].tolist()
-                right = next((j for j, (a, b) in enumerate(zip(wanted, draft, strict=True)) if a != b), len(draft))
-                taken = jump or right + 1
-                if self.by == "feed":
-                    verified = 0 if i in self.dropped else None
-                    self.drafter.feed(f"r{i}", self.written[i, at : at + taken], verified=verified)
-                self.lengths[i] += taken
-                self.dropped.discard(i)
-            else:
-                self.dropped.add(i)
-            self.drafts[i] = []
+        for i in rows:
+            at, draft = int(self.lengths[i]), self.drafts.get(i, [])
+            wrong = np.flatnonzero(self.written[i, at : at + len(draft)] != draft)
+            taken = jump or (int(wrong[0]) if len(wrong) else len(draft)) + 1
+            if self.by == "feed":
+                verified = None if i in self.drafts else 0
+                self.drafter.feed(f"r{i}", self.written[i, at : at + taken], verified=verified)
+            self.lengths[i] += taken
         names = [f"r{i}" for i in rows]
         if self.by == "feed":
             room = [min(most, longest - int(self.lengths[i]) - 1) for i in rows]
             found = [tree.token_ids.tolist() for tree in self.drafter.draft(names, room)]
         else:
             found = self.drafter.step(names, self.written, self.lengths, rows, [longest] * len(rows), most)
-        for i, draft in zip(rows, found, strict=True):
-            self.drafts[i] = draft
+        self.drafts = dict(zip(rows, found, strict=True))
         return found
 
 
@@ -68,7 +52,7 @@ class Engine:
 @given(st.integers(0, 10**6), st.integers(1, 5), st.booleans(), st.booleans())
 def test_steps_are_feeding_and_drafting(seed, rows, measures, remembers):
     rng = np.random.default_rng(seed)
-    written, begins = texts(rng, rows), rng.integers(1, 30, rows).tolist()
+    written, begins = repeating_texts(rng, rows, LONGEST), rng.integers(1, 30, rows).tolist()
     engines = [Engine(written, begins, by, config=SpeculationConfig(session=remembers)) for by in ("step", "feed")]
     for _ in range(30):
         present = [i for i in range(rows) if engines[0].lengths[i] < 120 and (measures or rng.random() < 0.9)]
@@ -105,7 +89,7 @@ def test_a_text_that_outgrows_its_arrays_is_drafted_for_as_by_feeding(jump, tmp_
 
 
 def test_a_text_that_does_not_go_on_is_said_and_nothing_is_done():
-    written = texts(np.random.default_rng(0), 2)
+    written = repeating_texts(np.random.default_rng(0), 2, LONGEST)
     engine = Engine(written, [40, 40], "step")
     engine.step([0, 1])
     before = engine.drafter.statistics()["emitted"], [engine.drafter.length(name) for name in ("r0", "r1")]
@@ -164,24 +148,19 @@ def test_arrays_of_another_kind_are_refused():
 
 @pytest.mark.threads
 def test_others_go_on_while_long_prompts_are_taken_in():
-    rng = np.random.default_rng(2)
     drafter = ServingDrafter(SpeculationConfig(session=True))
     drafter.start("short", CIRCLE[0, :40])
-    long = rng.integers(0, 3000, 60_000).astype(np.int32)
-    failed = []
+    long = np.random.default_rng(2).integers(0, 3000, 60_000).astype(np.int32)
 
     def begin():
-        try:
-            for i in range(3):
-                drafter.start(f"long{i}", long)
-                drafter.finish(f"long{i}", keep=False)
-        except BaseException as error:
-            failed.append(error)
+        for i in range(3):
+            drafter.start(f"long{i}", long)
+            drafter.finish(f"long{i}", keep=False)
 
-    thread = threading.Thread(target=begin)
-    thread.start()
-    for length in range(41, 900):
-        [draft] = drafter.step(["short"], CIRCLE, np.array([length], np.int32), [0], [3600], 4)
-        assert draft == CIRCLE[0, length : length + 4].tolist()
-    thread.join()
-    assert not failed and list(drafter) == ["short"]
+    with ThreadPoolExecutor(1) as other:
+        begun = other.submit(begin)
+        for length in range(41, 900):
+            [draft] = drafter.step(["short"], CIRCLE, np.array([length], np.int32), [0], [3600], 4)
+            assert draft == CIRCLE[0, length : length + 4].tolist()
+        begun.result()
+    assert list(drafter) == ["short"]

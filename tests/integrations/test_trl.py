@@ -93,20 +93,8 @@ def test_conversations_and_pictures() -> None:
         _encoded([[{"role": "user", "content": [{"type": "image"}]}]], Trainer())
 
 
-def multiply(a: int, b: int) -> int:
-    """Product of two numbers."""
-    return a * b
-
-
-class Game:
-    """An environment, whose methods are tools to the trainer."""
-
-    def guess(self, number: int) -> str:
-        return "lower"
-
-
 def test_tools_are_refused_before_anything_is_sampled() -> None:
     """The trainer generates later turns itself, from prompts that name the tools."""
     prompts = [[{"role": "user", "content": "What is 6 times 7?"}]]
-    with pytest.raises(ConfigError, match=r"without tools.*multiply, guess.*Leave rollout_func out"):
-        rollout_func(prompts, Trainer([multiply, Game().guess]))
+    with pytest.raises(ConfigError, match=r"without tools.*prod, append.*Leave rollout_func out"):
+        rollout_func(prompts, Trainer([math.prod, [].append]))

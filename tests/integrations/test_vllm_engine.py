@@ -12,7 +12,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
-from recorded_texts import recorded_texts
+from recorded_texts import token_prompts
 from vllm import LLM, SamplingParams
 from vllm.v1.sample import rejection_sampler
 
@@ -81,12 +81,7 @@ def ours(plain, store, state):
 
 @pytest.fixture(scope="module")
 def prompts(plain):
-    """64 prompts: of one token, of as many as a draft and one more, alike, and longer than a step reads."""
-    tokenizer = plain.get_tokenizer()
-    ids = [token for text in recorded_texts() for token in tokenizer.encode(text)]
-    lengths = (1, 9, 60, 200, 300)
-    made = [ids[80 * i :][: lengths[i % len(lengths)]] for i in range(60)]
-    return [{"prompt_token_ids": text} for text in [*made, *made[2:6]]]
+    return [{"prompt_token_ids": text} for text in token_prompts(plain.get_tokenizer().encode)]
 
 
 def statistics(llm):

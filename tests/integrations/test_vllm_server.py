@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from recorded_texts import recorded_texts
+from recorded_texts import token_prompts
 from tokenizers import Tokenizer
 
 import retrieve_spec
@@ -21,11 +21,10 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 openai = pytest.importorskip("openai", reason="vLLM brings it")
 
 PACKAGE = Path(retrieve_spec.__file__).parent
-TOKENS = 8
 SPEC = {
     "method": "custom_class",
     "model": "retrieve_spec.integrations.vllm.Proposer",
-    "num_speculative_tokens": TOKENS,
+    "num_speculative_tokens": 8,
 }
 STARTS = 480
 """Seconds in which a server starts, kernels compiled."""
@@ -92,12 +91,8 @@ def servers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts():
-    """64 prompts: of one token, of as many as a draft and one more, alike, and longer than a step reads."""
     tokenizer = Tokenizer.from_file(str(PACKAGE / "reference" / "tokenizer.json"))
-    ids = [token for text in recorded_texts() for token in tokenizer.encode(text).ids]
-    lengths = (1, TOKENS + 1, 60, 200, 300)
-    made = [ids[80 * i :][: lengths[i % len(lengths)]] for i in range(60)]
-    return [*made, *made[2:6]]
+    return token_prompts(lambda text: tokenizer.encode(text).ids)
 
 
 def answers(server, prompts, at_once, **given):
