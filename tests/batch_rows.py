@@ -62,6 +62,10 @@ CHAINS: dict[str, Any] = {
     "attn_implementation": "eager",
 }  # fmt: skip
 """Settings of a small model ("gpt_neo") that verifies chains alone."""
+MAMBA2: dict[str, Any] = {
+    "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2, "attn_implementation": "eager",
+}  # fmt: skip
+"""… and of one ("mamba2") that has recurrent state alone."""
 
 
 def small_model(model_type: str, **settings: Any) -> Any:

@@ -4,7 +4,6 @@ from typing import Any
 
 import naive_decoding as naive
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,13 +36,6 @@ def test_row_topk_takes_the_largest_and_the_first_of_equals(seed: int, rows: int
     np.testing.assert_array_equal(got.top_logits, values)
     finite = np.isfinite(values)
     np.testing.assert_array_equal(got.top_ids[finite], ids[finite])
-
-
-def test_row_topk_agrees_with_argmax_of_torch_on_ties() -> None:
-    logits = torch.zeros(3, 1000)
-    logits[1, 400:] = 2.0
-    logits[2, [7, 900]] = 5.0
-    assert read_logits(logits, 4).top_ids[:, 0].tolist() == logits.argmax(-1).tolist() == [0, 400, 7]
 
 
 @FEW
@@ -100,6 +92,8 @@ RULES = [
 @given(SEEDS, st.sampled_from(RULES), st.sampled_from([4, 50, 400, 3000]))
 def test_truncation_is_that_of_the_warpers(seed: int, rules: tuple[float, int, float, float], vocab: int) -> None:
     row = (np.random.default_rng(seed).standard_normal(vocab) * 2).astype(np.float32)
+    if rules[2] == 1.0 and seed % 2:
+        row = row.round()  # of equal scores top-k keeps all
     ids, scores = np.empty(vocab, np.int32), np.empty(vocab, np.float64)
     count = sampling.truncate_row(row, *rules, ids, scores)
     wanted = naive.processed(row, *rules)
@@ -107,24 +101,19 @@ def test_truncation_is_that_of_the_warpers(seed: int, rules: tuple[float, int, f
     np.testing.assert_allclose(scores[:count], wanted[ids[:count]], rtol=1e-6)
 
 
-def test_top_k_keeps_ties() -> None:
-    row = np.array([1, 3, 2, 2, 0], np.float32)
-    ids, scores = np.empty(5, np.int32), np.empty(5, np.float64)
-    assert sampling.truncate_row(row, 1.0, 2, 1.0, 0.0, ids, scores) == 3
-    assert sorted(ids[:3].tolist()) == [1, 2, 3]
-
-
 @FEW
-@given(SEEDS, st.integers(2, 400), st.integers(0, 10_000), st.floats(0.3, 2.0), st.sampled_from([-np.inf, np.nan]))
-def test_gumbel_argmax(seed: int, vocab: int, position: int, temperature: float, never: float) -> None:
+@given(SEEDS, st.integers(2, 400), st.tuples(st.integers(0, 9), st.integers(0, 10_000)), st.floats(0.3, 2.0),
+       st.sampled_from([-np.inf, np.nan]))  # fmt: skip
+def test_gumbel_argmax(seed: int, vocab: int, at: tuple[int, int], temperature: float, never: float) -> None:
+    """The noise of each token is that of the seed, the row and the position."""
     row = (np.random.default_rng(seed).standard_normal(vocab) * 4).astype(np.float32)
     row[0] = never
     scores = {i: float(np.float64(row[i] / np.float32(temperature))) for i in range(1, vocab)}
-    wanted = naive.gumbel_argmax(scores, seed, 0, position)
-    assert sampling.gumbel_argmax_row(row, temperature, seed, 0, position) == wanted
+    wanted = naive.gumbel_argmax(scores, seed, *at)
+    assert sampling.gumbel_argmax_row(row, temperature, seed, *at) == wanted
     ids = np.arange(1, vocab, dtype=np.int32)
     listed = np.array([scores[i] for i in ids.tolist()])
-    assert sampling.gumbel_argmax(ids, listed, vocab - 1, seed, 0, position) == wanted
+    assert sampling.gumbel_argmax(ids, listed, vocab - 1, seed, *at) == wanted
 
 
 @FEW
@@ -141,12 +130,6 @@ def test_rows_that_are_no_distribution_are_not_drawn_from(seed: int, vocab: int,
 def test_infinite_logits_are_refused_where_others_become_infinite():
     """Divided by so small a temperature 1e30 is infinite, too, and stands first."""
     assert sampling.draw_row(np.array([1e30, np.inf], np.float32), 1e-9, 0, 0, 0) == -1
-
-
-@pytest.mark.parametrize("other", [(1, 0, 5), (0, 1, 5), (0, 0, 6)])
-def test_noise_depends_on_seed_row_and_position(other: tuple[int, int, int]) -> None:
-    row = np.zeros(1000, np.float32)
-    assert sampling.gumbel_argmax_row(row, 1.0, 0, 0, 5) != sampling.gumbel_argmax_row(row, 1.0, *other)
 
 
 @settings(max_examples=80, deadline=None)

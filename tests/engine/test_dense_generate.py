@@ -1,9 +1,12 @@
 """Stores with a dense index behind `generate`: same output, states of the layer the store keeps, whose they are."""
 
+from typing import Any
+
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from batch_rows import small_model
+from number_tokens import number_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import retrieve_spec as rs
 from retrieve_spec.config import DenseConfig, StoreConfig
@@ -14,21 +17,13 @@ from retrieve_spec.errors import MissingSourceError, ModelMismatchError
 SIZE = 120
 
 
-def random_model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+def random_model(layers: int = 3) -> Any:
+    return small_model("llama", vocab_size=SIZE, num_hidden_layers=layers, bos_token_id=None)
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return random_model(0)
+def model() -> Any:
+    return random_model()
 
 
 @pytest.fixture
@@ -40,8 +35,7 @@ def prompt() -> torch.Tensor:
 def stores(model, tmp_path_factory):
     """Stores of what the model says to some prompts, with keys of the last and of the second layer."""
     folder = tmp_path_factory.mktemp("dense")
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(SIZE)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = number_tokenizer(SIZE)
     model.save_pretrained(folder / "model")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
     (folder / "texts").mkdir()
@@ -77,7 +71,7 @@ def test_output_stays_the_same_and_neighbours_are_found(model, prompt, stores, d
 
 
 def test_a_store_of_another_model_names_both_and_can_be_used_without_its_dense_index(prompt, stores) -> None:
-    other = random_model(1)
+    other = random_model(2)
     expected = other.generate(prompt, do_sample=False, max_new_tokens=20)
     with pytest.raises(ModelMismatchError, match="dense='off'"):
         rs.accelerate(other, datastores=[stores["last"]])

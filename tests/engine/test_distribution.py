@@ -1,4 +1,4 @@
-"""Sampled text follows the target's processed distribution, and the test notices rules that do not."""
+"""Sampled text follows the target's processed distribution."""
 
 from collections import Counter
 from typing import Any
@@ -65,29 +65,6 @@ def exact_pairs(processors: LogitsProcessorList) -> dict[tuple[int, int], float]
     first = after(processors, [], VOCAB)
     some = [a for a in range(VOCAB) if first[a]]
     return {(a, b): float(first[a] * p) for a in some for b, p in enumerate(after(processors, [a], a))}
-
-
-def draw_best_of_rows(table: list[Any], rng: np.random.Generator) -> tuple[int, int]:
-    """Wrong: verify every branch on its own and keep the longest accepted one."""
-    best: list[int] = []
-    for path in ([0, 1], [0, 2], [3, 4], [5]):
-        text: list[int] = []
-        for previous, drafted in zip([VOCAB, *path], [*path, None], strict=True):
-            text.append(int(rng.choice(VOCAB, p=table[previous])))
-            if text[-1] != drafted:
-                break
-        best = max(best, text, key=len)
-    if len(best) < 2:
-        best.append(int(rng.choice(VOCAB, p=table[best[-1]])))
-    return best[0], best[1]
-
-
-def test_a_wrong_rule_is_noticed() -> None:
-    rng, processors = np.random.default_rng(1), LogitsProcessorList(RULES["top-k"])
-    table = [after(processors, [], row) for row in range(VOCAB + 1)]
-    counts = Counter(draw_best_of_rows(table, rng) for _ in range(6000))
-    found, allowed = chi_square(counts, exact_pairs(processors))
-    assert found > allowed
 
 
 def draw_pair(sampler: Sampler) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from typing import Any
 
 import numpy as np
+import pytest
+from scripted_drafter import ScriptedDrafter
 
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
@@ -56,19 +58,15 @@ def test_whoever_asked_last_does_not_ask_for_the_next() -> None:
 PROMPT = np.array([4, 5, 6], np.int32)
 
 
-class Noted:
+class Noted(ScriptedDrafter):
     """A drafter that notes what it is told."""
 
-    top_k, wants_hidden = 2, None
-
     def __init__(self) -> None:
+        super().__init__([], top_k=2)
         self.said: list[Any] = []
 
     def start(self, prompt_ids: Any, prediction_ids: Any = None) -> None:
         self.said.append(("start", prompt_ids.tolist()))
-
-    def observe_prompt(self, token_ids: Any, top_ids: Any, top_logits: Any) -> None:
-        self.said.append(("prompt", len(token_ids)))
 
     def propose(self, budget: Budget) -> DraftTree:
         self.said.append("propose")
@@ -81,37 +79,20 @@ class Noted:
         self.said.append("finish")
 
 
-def waited_for(drafter: Any) -> DrafterLease:
-    """One that is told to wait, and has been shown two passes."""
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_drafter_that_was_waited_for_is_told_everything_at_once(asked: bool) -> None:
+    """When it is first asked for a tree; at the end where it never is."""
+    drafter = Noted()
     made = DrafterLease(lambda: drafter, PROMPT, None, None, True)
     made.wait()
-    assert made.start() == ""
+    assert made.start() == "" and made.drafts and made.top_k == 0
     for token in (7, 8):
-        made.observe(seen(token), prompt=token == 7)
-    return made
-
-
-def seen(token: int) -> VerifiedPass:
-    """A pass over no draft, behind which the target says a token."""
-    return VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([token], np.int32))
-
-
-def ask(made: DrafterLease) -> DraftTree:
-    return made.propose(Budget(8, 8))
-
-
-def test_a_drafter_that_was_waited_for_is_told_everything_at_once() -> None:
-    drafter = Noted()
-    made = waited_for(drafter)
-    assert drafter.said == [] and made.drafts and made.top_k == 0
-    ask(made)
-    assert drafter.said == [("start", [4, 5, 6]), ("observe", [7, 8]), "propose"]
-    assert made.top_k == 2
+        shown = VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([token], np.int32))
+        made.observe(shown, prompt=token == 7)
+    assert drafter.said == []
+    if asked:
+        made.propose(Budget(8, 8))
+        assert made.top_k == 2
     made.finish()
-    assert drafter.said[3:] == ["finish"] and not made.drafts
-
-
-def test_one_that_is_never_asked_takes_in_the_text_at_the_end() -> None:
-    drafter = Noted()
-    waited_for(drafter).finish()
-    assert drafter.said == [("start", [4, 5, 6]), ("observe", [7, 8]), "finish"]
+    told = [("start", [4, 5, 6]), ("observe", [7, 8])]
+    assert drafter.said == [*told, *["propose"] * asked, "finish"] and not made.drafts

@@ -1,18 +1,21 @@
 """`generate` of an accelerated model: same signature, same output, same side effects."""
 
+import contextlib
 import copy
 import inspect
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from batch_rows import left_padded, small_model
+from number_tokens import number_tokenizer
 from scripted_drafter import ScriptedDrafter
-from transformers import DynamicCache, GenerationConfig, GPT2Config, GPT2LMHeadModel, GPT2Model
-from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, GPT2Config, GPT2Model, PreTrainedTokenizerFast
 
 import retrieve_spec as rs
 from retrieve_spec import errors
@@ -31,17 +34,9 @@ def scripted(model: Any, answer: Any, script: str = "right", **options: Any) -> 
     return drafter
 
 
-class Tokenizer:
-    """Letters for tokens, enough for predictions."""
-
-    def __init__(self, size: int = 199) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
-        return {"input_ids": [ord(letter) - 256 for letter in text]}
+def numbers(size: int) -> Any:
+    """A tokenizer of so many tokens."""
+    return PreTrainedTokenizerFast(tokenizer_object=number_tokenizer(size))
 
 
 def test_signature_and_restore(tiny: Any, prompt: torch.Tensor) -> None:
@@ -50,41 +45,28 @@ def test_signature_and_restore(tiny: Any, prompt: torch.Tensor) -> None:
     drafter = scripted(tiny, expected)
     assert inspect.signature(tiny.generate) == before
     assert torch.equal(answer_of(tiny, prompt), expected)
-    assert drafter.started == 1
-    assert rs.restore(tiny) is tiny
-    assert "generate" not in vars(tiny)
-    assert not hasattr(tiny, "speculation")
+    for _ in range(2):  # restoring twice does nothing
+        assert rs.restore(tiny) is tiny
+        assert not {"generate", "speculation"} & set(vars(tiny))
     assert torch.equal(answer_of(tiny, prompt), expected)
     assert drafter.started == 1
-    assert rs.restore(tiny) is tiny, "restoring twice does nothing"
 
 
 def test_context_manager_restores_after_an_error(tiny: Any) -> None:
-    with rs.accelerated(tiny, draft="off") as model:
-        assert model is tiny
-        assert hasattr(tiny, "speculation")
-    assert not hasattr(tiny, "speculation")
-    with pytest.raises(ZeroDivisionError), rs.accelerated(tiny, draft="off"):
-        1 / 0  # noqa: B018
+    with contextlib.suppress(ZeroDivisionError), rs.accelerated(tiny, draft="off") as model:
+        assert model is tiny and hasattr(tiny, "speculation")
+        raise ZeroDivisionError
     assert not hasattr(tiny, "speculation")
 
 
 def test_a_generate_set_before_is_called_and_put_back(tiny: Any, prompt: torch.Tensor) -> None:
-    calls = []
-
-    def mine(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs)
-        return type(tiny).generate(tiny, *args, **kwargs)
-
-    tiny.generate = mine
-    try:
-        rs.accelerate(tiny, draft="off")
-        answer_of(tiny, prompt)
-        assert len(calls) == 1
-        rs.restore(tiny)
-        assert tiny.generate is mine
-    finally:
-        del tiny.generate
+    model = copy.copy(tiny)
+    model.generate = mine = Mock(wraps=model.generate)
+    rs.accelerate(model, draft="off")
+    answer_of(model, prompt)
+    assert mine.call_count == 1
+    rs.restore(model)
+    assert model.generate is mine
 
 
 def test_a_copy_of_the_model_generates_with_its_own_weights(tiny: Any, prompt: torch.Tensor, caplog: Any) -> None:
@@ -106,20 +88,17 @@ def test_a_copy_of_the_model_generates_with_its_own_weights(tiny: Any, prompt: t
 def test_draft_off_and_nodes_per_call(tiny: Any, prompt: torch.Tensor) -> None:
     expected = answer_of(tiny, prompt)
     drafter = scripted(tiny, expected)
-    assert torch.equal(answer_of(tiny, prompt, draft="off"), expected)
-    assert tiny.speculation.last.passes == 24
-    assert (tiny.speculation.last.mode, tiny.speculation.last.reason) == ("plain", "drafting is off")
-    assert torch.equal(answer_of(tiny, prompt, nodes=0), expected)
-    assert tiny.speculation.last.nodes == 0
-    assert drafter.started == 0
+    for without in ({"draft": "off"}, {"nodes": 0}):
+        assert torch.equal(answer_of(tiny, prompt, **without), expected)
+        last = tiny.speculation.last
+        assert (last.mode, last.reason, last.passes, drafter.started) == ("plain", "drafting is off", 24, 0)
     assert torch.equal(answer_of(tiny, prompt, nodes=3), expected)
-    assert {budget.max_nodes for budget in drafter.budgets} <= {3, 0}
-    assert all(budget.cost is None for budget in drafter.budgets)
+    assert {(budget.max_nodes, budget.cost) for budget in drafter.budgets} <= {(3, None), (0, None)}
 
 
 def test_prediction_reaches_the_drafter(tiny: Any, prompt: torch.Tensor) -> None:
-    drafter = scripted(tiny, answer_of(tiny, prompt), tokenizer=Tokenizer())
-    for prediction in ([5, 6, 7], np.array([5, 6, 7]), torch.tensor([[5, 6, 7]]), chr(261) + chr(262) + chr(263)):
+    drafter = scripted(tiny, answer_of(tiny, prompt), tokenizer=numbers(199))
+    for prediction in ([5, 6, 7], np.array([5, 6, 7]), torch.tensor([[5, 6, 7]]), "5 6 7"):
         answer_of(tiny, prompt, prediction=prediction)
         assert drafter.prediction_ids.tolist() == [5, 6, 7]
         assert drafter.prediction_ids.dtype == np.int32
@@ -156,33 +135,16 @@ def test_sampled_output_is_the_same_with_drafting(tiny: Any, prompt: torch.Tenso
     rs.accelerate(tiny, draft="off")
     torch.manual_seed(11)
     plain = tiny.generate(prompt, **options)
-    drafter = scripted(tiny, plain, script)
+    scripted(tiny, plain, script)
     torch.manual_seed(11)
     assert torch.equal(tiny.generate(prompt, **options), plain)
     assert tiny.speculation.last.tokens_per_pass > 1.2
-    torch.manual_seed(12)
     assert not torch.equal(tiny.generate(prompt, **options), plain), "the seed comes from torch's generator"
-    assert torch.equal(tiny.generate(prompt, seed=5, **options), tiny.generate(prompt, seed=5, nodes=2, **options)), (
-        "a given seed fixes the text"
-    )
-    assert drafter.finished == 4
 
 
-class StopAt(StoppingCriteria):
-    def __init__(self, length: int) -> None:
-        self.length, self.calls = length, 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls += 1
-        return torch.tensor([input_ids.shape[1] >= self.length])
-
-
-def test_a_cache_without_config(tiny: Any, prompt: torch.Tensor) -> None:
-    expected = answer_of(tiny, prompt)
-    scripted(tiny, expected, "branchy")
-    cache = DynamicCache()
-    assert torch.equal(answer_of(tiny, prompt, past_key_values=cache), expected)
-    assert cache.get_seq_length() == 35
+def stop_at(length: int) -> Any:
+    """Criteria that end a text at a length."""
+    return [lambda input_ids, scores, **_: torch.tensor([input_ids.shape[1] >= length])]
 
 
 DELEGATED: list[tuple[dict[str, Any], str]] = [
@@ -222,20 +184,17 @@ def test_gradient_checkpointing_switches_the_cache_off(tiny: Any, prompt: torch.
 
 
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
-def test_length_without_end_costs_no_memory(tiny: Any, prompt: torch.Tensor, recorded_pass: Any) -> None:
+@pytest.mark.parametrize("padding", [0, 2])
+def test_length_without_end_costs_no_memory(tiny: Any, prompt: torch.Tensor, padding: int, recorded_pass: Any) -> None:
     """Nothing is allocated for tokens that may never come."""
-    padded = {"attention_mask": torch.ones_like(prompt).index_fill(1, torch.tensor([0, 1]), 0)}
-    for given in ({}, padded):
-        options = {"max_new_tokens": 1 << 40, "do_sample": False, **given}
-        expected = tiny.generate(prompt, stopping_criteria=[StopAt(40)], **options)
-        rs.accelerate(tiny, recorded_pass=recorded_pass)
-        assert torch.equal(tiny.generate(prompt, stopping_criteria=[StopAt(40)], **options), expected)
-        assert tiny.speculation.last.mode == "tree"
-        pieces = rs.generate_stream(
-            tiny, {"input_ids": prompt, **given}, stopping_criteria=[StopAt(40)], max_new_tokens=1 << 40
-        )
-        assert [t for piece in pieces for t in piece.token_ids.tolist()] == expected[0, 12:].tolist()
-        rs.restore(tiny)
+    inputs = {"input_ids": prompt, "attention_mask": (torch.arange(12) >= padding).long()[None]}
+    options = {"max_new_tokens": 1 << 40, "do_sample": False, "stopping_criteria": stop_at(40)}
+    expected = tiny.generate(**inputs, **options)
+    rs.accelerate(tiny, recorded_pass=recorded_pass)
+    assert torch.equal(tiny.generate(**inputs, **options), expected)
+    assert tiny.speculation.last.mode == "tree"
+    pieces = rs.generate_stream(tiny, inputs, **options)
+    assert [t for piece in pieces for t in piece.token_ids.tolist()] == expected[0, 12:].tolist()
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -256,39 +215,36 @@ def test_seeds_of_any_kind_of_whole_number(tiny: Any, prompt: torch.Tensor, beam
             tiny.generate(prompt, seed=wrong, **options)
 
 
+def sixteen_positions() -> Any:
+    return small_model("gpt2", n_embd=32, n_layer=1, n_head=2, n_positions=16, max_position_embeddings=16)
+
+
 def test_learned_positions_end_as_in_plain_generate() -> None:
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).eval()
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]])
-    expected = model.generate(ids, max_length=16, do_sample=False, pad_token_id=0)
+    model, ids = sixteen_positions(), torch.arange(5, 15)[None]
+    options = {"do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, max_length=16, **options)
     scripted(model, expected)
-    assert torch.equal(model.generate(ids, max_length=16, do_sample=False, pad_token_id=0), expected)
+    assert torch.equal(model.generate(ids, max_length=16, **options), expected)
     with pytest.raises(IndexError, match=r"at most 16 tokens.*got 17, of which 10") as raised:
-        model.generate(ids, max_length=20, do_sample=False, pad_token_id=0)
+        model.generate(ids, max_length=20, **options)
     assert isinstance(raised.value, errors.PositionError), "as plain generate's, and clear"
     assert "out of range" in str(raised.value.__cause__)
     rs.accelerate(model, nodes=8)  # a drafter that was given serves one row
-    batch = torch.tensor([[0, 0, 0, 0, 5, 6], [5, 6, 7, 8, 9, 10]])
-    mask = (batch > 0).long()
-    whole = model.generate(batch, attention_mask=mask, max_length=16, do_sample=False, pad_token_id=0)
-    assert whole.shape == (2, 16)
+    batch = left_padded((2, 6))
+    assert model.generate(**batch, max_length=16, **options).shape == (2, 16)
     with pytest.raises(errors.PositionError, match="got 17, of which 6"):
-        model.generate(batch, attention_mask=mask, max_length=20, do_sample=False, pad_token_id=0)
+        model.generate(**batch, max_length=20, **options)
 
 
 def test_drafts_end_at_the_last_learned_position_behind_a_cache() -> None:
     """The row knows only its new tokens; the cache holds the rest."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
-    model = GPT2LMHeadModel(config).eval()
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    model, ids = sixteen_positions(), torch.arange(5, 11)[None]
 
     def continued() -> torch.Tensor:
-        cache = DynamicCache(config=config)
+        cache = DynamicCache(config=model.config)
         with torch.no_grad():
             model(ids[:, :4], past_key_values=cache)
-        given = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "stopping_criteria": [StopAt(12)]}
+        given = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "stopping_criteria": stop_at(12)}
         return answer_of(model, ids[:, 4:], **given, pad_token_id=0)
 
     expected = continued()
@@ -355,19 +311,18 @@ def test_seeds_in_threads_hold_where_the_original_draws(tiny: Any, prompt: torch
 @pytest.mark.parametrize("unknown", [199, 10**6, -1])
 def test_a_token_that_the_model_does_not_embed_is_named(tiny: Any, prompt: Any, unknown: int) -> None:
     """By each door, and without harm to others."""
-    ids = prompt.clone()
+    ids, options = prompt.clone(), {"max_new_tokens": 6, "do_sample": False}
     ids[0, 5] = unknown
     rs.accelerate(tiny, nodes=8)
-    expected = tiny.generate(prompt, max_new_tokens=6, do_sample=False)
+    expected = tiny.generate(prompt, **options)
     message = rf"token ids below 199.*got {unknown}\. Encode the prompt with the model's own tokenizer"
-    with pytest.raises(IndexError, match=message) as raised:
-        tiny.generate(ids, max_new_tokens=6, do_sample=False)
-    assert isinstance(raised.value, errors.UnknownTokenError)
-    with pytest.raises(errors.UnknownTokenError, match=message):
-        list(rs.generate_stream(tiny, ids, max_new_tokens=6))
-    finished = list(rs.generate_many(tiny, [ids[0].tolist(), prompt[0].tolist()], max_new_tokens=6, do_sample=False))
-    assert isinstance(finished[0].error, errors.UnknownTokenError) and finished[1].error is None
-    assert finished[1].token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
+    assert issubclass(errors.UnknownTokenError, IndexError)
+    for call in (tiny.generate, lambda *given, **named: list(rs.generate_stream(tiny, *given, **named))):
+        with pytest.raises(errors.UnknownTokenError, match=message):
+            call(ids, **options)
+    wrong, right = rs.generate_many(tiny, [ids[0].tolist(), prompt[0].tolist()], **options)
+    assert isinstance(wrong.error, errors.UnknownTokenError) and right.error is None
+    assert right.token_ids.tolist() == expected[0, 12:].tolist()
 
 
 ACCELERATE: list[tuple[Any, type[Exception], str]] = [
@@ -375,7 +330,7 @@ ACCELERATE: list[tuple[Any, type[Exception], str]] = [
     ({"given": "gpt2"}, errors.UnsupportedModelError,
      r"got 'gpt2'\. Load it with AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
     ({"given": BARE}, errors.UnsupportedModelError, "got GPT2Model, which has no head for the next token"),
-    ({"tokenizer": Tokenizer(500)}, errors.TokenizerMismatchError, "at most 199 tokens"),
+    ({"tokenizer": numbers(500)}, errors.TokenizerMismatchError, "at most 199 tokens"),
     ({"tokenizer": "gpt2"}, errors.ConfigError, "a tokenizer, got 'gpt2'. Load it with AutoTokenizer"),
     ({"config": "auto"}, errors.ConfigError, "a SpeculationConfig as config, got 'auto'. Give options by name"),
     ({"drafter": "suffix"}, errors.ConfigError, "a drafter, got 'suffix'. Give options by name: draft="),

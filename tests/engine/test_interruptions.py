@@ -25,26 +25,6 @@ from retrieve_spec.errors import ConfigError
 GREEDY = {"do_sample": False, "max_new_tokens": 14}
 
 
-@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-def test_a_sequence_fails_alone(tiny: Any, prompt: torch.Tensor, error: type[BaseException]) -> None:
-    def fails(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] == 16:
-            raise error("this one only")
-        return scores
-
-    expected = tiny.generate(prompt, **GREEDY)[0, 12:].tolist()
-    rs.accelerate(tiny, recorded_pass="always", draft="off")
-    good = rs.generate_stream(tiny, prompt, **GREEDY)
-    bad = rs.generate_stream(tiny, prompt.flip(1), logits_processor=[fails], **GREEDY)
-    shown, _ = next(good).token_ids.tolist(), next(bad)
-    for piece in good:
-        shown += piece.token_ids.tolist()
-        with contextlib.suppress(error):
-            next(bad, None)
-    assert shown == expected
-    assert bad.report is not None and bad.report.new_tokens == 4
-
-
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
 def test_ctrl_c_spares_what_other_threads_read(tiny: Any, prompt: torch.Tensor, recorded_pass: str) -> None:
     """Whoever of them runs the pass."""
@@ -124,9 +104,8 @@ PROMPTLY = 8.0
 
 
 def child(recorded_pass: str, memory: Path) -> subprocess.Popen[str]:
-    script = str(Path(__file__).with_name("interrupted_child.py"))
     return subprocess.Popen(
-        [sys.executable, script, recorded_pass, str(memory)],
+        [sys.executable, str(Path(__file__).with_name("interrupted_child.py")), recorded_pass, str(memory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -153,14 +132,9 @@ def test_sigint_ends_a_call_promptly_and_leaves_the_model_usable(recorded_pass: 
                 sent = time.monotonic()
                 process.send_signal(signal.SIGINT)
                 line = said()
-                took = time.monotonic() - sent
                 assert line == "interrupted", (kind, delay, line)
-                assert took < PROMPTLY, (kind, delay)
-                told: dict[str, Any] = json.loads(said())
-                assert told["interrupted"] and told["same"], told
-                assert told["threads"] == [], told
-                assert told["under_way"] == 0, told
-                assert told["last"] != "delegated", told
+                assert time.monotonic() - sent < PROMPTLY, (kind, delay)
+                assert json.loads(said()) == {"under_way": 0, "threads": [], "same": True, "delegated": False}
         process.stdin.close()
         assert process.wait(60) == 0
     assert len(rs.RolloutMemory(memory)) == 1, "what the whole calls said"

@@ -111,20 +111,17 @@ def test_where_the_original_decodes(tiny: Any) -> None:
 
     inputs = left_padded(LENGTHS)
     rs.accelerate(tiny, recorded_pass="off")
-    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0}
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0, "seed": 1}
     options["logits_processor"] = LogitsProcessorList([Halve()])
-    free = tiny.generate(**inputs, **options, seed=1, eos_token_id=None)
-    end = int(free[0, 17 + 2])
-    out = tiny.generate(**inputs, **options, seed=1, eos_token_id=end, **DICT)
+    free = tiny.generate(**inputs, **options, eos_token_id=None)
+    options |= DICT | {"eos_token_id": int(free[0, 17 + 2])}
+    out = tiny.generate(**inputs, **options)
     assert tiny.speculation.last.mode == "delegated"
     assert out.scores is None and out.logits is None
-    assert (out.logprobs[0, 3:] == 0).all() and (out.raw_logprobs[0, 3:] == 0).all()
-    assert (out.logprobs[0, :3] < 0).all()
-    rs.restore(tiny)
-    with torch.no_grad():
-        logits = tiny(out.sequences[1:2]).logits[0, 16:-1]
-    tokens = out.sequences[1, 17:, None]
-    until = 1 + int((tokens[:, 0] == end).long().argmax()) if (tokens == end).any() else len(tokens)
-    for got, scores in ((out.logprobs, logits / 2), (out.raw_logprobs, logits)):
-        wanted = scores.log_softmax(-1).gather(1, tokens)[:, 0]
-        torch.testing.assert_close(got[1, :until], wanted[:until], atol=1e-5, rtol=0.0)
+    kept = tiny.generate(**inputs, **options, output_scores=True, output_logits=True)
+    new = out.sequences[:, 17:]
+    ended = torch.isin(new, options["eos_token_id"]).cumsum(1) - torch.isin(new, options["eos_token_id"]).long() > 0
+    assert ended[0, 3:].all() and not ended[0, :3].any()
+    for got, steps in ((out.logprobs, kept.scores), (out.raw_logprobs, kept.logits)):
+        wanted = torch.stack(steps, dim=1).log_softmax(-1).gather(2, new[..., None])[..., 0]
+        torch.testing.assert_close(got, wanted.masked_fill(ended, 0.0), atol=1e-5, rtol=0.0)

@@ -1,7 +1,7 @@
 """`generate_many`: any number of requests, each of which says what it says alone, whatever the others do."""
 
+import itertools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,6 @@ import pytest
 import torch
 from batch_rows import small_model
 from scripted_drafter import ScriptedDrafter
-from transformers import LogitsProcessor
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
@@ -37,12 +36,9 @@ def mixed(count: int = 11) -> list[dict[str, Any]]:
 
 def alone(model: Any, request: dict[str, Any], **common: Any) -> list[int]:
     """What a stream of the same request says."""
-    said = rs.generate_stream(model, torch.tensor(request["inputs"]), **common | without_inputs(request))
+    own = dict(request)
+    said = rs.generate_stream(model, torch.tensor(own.pop("inputs")), **common | own)
     return [int(token) for piece in said for token in piece.token_ids]
-
-
-def without_inputs(request: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in request.items() if name != "inputs"}
 
 
 @pytest.mark.parametrize("recorded", ["always", "off"])
@@ -66,33 +62,26 @@ def test_each_request_says_what_it_says_alone(tiny: Any, recorded: str) -> None:
 def test_requests_are_taken_when_there_is_room(tiny: Any) -> None:
     """Never more than `rows` under way; an endless iterable is read only as far as needed."""
     rs.accelerate(tiny, recorded_pass="always", draft="off")
-    taken = 0
-
-    def endless() -> Iterator[list[int]]:
-        nonlocal taken
-        while True:
-            taken += 1
-            yield ids_of(taken, 3 + taken % 5)
-
-    with rs.generate_many(tiny, endless(), rows=3, max_new_tokens=5) as running:
+    taken = itertools.count(1)
+    endless = (ids_of(row, 3 + row % 5) for row in taken)
+    with rs.generate_many(tiny, endless, rows=3, max_new_tokens=5) as running:
         first = [next(running) for _ in range(4)]
         assert len(tiny.speculation.engine._sequences) <= 3
     assert [one.index for one in first] == [0, 1, 2, 3]
-    assert taken <= 8
+    assert next(taken) <= 9
     assert tiny.speculation.engine._sequences == []
     assert next(running, None) is None
 
 
-class Failing(LogitsProcessor):
-    """Raises at the fourth token."""
+def fails_at(length: int) -> list[Any]:
+    """Processors that raise at a length."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        if input_ids.shape[1] == self.length:
+    def fail(input_ids: Any, scores: Any) -> Any:
+        if input_ids.shape[1] == length:
             raise ArithmeticError("no more")
         return scores
+
+    return [fail]
 
 
 def test_errors_end_their_own_request(tiny: Any) -> None:
@@ -100,10 +89,10 @@ def test_errors_end_their_own_request(tiny: Any) -> None:
     rs.accelerate(tiny, recorded_pass="always")
     requests: list[Any] = [
         {"inputs": ids_of(0, 5)},
-        {"inputs": ids_of(1, 5), "logits_processor": [Failing(8)]},
+        {"inputs": ids_of(1, 5), "logits_processor": fails_at(8)},
         {"inputs": []},
         {"inputs": ids_of(2, 5), "no_such_option": 3},
-        {"inputs": ids_of(3, 5), "num_return_sequences": 2, "do_sample": True, "logits_processor": [Failing(7)]},
+        {"inputs": ids_of(3, 5), "num_return_sequences": 2, "do_sample": True, "logits_processor": fails_at(7)},
         {"inputs": "text without a tokenizer"},
         {"inputs": ids_of(4, 9)},
     ]
@@ -138,12 +127,10 @@ def test_cancelling_ends_one_request(tiny: Any) -> None:
     """One under way, from another thread and from within a pass, and one that has not begun."""
     rs.accelerate(tiny, recorded_pass="always", draft="off")
     expected = [alone(tiny, {"inputs": ids_of(i, 5)}, max_new_tokens=25) for i in range(5)]
-    passes = 0
+    passes = itertools.count()
 
     def on_pass(_shown: Any) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == 6:
+        if next(passes) == 5:
             running.cancel(1)
 
     requests = [{"inputs": ids_of(i, 5)} for i in range(5)]

@@ -1,11 +1,12 @@
 """Batches through a model's own forward: every row says what it says alone, whoever comes and goes beside it."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from batch_rows import drawn_trees, left_padded, script, small_model
+from batch_rows import MAMBA2, drawn_trees, left_padded, script, small_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,6 @@ def test_families(model_type: str, extra: dict[str, Any], recorded_pass: str, mo
     assert model.speculation.last.tokens_per_pass > 3.5
 
 
-_MAMBA2 = {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2, "attn_implementation": "eager"}
 _GRANITE = {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 8,
             "mamba_d_state": 8, "num_local_experts": 0, "num_experts_per_tok": 0,
             "shared_intermediate_size": 48}  # fmt: skip
@@ -58,7 +58,7 @@ _QWEN = {"layer_types": ["linear_attention", "full_attention"], "linear_num_valu
 
 @pytest.mark.parametrize(
     ("model_type", "extra"),
-    [("mamba2", _MAMBA2), ("granitemoehybrid", _GRANITE), ("nemotron_h", _NEMOTRON), ("qwen3_5_text", _QWEN),
+    [("mamba2", MAMBA2), ("granitemoehybrid", _GRANITE), ("nemotron_h", _NEMOTRON), ("qwen3_5_text", _QWEN),
      ("lfm2", {"layer_types": ["conv", "full_attention"]})],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["branchy", "half"])
@@ -68,34 +68,22 @@ def test_families_with_recurrent_state(
     """Texts of several lengths, one of which ends early; the states of each stay its own, with drafts and without."""
     model = small_model(model_type, **extra)
     inputs, options = left_padded((20, 1, 29, 7)), {"max_new_tokens": 26, "do_sample": False}
-    free = model.generate(**inputs, **options)
-    options["eos_token_id"] = int(free[2, 29 + 11])
+    asked = {"return_dict_in_generate": True, "output_logits": True}
+    free = model.generate(**inputs, **options, **asked)
+    options["eos_token_id"] = int(free.sequences[2, 29 + 11])
     plain = model.generate(**inputs, **options)
-    script(model, monkeypatch, free, name, recorded_pass="off")
+    script(model, monkeypatch, free.sequences, name, recorded_pass="off")
     assert torch.equal(model.generate(**inputs, **options), plain)
     assert (model.speculation.batching_blocker(), model.speculation.last.rows) == ("", 4)
     assert model.speculation.last.tokens_per_pass > 4
     assert torch.equal(model.generate(**inputs, **options, draft="off"), plain)
-
-
-@pytest.mark.parametrize(("model_type", "extra"), [("mamba2", _MAMBA2), ("qwen3_5_text", _QWEN)])
-def test_recurrent_states_of_a_batch_are_those_of_its_rows(
-    model_type: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model(model_type, **extra)
-    inputs, options = left_padded((9, 4, 12)), {"max_new_tokens": 15, "do_sample": False}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-    plain = model.generate(**inputs, **options)
-    script(model, monkeypatch, plain.sequences, "branchy", recorded_pass="off")
-    got = model.generate(**inputs, **options)
-    assert torch.equal(got.sequences, plain.sequences)
-    assert model.speculation.last.rows == 3
-    torch.testing.assert_close(torch.stack(got.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-3)
+    logits = model.generate(**inputs, **options | {"eos_token_id": None}, **asked).logits
+    torch.testing.assert_close(torch.stack(logits), torch.stack(free.logits), atol=1e-4, rtol=1e-3)
 
 
 def test_padding_behind_a_recurrent_prompt_is_not_read_alone() -> None:
     """Pieces of five leave a lone token, of which such layers do not see that it is masked."""
-    model = small_model("mamba2", **_MAMBA2)
+    model = small_model("mamba2", **MAMBA2)
     ids = 3 + torch.arange(22).reshape(2, 11)
     mask = torch.ones_like(ids)
     mask[0, 10] = 0
@@ -107,7 +95,7 @@ def test_padding_behind_a_recurrent_prompt_is_not_read_alone() -> None:
 
 def test_a_batch_whose_padding_is_read_is_left_to_generate() -> None:
     """Mixers mask what they are given; a bias of their projections stands behind the mask."""
-    model = small_model("mamba2", **_MAMBA2, use_bias=True)
+    model = small_model("mamba2", **MAMBA2, use_bias=True)
     with torch.no_grad():
         for layer in model.backbone.layers:
             layer.mixer.in_proj.bias.normal_()
@@ -129,33 +117,27 @@ def test_samples_of_a_recurrent_model_are_those_of_each_row_alone(monkeypatch: p
     assert torch.equal(model.generate(**inputs, **options), undrafted)
 
 
-@pytest.fixture
-def hybrid() -> Any:
-    """Recurrent states beside keys and values."""
-    return small_model("qwen3_5_text", **_QWEN)
-
-
-def test_a_pass_that_cannot_be_shared_is_taken_alone(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_cannot_be_shared_is_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid = small_model("qwen3_5_text", **_QWEN)
     inputs, options = left_padded(), {"max_new_tokens": 9, "do_sample": False}
     plain = hybrid.generate(**inputs, **options)
     rs.accelerate(hybrid, recorded_pass="off")
     assert not hybrid.speculation.batching_blocker()
-    whole, calls = PaddedBatch.forward, 0
+    whole, calls = PaddedBatch.forward, itertools.count()
 
     def failing(self: Any, *given: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 2:
+        if next(calls) % 2 == 0:
             raise torch.OutOfMemoryError("too much at once")
         return whole(self, *given)
 
     monkeypatch.setattr(PaddedBatch, "forward", failing)
     assert torch.equal(hybrid.generate(**inputs, **options), plain)
-    assert calls > 4
+    assert next(calls) > 4
 
 
-def test_what_shared_passes_cannot_serve(hybrid: Any) -> None:
+def test_what_shared_passes_cannot_serve() -> None:
     """A forward that is another one in company is noticed, and its batches are left to `generate`."""
+    hybrid = small_model("qwen3_5_text", **_QWEN)
     interface = probe(hybrid, read_interface(hybrid)).interface
     assert why_not_shared(hybrid, interface) == ""
 

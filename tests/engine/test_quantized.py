@@ -118,19 +118,10 @@ def test_drafts_change_no_bit_of_a_text(tmp_path: Path, bits: int) -> None:
     for options in ({"draft": "off"}, {"nodes": 7}, {"nodes": 40}):
         rs.accelerate(model, session=True, recorded_pass="always", **options)
         for _ in range(2):  # answers of before draft for those that follow
-            texts.append([model.generate(ids, max_new_tokens=40, **choices) for ids, choices in calls])
+            texts.append([model.generate(ids, max_new_tokens=40, **choices).tolist() for ids, choices in calls])
         accepted = model.speculation.last.accepted_by_source
         assert (sum(accepted.values()) > 20) == ("nodes" in options)
-        rs.restore(model)
-    for text in texts:
-        for expected, got in zip(texts[0], text, strict=True):
-            assert torch.equal(expected, got)
-
-
-def test_a_model_that_changed_is_packed_again(tmp_path: Path, cache: Path) -> None:
-    for tied in (False, True):
-        load_model(save_llama(tmp_path / "model", tied), device="cpu", quantize="int8")
-    assert len(list((cache / "quantized").iterdir())) == 2
+    assert texts == [texts[0]] * 6
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -158,21 +149,17 @@ def test_families_that_hold_weights_otherwise_are_read_again_as_they_were(tmp_pa
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")(PROMPT).logits, logits)
 
 
-def test_a_relative_name_is_of_the_folder_it_was_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = []
-    for where, tied in (("a", False), ("b", True)):
+def test_another_model_of_the_same_name_is_packed_too(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another folder, whose files are as old, and in the same folder later."""
+    for where, tied in (("a", False), ("b", True), ("b", False)):
         save_llama(tmp_path / where / "model", tied)
         for path in (tmp_path / where / "model").iterdir():
-            os.utime(path, (1, 1))
+            os.utime(path, (1 + tied, 1))
         monkeypatch.chdir(tmp_path / where)
-        said.append(load_model("model", device="cpu", quantize="int8")[0].config.tie_word_embeddings)
-    assert said == [False, True]
-
-
-def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path, cache: Path, caplog: Any) -> None:
-    cache.write_text("no folder")
-    model, _ = load_model(save_llama(tmp_path / "model", tied=True), device="cpu", quantize="int8")
-    assert model(PROMPT).logits.shape[-1] == 4096 and "packed weights are not kept" in caplog.text
+        assert load_model("model", device="cpu", quantize="int8")[0].config.tie_word_embeddings == tied
+    assert len(list((cache / "quantized").iterdir())) == 3
 
 
 def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scripted_drafter import ScriptedDrafter
 from transformers import DynamicCache
 
 import retrieve_spec as rs
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import DistributionError
 
@@ -41,36 +42,23 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-class RandomDrafter:
+class RandomDrafter(ScriptedDrafter):
     """Trees of any shape: right paths, right ones cut short, nonsense, siblings of the right token, deep chains."""
 
     def __init__(self, answer: list[int], seed: int, top_k: int) -> None:
-        self.answer, self.top_k, self.wants_hidden = answer, top_k, None
+        super().__init__(answer, top_k=top_k)
         self._random = random.Random(seed)
-        self._length = 0
-
-    def start(self, prompt_ids: Any, prediction_ids: Any = None) -> None:
-        self._length = len(prompt_ids)
-
-    def observe_prompt(self, token_ids: Any, top_ids: Any, top_logits: Any) -> None:
-        pass
 
     def propose(self, budget: Budget) -> DraftTree:
         draw, paths = self._random, []
         for _ in range(draw.choice([0, 1, 2, 5, 9])):
             depth = min(draw.choice([1, 2, 3, 6, 30]), budget.max_depth)
             keep = draw.choice([0, depth, draw.randint(0, depth)])
-            path = self.answer[self._length : self._length + keep]
+            path = self.answer[len(self.text) : len(self.text) + keep]
             paths.append(path + [draw.randrange(VOCAB) for _ in range(depth - len(path))])
         draw.shuffle(paths)
         tree = DraftTree.from_paths([path for path in paths if path])
         return tree.first(budget.max_nodes)
-
-    def observe(self, verified: VerifiedPass) -> None:
-        self._length += len(verified.emitted)
-
-    def finish(self) -> None:
-        pass
 
 
 class Stateful:

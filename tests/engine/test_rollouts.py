@@ -1,5 +1,7 @@
 """Answers of earlier calls and of siblings are drafted for samples of their own prompt; no text changes."""
 
+import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,10 @@ def test_the_same_again_takes_few_passes(tiny: Any) -> None:
     one, other = prompts()[:1], prompts()[1:]
     first = tiny.generate(one, **OPTIONS)
     passes = tiny.speculation.last.passes
-    again = tiny.generate(one, **OPTIONS)
-    assert torch.equal(first, again)
+    assert torch.equal(tiny.generate(one, **OPTIONS), first)
     assert tiny.speculation.last.passes <= 3 < passes
     assert tiny.speculation.last.accepted_by_source["session"] > 15
-    rs.restore(tiny)
-    memory = rs.RolloutMemory()
-    rs.accelerate(tiny, recorded_pass="off", nodes=32, rollouts=memory)
+    rs.accelerate(tiny, recorded_pass="off", nodes=32, rollouts=rs.RolloutMemory())
     tiny.generate(other, **OPTIONS)
     assert torch.equal(tiny.generate(one, **OPTIONS), first)
     assert tiny.speculation.last.passes == passes
@@ -57,53 +56,40 @@ def test_padding_is_no_part_of_a_prompt(tiny: Any) -> None:
 
 def test_weights_that_change(tiny: Any) -> None:
     """Answers of other weights stay, are drafted, and change no text."""
-    memory = rs.RolloutMemory()
-    rs.accelerate(tiny, recorded_pass="always", nodes=16, rollouts=memory)
-    old = tiny.generate(prompts(), **OPTIONS)
-    weight = tiny.model.layers[0].mlp.up_proj.weight
-    before = weight.detach().clone()
-    try:
-        with torch.no_grad():
-            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-        new = tiny.generate(prompts(), **OPTIONS)
-        assert tiny.speculation.last.nodes > 0
-        assert torch.equal(tiny.generate(prompts(), **OPTIONS, draft="off"), new)
-        assert kept(memory, prompts()[0]) == [old[0, 8:].tolist(), new[0, 8:].tolist()]
-    finally:
-        with torch.no_grad():
-            weight.copy_(before)
+    model, memory = copy.deepcopy(tiny), rs.RolloutMemory()
+    rs.accelerate(model, recorded_pass="always", nodes=16, rollouts=memory)
+    old = model.generate(prompts(), **OPTIONS)
+    with torch.no_grad():
+        weight = model.model.layers[0].mlp.up_proj.weight
+        weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    new = model.generate(prompts(), **OPTIONS)
+    assert model.speculation.last.nodes > 0
+    assert torch.equal(model.generate(prompts(), **OPTIONS, draft="off"), new)
+    assert kept(memory, prompts()[0]) == [old[0, 8:].tolist(), new[0, 8:].tolist()]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_rows_that_are_done_are_kept(tiny: Any, error: type[BaseException]) -> None:
     """One row ends at its end-of-text token; a processor's exception ends the other in the middle."""
+    one, other = prompts()
+    rs.accelerate(tiny, recorded_pass="off", nodes=8)
+    free = tiny.generate(one[None], **OPTIONS)
+    end = int(free[0, 8 + 3])
     memory = rs.RolloutMemory()
     rs.accelerate(tiny, recorded_pass="off", nodes=8, rollouts=memory)
-    free = tiny.generate(prompts()[:1], **OPTIONS)
-    rs.restore(tiny)
-    memory = rs.RolloutMemory()
-    rs.accelerate(tiny, recorded_pass="off", nodes=8, rollouts=memory)
-
-    def request(row: int, hook: Any) -> dict[str, Any]:
-        return {"inputs": prompts()[row], "on_pass": hook}
 
     def fails(shown: Any) -> None:
-        if len(kept(memory, prompts()[0])):
+        if len(kept(memory, one)):
             raise error("in the middle")
 
-    end = int(free[0, 8 + 3])
-    requests = [{"inputs": prompts()[0], "eos_token_id": end}, request(1, fails)]
-    done = []
-    try:
-        done += rs.generate_many(tiny, requests, **OPTIONS)
-    except KeyboardInterrupt:
-        assert error is KeyboardInterrupt
-    else:
-        assert isinstance(done[1].error, ValueError)
-    answer = kept(memory, prompts()[0])
-    assert len(answer) == 1 and answer[0][-1] == end
-    assert kept(memory, prompts()[1]) == []
-    assert torch.equal(tiny.generate(prompts()[:1], **OPTIONS), free)
+    requests = [{"inputs": one, "eos_token_id": end}, {"inputs": other, "on_pass": fails}]
+    with contextlib.suppress(KeyboardInterrupt):
+        done = list(rs.generate_many(tiny, requests, **OPTIONS))
+        assert error is ValueError and isinstance(done[1].error, error)
+    (answer,) = kept(memory, one)
+    assert answer[-1] == end
+    assert kept(memory, other) == []
+    assert torch.equal(tiny.generate(one[None], **OPTIONS), free)
 
 
 def test_answers_outlive_the_process_and_are_forgotten_on_demand(tiny: Any, tmp_path: Path) -> None:
@@ -111,7 +97,6 @@ def test_answers_outlive_the_process_and_are_forgotten_on_demand(tiny: Any, tmp_
     with rs.RolloutMemory(path) as memory:
         rs.accelerate(tiny, recorded_pass="off", nodes=32, rollouts=memory)
         first = tiny.generate(prompts()[:1], **OPTIONS)
-    rs.restore(tiny)
     rs.accelerate(tiny, recorded_pass="off", nodes=32, rollouts=rs.RolloutMemory(path))
     assert torch.equal(tiny.generate(prompts()[:1], **OPTIONS), first)
     assert tiny.speculation.last.passes <= 3

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from batch_rows import MAMBA2, small_model
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.interface import Recurrence
@@ -17,6 +17,11 @@ from retrieve_spec.verify.row_scans import RowTree, convolve, scan_delta, scan_s
 
 TREES = ([[1, 2, 3], [1, 4], [5, 6]], [[7]], [], [[1, 2, 3, 4, 5, 6]], [[1], [2], [3]])
 CPU = torch.device("cpu")
+QWEN3_NEXT: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
 
 
 def row_tree(texts: int, roots: int = 1) -> tuple[RowTree, list[DraftTree]]:
@@ -25,7 +30,11 @@ def row_tree(texts: int, roots: int = 1) -> tuple[RowTree, list[DraftTree]]:
 
 
 def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+    return torch.randn(shape)
+
+
+def assert_alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
 def path_to(tree: RowTree, text: int, row: int) -> list[int]:
@@ -38,19 +47,6 @@ def path_to(tree: RowTree, text: int, row: int) -> list[int]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def in_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees whose matrices are float64."""
-    seeing = RowTree._seeing.__func__  # type: ignore[attr-defined]
-
-    def doubled(cls: Any, *rows: Any) -> RowTree:
-        tree: RowTree = seeing(cls, *rows)
-        tree.above, tree.shut = tree.above.double(), tree.shut.double()
-        return tree
-
-    monkeypatch.setattr(RowTree, "_seeing", classmethod(doubled))
 
 
 def test_parents_are_those_of_the_trees_at_the_left_of_a_pass() -> None:
@@ -67,7 +63,6 @@ def test_parents_are_those_of_the_trees_at_the_left_of_a_pass() -> None:
             assert np.flatnonzero(tree.above[text, row]).tolist() == sorted(path_to(tree, text, row))
 
 
-@pytest.mark.usefixtures("in_doubles")
 @pytest.mark.parametrize(("held", "length"), [(4, 4), (3, 4), (4, 3), (2, 2)])
 @pytest.mark.parametrize("texts", [1, 5])
 def test_convolution(texts: int, held: int, length: int) -> None:
@@ -77,67 +72,62 @@ def test_convolution(texts: int, held: int, length: int) -> None:
     for text in range(texts):
         for row in range(tree.width):
             seen = torch.cat([state[text], x[text][:, path_to(tree, text, row)]], 1)
-            torch.testing.assert_close(out[text, :, row], (seen[:, -length:] * weight).sum(1) + bias)
+            assert_alike(out[text, :, row], (seen[:, -length:] * weight).sum(1) + bias)
             torch.testing.assert_close(rows.behind(tree, text, row)[0], seen[:, -held:])
 
 
-def naive_ssd(state: torch.Tensor, x: Any, steps: Any, decay: Any, keys: Any, queries: Any) -> tuple[Any, Any]:
-    """One row of Mamba-2, of one text: (heads, p, n) states."""
-    each = len(decay) // len(keys)
-    keys, queries = keys.repeat_interleave(each, 0), queries.repeat_interleave(each, 0)
-    state = state * (steps * decay).exp()[:, None, None] + (steps[:, None] * x)[..., None] * keys[:, None]
-    return state, (state * queries[:, None]).sum(-1)
+def along_paths(tree: RowTree, state: torch.Tensor, out: torch.Tensor, rows: Any, step: Any) -> None:
+    """Check what rows say, and the states behind them, against `step` from row to row of every path.
+
+    `step` has the state (of one text), the text and the row, and gives the state behind it and what it says.
+    """
+    for text in range(len(state)):
+        for row in range(tree.width):
+            path, wanted, said = path_to(tree, text, row), state[text], None
+            for at in path:
+                wanted, said = step(wanted, text, at)
+            assert_alike(out[text, row], said)
+            only = slice(text, text + 1)
+            assert_alike(rows.behind(state[only], only, torch.tensor(path))[0], wanted)
 
 
-@pytest.mark.usefixtures("in_doubles")
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("texts", [1, 5])
 def test_ssd(texts: int, groups: int) -> None:
+    """Mamba-2: states (heads, p, n)."""
     tree, _ = row_tree(texts, roots=2)
     heads, p, n = 4, 3, 5
     x, steps, decay = random(texts, tree.width, heads, p), random(texts, tree.width, heads).exp(), -random(heads).exp()
     keys, queries = random(texts, tree.width, groups, n), random(texts, tree.width, groups, n)
     state = random(texts, heads, p, n)
     before = state.clone()
-    out, rows = scan_ssd(tree, x, steps, keys, queries, state, decay)
-    for text in range(texts):
-        for row in range(tree.width):
-            path, wanted = path_to(tree, text, row), state[text]
-            for at in path:
-                wanted, said = naive_ssd(wanted, x[text, at], steps[text, at], decay, keys[text, at], queries[text, at])
-            torch.testing.assert_close(out[text, row], said)
-            only = slice(text, text + 1)
-            torch.testing.assert_close(rows.behind(state[only], only, torch.tensor(path))[0], wanted)
+
+    def step(state: torch.Tensor, text: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key, query = (of[text, row].repeat_interleave(heads // groups, 0)[:, None] for of in (keys, queries))
+        kept = state * (steps[text, row] * decay).exp()[:, None, None]
+        state = kept + (steps[text, row][:, None] * x[text, row])[..., None] * key
+        return state, (state * query).sum(-1)
+
+    along_paths(tree, state, *scan_ssd(tree, x, steps, keys, queries, state, decay), step)
     assert torch.equal(state, before)
 
 
-def naive_delta(state: torch.Tensor, query: Any, key: Any, value: Any, decay: Any, beta: Any) -> tuple[Any, Any]:
-    """One row of the gated delta rule, of one text: (heads, dk, dv) states."""
-    state = state * decay.exp()[:, None, None]
-    written = (value - (state * key[..., None]).sum(1)) * beta[:, None]
-    state = state + key[..., None] * written[:, None]
-    return state, (state * query[..., None]).sum(1)
-
-
-@pytest.mark.usefixtures("in_doubles")
 @pytest.mark.parametrize("texts", [1, 5])
 def test_gated_delta_rule(texts: int) -> None:
+    """States (heads, dk, dv)."""
     tree, _ = row_tree(texts, roots=2)
     heads, dk, dv = 3, 4, 5
     query, key = random(texts, tree.width, heads, dk), unit(random(texts, tree.width, heads, dk))
     value, decay = random(texts, tree.width, heads, dv), -random(texts, tree.width, heads).exp()
     beta, state = random(texts, tree.width, heads).sigmoid(), random(texts, heads, dk, dv)
-    out, rows = scan_delta(tree, query, key, value, decay, beta, state)
-    for text in range(texts):
-        for row in range(tree.width):
-            path, wanted = path_to(tree, text, row), state[text]
-            for at in path:
-                wanted, said = naive_delta(
-                    wanted, query[text, at], key[text, at], value[text, at], decay[text, at], beta[text, at]
-                )
-            torch.testing.assert_close(out[text, row], said)
-            only = slice(text, text + 1)
-            torch.testing.assert_close(rows.behind(state[only], only, torch.tensor(path))[0], wanted)
+
+    def step(state: torch.Tensor, text: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        state = state * decay[text, row].exp()[:, None, None]
+        written = (value[text, row] - (state * key[text, row][..., None]).sum(1)) * beta[text, row][:, None]
+        state = state + key[text, row][..., None] * written[:, None]
+        return state, (state * query[text, row][..., None]).sum(1)
+
+    along_paths(tree, state, *scan_delta(tree, query, key, value, decay, beta, state), step)
 
 
 def test_scans_under_autocast_are_what_they_are_without() -> None:
@@ -166,31 +156,20 @@ def test_decays_of_rows_far_apart_are_zero_and_no_numbers_are_lost() -> None:
 
 
 def mamba2() -> Any:
-    torch.manual_seed(0)
-    config = Mamba2Config(
-        vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, state_size=8, num_hidden_layers=2, n_groups=2,
-        chunk_size=8,
-    )  # fmt: skip
-    return Mamba2ForCausalLM(config).eval()
-
-
-def qwen3_next() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3NextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-        linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"], num_experts=2,
-        num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-    )  # fmt: skip
-    return Qwen3NextForCausalLM(config).eval()
+    return small_model("mamba2", **MAMBA2)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("make", "cache"), [(mamba2, "cache_params"), (qwen3_next, "past_key_values")])
+@pytest.mark.parametrize(
+    ("model_type", "settings", "cache"),
+    [("mamba2", MAMBA2, "cache_params"), ("qwen3_next", QWEN3_NEXT, "past_key_values")],
+)
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 70])
-def test_prompts_and_steps_are_the_models_own(make: Any, cache: str, length: int) -> None:
+def test_prompts_and_steps_are_the_models_own(
+    model_type: str, settings: dict[str, Any], cache: str, length: int
+) -> None:
     """Logits and states of a prompt, in pieces as well, and of steps behind it."""
-    model = make()
+    model = small_model(model_type, **settings)
     ids = torch.randint(1, 64, (1, length + 3))
     state = RecurrentState(Recurrence(tuple(find_mixers(model, cache, ids[:, :3])), "rows"))
     texts: list[list[torch.Tensor]] = [[], []]
@@ -207,12 +186,12 @@ def test_prompts_and_steps_are_the_models_own(make: Any, cache: str, length: int
             held = getattr(out, cache)
             texts[ours].append(out.logits[0])
         caches.append(held)
-    torch.testing.assert_close(torch.cat(texts[1]), torch.cat(texts[0]), atol=1e-4, rtol=1e-4)
+    assert_alike(torch.cat(texts[1]), torch.cat(texts[0]))
     for own, other in zip(caches[1].layers, caches[0].layers, strict=True):
         for name in ("conv_states", "recurrent_states"):
             for i, state in getattr(other, name, {}).items():
                 if state is not None:
-                    torch.testing.assert_close(getattr(own, name)[i], state, atol=1e-4, rtol=1e-4)
+                    assert_alike(getattr(own, name)[i], state)
 
 
 @pytest.mark.filterwarnings("ignore")

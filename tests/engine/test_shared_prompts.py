@@ -1,12 +1,13 @@
 """One prompt of several sequences is read once; each goes on from there as it would alone."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from batch_rows import KINDS, small_model
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.engine import joining
@@ -101,18 +102,6 @@ def test_rows_that_are_handed_to_others_are_copies(tiny: Any) -> None:
     assert torch.equal(layer.keys, before)
 
 
-class Failing(LogitsProcessor):
-    """Raises the first time it is asked."""
-
-    calls = 0
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self.calls += 1
-        if self.calls == 1:
-            raise ArithmeticError("not this one")
-        return scores
-
-
 @pytest.mark.parametrize("recorded", WAYS)
 def test_requests_with_one_prompt(tiny: Any, recorded: str, read: list[int]) -> None:
     """Some wait for room until the first is over; the one that reads may fail, and another reads then."""
@@ -121,7 +110,14 @@ def test_requests_with_one_prompt(tiny: Any, recorded: str, read: list[int]) -> 
         {"inputs": prompt_of(25, row=i % 2), **OPTIONS, "seed": i, "max_new_tokens": 4 + 5 * (i % 3)} for i in range(8)
     ]
     expected = [tiny.generate(r["inputs"], **{k: v for k, v in r.items() if k != "inputs"}) for r in requests]
-    requests[0] |= {"logits_processor": [Failing()]}
+    calls = itertools.count()
+
+    def fails_once(_ids: Any, scores: Any) -> Any:
+        if not next(calls):
+            raise ArithmeticError("not this one")
+        return scores
+
+    requests[0] |= {"logits_processor": [fails_once]}
     read.clear()
     finished = list(rs.generate_many(tiny, requests, rows=3))
     assert isinstance(finished[0].error, ArithmeticError)

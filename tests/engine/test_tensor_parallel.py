@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from batch_rows import small_model
 
 RANK = Path(__file__).with_name("tensor_parallel_rank.py")
 
@@ -26,23 +25,19 @@ def free_port() -> int:
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank got."""
     folder = tmp_path_factory.mktemp("ranks")
-    config = LlamaConfig(
-        vocab_size=199, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    small_model("llama", bos_token_id=None).save_pretrained(folder / "model")
     common = {
+        **os.environ,
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    common |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(RANK), str(folder)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -1,5 +1,6 @@
 """The Hugging Face verifier: hidden states, modes by attention and cache, and the probe's verdicts."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import retrieve_spec as rs
-from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
 from retrieve_spec.verify.verifier import VerifierInputs
@@ -21,21 +21,22 @@ from retrieve_spec.verify.verifier import VerifierInputs
 def test_drafters_that_want_hidden_states_get_those_of_the_last_accepted_token(
     tiny: Any, prompt: torch.Tensor, layer: Any, recorded_pass: str
 ) -> None:
+    """Of one that was drafted, and of the root where all drafts were rejected."""
     answer = tiny.generate(prompt, do_sample=False, max_new_tokens=16)
-    for script in ("branchy", "wrong"):  # accepted, and rejected: then it is the root's
-        drafter = ScriptedDrafter(answer[0], script)
-        drafter.wants_hidden = layer
-        rs.accelerate(tiny, drafter=drafter, nodes=16, recorded_pass=recorded_pass)
-        assert isinstance(tiny.speculation._make_verifier(), RecordedVerifier) == (recorded_pass == "always")
+    with torch.no_grad():
+        states = tiny(answer, output_hidden_states=True).hidden_states[-1 if layer == "last" else layer][0]
+    drafter = ScriptedDrafter(answer[0])
+    drafter.wants_hidden = layer
+    rs.accelerate(tiny, drafter=drafter, nodes=16, recorded_pass=recorded_pass)
+    for script in ("branchy", "wrong"):
+        drafter.turn_to(answer[0], script)
         tiny.generate(prompt, do_sample=False, max_new_tokens=16)
-        with torch.no_grad():
-            states = tiny(answer, output_hidden_states=True).hidden_states[-1 if layer == "last" else layer][0]
+        assert (tiny.speculation.last.pass_kind == "recorded") == (recorded_pass == "always")
         at = prompt.shape[1] - 1
         for verified in drafter.seen:
             at += len(verified.emitted)
             np.testing.assert_allclose(verified.hidden, states[at - 1].numpy(), atol=1e-4)
         assert tiny.speculation.last.passes == len(drafter.seen)
-        rs.restore(tiny)
 
 
 def test_caches_that_cannot_be_rolled_back_are_plain(tiny: Any, prompt: torch.Tensor) -> None:
@@ -51,43 +52,31 @@ def test_unknown_attention_is_decoded_in_chains(tiny: Any, prompt: torch.Tensor)
     """A registered implementation without a mask function gets no masks at all, so nothing but one token is right."""
     AttentionInterface.register("tests_own", sdpa_attention_forward)
     expected = tiny.generate(prompt, do_sample=False, max_new_tokens=10)
-    tiny.set_attn_implementation("tests_own")
-    try:
-        interface = read_interface(tiny)
-        assert (interface.mode, interface.mask_form) == ("chain", "none")
-        finding = probe(tiny, interface)
-        assert finding.mode in ("chain", "plain")
-        rs.accelerate(tiny, drafter=ScriptedDrafter(expected[0]), nodes=8)
-        assert torch.equal(tiny.generate(prompt, do_sample=False, max_new_tokens=10), expected)
-    finally:
-        rs.restore(tiny)
-        tiny.set_attn_implementation("sdpa")
+    model = copy.deepcopy(tiny)
+    model.set_attn_implementation("tests_own")
+    interface = read_interface(model)
+    assert (interface.mode, interface.mask_form) == ("chain", "none")
+    rs.accelerate(model, drafter=ScriptedDrafter(expected[0]), nodes=8)
+    assert model.speculation.mode in ("chain", "plain")
+    assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=10), expected)
 
 
-def test_a_model_that_ignores_masks_is_found_out(tiny: Any, prompt: torch.Tensor) -> None:
+def test_a_model_that_ignores_masks_is_found_out(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe, not the config, has the last word."""
     forward = tiny.model.forward
 
     def blind(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         return forward(*args, attention_mask=None, **kwargs)
 
-    tiny.model.forward = blind
-    try:
-        finding = probe(tiny, read_interface(tiny))
-        assert finding.mode == "chain"
-        assert "other logits" in finding.reason
-    finally:
-        del tiny.model.forward
+    monkeypatch.setattr(tiny.model, "forward", blind)
+    finding = probe(tiny, read_interface(tiny))
+    assert finding.mode == "chain" and "other logits" in finding.reason
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_accelerate_leaves_the_training_flag(tiny: Any, training: bool) -> None:
-    tiny.train(training)
-    try:
-        rs.accelerate(tiny, draft="off")
-        assert tiny.training is training
-    finally:
-        tiny.eval()
+    model = copy.deepcopy(tiny).train(training)
+    assert rs.accelerate(model, draft="off").training is training
 
 
 def test_states_of_a_layer_that_was_not_recorded_come_from_the_model_itself(tiny: Any, prompt: torch.Tensor) -> None:
