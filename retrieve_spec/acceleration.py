@@ -23,9 +23,9 @@ from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore, read_ahead
 from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.engine.budget import PassThreads, using
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation, bigrams_of, measure_passes
-from retrieve_spec.engine.threads import PassThreads, using
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
 from retrieve_spec.generation.streams import generate_many, generate_stream

@@ -1,13 +1,16 @@
-"""Budget of a pass: what passes cost, T(n, L), by the times of past ones, and which nodes of all who share one pay."""
+"""Budget of a pass, by the times of past ones: its cost T(n, L), its threads, and which nodes of all in it pay."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from operator import itemgetter
-from typing import Any
+from statistics import median
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +18,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.calibration import learn_passes
+from retrieve_spec.openmp import libgomp_of
 
 _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NODE_KNOTS = np.array(_KNOTS)
@@ -194,6 +198,159 @@ def _never_falling(values: NDArray[np.float64], variances: NDArray[np.float64]) 
     return np.repeat([s / w for s, w in zip(sums, weights, strict=True)], counts)
 
 
+_PAIRS = 3
+"""Passes with either number of threads that one comparison takes."""
+_HOPELESS = 0.25
+"""Logarithm of the ratio of two times from which one pair of passes is enough to give up on the other number."""
+_PLAIN = 1.0
+"""… from which one pair is enough to take it: a pass that waited for a taken core."""
+_WORTH = 0.05
+"""Logarithm of the ratio of two times that a change must gain."""
+_FIRST_TRIAL, _NEXT_TRIAL, _LAST_TRIAL = 2, 64, 1024
+"""Passes before the first comparison, after a change, and at most while nothing changes (doubled each time)."""
+_TOLERATED, _ALARM = 0.15, 1.0
+"""How much slower than expected a pass may be (logarithm), and the sum of what exceeds it that calls for a comparison.
+"""
+_SHARE = 1 / 32
+"""Of the time of all passes, how much trials of more threads may lose: one pass that waits for a taken core can take as
+long as a whole answer."""
+
+
+class PassThreads:
+    """How many threads passes use: the setting of the user, or fewer where passes turn out to be faster so.
+
+    The number in use is compared with the user's setting, half of it, a quarter … in turn, pass by pass, so that a
+    machine whose speed drifts favours neither; now and then, and at once when passes become slow.
+
+    Parameters
+    ----------
+    most
+        Threads at most: the user's setting. With 1 there is nothing to choose.
+    set_threads, get_threads
+        Set the number for the calling thread alone (OpenMP's own; `torch.set_num_threads` would reach every thread
+        that computes for the first time meanwhile, and all of MKL for good), and tell the user's setting.
+
+    Attributes
+    ----------
+    chosen
+        Threads of the next pass unless it is one of a comparison.
+    """
+
+    def __init__(
+        self, most: int, set_threads: Callable[[int], object] = bool, get_threads: Callable[[], int] = int
+    ) -> None:
+        self._set, self._get = set_threads, get_threads
+        self.most = self.chosen = self._challenged = max(most, 1)
+        self._numbers = [self.most >> i for i in range(self.most.bit_length())]
+        self._other = 0  # what `chosen` is compared with; 0 while nothing is compared
+        self._scores: dict[int, list[float]] = {}
+        self._times: dict[int, float] = {}  # of the passes of this comparison
+        self._spent = 0.0  # by all passes
+        self._not_before: dict[int, float] = {}  # when so many threads may be tried again, in time spent
+        self._wait = self._interval = _FIRST_TRIAL
+        self._excess = 0.0
+
+    @property
+    def comparing(self) -> bool:
+        """Whether the next pass is one of a comparison: its time says nothing of passes to come."""
+        return self._other != 0
+
+    @property
+    def next(self) -> int:
+        """Threads of the next pass."""
+        if self._other and len(self._scores[self._other]) <= len(self._scores[self.chosen]):
+            return self._other
+        return self.chosen
+
+    @classmethod
+    def of_torch(cls) -> Self | None:
+        """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked."""
+        import torch  # drafters inside engines that run no model know what passes cost, too
+
+        library, get_threads = libgomp_of(os.path.dirname(torch.__file__)), torch.get_num_threads
+        return None if library is None else cls(get_threads(), library.omp_set_num_threads, get_threads)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Run a pass of this thread with `next` threads; afterwards it has the user's setting again."""
+        before = self._get()
+        if before != self.most:  # set anew since
+            self.__init__(before, self._set, self._get)  # type: ignore[misc]
+        if self.next == before:
+            yield
+            return
+        try:
+            self._set(self.next)
+            yield
+        finally:  # also where Ctrl-C comes as soon as it is set
+            self._set(before)
+
+    def observe(self, seconds: float, expected: float) -> None:
+        """Learn from the pass that ran with `next` threads.
+
+        Parameters
+        ----------
+        seconds
+            What it took.
+        expected
+            What a pass of its width and context was expected to take (any unit, the same from pass to pass).
+        """
+        if self.most == 1:
+            return
+        score = math.log(max(seconds, 1e-9) / max(expected, 1e-9))
+        self._spent += seconds
+        if self._other:
+            self._compare(score, seconds)
+            return
+        self._wait -= 1
+        self._excess = max(0.0, self._excess + min(score, 3 * _TOLERATED) - _TOLERATED)
+        if self._wait <= 0 or self._excess > _ALARM:
+            self._begin(self._challenger())
+
+    def _challenger(self) -> int:
+        """What to compare with: the other numbers in turn, the next smaller one first; 0 where none may be tried yet.
+
+        Fewer threads may always be: they lose little, and are the way out when a core is taken.
+        """
+        place = self._numbers.index(self._challenged) + 1
+        for number in self._numbers[place:] + self._numbers[:place]:
+            allowed = number < self.chosen or self._spent >= self._not_before.get(number, 0.0)
+            if number != self.chosen and allowed:
+                self._challenged = number
+                return number
+        return 0
+
+    def _begin(self, other: int) -> None:
+        """Begin a comparison with another number, if there is one."""
+        self._other, self._excess = other, 0.0
+        self._wait = self._interval
+        self._scores = {other: [], self.chosen: []}
+        self._times = dict.fromkeys(self._scores, 0.0)
+
+    def _compare(self, score: float, seconds: float) -> None:
+        """Take in one pass of a comparison, and end it when it has said enough."""
+        self._times[self.next] += seconds
+        self._scores[self.next].append(score)
+        others, own = self._scores[self._other], self._scores[self.chosen]
+        if len(own) < len(others):
+            return
+        gain = median(b - a for a, b in zip(others, own, strict=True))
+        if len(own) < _PAIRS and -_HOPELESS < gain < _PLAIN:
+            return
+        lost = self._times[self._other] - self._times[self.chosen]
+        changed = gain > _WORTH
+        self._not_before[self.chosen if changed else self._other] = self._spent + abs(lost) / _SHARE
+        if changed:
+            self.chosen = self._other
+        self._other, self._scores = 0, {}
+        self._interval = self._wait = _NEXT_TRIAL if changed else min(max(2 * self._interval, _NEXT_TRIAL), _LAST_TRIAL)
+
+
+def using(threads: PassThreads | None) -> contextlib.AbstractContextManager[None]:
+    """`PassThreads.used`; where there is nothing to choose, nothing changes."""
+    return contextlib.nullcontext() if threads is None else threads.used()
+
+
 class Costs:
     """What passes cost, by the number of sequences in them and of nodes that these draft together.
 
@@ -236,8 +393,10 @@ class Costs:
         """Seconds of a step over so many sequences and drafted nodes."""
         return float(self.seconds(sequences, context)[min(nodes, MAX_NODES)])
 
-    def learn(self, sequences: int, nodes: int, context: int, seconds: float) -> None:
-        """Learn from a step.
+    def learn(
+        self, sequences: int, nodes: int, context: int, seconds: float, threads: PassThreads | None = None
+    ) -> None:
+        """Learn from a step, and let `threads` learn from it: a pass that they tried says nothing of passes to come.
 
         Parameters
         ----------
@@ -249,7 +408,16 @@ class Costs:
             Tokens in front, of all sequences.
         seconds
             What it took, from drafts to what was learned.
+        threads
+            What chose how many threads it used; None where nothing is chosen.
         """
+        if threads is not None and threads.most > 1:
+            is_trial, chosen = threads.comparing, threads.chosen
+            threads.observe(seconds, self.expected(sequences, nodes, context))
+            if threads.chosen != chosen:
+                self.doubt()
+            if is_trial:
+                return
         self.of(sequences).observe(nodes, context, seconds)
 
 

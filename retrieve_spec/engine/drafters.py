@@ -6,8 +6,8 @@ import contextlib
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.drafting.calibration import Calibration, calibration_for
-from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, RemembersText, VerifiedPass
+from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.sampling.acceptance import PassLogits
 from retrieve_spec.sources.answers import AnswerMemory, RolloutMemory, answers_by_scope
 from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
 from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
@@ -196,128 +194,6 @@ class Siblings(SessionMemory):
             own.extend(run)
         text = text[-OVERLAP:]
         self._heard[sample] = text, len(text)
-
-
-class DrafterLease:
-    """What drafts for one sequence, from its start to its end.
-
-    Where so many sequences share passes that drafting hardly pays, one may wait for its drafter until it is first asked
-    for a tree: the drafter then reads at once what it would have been told pass by pass.
-
-    Parameters
-    ----------
-    lend
-        Lends a drafter, or says why the sequence goes without.
-    context_ids
-        (n,) int32 what the drafter reads in place of the prompt.
-    prediction_ids
-        (m,) int32 text the output is expected to follow.
-    on_pass
-        Called with what each pass showed the drafter, the prompt's first.
-    may_wait
-        Whether the drafter may come later than the text.
-
-    Attributes
-    ----------
-    drafter
-        None before it has read the text, and where nothing drafts, or nothing any more.
-    waits
-        Whether it comes when it is first asked for a tree.
-    spoiled
-        Whether the sequence failed, maybe amid the drafter's work.
-    """
-
-    def __init__(
-        self,
-        lend: Callable[[], Drafter | str],
-        context_ids: NDArray[np.int32],
-        prediction_ids: NDArray[np.int32] | None = None,
-        on_pass: Callable[[VerifiedPass], None] | None = None,
-        may_wait: bool = False,
-    ) -> None:
-        self._lend, self._on_pass = lend, on_pass
-        self._context_ids, self._prediction_ids = context_ids, prediction_ids
-        self.drafter: Drafter | None = None
-        self.spoiled = self.waits = False
-        self._may_wait, self._later = may_wait, False
-        self._told: list[NDArray[np.int32]] = []  # emitted while it waits
-
-    def wait(self) -> None:
-        """Let the drafter come when it is first asked for a tree, if it may and has not come yet."""
-        self._later = self._may_wait
-
-    def start(self) -> str:
-        """Take the drafter, and let it read the text; why there is none, else empty."""
-        self.waits = self._later
-        return "" if self.waits else self._begin()
-
-    def _begin(self) -> str:
-        self.waits = False
-        lent = self._lend()
-        if isinstance(lent, str):
-            return lent
-        lent.start(self._context_ids, self._prediction_ids)
-        if self._told:
-            lent.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.concatenate(self._told)))
-        self.drafter, self._told = lent, []
-        return ""
-
-    @property
-    def drafts(self) -> bool:
-        """Whether it may be asked for a tree."""
-        return self.drafter is not None or self.waits
-
-    @property
-    def top_k(self) -> int:
-        """How many of the most probable tokens of every row it is shown."""
-        return self.drafter.top_k if self.drafter is not None else 0
-
-    @property
-    def wants_hidden(self) -> Layer | None:
-        """The layer whose hidden states it is shown."""
-        return self.drafter.wants_hidden if self.drafter is not None else None
-
-    def propose(self, budget: Budget) -> DraftTree:
-        """A tree within a budget; an empty one where nothing drafts."""
-        if self.waits:
-            self._begin()
-        return NO_DRAFT if self.drafter is None else self.drafter.propose(budget)
-
-    def read_prompt(self, prompt: NDArray[np.int32], logits: PassLogits) -> None:
-        """Show it the top tokens behind the last of the prompt's tokens, one row for each."""
-        if self.drafter is not None and self.drafter.top_k > 0:
-            self.drafter.observe_prompt(prompt[-len(logits.top_ids) :], logits.top_ids, logits.top_logits)
-
-    def observe(self, shown: VerifiedPass, prompt: bool = False) -> None:
-        """Tell it what a pass showed; of the `prompt` it has the top tokens."""
-        if self.waits:
-            self._told.append(shown.emitted)
-        if self.drafter is None:
-            return
-        self.drafter.observe(replace(shown, top_ids=None, top_logits=None) if prompt else shown)
-        if self._on_pass is not None:
-            self._on_pass(shown)
-
-    def spoil(self) -> None:
-        """Draft no more: the sequence failed, maybe amid the drafter's work."""
-        self.drafter, self.spoiled, self.waits = None, True, False
-
-    def finish(self) -> None:
-        """Let the drafter finish its request; one that was waited for comes to take in what there is."""
-        if self.waits and self._told:
-            self._take_in()
-        drafter, self.drafter, self.waits = self.drafter, None, False
-        if drafter is not None:
-            drafter.finish()
-
-    def _take_in(self) -> None:
-        """Let the drafter that was waited for learn from what was said; one that cannot has to read all of it."""
-        lent = self._lend()
-        if isinstance(lent, RemembersText):
-            lent.remember(np.concatenate(self._told))
-        elif not isinstance(lent, str):
-            self._lend = lambda: lent
-            self._begin()
 
 
 OFF = "off"

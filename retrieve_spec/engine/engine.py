@@ -1,18 +1,14 @@
-"""The engine: sequences join, step together, and leave. One step is draft → verify → accept and commit → learn.
+"""The engine: one step of all sequences that may go on. A step is draft → verify → accept and commit → learn.
 
-Who drives it: nobody but its callers. A reader that waits for its sequence finds either that nobody is stepping, and
-steps, or that another reader is, and waits for the end of that step. A step takes along every sequence that may go on,
-whoever reads it, so readers in several threads, or streams that one thread reads in turn, share passes without knowing
-of each other; a sequence is at most two passes ahead of its reader, so one that nobody reads costs no more.
-An exception ends the sequence it came from. Ctrl-C waits for the end of the step, and ends what its thread reads.
+A step takes along every sequence that may go on, whoever reads it, so readers in several threads, or streams that one
+thread reads in turn, share passes without knowing of each other; a sequence is at most two passes ahead of its reader,
+so one that nobody reads costs no more. Who steps when is `driving.py`'s. An exception ends the sequence it came from.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from time import perf_counter
 from typing import Any
@@ -21,13 +17,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import FEW_ROOTS, PASS
+from retrieve_spec.config import FEW_ROOTS, MAX_NODES, PASS
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.forced import forced_run, with_forced
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import Backoff, Costs, gain, row_cost, share_evenly, share_out
-from retrieve_spec.engine.sequence import Sequence, autocast_key
-from retrieve_spec.engine.threads import PassThreads, StepLock, using
+from retrieve_spec.engine.budget import (
+    Backoff,
+    Costs,
+    PassThreads,
+    gain,
+    keep_best,
+    row_cost,
+    share_evenly,
+    share_out,
+    using,
+    within,
+)
+from retrieve_spec.engine.driving import Driver
+from retrieve_spec.engine.sequence import SeenPass, Sequence, autocast_key
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_together
-from retrieve_spec.sampling.acceptance import PassLogits, read_side_by_side
+from retrieve_spec.sampling.acceptance import PassLogits, read_side_by_side, walk
 from retrieve_spec.sampling.samplers import DeviceSampler, read_sampled
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.verifier import Ran, VerifierOutput
@@ -38,7 +47,7 @@ _FEW = 32
 """Tokens for which a longer prompt does not join a pass."""
 
 
-class Engine:
+class Engine(Driver):
     """Takes the sequences of one model from pass to pass.
 
     Parameters
@@ -57,13 +66,12 @@ class Engine:
     """
 
     def __init__(self, costs: Costs | None = None) -> None:
+        super().__init__()
         self.costs = costs or Costs()
         self.threads: PassThreads | None = None
         self.steps = 0
         self.in_step = False
-        self._sequences: list[Sequence] = []
         self._backoff = Backoff()
-        self._lock, self._process = StepLock(), os.getpid()
 
     def step(self, own: Many[Sequence] = ()) -> None:
         """One pass for every sequence that may go on; `own` are those that the caller waits for."""
@@ -96,9 +104,9 @@ class Engine:
             batch, usual = verify_all(batch)
             batch = read_logits_all(batch)  # waits for the device: its time is the pass's
         times.append(perf_counter())
-        batch = each(batch, Sequence.accept)
+        batch = each(batch, accept)
         times.append(perf_counter())
-        batch = each(batch, Sequence.learn)
+        batch = each(batch, learn)
         times.append(perf_counter())
         if batch:
             self._note(batch, usual, np.diff(times).tolist(), roots - len(batch))
@@ -118,7 +126,7 @@ class Engine:
         most = max(most_rows - count, 0) // (count if padded else 1)
         cost = None if seconds is None else row_cost(seconds, count, padded)
         asked = self._backoff.sample(batch) if shares else batch
-        each(asked, lambda sequence: sequence.draft(most, cost))
+        each(asked, lambda sequence: draft(sequence, most, cost))
         batch = [sequence for sequence in batch if not sequence.is_over]
         trees = [sequence.tree for sequence in batch]
         trees = (share_evenly if padded else share_out)(trees, seconds, most)
@@ -145,125 +153,12 @@ class Engine:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
             sequence.report.note(sequence.seen.tree, sequence.seen.walked, share, sequence.limits.provenance)
-        threads = self.threads if self.threads is not None and self.threads.most > 1 else None
-        if not usual or (threads is None and not any(sequence.lease.drafts for sequence in batch)):
-            return  # it says nothing of such passes, or nobody asks
-        trees = [sequence.seen.tree for sequence in batch]
-        nodes = more + (len(batch) * max(map(len, trees)) if pads(batch) else sum(map(len, trees)))
-        context = sum(sequence.text.length for sequence in batch)
-        if threads is not None:
-            is_trial, chosen = threads.comparing, threads.chosen
-            threads.observe(sum(seconds), self.costs.expected(len(batch), nodes, context))
-            if threads.chosen != chosen:
-                self.costs.doubt()
-            if is_trial:
-                return  # it says nothing of passes to come
-        self.costs.learn(len(batch), nodes, context, sum(seconds))
-
-    def run(
-        self, sequences: Iterable[Sequence], rows: int = 0
-    ) -> Generator[tuple[Sequence, NDArray[np.int32] | None], None, None]:
-        """Take sequences to their ends, as many at a time as `config.PASS.batch_bytes` holds caches of.
-
-        Parameters
-        ----------
-        sequences
-            Taken one by one, when there is room for them.
-        rows
-            Under way at a time at most; 0 for `config.PASS.batch_rows`.
-
-        Yields
-        ------
-        tuple
-            A sequence and what became visible of it, (t,) int32, or None once, when it has ended.
-        """
-        waiting = iter(sequences)
-        following = next(waiting, None)
-        live: list[Sequence] = []
-        try:
-            while live or following is not None:
-                while following is not None and _has_room(live, following, rows or PASS.batch_rows):
-                    live.append(following)
-                    self.join(following)
-                    following = next(waiting, None)
-                self.advance(live)
-                for sequence in list(live):
-                    while sequence.reader.has_pieces:
-                        yield sequence, sequence.reader.take()
-                    if sequence.ended:
-                        live.remove(sequence)
-                        yield sequence, None
-        finally:
-            self.leave(*live)
-
-    def join(self, sequence: Sequence) -> None:
-        """Let a sequence take part from the next step on."""
-        self._survive_fork()
-        self._sequences.append(sequence)
-
-    def leave(self, *sequences: Sequence) -> None:
-        """End sequences, however far they got; safe to call more than once, from any thread."""
-        for sequence in sequences:
-            sequence.cancelled = True
-        if sequences and not self.is_stepping:  # from inside a step: its end ends them
-            with self.alone():
-                pass
-
-    def advance(self, sequences: list[Sequence]) -> None:
-        """Return when one of these sequences has news or has ended, stepping as long as nobody else does.
-
-        Raises
-        ------
-        ConfigError
-            The call comes from inside a step.
-        """
-        for sequence in sequences:
-            sequence.reader.asking += 1
-        try:
-            while not any(sequence.has_news for sequence in sequences):
-                with self.alone(unless=lambda: any(sequence.has_news for sequence in sequences)) as mine:
-                    if mine:
-                        self.step(sequences)
-        finally:
-            for sequence in sequences:
-                sequence.reader.asking -= 1
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether this thread keeps others from stepping, as in the middle of a step."""
-        return self._lock.is_mine
-
-    @contextlib.contextmanager
-    def alone(self, unless: Callable[[], bool] = bool) -> Iterator[bool]:
-        """Keep others from stepping; False if there was to wait, and `unless` came true meanwhile."""
-        self._survive_fork()
-        with self._lock.held(unless) as mine:
-            try:
-                yield mine
-            finally:
-                if mine:
-                    self._end_leaving()
-
-    def _end_leaving(self) -> None:
-        """End the sequences that have stopped, failed or were cancelled."""
-        for sequence in [sequence for sequence in self._sequences if sequence.is_over]:
-            sequence.end()
-            self._sequences.remove(sequence)
-
-    def _survive_fork(self) -> None:
-        """In a forked child nobody is left who steps, and what others had begun is over."""
-        if self._process != os.getpid():
-            for sequence in self._sequences:
-                sequence.cancelled = True
-            self._lock, self._process = StepLock(), os.getpid()
-
-
-def _has_room(live: list[Sequence], another: Sequence, rows: int) -> bool:
-    """Whether one more sequence may begin beside those of a call that are under way; one always may."""
-    if not live:
-        return True
-    kept = sum(s.limits.bytes_per_token * (s.text.length + PASS.cache_block) for s in (*live, another))
-    return len(live) < rows and kept <= PASS.batch_bytes
+        asked = any(sequence.lease.drafts for sequence in batch) or (self.threads is not None and self.threads.most > 1)
+        if usual and asked:  # else it says nothing of such passes, or nobody wants to know
+            trees = [sequence.seen.tree for sequence in batch]
+            nodes = more + (len(batch) * max(map(len, trees)) if pads(batch) else sum(map(len, trees)))
+            context = sum(sequence.text.length for sequence in batch)
+            self.costs.learn(len(batch), nodes, context, sum(seconds), self.threads)
 
 
 def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
@@ -298,74 +193,6 @@ def pads(batch: Many[Sequence]) -> bool:
     return len(batch) > 1 and isinstance(batch[0].verifier, HFVerifier)
 
 
-def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
-    """Verify the trees of a batch in one pass.
-
-    Returns
-    -------
-    verified
-        The sequences that have been; the others have failed.
-    usual
-        Whether it took as long as such passes do: one whose graph was captured takes longer.
-    """
-    if len(batch) == 1:
-        batch = each(batch, Sequence.verify)
-        return batch, not any(sequence.seen.output.ran is Ran.CAPTURED for sequence in batch if sequence.seen.output)
-    roots = [sequence.root_ids for sequence in batch]
-    keeps = [1] * len(batch) if any(len(ids) > 1 for ids in roots) else None
-    outputs = _together(batch, roots, [sequence.tree for sequence in batch], keeps)
-    if outputs is None:
-        return each(batch, Sequence.verify), False
-    return each(batch, Sequence.saw, outputs), outputs[0].ran is not Ran.CAPTURED
-
-
-def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
-    """Let sequences read the logits of their pass: once for all that look for the same."""
-    alike: dict[bool | None, list[Sequence]] = {}  # whether rules truncate; None for plain reading
-    for sequence in batch:
-        sampler = sequence.sampler
-        if sampler.reads_plainly:
-            alike.setdefault(None, []).append(sequence)
-        elif isinstance(sampler, DeviceSampler) and sampler.reads_along(sequence.text):
-            alike.setdefault(sampler.truncates, []).append(sequence)
-    read: dict[int, PassLogits] = {}
-    for together in alike.values():
-        if len(together) == 1:
-            continue  # it reads alone
-        try:
-            found = _read(together)
-        except Exception:
-            logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
-            continue
-        read.update(zip(map(id, together), found, strict=True))
-    return each(batch, Sequence.read_logits, [read.get(id(sequence)) for sequence in batch])
-
-
-def _read(batch: list[Sequence]) -> list[PassLogits]:
-    """What sequences that read alike look for in the logits of their pass."""
-    parts, top_k = [sequence.seen.every_logit for sequence in batch], max(sequence.top_k for sequence in batch)
-    drawing = [(s.seen, s.sampler.rules(s.text, s.seen.tree)) for s in batch if isinstance(s.sampler, DeviceSampler)]
-    if drawing:
-        found = read_sampled(parts, [seen.first_row for seen, _ in drawing], [rules for _, rules in drawing], top_k)
-    else:
-        found = read_side_by_side(parts, top_k)
-    for sequence, read in zip(batch, found, strict=True):
-        if sequence.top_k < top_k:  # a drafter learns from as many as it asks for, whatever others do
-            read.top_ids = np.ascontiguousarray(read.top_ids[:, : sequence.top_k])
-            read.top_logits = np.ascontiguousarray(read.top_logits[:, : sequence.top_k])
-    return found
-
-
-def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> None:
-    """Read pieces of prompts in one pass."""
-    keeps = [sequence.keeps(piece) for sequence, piece in zip(batch, pieces, strict=True)]
-    outputs = _together(batch, pieces, [NO_DRAFT] * len(batch), keeps)
-    if outputs is None:
-        each(batch, Sequence.read, pieces)
-    else:
-        each(batch, Sequence.has_read, pieces, outputs)
-
-
 def _together(
     batch: list[Sequence], roots: Many[NDArray[np.int32]], trees: Many[DraftTree], keeps: Many[int] | None = None
 ) -> list[VerifierOutput] | None:
@@ -396,6 +223,173 @@ def each(sequences: Many[Sequence], act: Callable[..., object], *given: Many[Any
     return going
 
 
+def draft(sequence: Sequence, most: int = MAX_NODES, cost: NDArray[np.float32] | None = None) -> None:
+    """Ask a sequence's drafter for a tree that fits everything the text may still become.
+
+    Parameters
+    ----------
+    sequence
+        Its `tree` is set.
+    most
+        Nodes at most.
+    cost
+        (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
+    """
+    sequence.tree = NO_DRAFT
+    if not sequence.lease.drafts or sequence.verifier.mode == "plain":
+        return
+    budget = _budget_of(sequence, most, cost)
+    tree = sequence.lease.propose(budget)
+    if sequence.guide is not None and budget.max_nodes:
+        most_deep = len(budget.ahead) + budget.max_depth
+        tree = with_forced(tree, sequence.guide, sequence.text.ids, budget.ahead, most_deep)
+        tree = keep_best(tree, budget.cost, budget.max_nodes)
+    tree = within(tree, sequence.limits.vocabulary)
+    sequence.tree = tree.first_branch() if sequence.verifier.mode == "chain" and not tree.is_chain else tree
+
+
+def _budget_of(sequence: Sequence, most: int, cost: NDArray[np.float32] | None) -> Budget:
+    """What a draft may take: it fits everything that the text may still become."""
+    limits, length = sequence.limits, sequence.text.length
+    left = limits.max_length - length - 1
+    if limits.draft_end:
+        left = min(left, limits.draft_end - length)
+    nodes = min(most if limits.nodes is None else limits.nodes, most, limits.most_nodes)
+    if limits.slot_end:
+        nodes = min(nodes, max(limits.slot_end - length, 0))
+    if left < 1:
+        nodes, left, cost = 0, 0, None
+    budget = Budget(nodes, min(limits.max_depth, left), cost, sequence.sampler.noise_at(sequence.text))
+    if sequence.guide is not None:
+        run = forced_run(sequence.guide, sequence.text.ids, min(nodes, left))
+        budget.ahead = keep_best(run, cost, nodes)
+        budget.max_depth = min(limits.max_depth, left - len(budget.ahead))
+    return budget
+
+
+def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
+    """Verify the trees of a batch in one pass.
+
+    Returns
+    -------
+    verified
+        The sequences that have been; the others have failed.
+    usual
+        Whether it took as long as such passes do: one whose graph was captured takes longer.
+    """
+    if len(batch) == 1:
+        batch = each(batch, verify)
+        return batch, not any(sequence.seen.output.ran is Ran.CAPTURED for sequence in batch if sequence.seen.output)
+    roots = [sequence.root_ids for sequence in batch]
+    keeps = [1] * len(batch) if any(len(ids) > 1 for ids in roots) else None
+    outputs = _together(batch, roots, [sequence.tree for sequence in batch], keeps)
+    if outputs is None:
+        return each(batch, verify), False
+    return each(batch, saw, outputs), outputs[0].ran is not Ran.CAPTURED
+
+
+def verify(sequence: Sequence) -> None:
+    """Run the model over the last token and the draft, in a pass of its own."""
+    given = sequence.tree if len(sequence.tree) else None
+    saw(sequence, sequence.verifier.forward(sequence.root_ids, given, want_hidden=sequence.wants_hidden))
+
+
+def saw(sequence: Sequence, output: VerifierOutput, first_row: int = 0, borrowed: bool = False) -> None:
+    """Take over what a pass computed for the draft; row `first_row` of it follows the root.
+
+    A pass that is `borrowed` from another sequence has left nothing in the cache.
+    """
+    sequence.seen = SeenPass(sequence.tree, output, first_row, is_committed=borrowed)
+    report = sequence.report
+    report.ran[output.ran.value] = report.ran.get(output.ran.value, 0) + 1
+    graphs = getattr(sequence.verifier, "graphs", None)
+    if graphs is not None and output.ran is Ran.EAGER:
+        report.eager_reason = graphs.problem
+
+
+def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
+    """Let sequences read the logits of their pass: once for all that look for the same."""
+    alike: dict[bool | None, list[Sequence]] = {}  # whether rules truncate; None for plain reading
+    for sequence in batch:
+        sampler = sequence.sampler
+        if sampler.reads_plainly:
+            alike.setdefault(None, []).append(sequence)
+        elif isinstance(sampler, DeviceSampler) and sampler.reads_along(sequence.text):
+            alike.setdefault(sampler.truncates, []).append(sequence)
+    read: dict[int, PassLogits] = {}
+    for together in alike.values():
+        if len(together) == 1:
+            continue  # it reads alone
+        try:
+            found = _read(together)
+        except Exception:
+            logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
+            continue
+        read.update(zip(map(id, together), found, strict=True))
+    return each(batch, read_logits, [read.get(id(sequence)) for sequence in batch])
+
+
+def _read(batch: list[Sequence]) -> list[PassLogits]:
+    """What sequences that read alike look for in the logits of their pass."""
+    parts, top_k = [sequence.seen.every_logit for sequence in batch], max(sequence.top_k for sequence in batch)
+    drawing = [(s.seen, s.sampler.rules(s.text, s.seen.tree)) for s in batch if isinstance(s.sampler, DeviceSampler)]
+    if drawing:
+        found = read_sampled(parts, [seen.first_row for seen, _ in drawing], [rules for _, rules in drawing], top_k)
+    else:
+        found = read_side_by_side(parts, top_k)
+    for sequence, read in zip(batch, found, strict=True):
+        if sequence.top_k < top_k:  # a drafter learns from as many as it asks for, whatever others do
+            read.top_ids = np.ascontiguousarray(read.top_ids[:, : sequence.top_k])
+            read.top_logits = np.ascontiguousarray(read.top_logits[:, : sequence.top_k])
+    return found
+
+
+def read_logits(sequence: Sequence, read: PassLogits | None = None) -> None:
+    """Bring over what the walk and the drafter need of a pass's logits, unless they are `read` already.
+
+    Waits for the device.
+    """
+    seen, text = sequence.seen, sequence.text
+    if read is None:
+        read = sequence.sampler.read(seen.every_logit, seen.first_row, seen.tree, text, sequence.top_k)
+    seen.logits = read
+
+
+def accept(sequence: Sequence) -> None:
+    """Follow the target's choices down the tree, keep what was walked and show it."""
+    seen, text = sequence.seen, sequence.text
+    seen.walked = walk(seen.tree, seen.logits, seen.first_row, sequence.sampler, text, sequence.stopper, seen.path)
+    sequence.commit()
+    if sequence.prompt is not None and seen.output is not None:
+        sequence.prompt.keep(sequence.verifier, seen.output, seen.first_row)
+        sequence.prompt = None
+    sequence.stopped = seen.walked.stopped
+    if sequence.is_reading:  # the prompt's pass
+        report, verifier = sequence.report, sequence.verifier
+        report.passes, report.new_tokens = 1, len(seen.walked.emitted)
+        if sequence.lease.drafts and verifier.reason != report.reason:  # what the prompt showed
+            report.mode, report.reason = verifier.mode, verifier.reason
+    sequence.unread, sequence.read_before = sequence.unread[:0], None
+    sequence.reader.show(seen.walked.emitted)
+
+
+def learn(sequence: Sequence, prompt: bool = False) -> None:
+    """Tell a sequence's drafter what the pass showed; of the `prompt` it has seen the top tokens."""
+    seen, walked, top_k = sequence.seen, sequence.seen.walked, sequence.lease.top_k
+    last = seen.first_row + (int(walked.path[-1]) + 1 if len(walked.path) else 0)
+    hidden = None if seen.output is None else seen.output.hidden
+    shown = VerifiedPass(
+        seen.tree,
+        walked.path,
+        walked.emitted,
+        seen.logits.top_ids[seen.first_row :] if top_k else None,
+        seen.logits.top_logits[seen.first_row :] if top_k else None,
+        None if hidden is None else hidden[last].float().cpu().numpy(),
+    )
+    sequence.lease.observe(shown, prompt)
+    seen.output = None
+
+
 def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | None = None) -> None:
     """Let sequences read their prompts.
 
@@ -411,7 +405,7 @@ def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | No
     """
     left = most
     while True:
-        sequences = each([s for s in sequences if not s.is_over], Sequence.open)
+        sequences = each([s for s in sequences if not s.is_over], begin)
         opened = [s for s in sequences if s.is_open and not s.is_over]
         if not opened or (most and left <= 0):
             return
@@ -448,3 +442,47 @@ def _pieces(batch: list[Sequence], most: int) -> list[NDArray[np.int32]]:
         pieces.append(sequence.piece(max(min(free, room // 2), 1)))
         used += len(pieces[-1])
     return pieces
+
+
+def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> None:
+    """Read pieces of prompts in one pass."""
+    keeps = [sequence.keeps(piece) for sequence, piece in zip(batch, pieces, strict=True)]
+    outputs = _together(batch, pieces, [NO_DRAFT] * len(batch), keeps)
+    if outputs is None:
+        each(batch, read, pieces)
+    else:
+        each(batch, has_read, pieces, outputs)
+
+
+def begin(sequence: Sequence) -> None:
+    """Open a sequence, if it may start; one whose prompt another one has read goes on from there."""
+    sequence.open()
+    if sequence.read_before is not None:
+        _first_choice(sequence, *sequence.read_before, borrowed=True)
+
+
+def read(sequence: Sequence, piece: NDArray[np.int32]) -> None:
+    """Read a piece of a prompt in a pass of its own; the last one brings a token."""
+    keep = sequence.keeps(piece)
+    has_read(sequence, piece, sequence.verifier.forward(piece, keep=keep, want_hidden=sequence.wants_hidden))
+
+
+def has_read(sequence: Sequence, piece: NDArray[np.int32], output: VerifierOutput) -> None:
+    """Take over what a pass computed for a piece of a prompt."""
+    if len(piece) == len(sequence.unread):
+        _first_choice(sequence, output, sequence.keeps(piece) - 1)
+        return
+    sequence.verifier.commit(NO_DRAFT.parent)
+    sequence.unread = sequence.unread[len(piece) :]
+    sequence.reader.show(NO_DRAFT.token_ids)
+
+
+def _first_choice(sequence: Sequence, output: VerifierOutput, first_row: int, borrowed: bool = False) -> None:
+    """Choose the first token by the prompt's last pass, whose row `first_row` follows the prompt."""
+    prompt = sequence.unread
+    sequence.tree = NO_DRAFT
+    saw(sequence, output, first_row, borrowed)
+    read_logits(sequence)
+    accept(sequence)
+    sequence.lease.read_prompt(prompt, sequence.seen.logits)
+    learn(sequence, prompt=True)

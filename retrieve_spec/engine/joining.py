@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 from uuid import uuid4
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 
 from retrieve_spec.config import dial
 from retrieve_spec.datastore.store import sourced_runs
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
-from retrieve_spec.engine.drafters import OFF, DrafterLease, Drafters, Siblings
-from retrieve_spec.engine.sequence import Limits, Sequence, SharedPrompt
+from retrieve_spec.engine.drafters import OFF, Drafters, Siblings
+from retrieve_spec.engine.sequence import DrafterLease, Limits, Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.acceptance import Stopper
 from retrieve_spec.sampling.guides import guide_of
 from retrieve_spec.sampling.samplers import make_sampler, processors_of_row, whole_seed
-from retrieve_spec.verify.verifier import OF_TEXT, VerifierInputs
+from retrieve_spec.verify.cache import same_rows
+from retrieve_spec.verify.verifier import OF_TEXT, VerifierInputs, VerifierOutput
 
 
 class DelegatedCall(Exception):
@@ -129,6 +131,61 @@ def is_text_alone(inputs: VerifierInputs, cache_name: str) -> bool:
     """Whether tokens are all that a model is given."""
     known = OF_TEXT | {cache_name}
     return all(name in known or value is None for name, value in inputs.model_kwargs.items())
+
+
+@runtime_checkable
+class CopiesRows(Protocol):
+    """A verifier that can hand out what its cache holds."""
+
+    def copy_rows(self) -> DynamicCache | None:
+        """The rows held between two passes, in a cache that nothing writes to; None where rows are not all there is."""
+
+
+class SharedPrompt:
+    """One prompt of several sequences, for models that take the cache as the argument `cache_name`."""
+
+    def __init__(self, cache_name: str) -> None:
+        self.members = 0
+        self._cache_name = cache_name
+        self._is_read: Callable[[], bool] | None = None  # asks the sequence that reads it whether it still does
+        self._rows: DynamicCache | None = None
+        self._last_pass: tuple[VerifierOutput, int] | None = None  # and the row of it that follows the prompt
+
+    def must_wait(self, is_reading: Callable[[], bool]) -> bool:
+        """Whether another sequence is reading the prompt; if nobody is, the one that asks does from now on."""
+        if self._last_pass is not None:
+            return False
+        if self._is_read is not None and self._is_read != is_reading and self._is_read():
+            return True
+        self._is_read = is_reading
+        return False
+
+    def keep(self, verifier: Any, output: VerifierOutput, first_row: int) -> None:
+        """Keep what has been read and committed, unless nobody else will ask for it."""
+        self._is_read = None
+        if self.members < 2 or self._last_pass is not None or not isinstance(verifier, CopiesRows):
+            return
+        self._rows = verifier.copy_rows()
+        if self._rows is not None:
+            hidden = None if output.hidden is None else output.hidden.clone()
+            self._last_pass = VerifierOutput(output.logits.clone(), hidden), first_row
+
+    def taken(self, inputs: VerifierInputs) -> tuple[VerifierInputs, tuple[VerifierOutput, int] | None]:
+        """What a sequence with these inputs starts from.
+
+        Returns
+        -------
+        inputs
+            Those that begin behind the prompt if it was kept, else the same.
+        last_pass
+            What the prompt's last pass gave, and the row of it that follows the prompt; None where it was not kept.
+        """
+        if self._last_pass is None or self._rows is None:
+            return inputs, None
+        kwargs = {**inputs.model_kwargs, self._cache_name: same_rows(self._rows)}
+        past = inputs.input_ids.shape[1]
+        behind = replace(inputs, model_kwargs=kwargs, past_length=past, holds_past=True)
+        return behind, self._last_pass
 
 
 class SharedPrompts:

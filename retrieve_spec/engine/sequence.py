@@ -1,7 +1,7 @@
 """A sequence: one text that is being generated, with all that is its own: sampler, stopping criteria, drafter, cache.
 
-An `Engine` takes it from pass to pass with these verbs: `open`, `read` (a piece of the prompt), `draft`, `verify`,
-`read_logits`, `accept`, `learn`, and at last `end`. What a pass made visible waits until its reader takes it.
+An `Engine` opens it, takes it from pass to pass and at last ends it (`engine.py`). What a pass made visible waits
+until its reader takes it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.datastore.store import SourcedRun
-from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
-from retrieve_spec.drafting.forced import Guide, forced_run, with_forced
+from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, RemembersText, VerifiedPass
+from retrieve_spec.drafting.forced import Guide
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import keep_best, within
-from retrieve_spec.engine.drafters import DrafterLease
 from retrieve_spec.errors import PositionError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler, Stopper, Walk, walk
+from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler, Stopper, Walk
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.verify.cache import same_rows
-from retrieve_spec.verify.verifier import PassKind, Ran, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import PassKind, Verifier, VerifierInputs, VerifierOutput
+
+if TYPE_CHECKING:
+    from retrieve_spec.engine.joining import SharedPrompt
 
 
 @dataclass(slots=True)
@@ -161,61 +160,6 @@ def origin_runs(origins: NDArray[np.int64], first: int) -> list[tuple[int, int, 
     return runs
 
 
-@runtime_checkable
-class CopiesRows(Protocol):
-    """A verifier that can hand out what its cache holds."""
-
-    def copy_rows(self) -> DynamicCache | None:
-        """The rows held between two passes, in a cache that nothing writes to; None where rows are not all there is."""
-
-
-class SharedPrompt:
-    """One prompt of several sequences, for models that take the cache as the argument `cache_name`."""
-
-    def __init__(self, cache_name: str) -> None:
-        self.members = 0
-        self._cache_name = cache_name
-        self._is_read: Callable[[], bool] | None = None  # asks the sequence that reads it whether it still does
-        self._rows: DynamicCache | None = None
-        self._last_pass: tuple[VerifierOutput, int] | None = None  # and the row of it that follows the prompt
-
-    def must_wait(self, is_reading: Callable[[], bool]) -> bool:
-        """Whether another sequence is reading the prompt; if nobody is, the one that asks does from now on."""
-        if self._last_pass is not None:
-            return False
-        if self._is_read is not None and self._is_read != is_reading and self._is_read():
-            return True
-        self._is_read = is_reading
-        return False
-
-    def keep(self, verifier: Any, output: VerifierOutput, first_row: int) -> None:
-        """Keep what has been read and committed, unless nobody else will ask for it."""
-        self._is_read = None
-        if self.members < 2 or self._last_pass is not None or not isinstance(verifier, CopiesRows):
-            return
-        self._rows = verifier.copy_rows()
-        if self._rows is not None:
-            hidden = None if output.hidden is None else output.hidden.clone()
-            self._last_pass = VerifierOutput(output.logits.clone(), hidden), first_row
-
-    def taken(self, inputs: VerifierInputs) -> tuple[VerifierInputs, tuple[VerifierOutput, int] | None]:
-        """What a sequence with these inputs starts from.
-
-        Returns
-        -------
-        inputs
-            Those that begin behind the prompt if it was kept, else the same.
-        last_pass
-            What the prompt's last pass gave, and the row of it that follows the prompt; None where it was not kept.
-        """
-        if self._last_pass is None or self._rows is None:
-            return inputs, None
-        kwargs = {**inputs.model_kwargs, self._cache_name: same_rows(self._rows)}
-        past = inputs.input_ids.shape[1]
-        behind = replace(inputs, model_kwargs=kwargs, past_length=past, holds_past=True)
-        return behind, self._last_pass
-
-
 RUN_AHEAD = 2
 """Passes that a sequence is ahead of its reader at most, when other sequences' passes take it along."""
 
@@ -344,6 +288,128 @@ class Limits:
     vocabulary: int = 1 << 31
 
 
+class DrafterLease:
+    """What drafts for one sequence, from its start to its end.
+
+    Where so many sequences share passes that drafting hardly pays, one may wait for its drafter until it is first asked
+    for a tree: the drafter then reads at once what it would have been told pass by pass.
+
+    Parameters
+    ----------
+    lend
+        Lends a drafter, or says why the sequence goes without.
+    context_ids
+        (n,) int32 what the drafter reads in place of the prompt.
+    prediction_ids
+        (m,) int32 text the output is expected to follow.
+    on_pass
+        Called with what each pass showed the drafter, the prompt's first.
+    may_wait
+        Whether the drafter may come later than the text.
+
+    Attributes
+    ----------
+    drafter
+        None before it has read the text, and where nothing drafts, or nothing any more.
+    waits
+        Whether it comes when it is first asked for a tree.
+    spoiled
+        Whether the sequence failed, maybe amid the drafter's work.
+    """
+
+    def __init__(
+        self,
+        lend: Callable[[], Drafter | str],
+        context_ids: NDArray[np.int32],
+        prediction_ids: NDArray[np.int32] | None = None,
+        on_pass: Callable[[VerifiedPass], None] | None = None,
+        may_wait: bool = False,
+    ) -> None:
+        self._lend, self._on_pass = lend, on_pass
+        self._context_ids, self._prediction_ids = context_ids, prediction_ids
+        self.drafter: Drafter | None = None
+        self.spoiled = self.waits = False
+        self._may_wait, self._later = may_wait, False
+        self._told: list[NDArray[np.int32]] = []  # emitted while it waits
+
+    def wait(self) -> None:
+        """Let the drafter come when it is first asked for a tree, if it may and has not come yet."""
+        self._later = self._may_wait
+
+    def start(self) -> str:
+        """Take the drafter, and let it read the text; why there is none, else empty."""
+        self.waits = self._later
+        return "" if self.waits else self._begin()
+
+    def _begin(self) -> str:
+        self.waits = False
+        lent = self._lend()
+        if isinstance(lent, str):
+            return lent
+        lent.start(self._context_ids, self._prediction_ids)
+        if self._told:
+            lent.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.concatenate(self._told)))
+        self.drafter, self._told = lent, []
+        return ""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it may be asked for a tree."""
+        return self.drafter is not None or self.waits
+
+    @property
+    def top_k(self) -> int:
+        """How many of the most probable tokens of every row it is shown."""
+        return self.drafter.top_k if self.drafter is not None else 0
+
+    @property
+    def wants_hidden(self) -> Layer | None:
+        """The layer whose hidden states it is shown."""
+        return self.drafter.wants_hidden if self.drafter is not None else None
+
+    def propose(self, budget: Budget) -> DraftTree:
+        """A tree within a budget; an empty one where nothing drafts."""
+        if self.waits:
+            self._begin()
+        return NO_DRAFT if self.drafter is None else self.drafter.propose(budget)
+
+    def read_prompt(self, prompt: NDArray[np.int32], logits: PassLogits) -> None:
+        """Show it the top tokens behind the last of the prompt's tokens, one row for each."""
+        if self.drafter is not None and self.drafter.top_k > 0:
+            self.drafter.observe_prompt(prompt[-len(logits.top_ids) :], logits.top_ids, logits.top_logits)
+
+    def observe(self, shown: VerifiedPass, prompt: bool = False) -> None:
+        """Tell it what a pass showed; of the `prompt` it has the top tokens."""
+        if self.waits:
+            self._told.append(shown.emitted)
+        if self.drafter is None:
+            return
+        self.drafter.observe(replace(shown, top_ids=None, top_logits=None) if prompt else shown)
+        if self._on_pass is not None:
+            self._on_pass(shown)
+
+    def spoil(self) -> None:
+        """Draft no more: the sequence failed, maybe amid the drafter's work."""
+        self.drafter, self.spoiled, self.waits = None, True, False
+
+    def finish(self) -> None:
+        """Let the drafter finish its request; one that was waited for comes to take in what there is."""
+        if self.waits and self._told:
+            self._take_in()
+        drafter, self.drafter, self.waits = self.drafter, None, False
+        if drafter is not None:
+            drafter.finish()
+
+    def _take_in(self) -> None:
+        """Let the drafter that was waited for learn from what was said; one that cannot has to read all of it."""
+        lent = self._lend()
+        if isinstance(lent, RemembersText):
+            lent.remember(np.concatenate(self._told))
+        elif not isinstance(lent, str):
+            self._lend = lambda: lent
+            self._begin()
+
+
 class Sequence:
     """One text under way.
 
@@ -380,6 +446,10 @@ class Sequence:
         What the next pass verifies.
     seen
         The pass under way, or the last.
+    unread
+        (m,) int32 what is to be read of the prompt.
+    read_before
+        The pass over the prompt that another sequence ran, and the row of it that follows the prompt, where that is so.
     steps
         Numbers of the engine's steps it took part in behind its prompt.
     ended, error, cache
@@ -408,7 +478,7 @@ class Sequence:
         self.error: BaseException | None = None
         self.cache: Any = None
         self.verifier, self.lease, self.limits = verifier, lease, limits
-        self.sampler, self._stopper = sampler, stopper
+        self.sampler, self.stopper = sampler, stopper
         self._inputs, self._on_end = inputs, on_end
         self.autocast_key = autocast_key()
         self.steps: list[int] = []
@@ -416,8 +486,8 @@ class Sequence:
         self.tree = NO_DRAFT
         self.seen: SeenPass = SeenPass(NO_DRAFT)
         self._drafts_at_once = False
-        self._prompt, self._guide = prompt, guide
-        self._read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
+        self.prompt, self.guide = prompt, guide
+        self.read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
         self._started = False
 
     @property
@@ -429,6 +499,16 @@ class Sequence:
     def root_ids(self) -> NDArray[np.int32]:
         """(m,) int32 what the next draft stands behind: the last token, or the rest of a prompt."""
         return self.unread if len(self.unread) else self.text.last_ids
+
+    @property
+    def wants_hidden(self) -> Layer | None:
+        """The layer whose hidden states its drafter is shown."""
+        return self.lease.wants_hidden
+
+    @property
+    def top_k(self) -> int:
+        """How many of the most probable tokens of every row it looks at."""
+        return self.lease.top_k if self.lease.drafter is not None else 1
 
     @property
     def is_open(self) -> bool:
@@ -453,7 +533,7 @@ class Sequence:
     @property
     def may_draft_at_once(self) -> bool:
         """Whether `draft_at_once` is to be asked: it has not begun, and its prompt is its own."""
-        return self.is_reading and not self._started and self._prompt is None and not self.is_over
+        return self.is_reading and not self._started and self.prompt is None and not self.is_over
 
     def _still_reads(self) -> bool:
         """Whether others that have its prompt may wait until it has read it."""
@@ -466,18 +546,16 @@ class Sequence:
         """
         self.report.began = self.report.began or perf_counter()
         if not self._started:
-            if self._prompt is not None and self._prompt.must_wait(self._still_reads):
+            if self.prompt is not None and self.prompt.must_wait(self._still_reads):
                 return
             inputs = self._inputs
-            if self._prompt is not None:
-                inputs, self._read_before = self._prompt.taken(inputs)
+            if self.prompt is not None:
+                inputs, self.read_before = self.prompt.taken(inputs)
             self._started = True
             self.verifier.start(inputs)
             self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
             if self.verifier.mode != "plain" and (why_none := self.lease.start()):
                 self.report.mode, self.report.reason = "plain", why_none
-        if self._read_before is not None:
-            self._first_choice(*self._read_before, borrowed=True)
 
     def draft_at_once(self, most: int) -> None:
         """Start, and where no more than `most` tokens of the prompt are left, let the first draft stand behind them.
@@ -502,140 +580,11 @@ class Sequence:
         ends = len(piece) == len(self.unread)
         return min(max(self.limits.prompt_logits, 1), len(piece)) if learns and ends else 1
 
-    def read(self, piece: NDArray[np.int32]) -> None:
-        """Read a piece of the prompt in a pass of its own; the last one brings a token."""
-        self.has_read(piece, self.verifier.forward(piece, keep=self.keeps(piece), want_hidden=self.wants_hidden))
-
-    def has_read(self, piece: NDArray[np.int32], output: VerifierOutput) -> None:
-        """Take over what a pass computed for a piece of the prompt."""
-        if len(piece) == len(self.unread):
-            self._first_choice(output, self.keeps(piece) - 1)
-            return
-        self.verifier.commit(NO_DRAFT.parent)
-        self.unread = self.unread[len(piece) :]
-        self.reader.show(NO_DRAFT.token_ids)
-
-    def _first_choice(self, output: VerifierOutput, first_row: int, borrowed: bool = False) -> None:
-        """Choose the first token by the prompt's last pass, whose row `first_row` follows the prompt."""
-        prompt = self.unread
-        self.tree = NO_DRAFT
-        self.saw(output, first_row, borrowed)
-        self.read_logits()
-        self.accept()
-        self.lease.read_prompt(prompt, self.seen.logits)
-        self.learn(prompt=True)
-
-    def draft(self, most: int = MAX_NODES, cost: NDArray[np.float32] | None = None) -> DraftTree:
-        """Ask the drafter for a tree that fits everything the text may still become.
-
-        Parameters
-        ----------
-        most
-            Nodes at most.
-        cost
-            (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
-        """
-        self.tree = NO_DRAFT
-        if self.lease.drafts and self.verifier.mode != "plain":
-            budget = self._budget(most, cost)
-            tree = self.lease.propose(budget)
-            if self._guide is not None and budget.max_nodes:
-                most_deep = len(budget.ahead) + budget.max_depth
-                tree = with_forced(tree, self._guide, self.text.ids, budget.ahead, most_deep)
-                tree = keep_best(tree, budget.cost, budget.max_nodes)
-            tree = within(tree, self.limits.vocabulary)
-            self.tree = tree.first_branch() if self.verifier.mode == "chain" and not tree.is_chain else tree
-        return self.tree
-
-    def _budget(self, most: int, cost: NDArray[np.float32] | None) -> Budget:
-        """What a draft may take: it fits everything that the text may still become."""
-        limits, length = self.limits, self.text.length
-        left = limits.max_length - length - 1
-        if limits.draft_end:
-            left = min(left, limits.draft_end - length)
-        nodes = min(most if limits.nodes is None else limits.nodes, most, limits.most_nodes)
-        if limits.slot_end:
-            nodes = min(nodes, max(limits.slot_end - length, 0))
-        if left < 1:
-            nodes, left, cost = 0, 0, None
-        budget = Budget(nodes, min(limits.max_depth, left), cost, self.sampler.noise_at(self.text))
-        if self._guide is not None:
-            run = forced_run(self._guide, self.text.ids, min(nodes, left))
-            budget.ahead = keep_best(run, cost, nodes)
-            budget.max_depth = min(limits.max_depth, left - len(budget.ahead))
-        return budget
-
-    def verify(self) -> None:
-        """Run the model over the last token and the draft, in a pass of its own."""
-        given = self.tree if len(self.tree) else None
-        self.saw(self.verifier.forward(self.root_ids, given, want_hidden=self.wants_hidden))
-
-    def saw(self, output: VerifierOutput, first_row: int = 0, borrowed: bool = False) -> None:
-        """Take over what a pass computed for the draft; row `first_row` of it follows the root.
-
-        A pass that is `borrowed` from another sequence has left nothing in the cache.
-        """
-        self.seen = SeenPass(self.tree, output, first_row, is_committed=borrowed)
-        self.report.ran[output.ran.value] = self.report.ran.get(output.ran.value, 0) + 1
-        graphs = getattr(self.verifier, "graphs", None)
-        if graphs is not None and output.ran is Ran.EAGER:
-            self.report.eager_reason = graphs.problem
-
-    @property
-    def wants_hidden(self) -> Layer | None:
-        """The layer whose hidden states its drafter is shown."""
-        return self.lease.wants_hidden
-
-    @property
-    def top_k(self) -> int:
-        """How many of the most probable tokens of every row it looks at."""
-        return self.lease.top_k if self.lease.drafter is not None else 1
-
-    def read_logits(self, read: PassLogits | None = None) -> None:
-        """Bring over what the walk and the drafter need of the pass's logits, unless they are `read` already.
-
-        Waits for the device.
-        """
-        seen = self.seen
-        seen.logits = read or self.sampler.read(seen.every_logit, seen.first_row, seen.tree, self.text, self.top_k)
-
-    def accept(self) -> None:
-        """Follow the target's choices down the tree, keep what was walked and show it."""
-        seen = self.seen
-        seen.walked = walk(seen.tree, seen.logits, seen.first_row, self.sampler, self.text, self._stopper, seen.path)
-        self._commit()
-        if self._prompt is not None and seen.output is not None:
-            self._prompt.keep(self.verifier, seen.output, seen.first_row)
-            self._prompt = None
-        self.stopped = seen.walked.stopped
-        if self.is_reading:  # the prompt's pass
-            self.report.passes, self.report.new_tokens = 1, len(seen.walked.emitted)
-            if self.lease.drafts and self.verifier.reason != self.report.reason:  # what the prompt showed
-                self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
-        self.unread, self._read_before = self.unread[:0], None
-        self.reader.show(seen.walked.emitted)
-
-    def _commit(self) -> None:
-        """Let the cache keep the nodes that were walked so far."""
+    def commit(self) -> None:
+        """Let the cache keep the nodes of the pass that were walked so far."""
         if not self.seen.is_committed:
             self.seen.is_committed = True
             self.verifier.commit(np.array(self.seen.path, np.int32))
-
-    def learn(self, prompt: bool = False) -> None:
-        """Tell the drafter what the pass showed; of the `prompt` it has seen the top tokens."""
-        seen, walked = self.seen, self.seen.walked
-        last = seen.first_row + (int(walked.path[-1]) + 1 if len(walked.path) else 0)
-        hidden = None if seen.output is None else seen.output.hidden
-        shown = VerifiedPass(
-            seen.tree,
-            walked.path,
-            walked.emitted,
-            seen.logits.top_ids[seen.first_row :] if self.lease.top_k else None,
-            seen.logits.top_logits[seen.first_row :] if self.lease.top_k else None,
-            None if hidden is None else hidden[last].float().cpu().numpy(),
-        )
-        self.lease.observe(shown, prompt)
-        seen.output = None
 
     def fail(self, error: BaseException) -> None:
         """Take down what it failed with; where the model has no position for its last token, that is what is said."""
@@ -656,7 +605,7 @@ class Sequence:
             return
         try:
             if self._started:
-                self._commit()  # a walk that failed had got so far
+                self.commit()  # a walk that failed had got so far
                 self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason
                 self.cache = self.verifier.finish()
             if self.error is not None:

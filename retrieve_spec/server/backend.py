@@ -19,11 +19,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from transformers import DynamicCache
 
+from retrieve_spec.engine.budget import using
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.sequence import CopiesRows, GenerationReport
+from retrieve_spec.engine.joining import CopiesRows
+from retrieve_spec.engine.sequence import GenerationReport
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.engine.threads import using
 from retrieve_spec.errors import ServeError
 from retrieve_spec.generation.streams import generate_stream, open_sequence
 from retrieve_spec.model_layers import max_positions

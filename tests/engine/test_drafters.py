@@ -10,7 +10,8 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.drafters import DrafterLease, Drafters
+from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.engine.sequence import DrafterLease
 
 
 def lent(drafters: Drafters, count: int) -> list[Any]:

@@ -12,7 +12,7 @@ from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
 from retrieve_spec.config import PassConfig
-from retrieve_spec.engine import engine as engine_module
+from retrieve_spec.engine import driving
 from retrieve_spec.errors import PositionError
 
 
@@ -174,7 +174,7 @@ def test_keys_and_values_are_bounded(tiny: Any, monkeypatch: pytest.MonkeyPatch)
     rs.accelerate(tiny, recorded_pass="always", draft="off")
     requests = [ids_of(i, 4) for i in range(4)]
     expected = [alone(tiny, {"inputs": ids}, max_new_tokens=6) for ids in requests]
-    monkeypatch.setattr(engine_module, "PASS", PassConfig(batch_bytes=1))
+    monkeypatch.setattr(driving, "PASS", PassConfig(batch_bytes=1))
     most = 0
     with rs.generate_many(tiny, requests, max_new_tokens=6) as running:
         for one in running:

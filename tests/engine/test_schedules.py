@@ -54,14 +54,14 @@ class Interruptions:
 
 def failing(sequence: Sequence, tokens: int) -> None:
     """Let a sequence fail at one of its tokens, alone: nobody's Ctrl-C, but an exception that few expect."""
-    stopper = sequence._stopper
+    stopper = sequence.stopper
 
     def stop(text: Any, token: int, scores: Any) -> bool:
         if len(text.new_ids) == tokens:
             raise KeyboardInterrupt
         return stopper(text, token, scores)
 
-    sequence._stopper = stop  # type: ignore[assignment]
+    sequence.stopper = stop  # type: ignore[assignment]
 
 
 def schedule(model: Any, draw: np.random.Generator, interruptions: Interruptions) -> Iterator[tuple[int, Sequence]]:

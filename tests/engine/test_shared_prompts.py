@@ -10,7 +10,7 @@ from batch_rows import KINDS, small_model
 from transformers import DynamicCache
 
 import retrieve_spec as rs
-from retrieve_spec.engine import joining
+from retrieve_spec.engine import engine, joining
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.sampling.samplers import make_sampler
 from retrieve_spec.verify.verifier import VerifierInputs
@@ -27,14 +27,14 @@ def prompt_of(length: int, row: int = 0) -> torch.Tensor:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every prompt, or end of one, that a model read."""
     sizes: list[int] = []
-    has_read = Sequence.has_read
+    has_read = engine.has_read
 
-    def counted(self: Sequence, piece: Any, output: Any) -> None:
-        if len(piece) == len(self.unread):
+    def counted(sequence: Sequence, piece: Any, output: Any) -> None:
+        if len(piece) == len(sequence.unread):
             sizes.append(len(piece))
-        has_read(self, piece, output)
+        has_read(sequence, piece, output)
 
-    monkeypatch.setattr(Sequence, "has_read", counted)
+    monkeypatch.setattr(engine, "has_read", counted)
     return sizes
 
 

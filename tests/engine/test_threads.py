@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from retrieve_spec.engine.threads import PassThreads
+from retrieve_spec.engine.budget import PassThreads
 
 pytestmark = pytest.mark.threads
 
@@ -72,7 +72,7 @@ def test_only_the_pass_and_only_its_thread_see_another_number():
 
 def test_a_setting_that_the_user_changes_counts():
     calls = []
-    threads = PassThreads(torch.get_num_threads() + 1, calls.append)
+    threads = PassThreads(torch.get_num_threads() + 1, calls.append, torch.get_num_threads)
     threads.chosen = 1
     with threads.used():
         pass

@@ -16,8 +16,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 import retrieve_spec as rs
 from retrieve_spec.config import PASS, PassConfig
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine import engine as engine_module
-from retrieve_spec.engine import joining
+from retrieve_spec.engine import driving, joining
 from retrieve_spec.engine.budget import pruned, share_evenly, share_out
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
@@ -187,10 +186,10 @@ def test_more_rows_than_a_pass_serves_wait(tiny: Any, monkeypatch: pytest.Monkey
     rs.accelerate(tiny, recorded_pass="always", draft="off")
     assert torch.equal(tiny.generate(**inputs, **options), plain)
     assert (tiny.speculation.last.rows, tiny.speculation.last.passes) == (13, 9)
-    monkeypatch.setattr(engine_module, "PASS", PassConfig(batch_rows=4))
+    monkeypatch.setattr(driving, "PASS", PassConfig(batch_rows=4))
     assert torch.equal(tiny.generate(**inputs, **options), plain)
     assert tiny.speculation.last.passes == 1 + 8 * 4, "four at a time"
-    monkeypatch.setattr(engine_module, "PASS", PassConfig(batch_bytes=1))
+    monkeypatch.setattr(driving, "PASS", PassConfig(batch_bytes=1))
     assert torch.equal(tiny.generate(**inputs, **options), plain)
     assert tiny.speculation.last.passes == 1 + 8 * 13, "one after another"
 
