@@ -22,8 +22,8 @@ def test_after_a_change_one_pass_says_what_all_take() -> None:
     costs = Costs()
     for _ in range(60):
         for nodes, seconds in ((0, 1.0), (64, 4.0)):
-            costs.alone.observe(nodes, 100, seconds)
-            costs.alone.seconds(100, 64)
+            costs.of(1).observe(nodes, 100, seconds)
+            costs.of(1).seconds(100, 64)
     costs.doubt()
-    costs.alone.observe(0, 100, 3.0)
-    assert costs.alone.seconds(100, 64)[[0, 64]] == pytest.approx([3.0, 12.0], rel=0.1)
+    costs.of(1).observe(0, 100, 3.0)
+    assert costs.of(1).seconds(100, 64)[[0, 64]] == pytest.approx([3.0, 12.0], rel=0.1)

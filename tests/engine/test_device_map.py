@@ -12,22 +12,17 @@ import retrieve_spec as rs
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
 
 
-@pytest.fixture
-def folder(tiny: Any, tmp_path: Path) -> Path:
-    tiny.save_pretrained(tmp_path / "model")
-    return tmp_path
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("offloaded", "recorded"),
     [(("model.layers.1", "lm_head"), "always"), (("model.embed_tokens",), "auto"), (PARTS, "auto")],
 )
-def test_offloaded_parts(folder: Path, tiny: Any, prompt: Any, offloaded: tuple[str, ...], recorded: str) -> None:
+def test_offloaded_parts(tmp_path: Path, tiny: Any, prompt: Any, offloaded: tuple[str, ...], recorded: str) -> None:
     pytest.importorskip("accelerate")
     places = {part: "disk" if part in offloaded else "cpu" for part in PARTS}
-    path, kept = folder / "model", folder / "kept"
-    model = AutoModelForCausalLM.from_pretrained(path, device_map=places, offload_folder=kept).eval()
+    tiny.save_pretrained(tmp_path / "model")
+    given = {"device_map": places, "offload_folder": tmp_path / "kept"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **given).eval()
     looping = prompt[:, :6].repeat(1, 6)
     expected = tiny.generate(looping, max_new_tokens=24, do_sample=False)
     rs.accelerate(model, recorded_pass=recorded)

@@ -108,19 +108,6 @@ def test_a_function_is_asked_about_nothing_that_does_not_come(tiny: Any, prompt:
     assert torch.equal(tiny.generate(repeated, prefix_allowed_tokens_fn=strict, **options)[0], text)
 
 
-def test_what_changes_its_mind_costs_no_text(tiny: Any, prompt: torch.Tensor) -> None:
-    """A rule that counts its calls is no rule of the text; what it says last is what counts."""
-    rs.accelerate(tiny)
-    asked: list[int] = []
-
-    def fickle(_row: int, ids: torch.Tensor) -> list[int]:
-        asked.append(len(ids))
-        return [3 + len(asked) % 2]
-
-    text = tiny.generate(prompt, prefix_allowed_tokens_fn=fickle, max_new_tokens=20, do_sample=False)
-    assert text.shape[1] == 32 and set(text[0, 12:].tolist()) <= {3, 4}
-
-
 @pytest.fixture
 def grammar(reference_tokenizer: Any) -> Any:
     pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")

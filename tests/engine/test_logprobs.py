@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens are those of a separate forward, whatever was drafted and by any door."""
+"""Log-probabilities of emitted tokens are those of kept scores and of a forward, whatever was drafted, by any door."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from batch_rows import left_padded, script
-from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 import retrieve_spec as rs
 
 LENGTHS = (5, 17, 11)
 DICT: dict[str, Any] = {"return_dict_in_generate": True, "return_logprobs": True}
+KEPT = {"output_scores": True, "output_logits": True}
 RULES: list[dict[str, Any]] = [
     {"do_sample": False},
     {"do_sample": False, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [0]},
@@ -21,73 +21,55 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
-def separate(model: Any, inputs: Any, sequences: Any, rules: dict[str, Any]) -> tuple[Any, Any]:
-    """(rows, new) of both kinds by one forward per row over the finished text, and transformers' own processors."""
-    length = inputs["input_ids"].shape[1]
-    processed, raw = torch.zeros((2, len(sequences), sequences.shape[1] - length))
-    given = {**rules, "max_new_tokens": 1}
-    taken: list[Any] = []
+def check(out: Any, kept: Any, ended: torch.Tensor) -> None:
+    """Both kinds in an output are those of the scores and logits that another one kept; 0 where rows have ended."""
+    new = out.sequences[:, -len(kept.scores) :]
+    for got, steps in ((out.logprobs, kept.scores), (out.raw_logprobs, kept.logits)):
+        wanted = torch.stack(steps, dim=1).log_softmax(-1).gather(2, new[..., None])[..., 0]
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, wanted.masked_fill(ended, 0.0), atol=1e-5, rtol=0.0)
 
-    def take(_model: Any, ids: Any, logits_processor: Any, **_: Any) -> Any:
-        taken.append(logits_processor)
-        return ids
 
-    rs.restore(model)
-    for row, text in enumerate(sequences):
-        padding = int((inputs["attention_mask"][row] == 0).sum())
-        prompt = inputs["input_ids"][row : row + 1]
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), custom_generate=take, **given)
-        with torch.no_grad():
-            logits = model(text[None, padding:]).logits[0, length - padding - 1 : -1]
-        for step, one in enumerate(logits):
-            at = length + step
-            scores = taken[-1](text[None, :at], one[None].clone())
-            processed[row, step] = scores.log_softmax(-1)[0, text[at]]
-            raw[row, step] = one.log_softmax(-1)[text[at]]
-    return processed, raw
+def behind_the_end(new: torch.Tensor, end: int) -> torch.Tensor:
+    """(rows, new) bool: behind the first end-of-text token."""
+    ends = (new == end).long()
+    return ends.cumsum(1) - ends > 0
 
 
 @pytest.mark.parametrize(
     ("rules", "recorded_pass"),
     [*((rules, "off") for rules in RULES), (RULES[0], "always"), (RULES[-1], "always")],
 )
-def test_a_separate_forward_says_the_same(
+def test_kept_scores_say_the_same(
     tiny: Any, rules: dict[str, Any], recorded_pass: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged rows that end at different times, drafted in trees and not at all."""
-    inputs = {name: rows.clone() for name, rows in left_padded(LENGTHS).items()}
-    if "repetition_penalty" in rules:
-        inputs = {name: rows[1:2] for name, rows in inputs.items()}  # penalties see padding: one row is without
+    """Ragged rows that end at different times, drafted in trees and not at all; `test_outputs` looks at the scores."""
+    inputs = left_padded(LENGTHS)
     options = {**rules, "max_new_tokens": 12, "seed": 3, "pad_token_id": 0}
     rs.accelerate(tiny, recorded_pass="off", draft="off")
     free = tiny.generate(**inputs, **options, eos_token_id=None)
-    end = int(free[0, 17 + 5])
-    options["eos_token_id"] = end
+    options["eos_token_id"] = end = int(free[0, 17 + 5])
+    kept = tiny.generate(**inputs, **options, **DICT, **KEPT)
     undrafted = tiny.generate(**inputs, **options, **DICT)
     script(tiny, monkeypatch, free, "branchy", recorded_pass=recorded_pass)
     drafted = tiny.generate(**inputs, **options, **DICT)
-    assert tiny.speculation.last.mode == "tree"
-    assert tiny.speculation.last.tokens_per_pass > 1.5
-    assert torch.equal(drafted.sequences, undrafted.sequences)
-    wanted = separate(tiny, inputs, drafted.sequences, rules)
-    new = drafted.sequences[:, 17:]
-    ended = (new == end).long().cumsum(1) - (new == end).long() > 0
-    assert ended.any() or len(new) == 1
-    for out in (drafted, undrafted):
-        for got, expected in zip((out.logprobs, out.raw_logprobs), wanted, strict=True):
-            assert got.dtype == torch.float32
-            assert got.shape == new.shape
-            torch.testing.assert_close(got, expected.masked_fill(ended, 0.0), atol=1e-5, rtol=0.0)
+    assert tiny.speculation.last.mode == "tree" and tiny.speculation.last.tokens_per_pass > 1.5
+    assert torch.equal(drafted.sequences, undrafted.sequences) and torch.equal(drafted.sequences, kept.sequences)
+    ended = behind_the_end(drafted.sequences[:, 17:], end)
+    assert ended.any()
+    for out in (drafted, undrafted, kept):
+        check(out, kept, ended)
 
 
 def test_every_door_says_the_same(tiny: Any, prompt: torch.Tensor) -> None:
-    """Samples, requests, streams, kept scores, and the original `generate`'s own scores."""
+    """Samples, requests and streams say what a forward over the text says."""
     rs.accelerate(tiny, nodes=8, recorded_pass="off")
-    options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 5, "max_new_tokens": 10}
-    samples = tiny.generate(prompt, **options, num_return_sequences=3, **DICT, output_scores=True, output_logits=True)
-    for kept, got in ((samples.scores, samples.logprobs), (samples.logits, samples.raw_logprobs)):
-        steps = torch.stack(kept, dim=1).log_softmax(-1)
-        wanted = steps.gather(2, samples.sequences[:, 12:, None])[..., 0]
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 5, "max_new_tokens": 10}
+    samples = tiny.generate(prompt, **options, num_return_sequences=3, **DICT)
+    with torch.no_grad():
+        logits = tiny(samples.sequences).logits[:, 11:-1]
+    for got, scores in ((samples.logprobs, logits / 0.8), (samples.raw_logprobs, logits)):
+        wanted = scores.log_softmax(-1).gather(2, samples.sequences[:, 12:, None])[..., 0]
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0.0)
     (done,) = rs.generate_many(tiny, [prompt[0]], **options, num_return_sequences=3, return_logprobs=True)
     for row, output in enumerate(done.outputs):
@@ -104,24 +86,15 @@ def test_every_door_says_the_same(tiny: Any, prompt: torch.Tensor) -> None:
 
 def test_where_the_original_decodes(tiny: Any) -> None:
     """A custom processor of a batch, which only the original may call: its scores and logits are read."""
-
-    class Halve(LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: Any) -> Any:
-            return scores / 2
-
     inputs = left_padded(LENGTHS)
     rs.accelerate(tiny, recorded_pass="off")
     options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0, "seed": 1}
-    options["logits_processor"] = LogitsProcessorList([Halve()])
+    options["logits_processor"] = [lambda input_ids, scores: scores / 2]
     free = tiny.generate(**inputs, **options, eos_token_id=None)
     options |= DICT | {"eos_token_id": int(free[0, 17 + 2])}
     out = tiny.generate(**inputs, **options)
     assert tiny.speculation.last.mode == "delegated"
     assert out.scores is None and out.logits is None
-    kept = tiny.generate(**inputs, **options, output_scores=True, output_logits=True)
-    new = out.sequences[:, 17:]
-    ended = torch.isin(new, options["eos_token_id"]).cumsum(1) - torch.isin(new, options["eos_token_id"]).long() > 0
+    ended = behind_the_end(out.sequences[:, 17:], options["eos_token_id"])
     assert ended[0, 3:].all() and not ended[0, :3].any()
-    for got, steps in ((out.logprobs, kept.scores), (out.raw_logprobs, kept.logits)):
-        wanted = torch.stack(steps, dim=1).log_softmax(-1).gather(2, new[..., None])[..., 0]
-        torch.testing.assert_close(got, wanted.masked_fill(ended, 0.0), atol=1e-5, rtol=0.0)
+    check(out, tiny.generate(**inputs, **options, **KEPT), ended)

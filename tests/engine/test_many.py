@@ -11,8 +11,6 @@ from batch_rows import small_model
 from scripted_drafter import ScriptedDrafter
 
 import retrieve_spec as rs
-from retrieve_spec.config import PassConfig
-from retrieve_spec.engine import driving
 from retrieve_spec.errors import PositionError
 
 
@@ -168,16 +166,3 @@ def test_what_is_left_to_generate(tiny: Any) -> None:
     rs.accelerate(tiny, recorded_pass="always", drafter=ScriptedDrafter(np.array(expected[0])))
     finished = list(rs.generate_many(tiny, [requests[0], requests[0]], max_new_tokens=5))
     assert [one.token_ids.tolist() for one in finished] == [expected[0]] * 2
-
-
-def test_keys_and_values_are_bounded(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rs.accelerate(tiny, recorded_pass="always", draft="off")
-    requests = [ids_of(i, 4) for i in range(4)]
-    expected = [alone(tiny, {"inputs": ids}, max_new_tokens=6) for ids in requests]
-    monkeypatch.setattr(driving, "PASS", PassConfig(batch_bytes=1))
-    most = 0
-    with rs.generate_many(tiny, requests, max_new_tokens=6) as running:
-        for one in running:
-            most = max(most, len(tiny.speculation.engine._sequences))
-            assert one.token_ids.tolist() == expected[one.index]
-    assert most <= 1

@@ -106,17 +106,6 @@ def test_a_batch_whose_padding_is_read_is_left_to_generate() -> None:
     assert "padding" in model.speculation.last.reason
 
 
-def test_samples_of_a_recurrent_model_are_those_of_each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("qwen3_5_text", **_QWEN)
-    inputs = left_padded((5, 9))
-    options = {"do_sample": True, "num_return_sequences": 2, "seed": 4, "max_new_tokens": 20, "top_k": 0}
-    rs.accelerate(model, recorded_pass="off", draft="off")
-    undrafted = model.generate(**inputs, **options)
-    assert model.speculation.last.rows == 4
-    script(model, monkeypatch, undrafted, "branchy", recorded_pass="off")
-    assert torch.equal(model.generate(**inputs, **options), undrafted)
-
-
 def test_a_pass_that_cannot_be_shared_is_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     hybrid = small_model("qwen3_5_text", **_QWEN)
     inputs, options = left_padded(), {"max_new_tokens": 9, "do_sample": False}

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from batch_rows import small_model
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
 )
 
@@ -67,13 +66,8 @@ def test_tables_of_tokens_are_read_by_rows() -> None:
 
 def save_llama(folder: Path, tied: bool, **options: Any) -> str:
     """A random model of few tokens beside the tokenizer of the bundled one."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.2,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, **options,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 16}
+    small_model("llama", tie_word_embeddings=tied, bos_token_id=None, **sizes | options).save_pretrained(folder)
     for file in reference_path().glob("token*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
     return str(folder)
@@ -135,12 +129,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_that_hold_weights_otherwise_are_read_again_as_they_were(tmp_path: Path, name: str, bits: int) -> None:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        name, vocab_size=250, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, **FAMILIES[name],
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    model = small_model(name, vocab_size=250, hidden_size=64, intermediate_size=128, **FAMILIES[name])
+    model.save_pretrained(tmp_path / "model")
     wanted = WeightOnlyConfig(bits)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=wanted)
     assert any(isinstance(module, PackedLinear) for module in model.modules())

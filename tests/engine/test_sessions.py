@@ -10,7 +10,6 @@ import torch
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.engine.joining import loan
 from retrieve_spec.errors import ConfigError, StoreCorruptError
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "seed": 3, "top_k": 0}
@@ -69,13 +68,6 @@ def test_a_scope_drafts_from_its_own_answers_alone(day: Any, ask: Any) -> None:
     assert np.concatenate([piece.token_ids for piece in stream]).tolist() == many.token_ids.tolist()
     assert many.outputs[0].report.passes < passes / 2
     assert len(model.speculation.drafters.sessions.of("dave").texts) == 0
-
-
-def test_no_drafter_comes_late_to_a_text_that_was_to_be_forgotten(day: Any) -> None:
-    speculation = day().speculation
-    (alice, _), (bob, _) = (loan(speculation, None, None, None, scope=scope) for scope in ("alice", "bob"))
-    speculation.forget("alice")
-    assert isinstance(alice(), str) and not isinstance(bob(), str)
 
 
 def test_what_cannot_be_kept_is_said(day: Any, reference_model: Any, tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
-"""Texts that stay what they are, for prompts of other engines: their greedy text turns on rounding at near ties."""
+"""What other engines are asked: texts that stay what they are, since greedy text turns on rounding, and a store."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import retrieve_spec
+
+_PACKAGE = Path(retrieve_spec.__file__).parent
 _ANSWERS = Path(__file__).parents[1] / "bench" / "guard" / "answers.jsonl"
 
 
@@ -20,3 +25,11 @@ def token_prompts(encode: Callable[[str], list[int]]) -> list[list[int]]:
     ids = [token for text in recorded_texts() for token in encode(text)]
     made = [ids[80 * i :][: (1, 9, 60, 200, 300)[i % 5]] for i in range(60)]
     return [*made, *made[2:6]]
+
+
+def built_store(folder: Path) -> str:
+    """A store of part of the library, by another process: vLLM's CPU build starts no engine behind Numba."""
+    build = "import sys; from retrieve_spec.datastore.build import build_datastore; build_datastore(*sys.argv[1:])"
+    given = [str(folder / "store"), str(_PACKAGE / "sources"), str(_PACKAGE / "reference")]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", build, *given], check=True)
+    return given[0]

@@ -12,7 +12,7 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python has an environment of 
 pytest.importorskip("gguf", reason="llama-cpp-python has an environment of its own: make test-llama-cpp")
 
 from llama_cpp import Llama, LlamaGrammar, LogitsProcessorList
-from recorded_texts import recorded_texts
+from recorded_texts import built_store, recorded_texts
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
@@ -57,17 +57,8 @@ def plain(gguf):
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("store")
-    (folder / "texts").mkdir()
-    for path in sorted((PACKAGE / "sources").glob("*.py")):
-        (folder / "texts" / path.name).write_text(path.read_text())
-    build_datastore(folder / "store", folder / "texts", PACKAGE / "reference")
-    return folder / "store"
-
-
-@pytest.fixture(scope="module")
-def ours(gguf, store, tmp_path_factory):
+def ours(gguf, tmp_path_factory):
+    store = built_store(tmp_path_factory.mktemp("store"))
     draft_model = DraftModel(store, session=True, state=tmp_path_factory.mktemp("state"))
     return llama(gguf, logits_all=True, draft_model=draft_model)
 

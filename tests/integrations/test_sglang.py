@@ -15,13 +15,12 @@ from sglang_engine import (
     NgramWorker,
     Request,
     Scheduler,
-    Target,
     links,
     pretend_modules,
 )
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.errors import ConfigError, StoreNotFoundError
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations import hosted, sglang
 from retrieve_spec.integrations.sglang import TreeCorpus, mask_of
 
@@ -76,24 +75,17 @@ def test_trees_are_filled_up_with_a_path(make):
         assert (child[0] == -1).sum() == max(len(set(range(len(tree))) - set(tree.parent.tolist())), 1)
 
 
-def test_wishes_of_requests(make, caplog):
+def test_wishes_of_requests(make):
+    """They are read where SGLang has room for them; `test_vllm_contract` asks for every one."""
     worker = make({"session": True})
     scheduler = Scheduler(worker, rows=8)
     scheduler.add("off", prompt=list(range(9)) * 3, retrieve_spec_draft=0)
-    scheduler.add("predicted", prompt=[60], retrieve_spec_prediction=[69, 61, 63, 65, 67, 61, 62, 63])
-    scheduler.add("wrong", prompt=[30, 31], retrieve_spec_prediction={"no": "text"})
-    scheduler.add("text", prompt=[30, 31], retrieve_spec_prediction="text without a tokenizer")
     scheduler.add("pictures", prompt=[1, 2, 3] * 5, embeds=[[0.0]])
-    assert scheduler.serve()["pictures"] == plain([1, 2, 3] * 5)
-    assert caplog.text.count("goes without drafts") == 2
-    assert worker.ngram_corpus.statistics()["requests"] == 1
     scheduler.add("secret", prompt=[80, 81, 82], retrieve_spec_keep="false")
-    scheduler.serve()
-    scheduler.add("other", prompt=[5])
-    scheduler.serve()
-    remembered = np.concatenate([*worker.ngram_corpus.drafter.session.texts, np.empty(0, np.int32)])
-    assert not (remembered >= 80).any() and (remembered // 10 == 6).any()
-    assert worker.ngram_corpus.statistics()["failures"] == 0
+    assert scheduler.serve()["pictures"] == plain([1, 2, 3] * 5)
+    counts = worker.ngram_corpus.statistics()
+    assert counts["requests"] == 1 and counts["failures"] == 0
+    assert not worker.ngram_corpus.drafter.session.texts
 
 
 def corpus_of(**given):
@@ -167,10 +159,7 @@ ARGUMENTS = {
 }
 
 
-def test_mistakes_are_named(make, monkeypatch):
-    monkeypatch.setattr(Target, "tokenizer", lambda *_, **__: None)
-    with pytest.raises(StoreNotFoundError):
-        make({"datastores": "/nowhere"})
+def test_mistakes_are_named(monkeypatch):
     monkeypatch.setattr(hosted, "version", lambda name: "0.5.23.post1")
     for wrong, message in (
         ({}, None),

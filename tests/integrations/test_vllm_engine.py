@@ -1,8 +1,6 @@
 """The proposer inside vLLM itself, over the bundled model on a CPU; `make test-vllm` runs these where vLLM is."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
-from recorded_texts import token_prompts
+from recorded_texts import built_store, token_prompts
 from vllm import LLM, SamplingParams
 from vllm.v1.sample import rejection_sampler
 
@@ -49,21 +47,6 @@ def engine(options=None, **given):
     )
 
 
-BUILD = "import sys; from retrieve_spec.datastore.build import build_datastore; build_datastore(*sys.argv[1:])"
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """Built by another process: vLLM's CPU build cannot start an engine in one that has loaded Numba."""
-    folder = tmp_path_factory.mktemp("store")
-    (folder / "texts").mkdir()
-    for path in sorted((PACKAGE / "sources").glob("*.py")):
-        (folder / "texts" / path.name).write_text(path.read_text())
-    given = [str(folder / "store"), str(folder / "texts"), str(PACKAGE / "reference")]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD, *given], check=True)
-    return folder / "store"
-
-
 @pytest.fixture(scope="module")
 def plain():
     return engine()
@@ -75,8 +58,9 @@ def state(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ours(plain, store, state):
-    return engine({"datastores": [str(store)], "session": True, "state": str(state)})
+def ours(plain, state, tmp_path_factory):
+    store = built_store(tmp_path_factory.mktemp("store"))
+    return engine({"datastores": [store], "session": True, "state": str(state)})
 
 
 @pytest.fixture(scope="module")
