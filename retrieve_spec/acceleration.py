@@ -7,25 +7,21 @@ without drafts, and is distributed as plain `generate`'s.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import json
 import logging
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from retrieve_spec.config import AUTO, SpeculationConfig
-from retrieve_spec.datastore.dense import check_model
-from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore, read_ahead
+from retrieve_spec.datastore.store import read_ahead
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.engine.budget import PassThreads, using
 from retrieve_spec.engine.drafters import OFF
-from retrieve_spec.engine.speculation import Speculation, bigrams_of, measure_passes
+from retrieve_spec.engine.speculation import Speculation, bigrams_of, check_stores, measure_passes, open_store
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
 from retrieve_spec.generation.streams import generate_many, generate_stream
@@ -35,9 +31,8 @@ from retrieve_spec.openmp import survive_forks
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sampling.acceptance import read_logits
 from retrieve_spec.sources.dense import DenseIndexes
-from retrieve_spec.verify.interface import input_device, new_cache, read_interface
+from retrieve_spec.verify.interface import input_device, read_interface
 from retrieve_spec.verify.probe import Finding, probe
-from retrieve_spec.verify.tensor_parallel import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -142,26 +137,19 @@ def prepare(
     if isinstance(getattr(model, "speculation", None), Speculation):
         restore(model)
     read_logits(torch.zeros(1, 2), 1)  # Numba sets itself up and loads a first kernel; what follows is timed without it
-    stores = [_open_store(store, tokenizer) for store in datastores or ()]
+    stores = [open_store(store, tokenizer) for store in datastores or ()]
     if stores and tokenizer is None:
         logger.warning("no tokenizer was given to check the datastores by: pass tokenizer= to accelerate")
     read_ahead(stores)
-    check_stores = functools.partial(_check_stores, model, config)
-    check_stores(stores)
+    check_stores(model, config, stores)
     threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
     with using(threads):
         own = DenseIndexes(stores).layer if drafter is None and config.dense == AUTO else None
         layer = own or getattr(drafter, "wants_hidden", None) or "last"
         passes = VerifierFactory(model, config, layer, _find_mode)
     finding = passes.finding
-    speculation = Speculation(config, finding, passes, tokenizer, stores, drafter, _model_key(model), known)
-    speculation.check_stores = check_stores
-    speculation.open_stores = functools.partial(_open_stores, check_stores, tokenizer)
-    speculation.ranks = Ranks.of(model)
-    speculation.engine.in_step = speculation.ranks is not None
+    speculation = Speculation(model, config, passes, tokenizer, stores, drafter)
     speculation.engine.threads = threads
-    speculation.new_cache = functools.partial(new_cache, model)
-    speculation.bytes_per_token = _bytes_per_token(model.config.get_text_config(decoder=True), model.dtype)
     if tokenizer is not None and _reads_bigrams(model, speculation):
         with using(threads):
             speculation.drafters.bigrams = bigrams_of(model, speculation.verifiers()[0], tokenizer)
@@ -201,57 +189,6 @@ def _no_model(given: Any) -> UnsupportedModelError:
 
 def _is_ours(method: Any) -> bool:
     return getattr(method, "__func__", None) is generate
-
-
-def _open_store(store: Any, tokenizer: Any) -> Datastore:
-    """Open a folder, or check that an open store was built with the tokenizer."""
-    if isinstance(store, (str, os.PathLike)):
-        return open_datastore(store, tokenizer=tokenizer)
-    if tokenizer is not None and isinstance(store, Datastore):
-        check_tokenizer(store.path, store.manifest, tokenizer)
-    require(hasattr(store, "segments"), "a datastore's folder, or an open one", store, "Give its path.")
-    return store  # type: ignore[no-any-return]
-
-
-def _open_stores(check: Callable[[Sequence[Any]], None], tokenizer: Any, store: Any) -> list[Datastore]:
-    """The store of a call, or several: folders, or stores opened before."""
-    if store is None:
-        return []
-    opened = [_open_store(one, tokenizer) for one in (store if isinstance(store, list | tuple) else [store])]
-    check(opened)
-    return opened
-
-
-def _check_stores(model: Any, config: SpeculationConfig, stores: Sequence[Any]) -> None:
-    """Refuse text in tokens that the model does not embed, and dense indexes of another model that is drafted from."""
-    known = embedded_tokens(model)
-    for store in stores:
-        if isinstance(store, Datastore):
-            store.check_ids(known)
-        if config.dense == AUTO and store.dense:
-            check_model(store.manifest.dense, model)
-
-
-def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Memory that keys and values of one token take, as far as a configuration tells."""
-
-    def number(name: str, otherwise: int) -> int:
-        try:
-            return int(getattr(config, name, None) or otherwise)
-        except (AttributeError, RuntimeError, TypeError):  # layers that differ in it
-            return otherwise
-
-    heads = number("num_attention_heads", 1)
-    width = number("head_dim", number("hidden_size", 0) // heads)
-    return 2 * number("num_hidden_layers", 1) * number("num_key_value_heads", heads) * width * dtype.itemsize
-
-
-def _model_key(model: Any) -> str:
-    """Name under which what was learned about a model is kept: its kind and a hash of its configuration."""
-    config = model.config.to_dict()
-    config.pop("_name_or_path", None)
-    text = json.dumps(config, sort_keys=True, default=str)
-    return f"{model.config.model_type}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def restore(model: Any) -> Any:

@@ -357,20 +357,10 @@ class Costs:
     A pass in which none drafts may take another way through the model, so that its cost is no point of a line through
     those of others. Numbers of sequences within an eighth of one another share what is measured. What is not measured
     yet is taken from fewer sequences: the last token of one more costs what one more node does.
-
-    Attributes
-    ----------
-    alone
-        Cost of passes over one sequence.
     """
 
-    def __init__(self, alone: CostModel | None = None) -> None:
-        self._models = {1: alone or CostModel()}  # by sequences
-
-    @property
-    def alone(self) -> CostModel:
-        """Cost of passes over one sequence."""
-        return self._models[1]
+    def __init__(self) -> None:
+        self._models = {1: CostModel()}  # by sequences
 
     def of(self, sequences: int) -> CostModel:
         """Cost of passes over so many sequences."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import math
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -14,27 +17,26 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache
 
-from retrieve_spec.config import PASS, SpeculationConfig, cache_dir
-from retrieve_spec.datastore.dense import model_fingerprint
+from retrieve_spec.config import AUTO, PASS, SpeculationConfig, cache_dir
+from retrieve_spec.datastore.dense import check_model, model_fingerprint
+from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.drafting.calibration import put_array
 from retrieve_spec.drafting.drafter import Drafter, Preparable
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import Costs
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.sequence import GenerationReport, Sequence, together
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sources.recycling import Bigrams
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import ModelInterface, input_device
+from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
-from retrieve_spec.verify.probe import Finding, start
+from retrieve_spec.verify.probe import start
 from retrieve_spec.verify.steps import keeping_texts, sample_tokens, vocabulary
 from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import PassKind, Verifier
@@ -58,43 +60,33 @@ class Speculation:
         What drafts for them.
     last
         Report of the generation that ended last, None before the first.
-    check_stores
-        Raises a typed error for stores that are not for this model.
-    open_stores
-        Opens the `store` of a call, or several; for None none. Errors are those of `accelerate`.
     ranks
         Processes that hold the model together, None where this one holds it alone.
-    new_cache
-        Makes an empty cache for the model.
     bytes_per_token
         Memory that keys and values of one token take.
     """
 
     def __init__(
         self,
+        model: Any,
         config: SpeculationConfig,
-        finding: Finding,
         passes: VerifierFactory,
-        tokenizer: Any = None,
-        datastores: Many[Any] = (),
-        drafter: Drafter | None = None,
-        model_key: str = "model",
-        vocabulary: int = 1 << 31,
+        tokenizer: Any,
+        datastores: Many[Any],
+        drafter: Drafter | None,
     ) -> None:
-        self.config = config
-        self.mode: str = finding.mode
-        self.reason = finding.reason
-        self.tokenizer = tokenizer
+        self.config, self.tokenizer = config, tokenizer
+        self.mode: str = passes.finding.mode
+        self.reason = passes.finding.reason
         self.last: GenerationReport | None = None
-        self.bytes_per_token = 0
-        self.new_cache: Callable[[], Any] = DynamicCache
-        self.check_stores: Callable[[Many[Any]], None] = lambda stores: None
-        self.open_stores: Callable[[Any], list[Any]] = lambda store: []
-        self.ranks: Ranks | None = None
-        self._passes = passes
+        self.bytes_per_token = _bytes_per_token(model.config.get_text_config(decoder=True), model.dtype)
+        self.ranks = Ranks.of(model)
+        self._model, self._passes = model, passes
         self._make_verifier: Callable[[], Verifier] = passes
-        self.drafters = Drafters(config, datastores, drafter, model_key, tokenizer, vocabulary)
-        self.engine = Engine(Costs())
+        known = embedded_tokens(model)
+        self.drafters = Drafters(config, datastores, drafter, _model_key(model), tokenizer, known)
+        self.engine = Engine()
+        self.engine.in_step = self.ranks is not None
         self._padded: PaddedBatch | None = None
         self._not_padded = ""
         self._said: set[str] = set()
@@ -156,6 +148,17 @@ class Speculation:
         """
         return self.drafters.of(draft)
 
+    def open_stores(self, store: Any) -> list[Datastore]:
+        """The store of a call, or several: folders, or stores opened before; none for None (errors: `accelerate`)."""
+        given = store if isinstance(store, list | tuple) else [] if store is None else [store]
+        opened = [open_store(one, self.tokenizer) for one in given]
+        check_stores(self._model, self.config, opened)
+        return opened
+
+    def new_cache(self) -> Any:
+        """An empty cache for the model."""
+        return new_cache(self._model)
+
     def prepare(self) -> None:
         """Make the configured drafter ready: its kernels are compiled, or loaded."""
         drafter = self.drafter()
@@ -165,7 +168,7 @@ class Speculation:
     def use_datastores(self, datastores: Many[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
         with self.engine.alone():
-            self.check_stores(datastores)
+            check_stores(self._model, self.config, datastores)
             self.drafters.use(datastores)
 
     def forget(self, scope: str | None = None) -> None:
@@ -232,6 +235,48 @@ class Speculation:
             return verifier.reason or "its verifier serves one text"
 
 
+def open_store(store: Any, tokenizer: Any) -> Datastore:
+    """Open a folder, or check that an open store was built with the tokenizer."""
+    if isinstance(store, (str, os.PathLike)):
+        return open_datastore(store, tokenizer=tokenizer)
+    if tokenizer is not None and isinstance(store, Datastore):
+        check_tokenizer(store.path, store.manifest, tokenizer)
+    require(hasattr(store, "segments"), "a datastore's folder, or an open one", store, "Give its path.")
+    return store  # type: ignore[no-any-return]
+
+
+def check_stores(model: Any, config: SpeculationConfig, stores: Many[Any]) -> None:
+    """Refuse text in tokens that the model does not embed, and dense indexes of another model that is drafted from."""
+    known = embedded_tokens(model)
+    for store in stores:
+        if isinstance(store, Datastore):
+            store.check_ids(known)
+        if config.dense == AUTO and store.dense:
+            check_model(store.manifest.dense, model)
+
+
+def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Memory that keys and values of one token take, as far as a configuration tells."""
+
+    def number(name: str, otherwise: int) -> int:
+        try:
+            return int(getattr(config, name, None) or otherwise)
+        except (AttributeError, RuntimeError, TypeError):  # layers that differ in it
+            return otherwise
+
+    heads = number("num_attention_heads", 1)
+    width = number("head_dim", number("hidden_size", 0) // heads)
+    return 2 * number("num_hidden_layers", 1) * number("num_key_value_heads", heads) * width * dtype.itemsize
+
+
+def _model_key(model: Any) -> str:
+    """Name under which what was learned about a model is kept: its kind and a hash of its configuration."""
+    config = model.config.to_dict()
+    config.pop("_name_or_path", None)
+    text = json.dumps(config, sort_keys=True, default=str)
+    return f"{model.config.model_type}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
 _CONTEXT = 128
 _WIDTHS = (0, 15, 63, 3)
 _REPEATS = 3
@@ -270,7 +315,7 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
             else:
                 began, is_ready = began + took, True
         found[width] = min(times)
-    costs = speculation.engine.costs.alone
+    costs = speculation.engine.costs.of(1)
     costs.begin(context, found)
     costs.seconds(context, 0)  # takes them in: no call waits for the kernel that does
     verifier.finish()
