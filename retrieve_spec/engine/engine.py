@@ -169,7 +169,7 @@ def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
         if passes is None:
             yield [sequence]
         else:
-            shared.setdefault((id(passes), sequence.wants_hidden), []).append(sequence)
+            shared.setdefault((id(passes), sequence.lease.wants_hidden), []).append(sequence)
     for together in shared.values():
         for first in range(0, len(together), PASS.batch_rows):
             yield together[first : first + PASS.batch_rows]
@@ -185,7 +185,7 @@ def _shared_passes(sequence: Sequence) -> object:
         return None
     if sequence.is_reading and not verifier.packs_prompts:
         return None
-    return verifier.recorded if sequence.wants_hidden in (None, verifier.recorded.layer) else None
+    return verifier.recorded if sequence.lease.wants_hidden in (None, verifier.recorded.layer) else None
 
 
 def pads(batch: Many[Sequence]) -> bool:
@@ -202,10 +202,10 @@ def _together(
     try:
         if pads(batch):
             texts = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, HFVerifier)]
-            padded: list[VerifierOutput] = texts[0].batch.forward(texts, roots, trees, batch[0].wants_hidden)
+            padded: list[VerifierOutput] = texts[0].batch.forward(texts, roots, trees, batch[0].lease.wants_hidden)
             return padded
         verifiers = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, RecordedVerifier)]
-        return forward_together(verifiers, roots, trees, batch[0].wants_hidden, keeps)
+        return forward_together(verifiers, roots, trees, batch[0].lease.wants_hidden, keeps)
     except Exception:
         logger.debug("a pass over %d sequences failed; each is tried alone", len(batch), exc_info=True)
     return None
@@ -291,7 +291,7 @@ def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
 def verify(sequence: Sequence) -> None:
     """Run the model over the last token and the draft, in a pass of its own."""
     given = sequence.tree if len(sequence.tree) else None
-    saw(sequence, sequence.verifier.forward(sequence.root_ids, given, want_hidden=sequence.wants_hidden))
+    saw(sequence, sequence.verifier.forward(sequence.root_ids, given, want_hidden=sequence.lease.wants_hidden))
 
 
 def saw(sequence: Sequence, output: VerifierOutput, first_row: int = 0, borrowed: bool = False) -> None:
@@ -331,16 +331,18 @@ def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
 
 def _read(batch: list[Sequence]) -> list[PassLogits]:
     """What sequences that read alike look for in the logits of their pass."""
-    parts, top_k = [sequence.seen.every_logit for sequence in batch], max(sequence.top_k for sequence in batch)
+    parts = [sequence.seen.every_logit for sequence in batch]
+    needed = [max(sequence.lease.top_k, 1) for sequence in batch]  # the walk looks at one
+    top_k = max(needed)
     drawing = [(s.seen, s.sampler.rules(s.text, s.seen.tree)) for s in batch if isinstance(s.sampler, DeviceSampler)]
     if drawing:
         found = read_sampled(parts, [seen.first_row for seen, _ in drawing], [rules for _, rules in drawing], top_k)
     else:
         found = read_side_by_side(parts, top_k)
-    for sequence, read in zip(batch, found, strict=True):
-        if sequence.top_k < top_k:  # a drafter learns from as many as it asks for, whatever others do
-            read.top_ids = np.ascontiguousarray(read.top_ids[:, : sequence.top_k])
-            read.top_logits = np.ascontiguousarray(read.top_logits[:, : sequence.top_k])
+    for read, few in zip(found, needed, strict=True):
+        if few < top_k:  # a drafter learns from as many as it asks for, whatever others do
+            read.top_ids = np.ascontiguousarray(read.top_ids[:, :few])
+            read.top_logits = np.ascontiguousarray(read.top_logits[:, :few])
     return found
 
 
@@ -351,7 +353,7 @@ def read_logits(sequence: Sequence, read: PassLogits | None = None) -> None:
     """
     seen, text = sequence.seen, sequence.text
     if read is None:
-        read = sequence.sampler.read(seen.every_logit, seen.first_row, seen.tree, text, sequence.top_k)
+        read = sequence.sampler.read(seen.every_logit, seen.first_row, seen.tree, text, sequence.lease.top_k)
     seen.logits = read
 
 
@@ -464,7 +466,7 @@ def begin(sequence: Sequence) -> None:
 def read(sequence: Sequence, piece: NDArray[np.int32]) -> None:
     """Read a piece of a prompt in a pass of its own; the last one brings a token."""
     keep = sequence.keeps(piece)
-    has_read(sequence, piece, sequence.verifier.forward(piece, keep=keep, want_hidden=sequence.wants_hidden))
+    has_read(sequence, piece, sequence.verifier.forward(piece, keep=keep, want_hidden=sequence.lease.wants_hidden))
 
 
 def has_read(sequence: Sequence, piece: NDArray[np.int32], output: VerifierOutput) -> None:

@@ -501,16 +501,6 @@ class Sequence:
         return self.unread if len(self.unread) else self.text.last_ids
 
     @property
-    def wants_hidden(self) -> Layer | None:
-        """The layer whose hidden states its drafter is shown."""
-        return self.lease.wants_hidden
-
-    @property
-    def top_k(self) -> int:
-        """How many of the most probable tokens of every row it looks at."""
-        return self.lease.top_k if self.lease.drafter is not None else 1
-
-    @property
     def is_open(self) -> bool:
         """Whether it has started, and has some of its prompt to read."""
         return self._started and self.is_reading

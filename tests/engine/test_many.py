@@ -24,6 +24,7 @@ RULES: list[dict[str, Any]] = [
     {"do_sample": True, "top_k": 20, "top_p": 0.9, "seed": 4, "repetition_penalty": 1.2},
     {"do_sample": False, "no_repeat_ngram_size": 2, "max_new_tokens": 7},
     {"do_sample": True, "seed": 11, "draft": "off", "max_new_tokens": 31},
+    {"do_sample": False, "draft": "prompt-lookup"},
 ]
 
 
