@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.store import read_ahead
-from retrieve_spec.drafting.drafter import Drafter
+from retrieve_spec.drafting.drafter import Drafter, Preparable
 from retrieve_spec.engine.budget import PassThreads, using
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation, bigrams_of, check_stores, measure_passes, open_store
@@ -155,7 +155,9 @@ def prepare(
             speculation.drafters.bigrams = bigrams_of(model, speculation.verifiers()[0], tokenizer)
         if drafter is not None:
             drafter.bigrams = speculation.drafters.bigrams  # type: ignore[attr-defined]
-    speculation.prepare()  # an unknown preset or a missing source is an error now, not at the first call
+    first = speculation.drafter()  # an unknown preset or a missing source is an error now, not at the first call
+    if isinstance(first, Preparable):
+        first.prepare()
     model.speculation = speculation
     if why := why_delegated(model):
         speculation.mode, speculation.reason = "delegated", why

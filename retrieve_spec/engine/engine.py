@@ -52,26 +52,25 @@ class Engine(Driver):
 
     Parameters
     ----------
-    costs
-        What passes cost; sizes drafts where sequences leave it open, and learns.
+    in_step
+        Whether other processes must run the same passes, so that what they hold is not decided by a clock here.
 
     Attributes
     ----------
     steps
         Taken so far.
-    in_step
-        Whether other processes must run the same passes, so that what they hold is not decided by a clock here.
+    costs
+        What passes cost; sizes drafts where sequences leave it open, and learns.
     threads
         How many threads passes use; None where no CPU runs them.
     """
 
-    def __init__(self, costs: Costs | None = None) -> None:
+    def __init__(self, in_step: bool) -> None:
         super().__init__()
-        self.costs = costs or Costs()
+        self.costs = Costs()
         self.threads: PassThreads | None = None
         self.steps = 0
-        self.in_step = False
-        self._backoff = Backoff()
+        self._in_step, self._backoff = in_step, Backoff()
 
     def step(self, own: Many[Sequence] = ()) -> None:
         """One pass for every sequence that may go on; `own` are those that the caller waits for."""
@@ -139,7 +138,7 @@ class Engine(Driver):
 
     def _seconds(self, batch: list[Sequence]) -> NDArray[np.float32] | None:
         """(MAX_NODES + 1,) seconds of a pass over a batch by drafted nodes; None where these are not chosen by cost."""
-        if any(sequence.limits.nodes is not None for sequence in batch) or (self.in_step and len(batch) > 1):
+        if any(sequence.limits.nodes is not None for sequence in batch) or (self._in_step and len(batch) > 1):
             return None
         return self.costs.seconds(len(batch), sum(sequence.text.length for sequence in batch))
 

@@ -22,7 +22,7 @@ from retrieve_spec.config import AUTO, PASS, SpeculationConfig, cache_dir
 from retrieve_spec.datastore.dense import check_model, model_fingerprint
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.drafting.calibration import put_array
-from retrieve_spec.drafting.drafter import Drafter, Preparable
+from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
@@ -85,8 +85,7 @@ class Speculation:
         self._make_verifier: Callable[[], Verifier] = passes
         known = embedded_tokens(model)
         self.drafters = Drafters(config, datastores, drafter, _model_key(model), tokenizer, known)
-        self.engine = Engine()
-        self.engine.in_step = self.ranks is not None
+        self.engine = Engine(in_step=self.ranks is not None)
         self._padded: PaddedBatch | None = None
         self._not_padded = ""
         self._said: set[str] = set()
@@ -158,12 +157,6 @@ class Speculation:
     def new_cache(self) -> Any:
         """An empty cache for the model."""
         return new_cache(self._model)
-
-    def prepare(self) -> None:
-        """Make the configured drafter ready: its kernels are compiled, or loaded."""
-        drafter = self.drafter()
-        if isinstance(drafter, Preparable):
-            drafter.prepare()
 
     def use_datastores(self, datastores: Many[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""

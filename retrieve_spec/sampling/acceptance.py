@@ -65,11 +65,6 @@ class RowText:
         return row
 
     @property
-    def last(self) -> int:
-        """The last token."""
-        return int(self._ids[self.length - 1])
-
-    @property
     def last_ids(self) -> NDArray[np.int32]:
         """(1,) copy of the last token: the root of the next pass."""
         last: NDArray[np.int32] = self._ids[self.length - 1 : self.length].astype(np.int32)

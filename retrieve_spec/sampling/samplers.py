@@ -78,6 +78,11 @@ class DeviceSampler:
     ----------
     host
         The rules, and who decides rows that the device is not sure of.
+
+    Attributes
+    ----------
+    truncates
+        Whether the rules make any token impossible; texts where they do are best read apart.
     """
 
     reads_plainly = False
@@ -86,7 +91,7 @@ class DeviceSampler:
 
     def __init__(self, host: GreedySampler | RandomSampler) -> None:
         self.host, self.log_prob, self.noise_at = host, host.log_prob, host.noise_at
-        self._warpers = host.warpers
+        self._warpers, self.truncates = host.warpers, host.warpers.truncates
         self._seen: torch.Tensor | None = None
         self._marked = 0
 
@@ -106,11 +111,6 @@ class DeviceSampler:
     def reads_along(self, text: RowText) -> bool:
         """Whether rows of other texts can be read along (`read_sampled`): the rules do not look at the text."""
         return isinstance(self.host, RandomSampler) and not self._warpers.edits(text.length)
-
-    @property
-    def truncates(self) -> bool:
-        """Whether the rules make any token impossible; texts where they do are best read apart."""
-        return self._warpers.truncates
 
     def rules(self, text: RowText, tree: DraftTree) -> NDArray[np.void]:
         """(1 + n,) `RULES`: what is drawn by behind the root and behind each node."""
