@@ -21,7 +21,7 @@ from retrieve_spec.drafting.calibration import Calibration, calibration_for
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.sources.answers import AnswerMemory, RolloutMemory, answers_by_scope
 from retrieve_spec.sources.automaton import BOUNDARY, SuffixAutomaton
 from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
@@ -242,9 +242,8 @@ class Drafters:
         tokenizer: Any = None,
         vocabulary: int = 1 << 31,
     ) -> None:
-        if not isinstance(config.rollouts, RolloutMemory | None):
-            got = type(config.rollouts).__name__
-            raise ConfigError("rollouts to be a RolloutMemory", got, "Make one: rs.RolloutMemory(path).")
+        right, remedy = isinstance(config.rollouts, RolloutMemory | None), "Make one: rs.RolloutMemory(path)."
+        require(right, "rollouts to be a RolloutMemory", config.rollouts, remedy)
         self.datastores = list(datastores)
         self.given = given
         self.bigrams: Bigrams | None = None

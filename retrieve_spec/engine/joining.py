@@ -20,7 +20,7 @@ from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.drafters import OFF, Drafters, Siblings
 from retrieve_spec.engine.sequence import DrafterLease, Limits, Sequence
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import require
 from retrieve_spec.sampling.acceptance import Stopper
 from retrieve_spec.sampling.guides import guide_of
 from retrieve_spec.sampling.samplers import make_sampler, processors_of_row, whole_seed
@@ -270,10 +270,8 @@ def sequences_of(
     """
     most, criteria = dial(speculation.config.nodes if nodes is None else nodes), prepared.criteria
     context_ids = prepared.context_ids if context_ids is None else context_ids
-    if siblings not in (None, "share", "off"):
-        raise ConfigError("siblings to be 'share' or 'off'", repr(siblings), "Leave it at 'share'.")
-    if not isinstance(scope, str | None):
-        raise ConfigError("scope to be a string", repr(scope), "Name whoever the text belongs to.")
+    require(siblings in (None, "share", "off"), "siblings to be 'share' or 'off'", siblings, "Leave it at 'share'.")
+    require(isinstance(scope, str | None), "scope to be a string", scope, "Name whoever the text belongs to.")
     stores = speculation.open_stores(store)
     like = speculation.drafters.of(draft, stores)  # an unknown preset is an error now
     cache_name, ranks = speculation.interface.cache_name, speculation.ranks

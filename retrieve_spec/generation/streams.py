@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.joining import SharedPrompts, sequences_of
 from retrieve_spec.engine.sequence import GenerationReport, Sequence
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.generation.calls import delegate, noted, prepare_call, speculation_of
 from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions, setting
 from retrieve_spec.model_layers import base_model
@@ -44,34 +44,49 @@ class Piece:
     raw_logprobs: NDArray[np.float32] | None = None
 
 
-class Stream(Iterator[Piece]):
-    """The pieces of one generation, as `generate_stream` hands them out.
+_T = TypeVar("_T")
 
-    Closing it, leaving it in a `with` statement, or losing it ends the generation.
+
+class Answers(Iterator[_T]):
+    """What a generation hands out; closing it, leaving it in a `with` statement, or losing it ends the generation.
 
     Parameters
     ----------
-    pieces
+    made
         Makes them; ends its generation when it is closed.
-    report
-        Tells what the generation did so far, None before its first piece.
     """
 
-    def __init__(self, pieces: Generator[Piece, None, None], report: Callable[[], GenerationReport | None]) -> None:
-        self._pieces, self._report = pieces, report
+    def __init__(self, made: Generator[_T, None, None]) -> None:
+        self._made = made
 
-    def __next__(self) -> Piece:
-        return next(self._pieces)
+    def __next__(self) -> _T:
+        return next(self._made)
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the generation."""
-        self._pieces.close()
+        """End the generation, or all that are under way."""
+        self._made.close()
+
+
+class Stream(Answers[Piece]):
+    """The pieces of one generation, as `generate_stream` hands them out.
+
+    Parameters
+    ----------
+    pieces
+        Makes them.
+    report
+        Tells what the generation did so far, None before its first piece.
+    """
+
+    def __init__(self, pieces: Generator[Piece, None, None], report: Callable[[], GenerationReport | None]) -> None:
+        super().__init__(pieces)
+        self._report = report
 
     @property
     def report(self) -> GenerationReport | None:
@@ -373,11 +388,8 @@ class _UnderWay:
     tokenizer: Any
 
 
-class Requests(Iterator[Finished]):
-    """The requests of one `generate_many`, each as it is over.
-
-    Closing it, leaving it in a `with` statement, or losing it ends what is under way.
-    """
+class Requests(Answers[Finished]):
+    """The requests of one `generate_many`, each as it is over."""
 
     def __init__(
         self,
@@ -397,20 +409,7 @@ class Requests(Iterator[Finished]):
         self._over: deque[Finished] = deque()
         self._cancelled: set[int] = set()
         self._exhausted = False
-        self._finished = self._in_order(self._as_completed())
-
-    def __next__(self) -> Finished:
-        return next(self._finished)
-
-    def __enter__(self) -> Requests:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End what is under way."""
-        self._finished.close()
+        super().__init__(self._in_order(self._as_completed()))
 
     def cancel(self, index: int) -> None:
         """End one request, whether it has begun or not; the others go on. Safe from any thread."""
@@ -589,10 +588,9 @@ def generate_many(
     >>> for done in rs.generate_many(model, ["def add(", {"inputs": "class A", "seed": 1}], max_new_tokens=8):
     ...     print(done.index, done.text)
     """
-    if order not in ("given", "completed"):
-        raise ConfigError("order to be 'given' or 'completed'", repr(order), "Leave it at 'given'.")
+    require(order in ("given", "completed"), "order to be 'given' or 'completed'", order, "Leave it at 'given'.")
     if isinstance(requests, str | Mapping) or not hasattr(requests, "__iter__"):
         raise ConfigError("many requests", type(requests).__name__, "Give a list of them, as [request].")
-    if not isinstance(rows, int) or rows < 0:
-        raise ConfigError("rows of at least 0", repr(rows), "Leave it at 0 for as many as there is room for.")
+    right = isinstance(rows, int) and rows >= 0
+    require(right, "rows of at least 0", rows, "Leave it at 0 for as many as there is room for.")
     return Requests(base_model(model), requests, common, order=order, rows=rows)
