@@ -120,7 +120,7 @@ def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
 
 def test_beside_a_session(tiny: Any) -> None:
     """The session is drafted from as well, and remembers every sample once, at its end."""
-    rs.accelerate(tiny, recorded_pass="always", session=True)
+    rs.accelerate(tiny, recorded_pass="always", nodes=32, session=True)  # whatever passes cost
     session = tiny.speculation.drafter().session
     rows = tiny.generate(prompts()[:1], **OPTIONS, num_return_sequences=3)
     assert tiny.speculation.drafter().session is session
