@@ -20,7 +20,7 @@ BESIDE = -n auto --dist worksteal
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-real test-fast hammer test-lowest test-trl test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-real test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -75,6 +75,12 @@ test-trl:
 	$(MAKE) setup-test VENV=.venv-trl
 	.venv-trl/bin/python -m pip install -q 'trl>=1.16' $(PIP_ARGS)
 	.venv-trl/bin/python -m pytest tests/integrations/test_trl.py $(ARGS)
+
+## make test-lm-eval lm-eval's scores with drafting on and off, in an environment of its own
+test-lm-eval:
+	$(MAKE) setup-test VENV=.venv-lm-eval
+	.venv-lm-eval/bin/python -m pip install -q lm-eval $(PIP_ARGS)
+	.venv-lm-eval/bin/python -m pytest tests/integrations/test_lm_eval.py $(ARGS)
 
 ## make test-vllm   drafting inside vLLM on a CPU, in an environment of its own (3.5 GB; Python 3.11 or newer)
 test-vllm:
@@ -139,7 +145,7 @@ setup-test:
 
 ## make clean       remove .venv and caches
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-site .venv-trl .venv-vllm .venv-sglang .venv-llama build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-site .venv-trl .venv-lm-eval .venv-vllm .venv-sglang .venv-llama build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 check-python = if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer was not found; name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; fi
