@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from retrieve_spec.drafting.calibration import Calibration, calibration_for, put_array
-from retrieve_spec.drafting.mixture import MixtureDrafter
 
 
 def learned(path=None):
@@ -33,35 +32,43 @@ def test_what_was_learned_comes_back(tmp_path):
     assert os.listdir(tmp_path) == ["kept.npy"]
 
 
-def test_a_drafter_keeps_it_and_starts_warm(tmp_path, run, markov_text):
-    path = tmp_path / "kept.npy"
-    text = markov_text(1, 800)
-    run(MixtureDrafter(calibration=Calibration(path))).request(text[:100], text[100:])
-    warm = Calibration(path)
-    assert warm.cells.any() and warm.scale.any()
-
-
 DAMAGED = {
-    "empty": lambda whole, flat: b"",
-    "text": lambda whole, flat: b"[1, 2, 3]",
-    "cut": lambda whole, flat: whole[:-7],
-    "longer": lambda whole, flat: np.concatenate([flat, flat]),
-    "other type": lambda whole, flat: flat.astype(np.float64),
-    "nan": lambda whole, flat: np.append(flat[1:], np.float32(np.nan)),
-    "negative": lambda whole, flat: np.append(flat[1:], np.float32(-1)),
-    "pickle": lambda whole, flat: np.array([{}], object),
+    "empty": lambda whole, array: b"",
+    "text": lambda whole, array: b"[1, 2, 3]",
+    "cut": lambda whole, array: whole[:-7],
+    "longer": lambda whole, array: np.concatenate([array, array]),
+    "shorter": lambda whole, array: array[:3],
+    "other type": lambda whole, array: array.astype(np.float64),
+    "pickle": lambda whole, array: np.array([{}], object),
+}
+OF_WEIGHTS = {
+    "nan": lambda whole, array: np.append(array[1:], np.float32(np.nan)),
+    "negative": lambda whole, array: np.append(array[1:], np.float32(-1)),
+}
+OF_PHRASES = {
+    "version": lambda whole, array: np.append(array[:1] + 1, array[1:]),
+    "checksum": lambda whole, array: np.concatenate([array[:5], array[5:6] ^ 1, array[6:]]),
+    "flipped": lambda whole, array: np.append(array[:-1], array[-1] ^ 1),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_file_is_learned_anew(tmp_path, caplog, damage):
+@pytest.mark.parametrize(
+    ("what", "damage"),
+    [(what, name) for what, own in (("weights", OF_WEIGHTS), ("phrases", OF_PHRASES)) for name in DAMAGED | own],
+)
+def test_a_damaged_file_is_learned_anew(tmp_path, caplog, what, damage):
     path = tmp_path / "kept.npy"
-    learned().save(path)
-    content = DAMAGED[damage](path.read_bytes(), np.load(path))
-    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content, allow_pickle=True)
-    calibration = Calibration(path)
-    assert "weights start anew" in caplog.text
-    assert not calibration.cells.any() and not path.exists()
+    calibration = learned(path)
+    for _ in range(2):
+        calibration.phrases.learn(np.array([1, 2, 3], np.int32))
+    calibration.keep()
+    damaged = path if what == "weights" else tmp_path / "kept.phrases.npy"
+    content = (DAMAGED | OF_WEIGHTS | OF_PHRASES)[damage](damaged.read_bytes(), np.load(damaged))
+    damaged.write_bytes(content) if isinstance(content, bytes) else np.save(damaged, content, allow_pickle=True)
+    read = Calibration(path)
+    assert f"{what} start anew" in caplog.text
+    assert not damaged.exists() and len(os.listdir(tmp_path)) == 1
+    assert (read.cells.any(), read.phrases.sets.any()) == (what != "weights", what != "phrases")
 
 
 def test_a_full_disk_does_not_end_a_generation(tmp_path, monkeypatch, caplog):

@@ -41,15 +41,6 @@ def test_a_pass_sees_its_root_tokens_first_and_a_node_its_ancestors_and_itself(p
     assert (unpacked(words) == seen).all()
 
 
-def test_the_empty_tree():
-    tree = DraftTree()
-    tree.validate()
-    assert len(tree) == 0 and tree.is_chain and tree.expected_accepted == 0.0
-    assert unpacked(tree.ancestors).shape == (0, 0)
-    assert len(tree.first_branch()) == 0
-    assert (tree.token_ids.dtype, tree.origin.dtype) == (np.int32, np.int64)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

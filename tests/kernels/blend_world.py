@@ -1,14 +1,12 @@
 """The same sources twice: as rows of the kernels' table and as naive ones."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import naive_blend as naive
 import numpy as np
-from doors import Doors
+from doors import alignment, expand, learn, request, unigram
 from naive_alignments import NaiveAlignments
 from naive_automaton import BOUNDARY, NaiveText
 from naive_phrases import NaivePhrases
@@ -16,8 +14,8 @@ from naive_recycling import NaiveTable
 from naive_unigrams import AGES, COUNTS, NaiveUnigrams
 
 from retrieve_spec.config import MAX_NODES
-from retrieve_spec.kernels import alignment, blend, calibration, expand, learn, request, source_table, unigram
 from retrieve_spec.kernels import automaton as automaton_kernels
+from retrieve_spec.kernels import blend, calibration, source_table
 from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.phrases import PhraseMemory
@@ -25,12 +23,6 @@ from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, SourceTable, store_rows
 from retrieve_spec.sources.session import loop_start
 from retrieve_spec.sources.unigrams import Unigrams
-
-alignment = Doors(alignment)
-expand = Doors(expand)
-learn = Doors(learn)
-request = Doors(request)
-unigram = Doors(unigram)
 
 NO_NOISE = (0, 0, 0, 0)
 

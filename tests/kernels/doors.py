@@ -1,17 +1,15 @@
-"""Doors for Python to kernels that only kernels call."""
+"""Modules of kernels, all of which Python may call: `from doors import alignment`."""
 
-from __future__ import annotations
-
+import functools
+import importlib
 from typing import Any
 
 from numba import njit
 
 
-class Doors:
-    """A module of kernels, all of which Python may call."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
+class _Doors:
+    def __init__(self, name: str) -> None:
+        self._module = importlib.import_module(f"retrieve_spec.kernels.{name}")
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
@@ -19,3 +17,10 @@ class Doors:
             value = njit(cache=True, nogil=True)(value.py_func)
         setattr(self, name, value)
         return value
+
+
+@functools.cache
+def __getattr__(name: str) -> _Doors:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Doors(name)

@@ -1,7 +1,5 @@
 """Which earlier places the newest tokens run beside, by definition: lists of outcomes, dictionaries of edits."""
 
-from __future__ import annotations
-
 WINDOW, KEPT, ANCHOR, OUTCOMES, RECENT, FEWEST = 1 << 16, 4, 2, 24, 8, 2
 REACH, LONGEST, FARTHEST = 24, 16, WINDOW - 64
 MORE, PASSED, ID = 7, 31, (1 << 24) - 1

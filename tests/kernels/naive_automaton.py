@@ -1,7 +1,5 @@
 """What the suffix automaton answers, by definition: every context of every document in a dict."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 BOUNDARY = -1

@@ -4,8 +4,6 @@ A source answers `levels(text)`: (match length, total, distinct, [(token, share)
 match first.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 import math
@@ -92,38 +90,33 @@ class Automaton:
 
 
 class Recycling:
-    number = 3
+    number, orders = 3, 3
 
     def __init__(self, table):
         self.table = table
 
+    def known(self, context):
+        """Shares of what followed a context, and how often it was observed."""
+        return self.table.kept.get(context), self.table.seen.get(context)
+
     def levels(self, text):
-        for order in range(min(3, len(text)), 0, -1):
-            context = tuple(text[: -order - 1 : -1])
-            if context in self.table.kept:
-                kept = self.table.kept[context]
-                top = max(kept.values())
+        for order in range(min(self.orders, len(text)), 0, -1):
+            shares, observed = self.known(tuple(text[: -order - 1 : -1]))
+            if shares:
+                top = max(shares.values())
                 distinct = 1 if top > 0.9 else 2 if top > 0.7 else 3 if top > 0.5 else 5 if top > 0.3 else 9
-                yield order, self.table.seen[context], distinct, list(kept.items()), None
+                yield order, observed, distinct, list(shares.items()), None
 
 
 class Bigrams(Recycling):
     number = 10
 
 
-class Phrases:
-    number = 8
+class Phrases(Recycling):
+    number, orders = 8, 2
 
-    def __init__(self, phrases):
-        self.phrases = phrases
-
-    def levels(self, text):
-        for order in range(min(2, len(text)), 0, -1):
-            counts = self.phrases.counts.get(tuple(text[: -order - 1 : -1]))
-            if counts:
-                top = max(counts.values()) / counts.total()
-                distinct = 1 if top > 0.9 else 2 if top > 0.7 else 3 if top > 0.5 else 5 if top > 0.3 else 9
-                yield order, counts.total(), distinct, [(t, n / counts.total()) for t, n in counts.items()], None
+    def known(self, context):
+        return self.table.known(context[::-1]), self.table.counts.get(context, Counter()).total()
 
 
 class Prediction:

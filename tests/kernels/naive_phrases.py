@@ -1,7 +1,5 @@
 """What the phrase memory knows, by definition: counters of continuations, and who was given what alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 ORDERS, HALVED_AT, FADE_EVERY = 2, 1 << 12, 1024

@@ -1,7 +1,5 @@
 """What the recycling table remembers, by definition: a dict of contexts."""
 
-from __future__ import annotations
-
 import math
 
 ORDERS = 3

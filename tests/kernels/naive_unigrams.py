@@ -1,7 +1,5 @@
 """Which tokens may come anywhere, by definition: the recent and the frequent ones of a list of tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 RECENT, FREQUENT, RATE_PRIOR, RATE_MEMORY = 32, 32, 20.0, 4000.0

@@ -1,21 +1,15 @@
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
-from doors import Doors
+from doors import alignment as kernels
+from doors import levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_alignments import NaiveAlignments
 
-from retrieve_spec.kernels import alignment as kernels
-from retrieve_spec.kernels import levels
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources.rows import Alignments, SourceTable
-
-kernels = Doors(kernels)
-levels = Doors(levels)
 
 HASHES = np.zeros((2, TAIL), np.uint64)
 

@@ -1,18 +1,13 @@
-from __future__ import annotations
-
 import random
 
 import numpy as np
 import pytest
-from doors import Doors
+from doors import automaton as kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_automaton import BOUNDARY, NaiveText
 
-from retrieve_spec.kernels import automaton as kernels
 from retrieve_spec.sources.automaton import SuffixAutomaton
-
-kernels = Doors(kernels)
 
 TEXTS = st.integers(1, 3).flatmap(lambda k: st.lists(st.sampled_from([*range(k + 1)] * 4 + [BOUNDARY]), max_size=26))
 

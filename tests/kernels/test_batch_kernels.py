@@ -1,10 +1,9 @@
 """What the requests of a batch share, and what drafts teach, against the Python of the engine and by definition."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from doors import Doors
+from doors import batch
+from doors import calibration as kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,12 +11,7 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import share_out
-from retrieve_spec.kernels import batch
-from retrieve_spec.kernels import calibration as kernels
 from retrieve_spec.kernels import request as state
-
-batch = Doors(batch)
-kernels = Doors(kernels)
 
 
 @settings(max_examples=60)

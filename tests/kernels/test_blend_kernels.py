@@ -1,10 +1,8 @@
-from __future__ import annotations
-
 import blend_world
 import naive_blend as naive
 import numpy as np
 import pytest
-from doors import Doors
+from doors import calibration
 from hypothesis import given
 from hypothesis import strategies as st
 from number_tokens import number_tokenizer
@@ -12,11 +10,8 @@ from number_tokens import number_tokenizer
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.kernels import calibration, expand, sampling, source_table
+from retrieve_spec.kernels import sampling, source_table
 from retrieve_spec.sources import SOURCE_NAMES
-
-expand = Doors(expand)
-calibration = Doors(calibration)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Compiled kernels do not outlive the sources of those they call."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

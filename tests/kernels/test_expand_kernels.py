@@ -1,17 +1,11 @@
-from __future__ import annotations
-
 import naive_blend as naive
 import numpy as np
-from doors import Doors
+from doors import expand
+from doors import step as order
 from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels import expand
-from retrieve_spec.kernels import step as order
-
-expand = Doors(expand)
-order = Doors(order)
 
 SHAPES = st.lists(st.integers(0, 10**6), max_size=40).map(
     lambda picks: [pick % (i + 1) - 1 for i, pick in enumerate(picks)]

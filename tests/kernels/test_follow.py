@@ -1,21 +1,17 @@
 """Following a text through many segments, with gram filters and without, against looking for every suffix."""
 
-from __future__ import annotations
-
 import numpy as np
-from doors import Doors
+from doors import ngram, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.datastore.indexes import build_grams, suffix_beginnings
 from retrieve_spec.datastore.segment import bits_of, suffix_array
-from retrieve_spec.kernels import ngram, request, source_table
+from retrieve_spec.kernels import source_table
 from retrieve_spec.kernels.ngram import GRAM
 from retrieve_spec.kernels.request import MATCH
 from retrieve_spec.kernels.suffix_array import sa_top_table
 from retrieve_spec.sources.rows import SourceTable, source_row
-
-ngram, request = Doors(ngram), Doors(request)
 
 ALPHABET = 4
 DOCUMENTS = st.lists(st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=40), min_size=1, max_size=4)

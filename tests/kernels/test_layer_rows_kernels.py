@@ -1,7 +1,5 @@
 """The row kernels of models on a CPU, against the operations they stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

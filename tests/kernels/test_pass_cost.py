@@ -1,7 +1,5 @@
 """The cost model's filter against the same steps in NumPy."""
 
-from __future__ import annotations
-
 import bisect
 import math
 

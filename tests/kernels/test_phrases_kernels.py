@@ -1,24 +1,18 @@
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
-from doors import Doors
+from doors import levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_phrases import known
 from naive_phrases import NaivePhrases
 
-from retrieve_spec.errors import StoreError
-from retrieve_spec.kernels import levels
 from retrieve_spec.kernels import phrases as kernels
 from retrieve_spec.kernels.recycling import WAYS
 from retrieve_spec.sources import phrases as source
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.rows import SourceTable
-
-levels = Doors(levels)
 
 KEYS = st.sampled_from([None, "a", "b"])
 TEXTS = st.lists(st.integers(-1, 4), max_size=30)
@@ -70,14 +64,6 @@ def test_much_text_as_defined():
         assert found == pytest.approx(naive.known(context), abs=1e-6)
         assert list(found.values()) == sorted(found.values(), reverse=True)
     assert observations(memory) < kernels.HALVED_AT
-
-
-def test_nothing_is_known_of_what_one_alone_was_given():
-    memory = remember(PhraseMemory(), [1, 2, 3, 1, 2, 3, 7, 1, 2, 3])
-    assert not memory.sets.any() and not memory.tokens.any(), "not even in unreadable places"
-    remember(memory, [5, 1, 2, 4])
-    assert known(memory, [1]) == {2: 1.0}
-    assert known(memory, [2]) == {} and known(memory, [1, 2]) == {}
 
 
 @pytest.mark.parametrize(("share", "distinct"), [(3, 9), (5, 5), (7, 3), (9, 2)])
@@ -135,22 +121,3 @@ def test_packed_and_back():
         remember(memory, text)
         remember(other, text)
     assert known(other, [2]) == known(memory, [2])
-
-
-def test_what_is_packed_holds_nothing_of_what_one_alone_was_given():
-    memory = remember(PhraseMemory(), [1, 2, 3, 4], [3, 4])
-    before = memory.packed()
-    remember(memory, [501, 502, 503, 501, 502], [601, 602], key="mine")
-    assert np.array_equal(memory.packed(), before), "not even fingerprints, which can be found by trying"
-
-
-@pytest.mark.parametrize("at", [0, 4, 5, 100, -1])
-def test_altered_bytes_are_not_taken_over(at):
-    packed = remember(PhraseMemory(), [1, 2], [1, 2]).packed()
-    packed[at] ^= 1
-    memory = remember(PhraseMemory(), [3, 4], [3, 4])
-    before = memory.packed()
-    for data in (packed, packed[:-1], packed[:2], packed.astype(np.float32), np.concatenate([packed, packed])):
-        with pytest.raises(StoreError, match="Delete the file"):
-            memory.unpack(data)
-    assert np.array_equal(memory.packed(), before)

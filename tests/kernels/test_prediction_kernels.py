@@ -1,14 +1,9 @@
-from __future__ import annotations
-
 import numpy as np
-from doors import Doors
+from doors import request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.kernels import request
 from retrieve_spec.kernels.request import LOOKBACK
-
-request = Doors(request)
 
 
 def naive_anchor(text, recent, near):

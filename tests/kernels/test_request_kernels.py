@@ -1,13 +1,10 @@
 """Which sources rest, and what is kept of the text: kernels against the same in NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
-from doors import Doors
+from doors import request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.kernels import request
 from retrieve_spec.kernels.request import MATCH
 from retrieve_spec.kernels.source_table import (
     AUTOMATON,
@@ -23,8 +20,6 @@ from retrieve_spec.kernels.source_table import (
     UNIGRAM,
 )
 from retrieve_spec.sources.rows import Row
-
-request = Doors(request)
 
 KINDS = [PREDICTION, AUTOMATON, UNIGRAM, AUTOMATON, EXACT, DENSE, RECYCLING, NGRAM, EXACT]
 CONTEXT, NEIGHBOURS = 1, 5

@@ -1,7 +1,5 @@
 """Row programs: products and attention, the same bit for bit in any company."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,18 +1,13 @@
 """Retrieved spans as a trie: against the spans themselves, token by token."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from doors import Doors
+from doors import learn, levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieve_spec.kernels import learn, levels, source_table, trie
+from retrieve_spec.kernels import source_table, trie
 from retrieve_spec.sources.rows import source_row
-
-learn = Doors(learn)
-levels = Doors(levels)
 
 WIDTH = 5
 spans_of = st.lists(

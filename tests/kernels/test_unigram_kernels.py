@@ -1,17 +1,12 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from doors import Doors
+from doors import unigram as kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_unigrams import NaiveUnigrams
 
-from retrieve_spec.kernels import unigram as kernels
 from retrieve_spec.sources.rows import SourceTable
 from retrieve_spec.sources.unigrams import Unigrams, token_classes
-
-kernels = Doors(kernels)
 
 
 def place_behind(words, text):
@@ -113,16 +108,6 @@ def test_a_tokenizer_that_tells_nothing_leaves_all_tokens_alike():
     for tokenizer in (None, object(), Vocabulary()):
         assert len(token_classes(tokenizer)) == 0
     assert token_classes(Vocabulary("", "<s>", "<0xzz>")).tolist() == [0, 0, 0]
-
-
-def test_another_text_begins_with_nothing():
-    unigrams, naive = pair()
-    say(unigrams, np.array([1, 2, 3, 70000], np.int32), True)
-    unigrams.reset()
-    assert listed(unigrams) == {}
-    say(unigrams, np.array([5, 70000], np.int32), False)
-    naive.extend([5, 70000], False)
-    assert listed(unigrams) == pytest.approx(naive.shares())
 
 
 def test_ids_beyond_any_vocabulary_are_not_listed():
