@@ -59,5 +59,3 @@ def test_other_files_are_refused_with_the_line(tmp_path, text):
     with pytest.raises(TraceError, match=r"p\.jsonl") as refused:
         read_prompts(str(tmp_path / "p.jsonl"))
     assert text in str(refused.value).replace("\\\\", "\\")
-    with pytest.raises(TraceError):
-        read_prompts(str(tmp_path / "absent.jsonl"))

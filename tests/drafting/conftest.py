@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from checked_drafts import check_draft
 from number_tokens import number_tokenizer
 
 from retrieve_spec.bench.replay import walk
@@ -36,10 +37,10 @@ def make_store(tmp_path_factory):
 class Run:
     """Greedy verification of one drafter against a fixed text, as the decoding loop does it."""
 
-    def __init__(self, drafter, budget=None, top=None):
+    def __init__(self, drafter, budget=None, top=None, hidden=None):
         self.drafter = drafter
         self.budget = budget or (lambda left: Budget(32, left))
-        self.top = top
+        self.top, self.hidden = top, hidden
         self.trees = []
         self.accepted = []
 
@@ -47,12 +48,14 @@ class Run:
         output = np.asarray(output, np.int32)
         at = 0
         while at < len(output):
-            tree = self.drafter.propose(self.budget(len(output) - at))
-            tree.validate()
+            budget = self.budget(len(output) - at)
+            tree = self.drafter.propose(budget)
+            check_draft(tree, budget)
             path = walk(tree, output[at:])
             emitted = output[at : at + len(path) + 1]
             top = self.top(tree, output[: at + 1]) if self.top else (None, None)
-            self.drafter.observe(VerifiedPass(tree, path, emitted, *top))
+            hidden = self.hidden(output[: at + len(path)]) if self.hidden else None
+            self.drafter.observe(VerifiedPass(tree, path, emitted, *top, hidden=hidden))
             self.trees.append(tree)
             self.accepted.append(len(path))
             at += len(emitted)
@@ -68,22 +71,3 @@ class Run:
 @pytest.fixture
 def run():
     return Run
-
-
-def markov(seed, length, alphabet=40, order=2, peaked=0.75):
-    """A text in which the last `order` tokens mostly, but not always, decide the next one."""
-    rng = np.random.default_rng(seed)
-    choices = {}
-    text = list(rng.integers(0, alphabet, order))
-    while len(text) < length:
-        key = tuple(text[-order:])
-        if key not in choices:
-            choices[key] = rng.integers(0, alphabet, 3)
-        pick = choices[key][rng.choice(3, p=[peaked, 0.9 * (1 - peaked), 0.1 * (1 - peaked)])]
-        text.append(int(pick if rng.random() < 0.97 else rng.integers(0, alphabet)))
-    return np.array(text, np.int32)
-
-
-@pytest.fixture
-def markov_text():
-    return markov

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_dense import FakeIndex, state_of, with_dense
-from tree_paths import leaf_paths
+from tree_paths import leaf_paths, paths_of
 
-from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig, StoreConfig
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
@@ -35,28 +34,21 @@ def store(make_store):
     return with_dense(make_store(TEXTS, StoreConfig(index="exact")), meaning)
 
 
-def generate(drafter, prompt, output, budget=None, like=meaning):
-    """(accepted per pass, trees) of a greedy verification that hands out hidden states as the loop does."""
-    written = list(prompt)
+def told(drafter, prompt, token):
+    """Start a request, and show its first token and the state that it was made from."""
     drafter.start(np.array(prompt, np.int32))
-    emitted = np.array(output[:1], np.int32)
-    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(written, like=like)))
-    at, accepted, trees = 1, [], []
-    written.append(output[0])
-    while at < len(output):
-        left = np.array(output[at:], np.int32)
-        tree = drafter.propose(budget or Budget(32, len(left)))
-        tree.validate()
-        path = walk(tree, left)
-        emitted = left[: len(path) + 1]
-        written += emitted.tolist()
-        before = written[: len(written) - 1]
-        drafter.observe(VerifiedPass(tree, path, emitted, hidden=state_of(before, like=like)))
-        accepted.append(len(path))
-        trees.append(tree)
-        at += len(emitted)
+    hidden = state_of(prompt, like=meaning)
+    drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([token], np.int32), hidden=hidden))
+
+
+def generate(run, drafter, prompt, output):
+    """A greedy verification that hands out hidden states as the loop does."""
+    told(drafter, prompt, output[0])
+    behind = [*prompt, output[0]]
+    made = run(drafter, hidden=lambda written: state_of([*behind, *written.tolist()], like=meaning))
+    made.generate(output[1:])
     drafter.finish()
-    return accepted, trees
+    return made
 
 
 def auto(store, **options):
@@ -64,17 +56,17 @@ def auto(store, **options):
 
 
 @pytest.mark.parametrize("make", [lambda store: Dresd([store]), auto], ids=["dresd", "auto"])
-def test_text_that_an_exact_match_does_not_find_is_drafted(store, make):
+def test_text_that_an_exact_match_does_not_find_is_drafted(run, store, make):
     """The prompt says the same in other words: only the hidden state leads to the place."""
     dense, exact = make(store), auto(store, dense="off")
     found = without = 0
     for text in TEXTS:
         for at in range(20, 120, 20):
             prompt, output = paraphrase(text[:at]), text[at : at + 21]
-            got, trees = generate(dense, prompt, output)
-            assert {SOURCE_NAMES[s] for s in trees[0].source} >= {"dense"}
-            found += got[0]
-            without += generate(exact, prompt, output)[0][0]
+            got = generate(run, dense, prompt, output)
+            assert DENSE in got.trees[0].source
+            found += got.accepted[0]
+            without += generate(run, exact, prompt, output).accepted[0]
     assert found > 20 * 6
     assert without < 20 * 2
 
@@ -83,10 +75,7 @@ def test_text_that_an_exact_match_does_not_find_is_drafted(store, make):
 def test_fed_text_leaves_the_neighbours_behind(store, followed):
     """The state that is known, and what was found with it, stand before other text than what comes next."""
     drafter, index, text = auto(store), store.dense[0][1], TEXTS[0]
-    drafter.start(np.array(paraphrase(text[:30]), np.int32))
-    emitted = np.array(text[30:31], np.int32)
-    hidden = state_of(paraphrase(text[:30]), like=meaning)
-    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=hidden))
+    told(drafter, paraphrase(text[:30]), text[30])
     if followed:
         assert DENSE in drafter.propose(Budget(8, 8)).source
     drafter.feed(np.array(paraphrase(text[60:70]), np.int32))
@@ -95,32 +84,18 @@ def test_fed_text_leaves_the_neighbours_behind(store, followed):
     assert index.asked == 0
 
 
-def test_drafts_end_with_their_document(store):
-    for drafter in (Dresd([store]), auto(store)):
-        _, trees = generate(drafter, paraphrase(TEXTS[0][:140]), TEXTS[0][140:143])
-        tree = trees[0]
-        dense = tree.depth[tree.source == DENSE] if len(tree) else np.zeros(1)
-        assert dense.max() <= len(TEXTS[0]) - 141
-
-
-def test_origins_of_neighbours_point_at_the_drafted_text(store):
+def test_origins_of_neighbours_point_at_the_drafted_text(run, store):
     """A drafted run is known to stand in the store from the eighth token on, the root among them."""
     drafter = auto(store, provenance=True)
     known = 0
     for at in range(20, 120, 20):
-        generate(drafter, paraphrase(TEXTS[0][:at]), TEXTS[0][at : at + 30])  # learn that neighbours can be trusted
+        generate(run, drafter, paraphrase(TEXTS[0][:at]), TEXTS[0][at : at + 30])  # learn to trust neighbours
     for text in TEXTS:
-        prompt, emitted = paraphrase(text[:50]), np.array(text[50:51], np.int32)
-        drafter.start(np.array(prompt, np.int32))
-        drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=state_of(prompt, like=meaning)))
-        tree = drafter.propose(Budget(40, 40))
+        told(drafter, paraphrase(text[:50]), text[50])
+        tree, segment = drafter.propose(Budget(40, 40)), store.segments[0]
+        paths = paths_of(tree)
         for node in np.flatnonzero(tree.origin >= 0):
-            path, up = [], int(node)
-            while up >= 0:
-                path.insert(0, int(tree.token_ids[up]))
-                up = int(tree.parent[up])
-            position = int(tree.origin[node])
-            segment = store.segments[0]
+            path, position = paths[node], int(tree.origin[node])
             found = segment.to_global[segment.tokens[position - len(path) : position + 1]].tolist()
             assert found == [text[50], *path]
             known += tree.source[node] == DENSE

@@ -9,10 +9,8 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.phrases import PhraseMemory
 
-PHRASES = SOURCE_NAMES.index("phrases")
 RARE = [501, 502, 503, 504]
 
 
@@ -66,14 +64,6 @@ def test_rows_of_one_call_are_one_request(run):
     first.finish()
     first = together("other", *(answer(6 + i, *RARE) for i in range(2)))
     assert RARE[1] in drafted_after(first, 9, RARE[0]), "another call was given it too"
-
-
-def test_phrases_of_others_are_drafted(run):
-    drafter = MixtureDrafter(recycling=False)
-    for seed in range(1, 9):
-        last = run(drafter).request([7], answer(seed, *RARE))
-    assert PHRASES in {int(tree.source[node]) for tree in last.trees for node in range(len(tree))}
-    assert sum(last.accepted) >= len(RARE) - 1
 
 
 def test_text_between_answers_is_no_phrase(run):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked_drafts import check_draft
 from fake_dense import state_of, with_dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,6 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, Drafter
 from retrieve_spec.drafting.presets import PRESETS, build_drafter
 from retrieve_spec.errors import MissingSourceError, UnknownPresetError
-from retrieve_spec.kernels.treemask import unpacked
-from retrieve_spec.sources import SOURCE_NAMES
 
 NAMES = sorted(set(PRESETS) - {"auto"})
 
@@ -43,17 +42,7 @@ class Checked:
 
     def propose(self, budget):
         tree = self.drafter.propose(budget)
-        tree.validate()
-        assert len(tree) <= budget.max_nodes
-        assert (tree.depth <= budget.max_depth).all()
-        assert (tree.log_p <= 0).all() and np.isfinite(tree.log_p).all()
-        assert (tree.source < len(SOURCE_NAMES)).all()
-        siblings: dict[int, float] = {}
-        for parent, log_p in zip(tree.parent.tolist(), tree.log_p.tolist(), strict=True):
-            assert log_p <= siblings.get(parent, 0.0) + 1e-6, "a less probable sibling comes first"
-            siblings[parent] = log_p
-        above = unpacked(tree.ancestors)
-        assert all(p < 0 or above[i - 1, p] for i, p in enumerate(tree.parent.tolist())), "depth-first"
+        check_draft(tree, budget)
         self.log.append((tree.token_ids.tolist(), tree.parent.tolist()))
         return tree
 
@@ -78,7 +67,7 @@ def ids(text):
     return np.array([ord(c) for c in text], np.int32)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["auto", *NAMES])
 @settings(deadline=None, max_examples=15)
 @given(
     rows=st.lists(st.tuples(st.text("abcd", min_size=1, max_size=30), segments), min_size=1, max_size=3),
@@ -109,15 +98,17 @@ def test_nothing_of_a_request_reaches_the_next_without_a_session(name, store):
     assert a.token_ids.tolist() == b.token_ids.tolist() and a.parent.tolist() == b.parent.tolist()
 
 
-@pytest.mark.parametrize("name", ["rest", "hierarchy"])
-def test_a_preset_that_lives_on_a_store_says_so(name):
-    with pytest.raises(MissingSourceError, match=name):
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("rest", MissingSourceError, "rest"),
+        ("hierarchy", MissingSourceError, "hierarchy"),
+        ("prompt-lookupp", UnknownPresetError, "prompt-lookup"),
+    ],
+)
+def test_what_is_missing_is_said_and_the_closest_preset(name, error, said):
+    with pytest.raises(error, match=said):
         build_drafter(SpeculationConfig(draft=name))
-
-
-def test_an_unknown_preset_names_the_closest():
-    with pytest.raises(UnknownPresetError, match="prompt-lookup"):
-        build_drafter(SpeculationConfig(draft="prompt-lookupp"))
 
 
 @pytest.fixture(scope="module")

@@ -79,18 +79,6 @@ def test_sam_copies_four_tokens_per_matched_one_from_the_earliest_place():
     assert len(tree) == 1 and tree.is_chain  # the earliest "x"*39 has one token behind it
 
 
-def test_suffix_splits_by_counts_the_end_included():
-    # "a" occurs three times, the end included: b 1/3, c 1/3. Four nodes for one matched token, best first.
-    tree = draft(SuffixDecoding(), "ab1.ac2:a")
-    assert np.exp(tree.log_p) == pytest.approx([1 / 3] * 4)
-    assert sorted(paths(tree)) == ["b1", "c2"]
-
-
-def test_suffix_drops_what_is_less_likely_than_a_tenth():
-    text = "".join(f"a{c}." for c in "0123456789ABC") + "a"  # thirteen continuations, and fewer of ".a"
-    assert len(draft(SuffixDecoding(), text)) == 0
-
-
 def test_suffix_takes_earlier_answers_when_they_score_higher():
     session = SessionMemory(exact=True)
     drafter = SuffixDecoding(session=session)
@@ -315,23 +303,16 @@ def test_earliest_end_is_the_first_match(text, length):
 
 
 @settings(deadline=None)
-@given(texts, st.integers(1, 12), st.integers(1, 6))
-def test_suffix_tree_scores_as_the_naive_one(text, nodes, depth):
+@given(texts, st.integers(1, 12), st.integers(1, 6), st.booleans())
+def test_suffix_tree_is_the_naive_one(text, nodes, depth, whole):
+    """Nodes too where nothing is cut; else the best score, as equally probable nodes may be cut or not."""
     drafter = SuffixDecoding()
+    if whole:
+        drafter.factor, drafter.min_token_probability, nodes, depth = 1000.0, 0.01, 256, 4
     drafter.start(np.array(text, np.int32))
     tree = drafter.propose(Budget(nodes, depth))
-    tree.validate()
-    expected = naive.speculate(text, 4.0, nodes, depth, 64, 0.1)
+    expected = naive.speculate(text, drafter.factor, nodes, depth, 64, drafter.min_token_probability)
     assert np.sort(np.exp(tree.log_p)) == pytest.approx(sorted(p for _, p in expected), abs=1e-6)
-
-
-@settings(deadline=None)
-@given(texts)
-def test_suffix_tree_is_the_naive_one_where_nothing_is_cut(text):
-    drafter = SuffixDecoding()
-    drafter.factor = 1000.0
-    drafter.min_token_probability = 0.01
-    drafter.start(np.array(text, np.int32))
-    tree = drafter.propose(Budget(256, 4))
-    found = dict(zip(map(tuple, paths_of(tree)), np.exp(tree.log_p).tolist(), strict=True))
-    assert found == pytest.approx(dict(naive.speculate(text, 1000.0, 256, 4, 64, 0.01)), abs=1e-6)
+    if whole:
+        found = dict(zip(map(tuple, paths_of(tree)), np.exp(tree.log_p).tolist(), strict=True))
+        assert found == pytest.approx(dict(expected), abs=1e-6)

@@ -2,10 +2,10 @@ import json
 
 import numpy as np
 import pytest
+from scripted_drafter import ScriptedDrafter
 from tokenizers import processors
 
-from retrieve_spec.bench.replay import Replay, TraceRow, read_trace, replay_trace, walk
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.bench.replay import Replay, TraceRow, read_trace, replay_trace
 from retrieve_spec.errors import TraceError
 
 
@@ -26,74 +26,28 @@ def trace(tmp_path):
     return write
 
 
-class Oracle:
-    """Drafts the next `n` tokens of a known text, the last of them wrong, with a wrong sibling before each."""
-
-    top_k = 0
-    wants_hidden = None
-
-    def __init__(self, text, n):
-        self.text, self.n = text, n
-        self.at = 0
-        self.budgets, self.log = [], []
-
-    def start(self, prompt_ids, prediction_ids=None):
-        self.log.append(("start", prompt_ids.tolist()))
-
-    def observe_prompt(self, token_ids, top_ids, top_logits):
-        raise AssertionError("there are no logits")
-
-    def propose(self, budget):
-        self.budgets.append((budget.max_nodes, budget.max_depth))
-        true = self.text[self.at : self.at + self.n]
-        n = min(len(true), budget.max_depth)
-        return DraftTree.from_paths([[-7], [*true[: n - 1], -9]] if n else [])
-
-    def observe(self, verified):
-        assert verified.top_ids is None
-        self.log.append(("observe", verified.emitted.tolist(), verified.path.tolist()))
-        self.at += len(verified.emitted)
-
-    def feed(self, token_ids):
-        self.log.append(("feed", token_ids.tolist()))
-
-    def finish(self):
-        self.log.append(("finish",))
-
-
 def ids(*values):
     return np.array(values, np.int32)
 
 
 def test_counts_are_exact():
     row = TraceRow("edit", ids(1, 2), [(ids(3, 4, 5, 6), True), (ids(50, 51), False), (ids(7, 8, 9), True)])
-    oracle = Oracle([3, 4, 5, 6, 7, 8, 9], 3)
-    told = []
-    result = Replay(oracle, 10).run([row], lambda tokens, passes: told.append((tokens, passes)))
-    # 3 4 + 5 | 6 (wrong) | fed | 7 8 + 9
-    assert [entry for entry in oracle.log if entry[0] != "observe"] == [
-        ("start", [1, 2]),
-        ("feed", [50, 51]),
-        ("finish",),
-    ]
-    assert [entry[1] for entry in oracle.log if entry[0] == "observe"] == [[3, 4, 5], [6], [7, 8, 9]]
-    assert [entry[2] for entry in oracle.log if entry[0] == "observe"] == [[1, 2], [], [1, 2]]
-    assert oracle.budgets == [(10, 4), (10, 1), (10, 3)]
+    drafter, told = ScriptedDrafter([1, 2, 3, 4, 5, 6, 50, 51, 7, 8, 9], "half", length=3), []
+    drafter.feed = lambda tokens: drafter.text.extend(tokens.tolist())
+    result = Replay(drafter, 10).run([row], lambda tokens, passes: told.append((tokens, passes)))
+    # 3 (wrong) 4 | 5 6 | fed | 7 8 9
+    assert [verified.emitted.tolist() for verified in drafter.seen] == [[3, 4], [5, 6], [7, 8, 9]]
+    assert [verified.path.tolist() for verified in drafter.seen] == [[0], [0, 1], [0, 1, 2]]
+    assert [(budget.max_nodes, budget.max_depth) for budget in drafter.budgets] == [(10, 4), (10, 2), (10, 3)]
+    assert (drafter.started, drafter.finished) == (1, 1)
     assert result["passes"] == 3 and result["tokens"] == 7
     assert result["tokens_per_pass"] == pytest.approx(7 / 3)
-    assert result["nodes_per_pass"] == pytest.approx((4 + 2 + 4) / 3)
-    assert result["expected_tokens_per_pass"] == pytest.approx(1 + (4 + 2 + 4) / 3)
-    assert result["accepted_by_source"] == {"context": 4}
+    assert result["nodes_per_pass"] == pytest.approx((3 + 2 + 3) / 3)
+    assert result["expected_tokens_per_pass"] == pytest.approx(1 + (3 + 2 + 3) / 3)
+    assert result["accepted_by_source"] == {"script": 6}
     assert result["by_task"] == {"edit": {"tokens_per_pass": pytest.approx(7 / 3), "passes": 3, "tokens": 7}}
     assert set(result["propose_us"]) == set(result["observe_us"]) == {"p50", "p99"}
     assert told == [(7, 3)]
-
-
-def test_walk_follows_the_answer():
-    tree = DraftTree.from_paths([[1, 2, 3], [1, 4], [5]])
-    assert walk(tree, ids(1, 4, 9)).tolist() == [0, 3]
-    assert walk(tree, ids(1, 2, 3, 4)).tolist() == [0, 1, 2]
-    assert walk(tree, ids(9)).tolist() == walk(tree, ids()).tolist() == walk(DraftTree(), ids(1)).tolist() == []
 
 
 def test_rows_are_read_as_documented(trace, numbers):

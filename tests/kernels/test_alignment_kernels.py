@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 from doors import alignment as kernels
@@ -74,16 +72,6 @@ def test_alignments_as_defined(alphabet, seed, parts):
         for draft in ([0], [1, 0], rng.integers(0, alphabet, 6).tolist()):
             pair.same(draft)
         assert followed == (list(pair.naive.kept[0].outcomes) if pair.naive.kept[0] else []), "drafts change nothing"
-
-
-def test_few_tokens_have_slots_of_their_own():
-    """The twin knows no hashes: the property above holds where no two contexts share a slot."""
-    ring = np.zeros(kernels.WINDOW, np.int32)
-    slots = set()
-    for context in itertools.product(range(5), repeat=kernels.ANCHOR):
-        ring[: kernels.ANCHOR] = context
-        slots.add(kernels._slot(ring, kernels.ANCHOR))
-    assert len(slots) == 5**kernels.ANCHOR
 
 
 def test_places_beyond_the_window_are_not_followed():

@@ -24,8 +24,8 @@ def best_first(shape, seed=0):
     return list(zip(range(100, 100 + len(shape)), shape, depth, rows, p.tolist(), strict=True))
 
 
-def in_order(nodes, origin=(), verify=None):
-    n = len(nodes) if verify is None else verify
+def in_order(nodes, origin=()):
+    n = len(nodes)
     types = (np.int32, np.int32, np.int32, np.float32, np.uint8, np.int64)
     tree = DraftTree(*(np.empty(n, dtype) for dtype in types))
     order.depth_first(
@@ -43,36 +43,29 @@ def in_order(nodes, origin=(), verify=None):
     return tree
 
 
-@given(SHAPES, st.integers(0, 40))
-def test_depth_first_order(shape, verify):
-    nodes = best_first(shape)
-    verify = min(verify, len(nodes))
-    tree = in_order(nodes, verify=verify)
+@given(SHAPES, st.integers(0, 40), st.data())
+def test_depth_first_order(shape, verify, data):
+    """Where a first branch can be read in one piece of a store, its origins say so."""
+    nodes = best_first(shape)[:verify]
+    place = st.one_of(st.just(-1), st.builds(lambda s, p: s << 40 | p, st.integers(0, 1), st.integers(100, 110)))
+    origin = [data.draw(place) for _ in nodes]
+    tree = in_order(nodes, origin)
     tree.validate()
-    order = naive.depth_first(nodes[:verify])
+    order = naive.depth_first(nodes)
     assert tree.token_ids.tolist() == [nodes[i][0] for i in order]
     assert tree.parent.tolist() == [order.index(nodes[i][1]) if nodes[i][1] >= 0 else -1 for i in order]
     assert tree.depth.tolist() == [nodes[i][2] for i in order]
     assert tree.source.tolist() == [nodes[i][3] + 5 for i in order]
     np.testing.assert_allclose(np.exp(tree.log_p), [nodes[i][4] for i in order], rtol=1e-5)
-    assert (tree.origin == -1).all()
     branch = tree.first_branch()
     assert (tree.token_ids[: len(branch)] == branch.token_ids).all(), "the first branch comes first"
-
-
-@given(SHAPES, st.data())
-def test_origins_of_a_first_branch_are_read_in_one_piece(shape, data):
-    nodes = best_first(shape)
-    place = st.one_of(st.just(-1), st.builds(lambda s, p: s << 40 | p, st.integers(0, 1), st.integers(100, 110)))
-    origin = [data.draw(place) for _ in nodes]
-    tree = in_order(nodes, origin)
-    order = naive.depth_first(nodes)
     expected = [origin[i] for i in order]
     for at in range(len(order) - 1, 0, -1):
         above = expected[at - 1]
         if tree.parent[at] == at - 1 and min(expected[at], above) >= 0 and expected[at] >> 40 == above >> 40:
             expected[at - 1] = expected[at] - 1
     assert tree.origin.tolist() == expected
+    assert (in_order(nodes).origin == -1).all()
 
 
 @given(SHAPES, st.lists(st.integers(0, 5), max_size=12), st.integers(1, 8))

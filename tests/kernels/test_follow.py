@@ -87,17 +87,6 @@ def test_every_segment_keeps_its_longest_match(segments, text, steps):
             assert (depth, hi - lo) == (longest, places)
 
 
-@given(DOCUMENTS)
-def test_a_filter_knows_every_sequence_of_its_text(documents):
-    text, to_global, _ = index(documents)
-    tokens = text.astype(np.uint16)
-    sa = suffix_array(tokens)
-    words = build_grams(tokens, to_global, suffix_beginnings(tokens, sa))
-    for document in documents:
-        for i in range(len(document) - GRAM + 1):
-            assert ngram.may_hold(words, gram(document[: i + GRAM]))
-
-
 def test_a_filter_leaves_out_nearly_all_other_sequences():
     random = np.random.default_rng(0)
     text = random.integers(1, 1000, 20_001).astype(np.uint16)

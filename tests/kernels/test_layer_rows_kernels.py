@@ -7,38 +7,29 @@ from torch.nn import functional
 from retrieve_spec.kernels import layer_rows
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 130])
-def test_rows_of_bfloat16_are_what_torch_computes(rows: int) -> None:
+def test_rows_are_what_torch_computes(rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
-    x, up, weight = ((torch.randn(1, n, 200) * 3).bfloat16() for n in (rows, rows, 1))
+    x, up, weight = ((torch.randn(1, n, 200) * 3).to(dtype) for n in (rows, rows, 1))
     weight = weight[0, 0]
-    wide = (x + up).float()
-    normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).bfloat16()
     total, ours = layer_rows.add_rms_norm(x, up, weight, 1e-5)
     assert torch.equal(total, x + up) and torch.equal(layer_rows.rms_norm(total, weight, 1e-5), ours)
-    torch.testing.assert_close(ours, normed, atol=0.0, rtol=2**-7)
-    assert float((ours != normed).float().mean()) < 1e-3  # where a sum in another order is rounded otherwise
-    assert torch.equal(layer_rows.gate(x, up), functional.silu(x) * up)
-    cos, sin = (torch.randn(1, 1, rows, 24).bfloat16() for _ in range(2))
-    heads, keys = (torch.randn(1, rows, n, 24).bfloat16().transpose(1, 2) for n in (3, 2))
+    wide = (x + up).float()
+    normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype)
+    if dtype == torch.bfloat16:
+        torch.testing.assert_close(ours, normed, atol=0.0, rtol=2**-7)
+        assert float((ours != normed).float().mean()) < 1e-3  # where a sum in another order is rounded otherwise
+        assert torch.equal(layer_rows.gate(x, up), functional.silu(x) * up)
+    else:
+        torch.testing.assert_close(ours, normed)
+        torch.testing.assert_close(layer_rows.gate(x, up), functional.silu(x) * up)
+    cos, sin = (torch.randn(1, 1, rows, 24).to(dtype) for _ in range(2))
+    heads, keys = (torch.randn(1, rows, n, 24).to(dtype).transpose(1, 2) for n in (3, 2))
     for given, turned in zip((heads, keys), layer_rows.rotate_both(heads, keys, cos, sin), strict=True):
         low, high = given[..., :12], given[..., 12:]
         assert torch.equal(turned, given * cos + torch.cat([-high, low], -1) * sin)
         assert turned.transpose(1, 2).is_contiguous()
-
-
-@pytest.mark.parametrize("rows", [1, 7, 130])
-def test_rows_of_float32_are_what_torch_computes(rows: int) -> None:
-    torch.manual_seed(rows)
-    x, up, weight = (torch.randn(1, n, 200) * 3 for n in (rows, rows, 1))
-    total, normed = layer_rows.add_rms_norm(x, up, weight[0, 0], 1e-5)
-    assert torch.equal(total, x + up)
-    torch.testing.assert_close(normed, functional.rms_norm(total, (200,), weight[0, 0], 1e-5))
-    torch.testing.assert_close(layer_rows.gate(x, up), functional.silu(x) * up)
-    cos, sin = (torch.randn(1, 1, rows, 24) for _ in range(2))
-    heads = torch.randn(1, rows, 3, 24).transpose(1, 2)
-    low, high = heads[..., :12], heads[..., 12:]
-    assert torch.equal(layer_rows.rotate(heads, cos, sin), heads * cos + torch.cat([-high, low], -1) * sin)
 
 
 def test_layer_rows_keep_what_is_no_number() -> None:
