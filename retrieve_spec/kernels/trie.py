@@ -7,111 +7,14 @@ float32 and a weight (k,) float32.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner, making_door
-from retrieve_spec.kernels.suffix_array import SEPARATOR
+from retrieve_spec.kernels.compiled_code import door, inner
 
 END = -1
 """Token behind the end of a span; sorts before all others."""
-
-
-@door
-def gather(
-    tokens: NDArray[Any],
-    to_global: NDArray[np.uint32],
-    positions: NDArray[np.int64],
-    similarity: NDArray[np.float32],
-    anchor: int,
-    place: int,
-    spans: NDArray[np.int32],
-    kept_similarity: NDArray[np.float32],
-    origins: NDArray[np.int64],
-    n: int,
-) -> int:
-    """Read what follows each position, up to the end of its document, and keep it where it begins with the anchor.
-
-    Parameters
-    ----------
-    tokens, to_global
-        A segment's text and its token ids by local id.
-    positions, similarity
-        (m,) int64, positions before the continuations (-1: none); (m,) float32.
-    anchor
-        Token id that the continuation must begin with.
-    place
-        Added to the position of a span's first token to make its origin.
-    spans, kept_similarity, origins
-        (k, w) int32, (k,) float32 and (k,) int64 outputs, filled from row ``n``.
-
-    Returns
-    -------
-    int
-        Rows filled.
-    """
-    size, width = spans.shape
-    for i in range(len(positions)):
-        first = positions[i] + 1
-        if n == size or positions[i] < 0 or first >= len(tokens):
-            continue
-        length = 0
-        while length < width and first + length < len(tokens):
-            local = tokens[first + length]
-            if local == SEPARATOR or local >= len(to_global):
-                break
-            token = np.int32(to_global[local])
-            if length == 0 and token != anchor:
-                break
-            spans[n, length] = token
-            length += 1
-        if length == 0:
-            continue
-        for j in range(length, width):
-            spans[n, j] = END
-        kept_similarity[n] = similarity[i]
-        origins[n] = place + first
-        n += 1
-    return n
-
-
-@inner
-def _comes_before(spans: NDArray[np.int32], similarity: NDArray[np.float32], a: int, b: int) -> bool:
-    """Whether row a sorts before row b: by tokens, then the more similar one."""
-    for j in range(spans.shape[1]):
-        if spans[a, j] != spans[b, j]:
-            return bool(spans[a, j] < spans[b, j])
-        if spans[a, j] == END:
-            break
-    return bool(similarity[a] > similarity[b])
-
-
-@making_door
-def sort_spans(spans: NDArray[np.int32], similarity: NDArray[np.float32], origins: NDArray[np.int64], n: int) -> None:
-    """Sort the first ``n`` rows in place; equal rows keep their order."""
-    order = np.arange(n)
-    for i in range(1, n):
-        row = order[i]
-        j = i
-        while j > 0 and _comes_before(spans, similarity, row, order[j - 1]):
-            order[j] = order[j - 1]
-            j -= 1
-        order[j] = row
-    spans[:n] = spans[:n][order]
-    similarity[:n] = similarity[:n][order]
-    origins[:n] = origins[:n][order]
-
-
-@door
-def weigh(similarity: NDArray[np.float32], n: int, temperature: float, weight: NDArray[np.float32]) -> None:
-    """Weights of the first ``n`` rows: ``exp(similarity / temperature)``, 1 for the most similar."""
-    top = np.float32(-np.inf)
-    for i in range(n):
-        top = max(top, similarity[i])
-    for i in range(n):
-        weight[i] = np.exp((similarity[i] - top) / temperature)
 
 
 @inner

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.dense import DenseIndex, continuation
+from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.kernels import source_table, trie
 from retrieve_spec.kernels.source_table import ORIGIN_BITS
+from retrieve_spec.kernels.suffix_array import SEPARATOR
 from retrieve_spec.sources.rows import Row, source_row
 
 if TYPE_CHECKING:
@@ -67,12 +68,12 @@ class DenseIndexes:
 
     def __init__(self, stores: Sequence[Datastore]) -> None:
         self._segments: list[Segment] = [segment for store in stores for segment in store.segments]
-        self.parts: list[tuple[int, Segment, DenseIndex]] = []
+        self.parts: list[tuple[int, DenseIndex]] = []
         first = 0
         for store in stores:
-            self.parts += [(first + i, store.segments[i], index) for i, index in store.dense]
+            self.parts += [(first + i, index) for i, index in store.dense]
             first += len(store.segments)
-        layers = sorted({index.layer for _, _, index in self.parts}, key=str)
+        layers = sorted({index.layer for _, index in self.parts}, key=str)
         if len(layers) > 1:
             raise ConfigError(
                 "dense indexes of one layer",
@@ -83,7 +84,7 @@ class DenseIndexes:
 
     def search(self, hidden: NDArray[np.float32], k: int = NEIGHBOURS) -> Neighbours:
         """The k nearest keys of a hidden state (d,) over all segments; ties go to the earlier segment and position."""
-        found = [(place, *index.search(hidden[None], k)) for place, _, index in self.parts]
+        found = [(place, *index.search(hidden[None], k)) for place, index in self.parts]
         similarity = np.concatenate([s[0] for _, s, _ in found])
         position = np.concatenate([p[0] for _, _, p in found])
         segment = np.repeat([place for place, _, _ in found], [len(p[0]) for _, _, p in found])
@@ -91,9 +92,24 @@ class DenseIndexes:
         order = order[position[order] >= 0][:k]
         return Neighbours(similarity[order], segment[order].astype(np.int64), position[order])
 
-    def continuation(self, place: int, position: int, most: int) -> NDArray[np.int32]:
-        """At most `most` token ids behind a position of segment number `place`, up to the end of its document."""
-        return continuation(self._segments[place], position, most)
+    def behind(self, near: Neighbours, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """What follows places in their documents.
+
+        Returns
+        -------
+        spans, origins
+            (m, width) int32 token ids, `trie.END` behind the last of a document; (m,) int64, where the first ones stand
+            (`kernels/step.py`).
+        """
+        spans = np.full((len(near.position), width), trie.END, np.int32)
+        for place in np.unique(near.segment).tolist():
+            mine, segment = near.segment == place, self._segments[place]
+            tokens, to_global = segment.tokens, segment.to_global
+            at = near.position[mine, None] + np.arange(1, width + 1)
+            local = tokens[np.minimum(at, len(tokens) - 1)]  # the last one ends a document
+            ended = np.logical_or.accumulate((local == SEPARATOR) | (local >= len(to_global)), axis=1)
+            spans[mine] = np.where(ended, trie.END, to_global[np.where(ended, 0, local)].astype(np.int32))
+        return spans, (near.segment << ORIGIN_BITS) + near.position + 1
 
 
 class DenseSource:
@@ -116,9 +132,8 @@ class DenseSource:
     def prepare(self) -> None:
         """Open the indexes, and compile the kernels or load them from Numba's cache."""
         self.count = 0
-        for _, _, index in self.indexes.parts:
+        for _, index in self.indexes.parts:
             index.prepare()  # a damaged one is an error now, not amid the text
-        self._fill(Neighbours(np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.int64)), 0)
         self.root()
 
     def ask(self, hidden: NDArray[np.float32], token: int) -> None:
@@ -131,27 +146,14 @@ class DenseSource:
         token
             The token that came; neighbours with another one are dropped.
         """
-        self._fill(self.indexes.search(hidden), token)
-
-    def _fill(self, near: Neighbours, token: int) -> None:
-        """Replace the trie by what followed these neighbours, as far as it begins with the token."""
-        self.count = 0
-        for place, segment, _ in self.indexes.parts:
-            mine = near.segment == place
-            self.count = trie.gather(
-                segment.tokens,
-                segment.to_global,
-                near.position[mine],
-                near.similarity[mine],
-                token,
-                place << ORIGIN_BITS,
-                self.spans,
-                self.similarity,
-                self.origins,
-                self.count,
-            )
-        trie.sort_spans(self.spans, self.similarity, self.origins, self.count)
-        trie.weigh(self.similarity, self.count, TEMPERATURE, self.weight)
+        near = self.indexes.search(hidden)
+        spans, origins = self.indexes.behind(near, SPAN + 1)
+        kept = np.flatnonzero(spans[:, 0] == token)
+        kept = kept[np.lexsort((-near.similarity[kept], *spans[kept].T[::-1]))]
+        n = self.count = len(kept)
+        self.spans[:n], self.similarity[:n], self.origins[:n] = spans[kept], near.similarity[kept], origins[kept]
+        apart = self.similarity[:n] - self.similarity[:n].max(initial=-1.0)
+        self.weight[:n] = np.exp(apart.astype(np.float64) / TEMPERATURE)
 
     def root(self) -> NDArray[np.int64]:
         """Cursor behind the token that was asked for: (lo, hi, depth, match length)."""

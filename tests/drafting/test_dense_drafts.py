@@ -119,12 +119,9 @@ def test_presets_draft_as_published():
     """Neighbours by similarity; those that go on with another token are dropped; ten drafts of ten tokens."""
     #           0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19
     tokens = [5, 1, 2, 3, 4, 0, 6, 1, 2, 9, 0, 7, 8, 8, 0, 5, 1, 7, 7, 0]  # 0 ends a document
-    starts = [0, 6, 11, 15, 20]
     segment = SimpleNamespace(
         tokens=np.array(tokens, np.uint16),
-        ids_of=lambda local: local,
-        document_starts=np.array(starts, np.uint32),
-        document_of=lambda position: int(np.searchsorted(starts, position, side="right")) - 1,
+        to_global=np.arange(10, dtype=np.uint32),
     )
     keys = [[1, 0], [0.9, 0.3], [0.8, 0.6], [0, 1]]
     index = FakeIndex(keys, [11, 0, 6, 15])  # tokens 7, 5, 6, 5; what follows: 8 8 | 1 2 3 4 | 1 2 9 | 1 7 7

@@ -1,5 +1,8 @@
 """Retrieved spans as a trie: against the spans themselves, token by token."""
 
+import itertools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from doors import learn, levels
@@ -7,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieve_spec.kernels import source_table, trie
+from retrieve_spec.kernels.source_table import ORIGIN_BITS
+from retrieve_spec.sources.dense import DenseIndexes, DenseSource
 from retrieve_spec.sources.rows import source_row
 
 WIDTH = 5
@@ -19,15 +24,13 @@ spans_of = st.lists(
 
 def table_of(found):
     """The spans as the kernels hold them, sorted, with room for one more; similarities and weights."""
+    found = sorted(found, key=lambda pair: (pair[0], -pair[1]))
     k = len(found) + 1
     spans = np.full((k, WIDTH), trie.END, np.int32)
-    similarity, weight, origins = np.zeros(k, np.float32), np.zeros(k, np.float32), np.arange(k, dtype=np.int64)
-    for i, (span, s) in enumerate(found):
-        spans[i, : len(span)] = span
-        similarity[i] = s
-    trie.sort_spans(spans, similarity, origins, len(found))
-    trie.weigh(similarity, len(found), 0.1, weight)
-    return spans, similarity, weight, origins
+    for row, (span, _) in zip(spans, found, strict=False):
+        row[: len(span)] = span
+    similarity = np.array([*(s for _, s in found), 0], np.float32)
+    return spans, similarity, np.exp((similarity - similarity[:-1].max()) / 0.1)
 
 
 def row_of(spans, similarity, weight):
@@ -41,24 +44,10 @@ def row_of(spans, similarity, weight):
 
 
 @settings(deadline=None)
-@given(spans_of)
-def test_spans_are_sorted_and_keep_what_belongs_to_them(found):
-    spans, similarity, _, origins = table_of(found)
-    n = len(found)
-    wanted = sorted(range(n), key=lambda i: (found[i][0], -found[i][1]))
-    rows = [[t for t in row.tolist() if t != trie.END] for row in spans[:n]]
-    assert rows == [found[i][0] for i in wanted]
-    assert [found[i] for i in origins[:n].tolist()] == [
-        (row, s) for row, s in zip(rows, similarity[:n].tolist(), strict=True)
-    ]
-    assert origins[n] == n, "rows behind the last are left alone"
-
-
-@settings(deadline=None)
 @given(spans_of, st.lists(st.integers(0, 4), max_size=WIDTH + 1))
 def test_nodes_are_what_the_spans_say(found, path):
     """Every node on a path: what follows, how often, with which share; off the trie there is nothing."""
-    spans, similarity, weight, _ = table_of(found)
+    spans, similarity, weight = table_of(found)
     table = row_of(spans, similarity, weight)
     cursors = np.zeros((1, source_table.CURSOR), np.int64)
     cursors[0] = 0, len(found), 0, trie.dense_length(similarity, spans, 0, len(found), 0)
@@ -95,25 +84,27 @@ def test_nodes_are_what_the_spans_say(found, path):
 
 @settings(deadline=None)
 @given(
-    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=8), min_size=1, max_size=4),
-    st.lists(st.tuples(st.integers(-1, 40), st.floats(0, 1, width=32)), max_size=12),
+    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=40), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(-1, 60), st.sampled_from([0.2, 0.5, 1.0])), max_size=12, unique=True),
     st.integers(10, 14),
 )
-def test_gathering_reads_what_follows_in_the_document(documents, places, anchor):
+def test_spans_are_what_follows_the_neighbours_in_their_documents_sorted(documents, places, anchor):
     tokens = np.array([t for document in documents for t in (*document, 0)], np.uint16)
-    to_global = np.array([0, 10, 11, 12, 13], np.uint32)
-    positions, similarity = np.array([p for p, _ in places], np.int64), np.array([s for _, s in places], np.float32)
-    spans = np.full((8, WIDTH), 99, np.int32)
-    kept, origins = np.zeros(8, np.float32), np.zeros(8, np.int64)
-    n = trie.gather(tokens, to_global, positions, similarity, anchor, 1 << 40, spans, kept, origins, 0)
+    segment = SimpleNamespace(tokens=tokens, to_global=np.array([0, 10, 11, 12, 13], np.uint32))
+    places = [(min(position, len(tokens) - 1), s) for position, s in places]
+    found = np.array([[s for _, s in places]], np.float32), np.array([[p for p, _ in places]], np.int64)
+    index = SimpleNamespace(layer="last", search=lambda hidden, k: found)
+    stores = [SimpleNamespace(segments=[segment, segment], dense=[(1, index)])]
+    source = DenseSource(DenseIndexes(stores))
+    source.ask(np.zeros(4, np.float32), anchor)
     wanted = []
-    for position, s in places:
-        run = []
-        for token in tokens[position + 1 : position + 1 + WIDTH].tolist():
-            if token == 0:
-                break
-            run.append(token + 9)
-        if position >= 0 and run[:1] == [anchor]:
-            wanted.append((run, s, (1 << 40) + position + 1))
-    rows = [[t for t in row.tolist() if t != trie.END] for row in spans[:n]]
-    assert list(zip(rows, kept[:n].tolist(), origins[:n].tolist(), strict=True)) == wanted[:8]
+    for position, s in sorted(places, key=lambda place: (-place[1], place[0])):
+        run = list(itertools.takewhile(bool, tokens[position + 1 : position + 1 + source.spans.shape[1]].tolist()))
+        if position >= 0 and run and run[0] + 9 == anchor:
+            wanted.append(([token + 9 for token in run], np.float32(s), (1 << ORIGIN_BITS) + position + 1))
+    wanted.sort(key=lambda span: (span[0], -span[1]))
+    n = source.count
+    rows = [[t for t in row.tolist() if t != trie.END] for row in source.spans[:n]]
+    assert list(zip(rows, source.similarity[:n].tolist(), source.origins[:n].tolist(), strict=True)) == wanted
+    top = max((s for _, s, _ in wanted), default=0)
+    assert source.weight[:n].tolist() == pytest.approx([np.exp((s - top) / 0.1) for _, s, _ in wanted])

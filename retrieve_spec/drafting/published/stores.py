@@ -25,6 +25,7 @@ from retrieve_spec.drafting.published.logits import TokenRecycling, keep_newest
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.errors import MissingSourceError
 from retrieve_spec.kernels.suffix_array import SEPARATOR, sa_longest, sa_narrow, sa_successors
+from retrieve_spec.kernels.trie import END
 from retrieve_spec.sources import CONTEXT, DENSE, EXACT, SESSION
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes
@@ -396,7 +397,6 @@ class Dresd(PublishedDrafter):
         if self._hidden is None:
             return
         near = self.indexes.search(self._hidden, self.neighbours)
-        places = zip(near.segment.tolist(), near.position.tolist(), strict=True)
-        found = (self.indexes.continuation(place, position, self.length + 1).tolist() for place, position in places)
-        for run in islice((run for run in found if run[:1] == [self.text[-1]]), self.drafts):
-            builder.add_run(ROOT, run[1:], DENSE)
+        spans, _ = self.indexes.behind(near, self.length + 1)
+        for run in spans[spans[:, 0] == self.text[-1]][: self.drafts]:
+            builder.add_run(ROOT, run[run != END][1:].tolist(), DENSE)
