@@ -133,6 +133,7 @@ class PublishedDrafter:
         self._at_rest: SessionMemory | nullcontext[None] = nullcontext()
         self.text: array[int] = array("i")
         self._generated: list[NDArray[np.int32]] = []
+        self._open()
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last one's text, read the prompt."""
@@ -176,6 +177,9 @@ class PublishedDrafter:
         if self.session is not None and self._generated:
             self.session.remember(np.concatenate(self._generated))
         self._generated = []
+
+    def _open(self) -> None:
+        """Make what outlives a request."""
 
     def _reset(self) -> None:
         """Forget what the last request taught."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,10 +16,6 @@ from retrieve_spec.drafting.published.base import (
 )
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.sources import CONTEXT, RECYCLING
-from retrieve_spec.sources.session import SessionMemory
-
-if TYPE_CHECKING:
-    from retrieve_spec.datastore.store import Datastore
 
 RANK_P = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01)
 """Chance credited to the target's k-th token at an earlier place; Token Recycling itself ranks only."""
@@ -68,8 +61,7 @@ class TokenRecycling(PublishedDrafter):
     top_k = len(RANK_P)
     nodes = min(len(TEMPLATE), MAX_NODES)
 
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
+    def _open(self) -> None:
         self._matrix: dict[int, list[int]] = {}
 
     def _reset(self) -> None:

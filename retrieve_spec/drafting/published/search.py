@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +13,6 @@ from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.drafting.published.base import FULL, Gram, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.tree import ROOT
 from retrieve_spec.sources import RECYCLING
-from retrieve_spec.sources.session import SessionMemory
-
-if TYPE_CHECKING:
-    from retrieve_spec.datastore.store import Datastore
 
 RANK_P = (0.5, 0.12, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.01)
 """Chance of each rank before any of STAND's trees was measured."""
@@ -88,8 +83,7 @@ class Stand(PublishedDrafter):
     depth = 20
     measured_requests = 30
 
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
+    def _open(self) -> None:
         self._memory = ProbabilityMemory()
         self._noise = np.random.default_rng(0).gumbel(size=8192).tolist()
         self._hits: Counter[Gram] = Counter()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.drafter import Layer, VerifiedPass
+from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.drafting.published.base import (
     COPY_P,
     FULL,
@@ -29,7 +29,6 @@ from retrieve_spec.kernels.trie import END
 from retrieve_spec.sources import CONTEXT, DENSE, EXACT, SESSION
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes
-from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.segment import Segment
@@ -168,9 +167,8 @@ class Rest(PublishedDrafter):
     longest, shortest = 16, 2
     length = 10
 
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
-        self._corpus = Corpus(datastores, "rest")
+    def _open(self) -> None:
+        self._corpus = Corpus(self.datastores, "rest")
 
     def _draft(self, builder: TreeBuilder) -> None:
         places, depth = self._corpus.longest(self.text, self.longest)
@@ -198,8 +196,8 @@ class Sam(ContextDrafter):
     longest_match = 64
     branching = 8
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _open(self) -> None:
+        super()._open()
         self._corpus = Corpus(self.datastores)
 
     def _draft(self, builder: TreeBuilder) -> None:
@@ -295,11 +293,10 @@ class Hierarchy(PublishedDrafter):
     previous = 2
     reads = 64
 
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
-        Corpus(datastores, "hierarchy")
-        split = 1 if len(datastores) > 1 else 0
-        self._databases = (Corpus(datastores[:split]), 1), (Corpus(datastores[split:]), self.previous)
+    def _open(self) -> None:
+        Corpus(self.datastores, "hierarchy")
+        split = 1 if len(self.datastores) > 1 else 0
+        self._databases = (Corpus(self.datastores[:split]), 1), (Corpus(self.datastores[split:]), self.previous)
 
     def _reset(self) -> None:
         self._newest: dict[int, dict[Gram, None]] = {}
@@ -376,19 +373,17 @@ class Dresd(PublishedDrafter):
     neighbours, drafts, length = 50, 10, 10
     nodes = drafts * length
 
-    def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        super().__init__(datastores, session)
-        self.indexes = DenseIndexes(datastores)
+    def _open(self) -> None:
+        self.indexes = DenseIndexes(self.datastores)
         if self.indexes.layer is None:
-            got = "none" if not datastores else "only stores without one"
+            got = "none" if not self.datastores else "only stores without one"
             raise MissingSourceError(
                 "a datastore with a dense index for draft='dresd'", got, "Build one with --dense MODEL."
             )
-        self.wants_hidden: Layer | None = self.indexes.layer
-        self._hidden: NDArray[np.float32] | None = None
+        self.wants_hidden = self.indexes.layer
 
     def _reset(self) -> None:
-        self._hidden = None
+        self._hidden: NDArray[np.float32] | None = None
 
     def _learn(self, verified: VerifiedPass) -> None:
         self._hidden = verified.hidden

@@ -187,9 +187,11 @@ class AdaptiveTrigram(ContextDrafter):
     nodes = 64
     corpus_weight = 4.0
 
+    def _open(self) -> None:
+        self._tables = [(table, store.manifest.vocabulary) for store in self.datastores for table in store.ngrams]
+
     def _reset(self) -> None:
         super()._reset()
-        self._tables = [(table, store.manifest.vocabulary) for store in self.datastores for table in store.ngrams]
         self._tried: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def _of_corpus(self, pair: Pair) -> dict[int, float]:
