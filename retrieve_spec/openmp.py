@@ -1,4 +1,4 @@
-"""OpenMP runtimes that this process has loaded: kernels run by the threads of torch's, and forks.
+"""OpenMP runtimes that this process has loaded, and forks.
 
 libgomp keeps the threads of a parallel region waiting for the next one. A forked child inherits the record of them and
 not the threads, and its first parallel region (a sort, a matrix product, a search) waits for them for ever. Without
@@ -11,10 +11,6 @@ import contextlib
 import ctypes
 import functools
 import os
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 
 def loaded_libgomp() -> dict[str, ctypes.CDLL]:
@@ -36,45 +32,6 @@ def libgomp_of(folder: str) -> ctypes.CDLL | None:
         if os.path.realpath(path).startswith(folder + os.sep):
             return library
     return None
-
-
-@functools.cache
-def _of_torch() -> ctypes.CDLL | None:
-    import torch
-
-    library = libgomp_of(os.path.dirname(torch.__file__))
-    if library is not None:
-        library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        library.GOMP_parallel.restype = None
-    return library
-
-
-def threads_of_torch() -> int:
-    """Threads of the caller's next parallel region (`omp_get_max_threads`); 1 where torch has another runtime."""
-    library = _of_torch()
-    return 1 if library is None else int(library.omp_get_max_threads())
-
-
-def run_in_threads(function: Any, data: NDArray[np.int64], threads: int) -> None:
-    """Call a compiled function in every thread of a parallel region of torch's runtime, and wait for all of them.
-
-    The threads that wait for torch's own regions serve it: others would compete with them for the cores.
-
-    Parameters
-    ----------
-    function
-        A C function of Numba's, ``void (int64_t *)``; it holds no lock of Python's.
-    data
-        What each of them is given.
-    threads
-        `threads_of_torch`; with 1, the caller's own calls it, without a region.
-    """
-    if threads == 1:
-        function.ctypes(data.ctypes.data)
-        return
-    library = _of_torch()
-    assert library is not None, "threads_of_torch says whether there is one"
-    library.GOMP_parallel(int(function.address), data.ctypes.data, 0, 0)
 
 
 _PAUSE_SOFT = 1

@@ -310,15 +310,19 @@ class MixtureDrafter:
             self._sync()
             appended = request.read(self._table.words, self._request.words, ids, FOLLOWED, self._reads_stores)
         if appended < len(ids):  # for more the text's automaton had no room
-            self.context.extend(ids[appended:])
+            self._extend(ids[appended:])
+
+    def _extend(self, ids: NDArray[np.int32]) -> None:
+        """Append tokens to the text's automaton, for which it makes room, and read it where it is then."""
+        self.context.extend(ids)
+        self._table.put(self._context_row, self.context.row(CONTEXT))
 
     def _sync(self) -> None:
-        """Read sources whose arrays were replaced where they are now.
+        """Read a session whose arrays were replaced where they are now.
 
-        A session must be at rest from here until the kernels return (`SessionMemory.__enter__`): drafters of other
-        threads add to it.
+        It must be at rest from here until the kernels return (`SessionMemory.__enter__`): drafters of other threads add
+        to it.
         """
-        self._table.put(self._context_row, self.context.row(CONTEXT))
         for i, automaton in enumerate(self._earlier):
             self._table.put(self._session_row + i, automaton.row(SESSION))
 
@@ -533,8 +537,7 @@ class MixtureDrafter:
             self._shared.hear(self._text, shown.emitted)
         if room == len(shown.emitted):
             return False
-        self.context.extend(shown.emitted[room:])
-        self._sync()
+        self._extend(shown.emitted[room:])
         return True
 
     def forget_request(self) -> None:

@@ -7,8 +7,11 @@ run it in one parallel region, and take parts of each step until there are none 
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, Self
 
@@ -24,21 +27,20 @@ from retrieve_spec.kernels.layer_rows import gate_row, normalise_rows, rotate_he
 from retrieve_spec.kernels.number_formats import LIKE, bytes_of
 from retrieve_spec.kernels.packed_products import (
     bits_of,
-    block_of,
     multiply_panel,
     quantise_row,
     unpack,
 )
 from retrieve_spec.kernels.tree_attention import (
+    QUERIES,
     TEXT_FIELDS,
     attend_part,
     attention_parts,
     keep_row,
-    scratch_bytes,
 )
 from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, LYING, reads_halves
 from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
-from retrieve_spec.openmp import run_in_threads, threads_of_torch
+from retrieve_spec.openmp import libgomp_of
 
 CAN_RUN = not config.DISABLE_JIT and reads_halves()
 """Whether programs can be run: not where nothing is compiled, or scales cannot be read."""
@@ -200,9 +202,47 @@ def _in_c(single: bool) -> Any:
     return cfunc("void(int64)", cache=True, error_model="numpy")(_run_float32 if single else _run_bfloat16)
 
 
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """Torch's OpenMP runtime."""
+    library = libgomp_of(os.path.dirname(torch.__file__))
+    if library is not None:
+        library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        library.GOMP_parallel.restype = None
+    return library
+
+
+def threads_of_torch() -> int:
+    """Threads of the caller's next parallel region (`omp_get_max_threads`); 1 where torch has another runtime."""
+    library = _openmp()
+    return 1 if library is None else int(library.omp_get_max_threads())
+
+
+def run_in_threads(function: Any, data: NDArray[np.int64], threads: int) -> None:
+    """Call a compiled function in every thread of a parallel region of torch's runtime, and wait for all of them.
+
+    The threads that wait for torch's own regions serve it: others would compete with them for the cores.
+
+    Parameters
+    ----------
+    function
+        A C function of Numba's, ``void (int64_t *)``; it holds no lock of Python's.
+    data
+        What each of them is given.
+    threads
+        `threads_of_torch`; with 1, the caller's own calls it, without a region.
+    """
+    if threads == 1:
+        function.ctypes(data.ctypes.data)
+        return
+    library = _openmp()
+    assert library is not None, "threads_of_torch says whether there is one"
+    library.GOMP_parallel(int(function.address), data.ctypes.data, 0, 0)
+
+
 def padded(rows: int) -> int:
     """Rows that buffers of products have: so many, filled up to whole blocks."""
-    return -(-rows // BLOCKS[-1]) * BLOCKS[-1] if rows > BLOCKS[-1] else int(block_of.py_func(rows))
+    return next((block for block in BLOCKS if rows <= block), -(-rows // BLOCKS[-1]) * BLOCKS[-1])
 
 
 class RowTexts:
@@ -313,10 +353,27 @@ class RowProgram:
                 ends.setdefault(end, []).append(place)
         return offsets
 
+    def over(self, width: int, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[torch.Tensor]]:
+        """The program as a function of the texts and of tensors, the first of which has rows of so many numbers.
+
+        Its results are (1, rows, …) of these shapes, which come last among what is given when the program is run.
+        """
+        widths = [math.prod(shape) for shape in shapes]
+
+        def run_over(texts: RowTexts | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+            held = [tensor.contiguous() for tensor in tensors]
+            rows = held[0].numel() // width
+            outs = [held[0].new_empty((padded(rows), each)) for each in widths]
+            self.run(rows, [tensor.data_ptr() for tensor in (*held, *outs)], texts)
+            return [out[:rows].view(1, rows, *shape) for out, shape in zip(outs, shapes, strict=True)]
+
+        return run_over
+
     def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None) -> None:
         """Run it over so many rows; addresses are those of rows that lie side by side, and of weights."""
         room, threads, numbers = padded(rows), threads_of_torch(), self._numbers.copy()
-        scratch = 0 if texts is None else -(-scratch_bytes(texts.longest, self._widest) // 64) * 64
+        scratch = 0 if texts is None else 4 * QUERIES * (2 * self._widest + texts.longest + LANES)
+        scratch = -(-scratch // 64) * 64
         arena = torch.empty(room * self._arena_bytes + threads * scratch, dtype=torch.uint8)
         begin = arena.data_ptr()
         numbers[3], numbers[4] = rows, threads

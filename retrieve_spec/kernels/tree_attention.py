@@ -24,8 +24,9 @@ TEXT_FIELDS = 5
 """Of a text: its first row in the pass, how many it has, and the addresses of (rows, rows) bool who of them sees whom,
 of (layers, 4) int64: the addresses of keys and values (heads, capacity, width), capacity, rows held before, and of
 (rows,) int64 positions of its rows, counted from the first of them."""
-_QUERIES = BLOCKS[-1]
-"""Queries that are served at once."""
+QUERIES = BLOCKS[-1]
+"""Queries that are served at once. For each a thread needs scratch for `LANES` numbers of four bytes, two vectors of
+the heads' width, and one number for each row that its text holds, the pass's own included."""
 _UNIT = np.float32(1 << 40)
 """Shares are added up in parts of one by so many."""
 _score = score_block(here()[1])
@@ -34,7 +35,7 @@ _score = score_block(here()[1])
 @inner
 def _parts_of(by_text: NDArray[np.int64], text: int, heads: int, kv_heads: int) -> int:
     """Parts that the attention of one text has."""
-    return kv_heads * -(-(heads // kv_heads * by_text[text, 1]) // _QUERIES)
+    return kv_heads * -(-(heads // kv_heads * by_text[text, 1]) // QUERIES)
 
 
 @inner
@@ -44,11 +45,6 @@ def attention_parts(by_text: NDArray[np.int64], heads: int, kv_heads: int) -> in
     for text in range(len(by_text)):
         parts += _parts_of(by_text, text, heads, kv_heads)
     return parts
-
-
-def scratch_bytes(held: int, width: int) -> int:
-    """Memory that a thread needs for rows of texts that hold at most so many, themselves included."""
-    return 4 * _QUERIES * (2 * width + held + LANES)
 
 
 @inner
@@ -126,9 +122,9 @@ def attend_part(
         number -= _parts_of(by_text, text, heads, kv_heads)
         text += 1
     first, rows, seen, places = by_text[text, 0], by_text[text, 1], by_text[text, 2], by_text[text, 3]
-    place, h, begin = view_i64(places + 32 * layer, 4), number % kv_heads, number // kv_heads * _QUERIES
+    place, h, begin = view_i64(places + 32 * layer, 4), number % kv_heads, number // kv_heads * QUERIES
     keys, values, held = place[0] + size * d * h * place[2], place[1] + size * dv * h * place[2], place[3]
-    count = min(_QUERIES, groups * rows - begin)
+    count = min(QUERIES, groups * rows - begin)
     last, block = held + (begin + count - 1) // groups + 1, block_of(count)
     depths, start, whole = view_i64(by_text[text, 4], rows), 0, held  # keys looked at, and those that all queries see
     if window:
@@ -138,8 +134,8 @@ def attend_part(
         start = min(max(held + least - window + 1, 0), held) // LANES * LANES
         whole = held if held + most < window else start
     stride = -(-last // LANES) * LANES
-    asks, mixed, chunks = scratch, scratch + size * _QUERIES * d, size * d // 64
-    scores = mixed + 4 * _QUERIES * dv
+    asks, mixed, chunks = scratch, scratch + size * QUERIES * d, size * d // 64
+    scores = mixed + 4 * QUERIES * dv
     for q in range(count):
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
         for chunk in range(chunks):

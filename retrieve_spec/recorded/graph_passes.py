@@ -232,19 +232,12 @@ def _open_rows(graph: fx.Graph) -> None:
         head = head.args[0]
     if head.op == "call_function" and head.target in (aten.linear.default, PACKED_PRODUCT):
         with graph.inserting_before(head):
-            rows = graph.call_function(rows_of, (head.args[0], wanted))
+            rows = graph.call_method("__getitem__", (head.args[0], (slice(None), wanted)))
             rows.meta["val"] = value(head.args[0])  # but for their number
             head.update_arg(0, rows)
     else:
         with graph.inserting_before(output):
-            output.update_arg(0, (graph.call_function(rows_of, (logits, wanted)), *others))
-
-
-def rows_of(x: torch.Tensor, wanted: int | torch.Tensor) -> torch.Tensor:
-    """Rows of (1, rows, d) from one on, or those of an index."""
-    if isinstance(wanted, torch.Tensor):
-        return x.index_select(1, wanted)
-    return x[:, wanted:] if wanted else x
+            output.update_arg(0, (graph.call_method("__getitem__", (logits, (slice(None), wanted))), *others))
 
 
 def value(node: Any) -> Any:

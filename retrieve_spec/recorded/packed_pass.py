@@ -18,7 +18,7 @@ from retrieve_spec.attention import visibility_bits
 from retrieve_spec.config import PASS
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded.kv_buffer import KVBuffer
-from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.recorded.recorded_pass import ALL, RecordedPass
 from retrieve_spec.verify.verifier import Ran
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class PackedPass:
         buffer = self._buffer
         move_rows(self._kind, self._places, buffer.slabs, buffer.held, buffer.move_starts, buffer.sources)
         ids, positions = buffer.ids.long()[None], buffer.positions.long()[None]
-        wanted = buffer.wanted.long() if self._shape.logits else 0
+        wanted = buffer.wanted.long() if self._shape.logits else ALL
         self._outputs = self._recorded.run(ids, positions, self._attend, wanted)
 
     @property

@@ -201,6 +201,10 @@ AttentionInterface.register(RECORDER, _record_attention)
 AttentionMaskInterface.register(RECORDER, lambda *args, **kwargs: None)
 
 
+ALL = slice(None)
+"""All rows of a pass."""
+
+
 class RecordedPass:
     """A model's forward as flat code for any number of rows, reading the model's own weights.
 
@@ -316,13 +320,13 @@ class RecordedPass:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attend: Attend | RowTexts,
-        wanted: int | torch.Tensor = 0,
+        wanted: slice | torch.Tensor = ALL,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward: (1, rows) ids and positions in, (1, rows, vocab) logits and (1, rows, d) states out.
 
         A `RowTexts` stands for the attention where `attends_rows`.
 
-        Logits are computed for the rows from `wanted` on, or for those whose numbers it holds.
+        Logits are computed for the `wanted` rows, a slice of them or those whose numbers it holds.
 
         The results are inference tensors: copy them before changing them in place.
         """
@@ -334,7 +338,7 @@ class RecordedPass:
         return logits, hidden
 
     def _run_exactly(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, wanted: int | torch.Tensor
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attend: Attend, wanted: slice | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run with as many rows as products of one order need, the last one of them too."""
         rows = input_ids.shape[1]
@@ -345,8 +349,8 @@ class RecordedPass:
             return functional.pad(own, (0, 0, 0, 0, 0, more))
 
         ids, positions = functional.pad(input_ids, (0, more)), functional.pad(position_ids, (0, more))
-        logits, hidden = self._compiled.run(*self._weights, ids, positions, attend_own, 0)
-        return graph_passes.rows_of(logits[:, :rows], wanted), hidden[:, :rows]
+        logits, hidden = self._compiled.run(*self._weights, ids, positions, attend_own, ALL)
+        return logits[:, :rows][:, wanted], hidden[:, :rows]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from retrieve_spec.kernels.row_programs import RowTexts
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_pass import EXACT_ROWS, LaidOut, PackedPass, PassGraphs, packs, shape_of
-from retrieve_spec.recorded.recorded_pass import Attend, RecordedPass
+from retrieve_spec.recorded.recorded_pass import ALL, Attend, RecordedPass
 from retrieve_spec.sampling.acceptance import on_device
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier, SignatureModes
@@ -350,7 +350,7 @@ def run_pass(
     if graphs is not None and (replayed := graphs.run(laid, wanted)) is not None:
         return replayed
     rows = sum(len(text.ids) for text in laid)
-    if packs(recorded, laid):
+    if recorded.device.type != "cpu" and packs(recorded, laid):
         shape = shape_of(recorded, laid, rows, len(laid), 0 if wanted is None else len(wanted))
         packed = PackedPass(recorded, laid[0].cache, shape)
         packed.fill(laid, wanted)
@@ -372,10 +372,10 @@ def run_pass(
         together = _row_texts(laid)
     elif len(laid) > 1:
         together = _attend_apart(laid, attend)
-    some: int | torch.Tensor = 0
+    some: slice | torch.Tensor = ALL
     if wanted is not None:
         ends_it = len(wanted) == rows - wanted[0]
-        some = int(wanted[0]) if ends_it else _to(recorded, wanted)
+        some = slice(int(wanted[0]), None) if ends_it else _to(recorded, wanted)
     logits, hidden = recorded.run(_to(recorded, ids)[None], _to(recorded, positions)[None], together, some)
     return logits[0], hidden[0], Ran.EAGER
 

@@ -17,7 +17,7 @@ from torch import fx
 from retrieve_spec.attention import LayerRule
 from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.packed_products import bits_of
-from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, RowTexts, Step, padded, serves
+from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, Step, serves
 from retrieve_spec.kernels.vector_code import GROUP, LANES, LYING, has_bfloat16_products
 
 aten = torch.ops.aten
@@ -260,7 +260,8 @@ class Segment:
                 out = result(step, whole, 1 if more else None)
                 program.add(Step.NORMALISE, given(x), other, given(weight), total, out, width, whole // width, eps)
         program.finish([places[node] for node in (*inputs, *outputs)])
-        return inputs, _running(program, _row_width(inputs[0]), outputs)
+        shapes = [(_row_width(node),) if _is_turned(node) else tuple(map(int, _shape(node)[2:])) for node in outputs]
+        return inputs, program.over(_row_width(inputs[0]), shapes)
 
 
 def _bias(product: Node, given: Callable[[Node], int]) -> int:
@@ -274,22 +275,6 @@ def _bits(product: Node) -> int:
     if product.target is aten.linear.default:
         return LYING
     return bits_of(int(_shape(weight)[1]), int(_shape(x)[-1]) // GROUP)
-
-
-def _running(program: RowProgram, width: int, outputs: Sequence[Node]) -> Callable[..., list[torch.Tensor]]:
-    """What runs a program over tensors, the first of which has rows of so many numbers, and gives results."""
-    shapes = [(_row_width(node),) if _is_turned(node) else tuple(map(int, _shape(node)[2:])) for node in outputs]
-    widths = [int(np.prod(shape)) for shape in shapes]
-
-    def run_segment(texts: RowTexts | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        held = [tensor.contiguous() for tensor in tensors]
-        rows = held[0].numel() // width
-        room = padded(rows)
-        outs = [held[0].new_empty((room, each)) for each in widths]
-        program.run(rows, [tensor.data_ptr() for tensor in (*held, *outs)], texts)
-        return [out[:rows].view(1, rows, *shape) for out, shape in zip(outs, shapes, strict=True)]
-
-    return run_segment
 
 
 def turned(rows: torch.Tensor, heads: int) -> torch.Tensor:
