@@ -1,7 +1,5 @@
 """The training script makes, from a tiny corpus and in one step, a model that loads and completes."""
 
-from __future__ import annotations
-
 import json
 import sys
 

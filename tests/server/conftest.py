@@ -1,5 +1,4 @@
-from __future__ import annotations
-
+import contextlib
 import copy
 
 import pytest
@@ -59,6 +58,16 @@ def served(live, codec, templated):
         return live(backend, templated, **options)
 
     return start
+
+
+@pytest.fixture
+def official():
+    """`official(server)`: the client that OpenAI publishes, asking a server."""
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    with contextlib.ExitStack() as clients:
+        yield lambda server: clients.enter_context(
+            openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
+        )
 
 
 @pytest.fixture(scope="session")

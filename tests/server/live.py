@@ -1,7 +1,5 @@
 """A server in a thread of the test process, listening on a free port."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

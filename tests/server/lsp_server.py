@@ -1,7 +1,5 @@
-"""A language server with a scripted model, for tests over standard input and output; argument: what it says,
-"echo" for the line before the cursor."""
-
-from __future__ import annotations
+"""A language server with a scripted model, for tests over standard input and output; arguments: what it says,
+"echo" for the line before the cursor; and how many seconds a pass takes."""
 
 import sys
 from pathlib import Path
@@ -24,19 +22,12 @@ def make(roots):
     codec = TextCodec(tokenizer)
     said = codec.encode(sys.argv[1])
 
-    class Slow(ScriptedBackend):
-        def _pass(self):
-            if len(sys.argv) > 2:
-                import time
-
-                time.sleep(float(sys.argv[2]))
-            super()._pass()
-
     def echo(prompt):
         before, _, _ = codec.decode(prompt).partition("<|fim_suffix|>")
         return codec.encode(before.rpartition("\n")[2])
 
-    backend = Slow(lambda prompt: [*(echo(prompt) if sys.argv[1] == "echo" else said), 0])
+    pass_s = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+    backend = ScriptedBackend(lambda prompt: [*(echo(prompt) if sys.argv[1] == "echo" else said), 0], pass_s=pass_s)
     workspace = Workspace(roots, ServeConfig(), tokenizer, lambda store: None) if roots else None
     return Service(backend, tokenizer, "tiny", ServeConfig(), workspace)
 

@@ -1,20 +1,18 @@
 """A model without weights: what it says is a function of the prompt, and its cache is the list of tokens it read."""
 
-from __future__ import annotations
-
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from retrieve_spec.engine.sequence import GenerationReport
 from retrieve_spec.server.backend import DraftHints
-from retrieve_spec.server.sampling import Sampling
 
 
 class ScriptedBackend:
     def __init__(
-        self, script: Callable[[Sequence[int]], list[int]], *, n_ctx: int = 4096, run: int = 2, vocab: int = 8192
+        self, script: Callable[[Sequence[int]], list[int]], *, n_ctx: int = 4096, run: int = 2, pass_s: float = 0.0
     ) -> None:
-        self.script, self.n_ctx, self.run, self.vocab = script, n_ctx, run, vocab
+        self.script, self.n_ctx, self.run, self.pass_s = script, n_ctx, run, pass_s
         self.passes = 0
         self.prefilled: list[int] = []
         self.prompts: list[tuple[int, ...]] = []
@@ -42,28 +40,19 @@ class ScriptedBackend:
     def cache_bytes(self, cache: list[int]) -> int:
         return 8 * len(cache)
 
-    def _pass(self) -> None:
-        if self.gate is not None:
-            self.gate.acquire()
-        self.passes += 1
-
     def decode(
-        self,
-        cache: list[int],
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        end_ids: frozenset[int],
-        sampling: Sampling,
-        hints: DraftHints,
-    ) -> ScriptedText:
+        self, cache: list[int], prompt_ids: Sequence[int], *, max_tokens: int, hints: DraftHints, **_: object
+    ) -> "ScriptedText":
         assert list(prompt_ids[: len(cache)]) == cache, "the cache does not hold the beginning of the prompt"
         assert len(cache) < len(prompt_ids)
         self.hints.append(hints)
         return ScriptedText(self, cache, list(prompt_ids), max_tokens, self.run if hints.enabled else 1)
 
-    def step(self, texts: Sequence[ScriptedText]) -> None:
-        self._pass()
+    def step(self, texts: Sequence["ScriptedText"]) -> None:
+        if self.gate is not None:
+            self.gate.acquire()
+        time.sleep(self.pass_s)
+        self.passes += 1
         self.together.append(len(texts))
         for text in texts:
             text.go_on()

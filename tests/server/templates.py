@@ -1,7 +1,5 @@
 """Chat templates of a few lines, each with the calls of one family of models."""
 
-from __future__ import annotations
-
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant

@@ -1,7 +1,5 @@
 """The editor settings name addresses that exist and the model that is served."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

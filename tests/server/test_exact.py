@@ -1,7 +1,5 @@
 """With the bundled model: every answer is what plain decoding of the same prompt says."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Token healing: which tokens agree with what was begun, and what of a line may be the beginning of a token."""
 
-from __future__ import annotations
-
 import string
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -78,33 +76,6 @@ def test_infill_stream_ends_with_an_empty_stop_event(server, codec):
     assert "timings" in events[-1]
     whole = server.post("/infill", INFILL).json()
     assert events[-1]["prompt"] == whole["prompt"] == codec.decode(server.backend.prompts[0])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"input_prefix": None}, '"input_prefix": Input should be a valid string'),
-        ({"input_suffix": ...}, '"input_suffix": Field required'),
-        ({"prompt": 3}, '"prompt": Input should be a valid string'),
-        ({"input_extra": "x"}, '"input_extra"'),
-        ({"input_extra": [{"filename": "x"}]}, '"input_extra.0.text": Field required'),
-        ({"input_extra": [{"text": 1}]}, '"input_extra.0.text": Input should be a valid string'),
-        ({"n_predict": "many"}, '"n_predict"'),
-        ({"n_cmpl": 17}, '"n_cmpl"'),
-        ({"top_p": 2}, '"top_p"'),
-        ({"top_p": -0.1}, '"top_p"'),
-        ({"min_p": 5}, '"min_p"'),
-        ({"samplers": "kpt"}, '"samplers"'),
-        ({"samplers": ["top_k", "bogus"]}, '"samplers.1": Input should be'),
-        ({"temperature": 1e400}, "not JSON"),
-    ],
-)
-def test_malformed_infill_says_why(server, change, message):
-    body = {name: value for name, value in {**INFILL, **change}.items() if value is not ...}
-    raw = server.client.post("/infill", content=json.dumps(body))
-    assert raw.status_code == 400
-    error = raw.json()["error"]
-    assert message in error["message"] and (error["code"], error["type"]) == (400, "invalid_request_error")
 
 
 def test_a_model_without_fim_says_501_and_what_is_missing(live, say, tokenizer, monkeypatch):

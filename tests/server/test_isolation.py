@@ -1,7 +1,5 @@
 """With the bundled model: nothing that one key sent can be told from the answers to another, and each forgets alone."""
 
-from __future__ import annotations
-
 import threading
 
 import httpx

@@ -1,7 +1,5 @@
 """With the bundled model: answers that a server keeps in a file are drafted by the next one for the same key alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

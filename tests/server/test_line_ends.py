@@ -1,7 +1,5 @@
 """Documents whose lines end in CRLF: read as LF, answered in their own ends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """llama.vscode's own completion code, unmodified, in Node with a stand-in for the `vscode` module."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Many clients at once, some of them malformed: nobody waits for ever, nothing grows without bound."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import json

@@ -1,7 +1,5 @@
 """The language server, spoken to by pygls' own client over standard input and output."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import sys

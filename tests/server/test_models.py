@@ -1,7 +1,5 @@
 """Several models behind one address: by name, loaded when first asked for."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

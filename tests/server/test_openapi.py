@@ -1,7 +1,5 @@
 """Our own OpenAPI description, held against the server by schemathesis."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Server processes as users start them, on the bundled model."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What the dialects answer with the bundled model behind them: a scripted model hides what a real one hands over."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -60,37 +58,6 @@ def test_without_a_seed_every_answer_is_another_sample(reference_live):
     assert seeds[0] != seeds[1]
     repeat = {"prompt": SOURCE, "temperature": 1.0, "n_predict": 24, "seed": seeds[0]}
     assert reference_live.post("/completion", repeat).json()["content"] == settings[0]["content"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "fields"),
-    [
-        ("/v1/chat/completions", CHAT, {"json_schema": {"type": "object"}, "length_penalty": 0.5}),
-        ("/completion", COMPLETION, {"response_format": {"type": "json_object"}}),
-        ("/v1/chat/completions", CHAT, {"audio": {"voice": "x"}, "min_tokens": 5}),
-        ("/v1/completions", {"prompt": SOURCE}, {"prompt_logprobs": 1, "best_of": 2}),
-        ("/completion", COMPLETION, {"grammar": "root ::= 'x'", "repeat_penalty": 1.1, "n_probs": 5}),
-        ("/completion", COMPLETION, {"n": 2, "n_cmpl": 3}),
-        ("/v1/chat/completions", CHAT, {"n_cmpl": 2, "documents": [{"text": "x"}]}),
-        ("/v1/completions", {"prompt": SOURCE}, {"include_stop_str_in_output": True, "skip_special_tokens": False}),
-        ("/infill", INFILL, {"mirostat": 2, "ignore_eos": True, "lora": [{"id": 0, "scale": 1}]}),
-    ],
-)
-def test_fields_that_are_not_served_are_refused_by_name(reference_live, path, body, fields):
-    raw = reference_live.post(path, {**body, **fields})
-    assert raw.status_code == 400
-    error = raw.json()["error"]
-    assert error["type"] == "unsupported_field"
-    assert all(name in error["message"] for name in fields)
-
-
-def test_fields_that_ask_for_nothing_are_taken(reference_live):
-    nothing = {
-        "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "frequency_penalty": 0.0, "top_p": 1,
-        "presence_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1, "parallel_tool_calls": True, "best_of": 1,
-        "n_cmpl": 1, "skip_special_tokens": True, "include_stop_str_in_output": False, "chat_template_kwargs": {},
-    }  # fmt: skip
-    assert reference_live.post("/v1/chat/completions", {**CHAT, **nothing}).status_code == 200
 
 
 def test_a_deadline_that_ends_something_says_so(reference_live):

@@ -1,7 +1,5 @@
 """Editors that share a server: they ask it over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

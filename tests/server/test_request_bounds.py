@@ -1,7 +1,5 @@
 """Slow, large, broken and foreign connections: what each of them may cost, and that nobody else notices."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """What a starting server says: mistakes before the model loads, progress while it does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,14 +1,12 @@
 """Tools: what a model calls is what it wrote, whatever pieces that came in; nothing else is called."""
 
-from __future__ import annotations
-
+import copy
 import json
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
 import pytest
-from live import Live
 from pydantic import BaseModel
 from templates import CHATML, HERMES, TOOLS, is_right
 
@@ -20,6 +18,9 @@ from retrieve_spec.server.tools import FORMATS, CallParser, ToolCall, calls_gram
 
 F, G = ToolCall("f", {"a": "</tool_call> ]}"}), ToolCall("get", {"b": [1, {"c": None}], "é": "\n"})
 NAMES = dict.fromkeys(("f", "fu", "get"))
+formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+tagged = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.tags], ids=lambda fmt: fmt.name)
+CODER = find_tool_format("", "qwen-coder")
 
 
 def spelled(fmt, calls):
@@ -65,7 +66,7 @@ def cut_everywhere(fmt, text):
     return whole
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@formats
 def test_calls_are_found_wherever_the_text_is_cut(fmt):
     assert cut_everywhere(fmt, spelled(fmt, [F])) == [F]
     assert cut_everywhere(fmt, f"\n{spelled(fmt, [G, F])}\n") == [G, F]
@@ -79,7 +80,7 @@ def test_calls_are_found_wherever_the_text_is_cut(fmt):
     assert behind == [F, "\nDone. "]
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@formats
 def test_what_is_no_call_is_text_to_the_last_character(fmt):
     whole = spelled(fmt, [F])
     texts = [whole[:-size] for size in range(len(fmt.close) + 2, len(whole), 3)]
@@ -107,10 +108,9 @@ SCHEMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+@tagged
 @pytest.mark.parametrize("end", ["", "\n"])
-def test_values_in_tags_are_what_their_schema_says(name, end):
-    fmt = find_tool_format("", name)
+def test_values_in_tags_are_what_their_schema_says(fmt, end):
     close = fmt.tags.value_close
     arguments = {
         "path": "12", "text": f"if a < b:\n    print('{close}')\n\n", "count": 7, "deep": [1, {"a": "</b>"}],
@@ -124,110 +124,98 @@ def test_values_in_tags_are_what_their_schema_says(name, end):
     ]
 
 
-@pytest.mark.parametrize("steered", [False, True])
-@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
-def test_a_grammar_of_tags_lets_calls_through(name, steered):
-    """Also where tags are tokens, which no text has in it."""
-    llguidance = pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
-    hf = pytest.importorskip("llguidance.hf")
-    fmt, (_, tokenizer) = find_tool_format("", name), load_model("reference")
-    if steered:
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "<arg_key>", "</arg_value>"]})
-    added = tokenizer.get_added_vocab()
-    schema = SCHEMA | {"required": ["path", "count"], "properties": dict(list(SCHEMA["properties"].items())[:6])}
-    grammar = calls_grammar(
-        fmt, {"f": schema}, lambda text: f"<[{added[text]}]>" if text in added else json.dumps(text), several=False
-    )
-    vocabulary = hf.from_tokenizer(tokenizer)
-
-    def takes(arguments):
-        matcher = llguidance.LLMatcher(vocabulary, grammar)
-        assert not matcher.is_error(), matcher.get_error()
-        ids = tokenizer.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-    assert takes({"path": "a\n<b>", "count": 3})
-    assert takes({"path": "", "text": "x", "count": 3, "mode": "w"})
-    assert not takes({"path": "a"}) and not takes({"path": "a", "count": "x"})
-    assert not takes({"path": "a", "count": 1, "mode": "x"})
-
-
-@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
-def test_references_in_tags_are_from_the_root_of_all_arguments(name):
-    llguidance = pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
-    hf = pytest.importorskip("llguidance.hf")
-    fmt, (_, tokenizer) = find_tool_format("", name), load_model("reference")
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["n"]}
-    schema["properties"]["other"] = {"$ref": "#/properties/n"}
-    grammar = calls_grammar(fmt, {"f": schema}, json.dumps, several=False)
-    for arguments, fits in (({"n": 1, "next": {"n": 2}, "other": 3}, True), ({"n": 1, "other": "x"}, False)):
-        matcher = llguidance.LLMatcher(hf.from_tokenizer(tokenizer), grammar)
-        ids = tokenizer.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
-        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, matcher.get_error()
-
-
 def test_arguments_may_be_a_definition():
     """As Pydantic writes the schema of a model that has itself in it."""
 
     class Node(BaseModel):
         name: str
         size: int
-        next: Node | None = None
+        next: "Node | None" = None
 
     tools = [{"type": "function", "function": {"name": "f", "parameters": Node.model_json_schema()}}]
     schemas = ChatRequest(messages=[{"role": "user", "content": "go"}], tools=tools).argument_schemas
     call = ToolCall("f", {"name": "12", "size": 7, "next": {"name": "x", "size": 1}})
-    fmt = find_tool_format("", "qwen-coder")
-    assert CallParser(fmt, schemas).feed(in_tags(fmt, call)) == [call]
-    assert "call_0_1: %json" in calls_grammar(fmt, schemas, json.dumps, several=False)
+    assert CallParser(CODER, schemas).feed(in_tags(CODER, call)) == [call]
+    assert "call_0_1: %json" in calls_grammar(CODER, schemas, json.dumps, several=False)
 
 
+RECURSIVE = {
+    "type": "object", "required": ["n"],
+    "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}, "other": {"$ref": "#/properties/n"}},
+}  # fmt: skip
 LISTED = {
     "$defs": {"unit": {"enum": ["c", "f"], "type": "string"}},
     "properties": {
         "unit": {"$ref": "#/$defs/unit"}, "maybe": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]},
         "kind": {"const": "cat"}, "old": {"allOf": [{"$ref": "#/$defs/unit"}]}, "mixed": {"enum": ["x", 3]},
     },
+    "required": ["unit", "maybe", "kind", "old", "mixed"],
 }  # fmt: skip
+ONE = {"unit": "c", "maybe": None, "kind": "cat", "old": "f", "mixed": 3}
+OTHERS = {"unit": "g", "maybe": "n", "kind": "dog", "old": "", "mixed": "3.5"}
 
 
-@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
-def test_a_grammar_of_tags_holds_to_the_values_that_a_schema_lists(name):
-    """Wherever it lists them: Pydantic's enumerations are definitions."""
+@pytest.fixture(params=[False, True], ids=["text", "tokens"])
+def lets_through(request, tokenizer):
+    """`lets_through(fmt, schema, arguments)`: whether a grammar does, of a model whose tags are text, or tokens."""
     llguidance = pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
-    hf = pytest.importorskip("llguidance.hf")
-    fmt, (_, tokenizer) = find_tool_format("", name), load_model("reference")
-    schema = {**LISTED, "required": list(LISTED["properties"])}
-    grammar = calls_grammar(fmt, {"f": schema}, json.dumps, several=False)
-    right = {"unit": "c", "maybe": None, "kind": "cat", "old": "f", "mixed": 3}
-    wrong = {"unit": "g", "maybe": "n", "kind": "dog", "old": "", "mixed": "3.5"}
-    for arguments in (right, *({**right, key: value} for key, value in wrong.items())):
-        matcher = llguidance.LLMatcher(hf.from_tokenizer(tokenizer), grammar)
-        ids = tokenizer.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
-        fits = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-        assert fits == (arguments is right), matcher.get_error()
-    assert CallParser(fmt, {"f": schema}).feed(in_tags(fmt, ToolCall("f", right))) == [ToolCall("f", right)]
+    own = copy.deepcopy(tokenizer)
+    if request.param:
+        own.add_special_tokens({"additional_special_tokens": ["<tool_call>", "<arg_key>", "</arg_value>"]})
+    added, vocabulary = own.get_added_vocab(), pytest.importorskip("llguidance.hf").from_tokenizer(own)
+
+    def decide(fmt, schema, arguments):
+        grammar = calls_grammar(
+            fmt, {"f": schema}, lambda text: f"<[{added[text]}]>" if text in added else json.dumps(text), several=False
+        )
+        matcher = llguidance.LLMatcher(vocabulary, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = own.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return decide
+
+
+@tagged
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (
+            SCHEMA | {"required": ["path", "count"], "properties": dict(list(SCHEMA["properties"].items())[:6])},
+            [{"path": "a\n<b>", "count": 3}, {"path": "", "text": "x", "count": 3, "mode": "w"}],
+            [{"path": "a"}, {"path": "a", "count": "x"}, {"path": "a", "count": 1, "mode": "x"}],
+        ),
+        # References are from the root of all arguments.
+        (RECURSIVE, [{"n": 1, "next": {"n": 2}, "other": 3}], [{"n": 1, "other": "x"}]),
+        # Values are listed wherever: Pydantic's enumerations are definitions.
+        (LISTED, [ONE], [{**ONE, key: value} for key, value in OTHERS.items()]),
+    ],
+    ids=["types", "references", "lists"],
+)
+def test_a_grammar_of_tags_lets_through_what_its_schema_takes(fmt, lets_through, schema, right, wrong):
+    assert [one for one in [*right, *wrong] if lets_through(fmt, schema, one)] == right
+    for arguments in right:
+        call = ToolCall("f", arguments)
+        assert CallParser(fmt, {"f": schema}).feed(in_tags(fmt, call)) == [call]
 
 
 def test_definitions_that_name_one_another_many_times_cost_no_time():
     schema = {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}] * 200}}}
-    fmt, began = find_tool_format("", "qwen-coder"), perf_counter()
-    assert CallParser(fmt, {"f": schema}).feed(in_tags(fmt, ToolCall("f", {"a": 1}))) == [ToolCall("f", {"a": 1})]
+    call, began = ToolCall("f", {"a": 1}), perf_counter()
+    assert CallParser(CODER, {"f": schema}).feed(in_tags(CODER, call)) == [call]
     assert perf_counter() - began < 8
 
 
 def test_damage_in_tags_costs_no_time():
-    fmt = find_tool_format("", "qwen-coder")
-    many = in_tags(fmt, ToolCall("f", {f"a{i}": "</parameter>" * 20 for i in range(200)}))
+    many = in_tags(CODER, ToolCall("f", {f"a{i}": "</parameter>" * 20 for i in range(200)}))
     text = many.replace("</function>", "</fun>")
-    assert said(fmt, [text]) == [text]
+    assert said(CODER, [text]) == [text]
 
 
-@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
-def test_a_long_value_is_read_as_fast_as_it_comes(name):
+@tagged
+def test_a_long_value_is_read_as_fast_as_it_comes(fmt):
     """It is looked at again with each piece: 56,000 characters took half a minute."""
-    fmt, call = find_tool_format("", name), ToolCall("f", {"text": "x = 1  # code\n" * 4000})
-    began = perf_counter()
+    call, began = ToolCall("f", {"text": "x = 1  # code\n" * 4000}), perf_counter()
     assert said(fmt, in_tags(fmt, call).splitlines(keepends=True)) == [call]
     assert perf_counter() - began < 8
 
@@ -372,52 +360,6 @@ def test_calls_in_an_unknown_format_are_refused_unless_it_is_named(served, templ
     assert server.post("/v1/chat/completions", BODY).json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"function_call": {"name": "f"}}, "function_call"),
-        ({"messages": [*ASK, {"role": "assistant", "content": "", "function_call": {"name": "f"}}]}, "1.function_call"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, '"messages.0.content.0.type"'),
-        ({"tools": [{"type": "web_search"}]}, '"tools.0.type"'),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, '"tools.0.function.name"'),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": []}}}]},
-            '"tools.0.function.parameters"',
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
-            '"tools.0.function.parameters"',
-        ),
-        (
-            {
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {"name": "f", "parameters": {"$ref": "#/a", "a": {"properties": []}}},
-                    }
-                ]
-            },
-            '"tools.0.function.parameters"',
-        ),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: two have the same name"),
-        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"tool_choice": "any"}, '"tool_choice"'),
-        ({"tool_choice": {"type": "allowed_tools"}}, '"tool_choice'),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        (
-            {"messages": [*ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
-            '"messages.1.tool_calls.0.function.arguments"',
-        ),
-    ],
-)
-def test_what_is_wrong_with_tools_is_named(served, fields, told):
-    raw = served("Hi.").post("/v1/chat/completions", {**BODY, **fields})
-    assert raw.status_code == 400
-    assert told in raw.json()["error"]["message"] and "alue error" not in raw.json()["error"]["message"]
-
-
 def test_arguments_have_the_line_ends_of_the_document(served):
     said = '<tool_call>{"name": "add", "arguments": {"a": ["x\\ny"], "b\\n": 1}}</tool_call>'
     body = {**BODY, "messages": [{"role": "user", "content": "x\r\ny\r\n"}]}
@@ -429,18 +371,16 @@ def test_arguments_have_the_line_ends_of_the_document(served):
 # ── an agent, by the official client ──
 
 
-def take_turns(client, messages, turns, **options):
+def take_turns(client, messages, turns, stream=False, **options):
     """What an agent and its two tools say to one another; and how each answer ended."""
     reasons = []
     for turn in range(turns):
-        if options.get("stream"):
-            with client.chat.completions.stream(
-                model="any", messages=messages, tools=TOOLS, **{k: v for k, v in options.items() if k != "stream"}
-            ) as stream:
-                answer = stream.get_final_completion()
+        ask = {"model": "any", "messages": messages, "tools": TOOLS, **options}
+        if stream:
+            with client.chat.completions.stream(**ask) as events:
+                (choice,) = events.get_final_completion().choices
         else:
-            answer = client.chat.completions.create(model="any", messages=messages, tools=TOOLS, **options)
-        (choice,) = answer.choices
+            (choice,) = client.chat.completions.create(**ask).choices
         reasons.append(choice.finish_reason)
         calls = choice.message.tool_calls or []
         assert (choice.finish_reason == "tool_calls") <= bool(calls)
@@ -463,8 +403,7 @@ def without_ids(messages):
 
 
 @pytest.mark.parametrize("run", [1, 2, 5])
-def test_an_agent_of_two_tools_over_five_turns(served, run):
-    openai = pytest.importorskip("openai", reason="pip install openai")
+def test_an_agent_of_two_tools_over_five_turns(served, official, run):
     scripted = [
         '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.py", "line": 2}}\n</tool_call>',
         'Both.\n<tool_call>{"name": "add", "arguments": {"a": 1, "b": true}}</tool_call>\n'
@@ -473,11 +412,9 @@ def test_an_agent_of_two_tools_over_five_turns(served, run):
         'I call <tool_call>\n{"name": "add", "arguments": {"a": 20, "b": false}}\n</tool_call>',
         "It is 21.",
     ]
-    server = served(lambda prompt: scripted[prompt.count("<|im_start|>assistant") - 1], run=run)
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
+    client = official(served(lambda prompt: scripted[prompt.count("<|im_start|>assistant") - 1], run=run))
     whole, reasons = take_turns(client, list(ASK), 5)
     streamed, again = take_turns(client, list(ASK), 5, stream=True)
-    client.close()
     assert reasons == again == ["tool_calls", "tool_calls", "stop", "tool_calls", "stop"]
     assert without_ids(whole) == without_ids(streamed)
     assert [m.get("content") for m in whole if m["role"] == "assistant"] == [
@@ -495,18 +432,12 @@ def test_an_agent_of_two_tools_over_five_turns(served, run):
 # ── with models that choose by themselves ──
 
 
-@pytest.fixture(scope="module")
-def grammatical():
+@pytest.fixture
+def grammatical(reference_live, monkeypatch):
     """The bundled model with a template of tools, listening."""
     pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
-    from retrieve_spec.reference_model import load_model
-
-    model, tokenizer = load_model("reference")
-    tokenizer.chat_template = HERMES
-    service = assemble(model, tokenizer, "reference", ServeConfig())
-    server = Live(service.backend, tokenizer, service=service)
-    yield server
-    server.stop()
+    monkeypatch.setattr(reference_live.service.tokenizer, "chat_template", HERMES)
+    return reference_live
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -539,23 +470,16 @@ def test_several_calls_where_several_may_be(grammatical):
             assert is_right(call["function"]["name"], json.loads(call["function"]["arguments"]))
 
 
-def test_a_real_model_as_an_agent(smollm2):
+def test_a_real_model_as_an_agent(live, official, smollm2):
     """SmolLM2 as it is: each call parses or is text, the same with drafts and without."""
-    openai = pytest.importorskip("openai", reason="pip install openai")
     model, tokenizer = load_model(smollm2, dtype="float32", device="cpu")
     service = assemble(model, tokenizer, "smollm2", ServeConfig())
-    server = Live(service.backend, tokenizer, service=service)
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
-    try:
-        talks = []
-        for speculative in (True, False):
-            extra = {"extra_body": {"speculative": speculative}, "max_tokens": 48}
-            messages, _ = take_turns(client, list(ASK), 2, tool_choice="required", parallel_tool_calls=False, **extra)
-            assert any(message["role"] == "tool" for message in messages)
-            messages, _ = take_turns(client, messages, 2, **extra)
-            messages, _ = take_turns(client, messages, 1, stream=True, temperature=0.7, seed=2, **extra)
-            talks.append(without_ids(messages))
-        assert talks[0] == talks[1]
-    finally:
-        client.close()
-        server.stop()
+    client, talks = official(live(service.backend, service=service)), []
+    for speculative in (True, False):
+        extra = {"extra_body": {"speculative": speculative}, "max_tokens": 48}
+        messages, _ = take_turns(client, list(ASK), 2, tool_choice="required", parallel_tool_calls=False, **extra)
+        assert any(message["role"] == "tool" for message in messages)
+        messages, _ = take_turns(client, messages, 2, **extra)
+        messages, _ = take_turns(client, messages, 1, stream=True, temperature=0.7, seed=2, **extra)
+        talks.append(without_ids(messages))
+    assert talks[0] == talks[1]

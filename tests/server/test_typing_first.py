@@ -1,7 +1,5 @@
 """With the bundled model: who types never waits for a chat, and the chat says what it would have said alone."""
 
-from __future__ import annotations
-
 import json
 import threading
 

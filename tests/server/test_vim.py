@@ -1,14 +1,13 @@
 """Stock Vim with an unmodified llama.vim, driven through a pseudo-terminal."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import shutil
 import time
 from pathlib import Path
 
 import pytest
-from scripted import ScriptedBackend
+from waiting import wait_for
 
 PLUGIN = os.environ.get("RETRIEVE_SPEC_LLAMA_VIM", "")
 pexpect = pytest.importorskip("pexpect", reason="pexpect drives vim")
@@ -36,7 +35,6 @@ class Vim:
         environment = {**os.environ, "TERM": "xterm", "HOME": str(folder), "no_proxy": "*"}
         command = ["-u", str(rc), "-i", "NONE", *map(str, files)]
         self.child = pexpect.spawn("vim", command, dimensions=(40, 120), env=environment, timeout=10)
-        self.screen = b""
         time.sleep(1.0)
 
     def keys(self, text, gap=0.05):
@@ -46,18 +44,13 @@ class Vim:
             self.drain()
 
     def drain(self):
-        try:
+        """Read what is on the screen, else Vim waits."""
+        with contextlib.suppress(pexpect.TIMEOUT, pexpect.EOF):
             while True:
-                self.screen += self.child.read_nonblocking(65536, timeout=0.01)
-        except (pexpect.TIMEOUT, pexpect.EOF):
-            return
+                self.child.read_nonblocking(65536, timeout=0.01)
 
     def wait(self, condition, timeout=8.0):
-        limit = time.monotonic() + timeout
-        while not condition():
-            self.drain()
-            assert time.monotonic() < limit, f"did not happen; screen: {self.screen[-2000:]!r}"
-            time.sleep(0.05)
+        wait_for(lambda: self.drain() or condition(), timeout)
 
     def buffer(self):
         """End insert mode and read the buffer."""
@@ -91,8 +84,8 @@ def infills(server):
     return [task for task, _ in server.done]
 
 
-def test_a_suggestion_is_shown_and_accepted(live, codec, vim, tmp_path):
-    server = live(ScriptedBackend(lambda prompt: [*codec.encode("urn alpha + beta"), 0]))
+def test_a_suggestion_is_shown_and_accepted(live, say, vim, tmp_path):
+    server = live(say("urn alpha + beta"))
     file = tmp_path / "a.py"
     file.write_text("def add(alpha, beta):\n    \n")
     editor = vim(server, file)
@@ -107,8 +100,8 @@ def test_a_suggestion_is_shown_and_accepted(live, codec, vim, tmp_path):
     assert all(done.outcome in ("done", "superseded") for _, done in server.done)
 
 
-def test_a_file_opened_before_is_drafted_from(live, codec, vim, tmp_path):
-    server = live(ScriptedBackend(lambda prompt: [*codec.encode("x"), 0]))
+def test_a_file_opened_before_is_drafted_from(live, say, vim, tmp_path):
+    server = live(say("x"))
     helper, other = tmp_path / "helper.py", tmp_path / "other.py"
     helper.write_text("".join(f"def compute_total_{i}(items):\n    return sum(items) * {i}\n\n" for i in range(40)))
     other.write_text("\n")
@@ -119,13 +112,8 @@ def test_a_file_opened_before_is_drafted_from(live, codec, vim, tmp_path):
     editor.wait(lambda: server.service.kept("")["session_tokens"] > 1000, timeout=15)
 
 
-def test_while_the_server_is_slow_only_the_newest_line_is_answered(live, codec, vim, tmp_path):
-    class Slow(ScriptedBackend):
-        def _pass(self):
-            time.sleep(0.25)
-            super()._pass()
-
-    server = live(Slow(lambda prompt: [*codec.encode(" slow answer"), 0], run=1))
+def test_while_the_server_is_slow_only_the_newest_line_is_answered(live, say, vim, tmp_path):
+    server = live(say(" slow answer", run=1, pass_s=0.25))
     file = tmp_path / "a.py"
     file.write_text("\n")
     editor = vim(server, file)

@@ -1,7 +1,5 @@
 """llama.vscode, as it is released, in a window of VS Code: what is shown while somebody types, and what Tab leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
