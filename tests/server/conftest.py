@@ -1,8 +1,9 @@
 import contextlib
 import copy
+import signal
 
 import pytest
-from live import Live
+from live import Live, Process
 from scripted import ScriptedBackend
 
 
@@ -30,6 +31,21 @@ def live(codec, tokenizer):
     yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture
+def processes(tmp_path):
+    """`processes(...)`: a server as users start it, with these arguments."""
+    started = []
+
+    def start(*arguments):
+        started.append(Process(tmp_path / "cache", *arguments))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.child.poll() is None:
+            process.stop(signal.SIGKILL)
 
 
 @pytest.fixture

@@ -1,11 +1,16 @@
-"""A server in a thread of the test process, listening on a free port."""
+"""Servers that listen on free ports: in a thread of the test process, or as users start them."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import httpx
 import uvicorn
+from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.app import create_app
@@ -77,3 +82,36 @@ class Live:
         self.client.close()
         self._server.should_exit = True
         self._thread.join(timeout=10)
+
+
+class Process:
+    """`retrieve-spec serve` with the bundled model, in a process of its own."""
+
+    def __init__(self, cache, *arguments):
+        port = free_port()
+        environment = {**os.environ, "RETRIEVE_SPEC_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--port", str(port), *map(str, arguments)]
+        self.child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
+
+    def health(self):
+        """What it says of itself, None before it listens."""
+        assert self.child.poll() is None, self.child.stderr.read()
+        try:
+            return self.client.get("/health")
+        except httpx.TransportError:
+            return None
+
+    def ready(self, indexed=False):
+        def is_ready():
+            said = self.health()
+            return said and said.status_code == 200 and (not indexed or said.json()["workspace"]["indexed"])
+
+        wait_for(is_ready, 180)
+
+    def stop(self, signum=signal.SIGTERM):
+        """End it; what it has written to standard error."""
+        self.child.send_signal(signum)
+        _, said = self.child.communicate(timeout=60)
+        self.client.close()
+        return said

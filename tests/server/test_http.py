@@ -182,12 +182,11 @@ def test_a_prompt_in_another_models_format_is_501(server, prompt):
 
 
 def test_small_endpoints(server):
-    assert server.client.get("/health").json()["status"] == "ok"
-    assert server.client.get("/health").json()["fim"] == "qwen"
-    assert server.client.get("/v1/health").json() == server.client.get("/health").json()
-    ids = [model["id"] for model in server.client.get("/v1/models").json()["data"]]
-    assert ids == ["tiny", "tiny-Fast-Apply"]
-    assert server.client.get("/v1/models/tiny").json() == server.client.get("/v1/models").json()["data"][0]
+    health = server.client.get("/health").json()
+    assert (health["status"], health["fim"]) == ("ok", "qwen") and server.client.get("/v1/health").json() == health
+    listed = server.client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["tiny", "tiny-Fast-Apply"]
+    assert server.client.get("/v1/models/tiny").json() == listed[0]
     assert server.client.head("/v1/models/tiny").status_code == server.client.head("/v1/models").status_code == 200
     unknown = server.client.get("/v1/models/owner/other")
     assert unknown.status_code == 404 and "'owner/other'" in unknown.json()["error"]["message"]
@@ -233,36 +232,40 @@ def test_what_keeps_a_workspace_from_being_followed_names_no_files_to_everybody(
     assert "private" not in str(shown) and str(tmp_path) not in str(shown)
 
 
-def test_a_page_that_may_call_can_read_that_its_key_is_wrong(live, say):
-    server = live(say("x"), config=ServeConfig(origins=("http://localhost:3000",)), keys=(b"one",))
-    page = {"Origin": "http://localhost:3000", "Authorization": "Bearer two"}
-    refused = server.client.post("/infill", json=INFILL, headers=page)
-    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, page["Origin"])
-    preflight = {"Origin": page["Origin"], "Access-Control-Request-Method": "POST"}
-    assert server.client.options("/infill", headers=preflight).status_code == 200  # browsers send no key with it
+PAGE = {"Origin": "http://localhost:3000"}
+EVIL = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization, content-type, x-client-id",
+    "Access-Control-Request-Private-Network": "true",
+}
 
 
-def test_browser_pages_of_other_origins_are_refused(live, say):
-    server = live(say("x"), config=ServeConfig(origins=("http://localhost:3000",)))
-    page = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
-    assert server.client.post("/infill", json=INFILL, headers=page).status_code == 403
-    assert server.client.get("/v1/models", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
-    assert server.client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
-    good = server.client.post("/infill", json=INFILL, headers={"Origin": "http://localhost:3000"})
-    assert good.headers["access-control-allow-origin"] == "http://localhost:3000"
-    preflight = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
-    preflight["Access-Control-Request-Headers"] = "authorization, content-type, x-client-id"
-    allowed = server.client.options("/infill", headers=preflight)
-    assert allowed.status_code == 200
-    assert allowed.headers["access-control-allow-origin"] == "http://localhost:3000"
-    refused = server.client.options("/infill", headers={**preflight, "Origin": "https://evil.example"})
+@pytest.fixture
+def pages(live, say):
+    """A client of a server that pages of one origin may call, with a key."""
+    return live(say("x"), config=ServeConfig(origins=(PAGE["Origin"],)), keys=(b"one",)).client
+
+
+def test_a_page_that_may_call_can_read_that_its_key_is_wrong(pages):
+    refused = pages.post("/infill", json=INFILL, headers={**PAGE, "Authorization": "Bearer two"})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE["Origin"])
+    for preflight in (PREFLIGHT, {**PREFLIGHT, "Access-Control-Request-Method": "HEAD"}):
+        allowed = pages.options("/infill", headers={**PAGE, **preflight})  # browsers send no key with it
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == PAGE["Origin"]
+        assert allowed.headers["access-control-allow-private-network"] == "true"
+
+
+def test_browser_pages_of_other_origins_are_refused(pages):
+    pages.headers["Authorization"] = "Bearer one"
+    for headers in (EVIL, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"}):
+        assert pages.post("/infill", json=INFILL, headers=headers).status_code == 403
+    good = pages.post("/infill", json=INFILL, headers=PAGE)
+    assert (good.status_code, good.headers["access-control-allow-origin"]) == (200, PAGE["Origin"])
+    refused = pages.options("/infill", headers={**EVIL, **PREFLIGHT})
     assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
-    private = {**preflight, "Access-Control-Request-Private-Network": "true"}
-    allowed = server.client.options("/infill", headers=private)
-    assert (allowed.status_code, allowed.headers["access-control-allow-private-network"]) == (200, "true")
-    head = {**preflight, "Access-Control-Request-Method": "HEAD"}
-    assert server.client.options("/health", headers=head).status_code == 200
-    assert "access-control-allow-origin" not in server.post("/infill", INFILL).headers
+    assert "access-control-allow-origin" not in pages.post("/infill", json=INFILL).headers
 
 
 def test_deeply_nested_and_broken_json(server):
@@ -283,14 +286,13 @@ def test_a_body_is_json_whatever_its_client_calls_it(server, called):
 
 @pytest.mark.parametrize("path", ["/infill", "/v1/completions"])
 def test_newer_keystroke_supersedes_and_both_are_told(live, say, path):
-    backend = say("done")
-    backend.gate = threading.Semaphore(0)
-    server, asked = live(backend), []
+    server, asked = live(say("done")), []
+    server.backend.gate = threading.Semaphore(0)
     with ThreadPoolExecutor() as threads:
         for prompt in ("    r", "    re", "    ret"):
             asked.append(threads.submit(server.post, path, {**INFILL, "prompt": prompt, "suffix": "\n", "user": "me"}))
             wait_for(lambda: _seen(server) >= len(asked))
-        backend.gate.release(1000)
+        server.backend.gate.release(1000)
         *older, newest = (answer.result() for answer in asked)
     assert newest.status_code == 200 and "done" in newest.text
     if path == "/infill":

@@ -94,6 +94,11 @@ def test_unfinished_bodies_hold_a_bounded_amount(live, say):
     wait_for(lambda: server.post("/infill", large).status_code == 200)  # all of it was given back
 
 
+def test_bodies_that_are_too_large_are_413(live, say):
+    raw = live(say("x"), config=ServeConfig(max_body_bytes=256 << 10)).client.post("/infill", content=b"x" * 300_000)
+    assert raw.status_code == 413 and raw.json()["error"]["message"]
+
+
 # ── clients that go away ──
 
 

@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
-import time
 from pathlib import Path
 
 import httpx
 import pytest
+from live import free_port
 
 FOLDER = Path(os.environ.get("RETRIEVE_SPEC_VSCODE", "/nowhere"))
 EDITOR = FOLDER / "node_modules" / ".bin" / "code-server"
@@ -38,19 +37,14 @@ def editor(tmp_path):
         subprocess.run(
             [*command, "--install-extension", str(FOLDER / "llama-vscode.vsix")], check=True, capture_output=True
         )
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         quiet = ["--auth", "none", "--disable-telemetry", "--disable-update-check", "--disable-workspace-trust"]
         running.append(subprocess.Popen([*command, *quiet, "--bind-addr", f"127.0.0.1:{port}"]))
-        url, limit = f"http://127.0.0.1:{port}/", time.monotonic() + 60
-        while True:
-            try:
-                httpx.get(f"{url}healthz", trust_env=False)
-                return f"{url}?folder={folder}"
-            except httpx.TransportError:
-                assert time.monotonic() < limit
-                time.sleep(0.2)
+        ask = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}/", trust_env=False, transport=httpx.HTTPTransport(retries=9)
+        )
+        ask.get("healthz")
+        return f"{ask.base_url}?folder={folder}"
 
     yield open_folder
     for process in running:
