@@ -1,6 +1,7 @@
 """With the bundled model: nothing that one key sent can be told from the answers to another, and each forgets alone."""
 
-import threading
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -72,26 +73,16 @@ def test_what_the_model_said_to_one_key_is_not_drafted_for_another(shared):
 
 def test_identical_requests_of_two_keys_are_two(shared):
     chat = {"messages": [{"role": "user", "content": SOURCE}], "max_tokens": 200, "stream": True}
-    texts = {}
 
-    def read(key, stop_after):
-        lines = []
+    def read(key, lines):
         headers = {b"authorization": b"Bearer " + key}
         with httpx.stream("POST", shared.url + "/v1/chat/completions", json=chat, headers=headers, timeout=120) as r:
-            for line in r.iter_lines():
-                lines += [line] if line else []
-                if len(lines) == stop_after:
-                    break
-        texts[key] = lines
+            return list(itertools.islice(filter(None, r.iter_lines()), lines))
 
-    readers = [threading.Thread(target=read, args=(ALICE, 3)), threading.Thread(target=read, args=(BOB, 0))]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join(120)
-    assert len(texts[ALICE]) == 3
-    assert texts[BOB][-1] == "data: [DONE]"
-    assert len(texts[BOB]) > 5
+    with ThreadPoolExecutor() as threads:
+        gone, stays = threads.submit(read, ALICE, 3), threads.submit(read, BOB, None)
+    assert len(gone.result()) == 3
+    assert len(stays.result()) > 5 and stays.result()[-1] == "data: [DONE]"
 
 
 def test_each_key_forgets_its_own(shared):
@@ -111,11 +102,9 @@ def test_each_key_forgets_its_own(shared):
 
 def test_forgetting_holds_for_what_is_under_way(shared):
     chat = {"messages": [{"role": "user", "content": SOURCE}], "max_tokens": 150}
-    answers = []
-    talk = threading.Thread(target=lambda: answers.append(shared.ask(ALICE, "POST", "/v1/chat/completions", chat)))
-    talk.start()
-    wait_for(lambda: shared.service.queue.begun)
-    shared.ask(ALICE, "DELETE", "/v1/workspace")
-    talk.join(120)
-    assert answers[0].status_code == 200
+    with ThreadPoolExecutor() as threads:
+        talk = threads.submit(shared.ask, ALICE, "POST", "/v1/chat/completions", chat)
+        wait_for(lambda: shared.service.queue.begun)
+        shared.ask(ALICE, "DELETE", "/v1/workspace")
+    assert talk.result().status_code == 200
     assert set(shared.ask(ALICE, "GET", "/v1/workspace").json().values()) == {0}

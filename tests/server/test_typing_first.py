@@ -1,5 +1,6 @@
 """With the bundled model: who types never waits for a chat, and the chat says what it would have said alone."""
 
+import itertools
 import json
 import threading
 
@@ -19,25 +20,21 @@ class Talk(threading.Thread):
 
     def __init__(self, server, **fields):
         super().__init__(daemon=True)
-        self.server, self.fields, self.events = server, {**CHAT, **fields, "stream": True}, []
-        self.left = False
+        self.server, self.fields, self.events, self.left = server, {**CHAT, **fields, "stream": True}, [], False
         self.start()
 
     def run(self):
         with httpx.stream("POST", self.server.url + "/v1/chat/completions", json=self.fields, timeout=300) as answer:
-            for line in answer.iter_lines():
-                if self.left:
-                    return
-                if line.startswith("data: {"):
-                    self.events.append(json.loads(line[6:]))
+            for line in itertools.takewhile(lambda _: not self.left, answer.iter_lines()):
+                self.events += [json.loads(line[6:])["choices"][0]] if line.startswith("data: {") else []
 
     @property
     def text(self):
-        return "".join(event["choices"][0]["delta"].get("content", "") for event in self.events if event["choices"])
+        return "".join(choice["delta"].get("content", "") for choice in self.events)
 
     @property
     def over(self):
-        return bool(self.events) and self.events[-1]["choices"][0]["finish_reason"] is not None
+        return bool(self.events) and self.events[-1]["finish_reason"] is not None
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
