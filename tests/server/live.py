@@ -77,7 +77,7 @@ class Live:
         return [block.removeprefix("data: ") for block in blocks]
 
     def stop(self):
-        if getattr(self.backend, "gate", None) is not None:
+        if hasattr(self.backend, "gate"):
             self.backend.gate.release(100_000)
         self.client.close()
         self._server.should_exit = True

@@ -17,7 +17,7 @@ class ScriptedBackend:
         self.prefilled: list[int] = []
         self.prompts: list[tuple[int, ...]] = []
         self.hints: list[DraftHints] = []
-        self.gate: threading.Semaphore | None = None
+        self.gate = threading.Semaphore(1 << 30)
         self.fail = False
         self.token_bytes = 8
         self.heals = False
@@ -49,8 +49,7 @@ class ScriptedBackend:
         return ScriptedText(self, cache, list(prompt_ids), max_tokens, self.run if hints.enabled else 1)
 
     def step(self, texts: Sequence["ScriptedText"]) -> None:
-        if self.gate is not None:
-            self.gate.acquire()
+        self.gate.acquire()
         time.sleep(self.pass_s)
         self.passes += 1
         self.together.append(len(texts))

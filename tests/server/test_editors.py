@@ -2,13 +2,13 @@
 
 import json
 import re
-import socket
 import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
 import pytest
 from click.testing import CliRunner
+from live import free_port
 
 from retrieve_spec.cli import cli
 from retrieve_spec.cli_serve import editor as COMMAND
@@ -22,11 +22,9 @@ FILES = sorted(FOLDER.iterdir())
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_addresses_exist(live, say, path):
-    text = path.read_text("utf-8")
-    urls = re.findall(r"http://[^'\"\s]+", text)
+    urls = re.findall(r"http://[^'\"\s]+", path.read_text("utf-8"))
     assert urls
-    config = ServeConfig()
-    served = live(say("")).app.openapi()["paths"]
+    config, served = ServeConfig(), live(say("")).app.openapi()["paths"]
     for url in map(urlparse, urls):
         assert (url.hostname, url.port) == (config.host, config.port)
         assert url.path in {"", "/v1", *served}
@@ -35,8 +33,7 @@ def test_addresses_exist(live, say, path):
 def test_every_file_belongs_to_an_editor_that_the_command_and_the_docs_name():
     assert sorted(editor.settings for editor in EDITORS.values()) == [path.name for path in FILES]
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
-    command = COMMAND.params[0].type.choices
-    assert list(command) == list(EDITORS)
+    assert list(COMMAND.params[0].type.choices) == list(EDITORS)
     assert all(f"| `{name}` |" in text for name in EDITORS)
 
 
@@ -53,22 +50,22 @@ def at_home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*arguments, **how):
-    return CliRunner().invoke(cli, ["editor", *map(str, arguments)], **how)
+def run(name, url, *options, **how):
+    return CliRunner().invoke(cli, ["editor", name, "--url", url, *options], **how)
 
 
 @pytest.mark.parametrize("name", EDITORS)
 def test_settings_name_the_server_and_its_model_and_a_completion_is_shown(name, server, at_home):
-    shown = run(name, "--url", server.url)
+    shown = run(name, server.url)
     assert shown.exit_code == 0, shown.output
     assert server.url in shown.stdout and "8012" not in shown.stdout
     assert display_name("reference") not in shown.stdout
     assert "return n" in shown.stderr and "fill-in-the-middle: qwen" in shown.stderr
     assert not list(at_home.iterdir())
-    done = run(name, "--url", server.url, "--write", input="n\n")
-    assert done.exit_code == 0 and not list(at_home.iterdir())
-    done = run(name, "--url", server.url, "--write", input="y\n")
-    assert done.exit_code == 0, done.output
+    for said in "ny":
+        done = run(name, server.url, "--write", input=f"{said}\n")
+        assert done.exit_code == 0, done.output
+        assert bool(list(at_home.iterdir())) == (said == "y")
     assert settings_file(name).is_relative_to(at_home)
     assert server.url in settings_file(name).read_text("utf-8")
 
@@ -76,26 +73,27 @@ def test_settings_name_the_server_and_its_model_and_a_completion_is_shown(name, 
 def test_what_stood_in_the_settings_stays(server, at_home):
     path = settings_file("zed")
     path.parent.mkdir(parents=True)
-    path.write_text('{"theme": "Über", "edit_predictions": {"mode": "subtle", "provider": "none"}}', "utf-8")
+    before = '{"theme": "Über", "edit_predictions": {"mode": "subtle", "provider": "none"}}'
+    path.write_text(before, "utf-8")
     path.chmod(0o600)
-    before = path.read_text("utf-8")
     for _ in range(2):  # the second time what the first one wrote does not take the place of what is kept
-        assert run("zed", "--url", server.url, "--write", "--yes").exit_code == 0
+        assert run("zed", server.url, "--write", "--yes").exit_code == 0
     now = json.loads(path.read_text("utf-8"))
     assert now["theme"] == "Über" and now["edit_predictions"]["mode"] == "subtle"
     assert now["edit_predictions"]["provider"] == "open_ai_compatible_api"
     assert path.stat().st_mode & 0o777 == 0o600
     (kept,) = path.parent.glob("settings.json.*")
     assert kept.read_text("utf-8") == before
-    path.write_text("{ // mine\n}")
-    refused = run("zed", "--url", server.url, "--write", "--yes")
-    assert isinstance(refused.exception, ServeError) and "comments" in str(refused.exception)
-    assert path.read_text() == "{ // mine\n}"
-    other = settings_file("continue")
-    other.parent.mkdir()
-    other.write_text("models: []\n")
-    assert isinstance(run("continue", "--url", server.url, "--write", "--yes").exception, ServeError)
-    assert other.read_text() == "models: []\n"
+
+
+@pytest.mark.parametrize(("name", "held", "told"), [("zed", "{ // mine\n}", "comments"), ("continue", "a: []\n", "it")])
+def test_settings_that_cannot_stay_are_not_written(server, at_home, name, held, told):
+    path = settings_file(name)
+    path.parent.mkdir(parents=True)
+    path.write_text(held)
+    with pytest.raises(ServeError, match=told):
+        run(name, server.url, "--write", "--yes", catch_exceptions=False)
+    assert path.read_text() == held
 
 
 @pytest.mark.parametrize("name", ["minuet", "zed", "continue"])
@@ -116,9 +114,7 @@ def test_an_address_ends_no_string_in_the_settings(end):
 
 
 def test_a_server_that_does_not_answer_is_said(at_home):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    shown = run("vim", "--url", f"http://127.0.0.1:{port}")
-    assert shown.exit_code == 0
-    assert f"http://127.0.0.1:{port}/infill" in shown.stdout
+    url = f"http://127.0.0.1:{free_port()}"
+    shown = run("vim", url)
+    assert shown.exit_code == 0 and f"{url}/infill" in shown.stdout
     assert "does not answer" in shown.stderr and "retrieve-spec serve" in shown.stderr

@@ -1,5 +1,6 @@
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from retrieve_spec.server.prompts import (
@@ -14,32 +15,26 @@ from retrieve_spec.server.text import TextCodec
 
 
 def tiny(tokens, bos=None):
-    """A byte-level tokenizer with some control tokens."""
+    """The codec of a byte-level tokenizer with some control tokens."""
     letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(letters, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    from tokenizers import decoders
-
-    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens(list(tokens))
     if bos:
-        from tokenizers.processors import TemplateProcessing
-
-        backend.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos)
+        backend.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos))
 
 
-def spelled(codec, ids):
-    return codec.decode(ids)
+def of_family(family, **options):
+    """An assembler for a model of a family."""
+    fmt = next(fmt for fmt in FORMATS if fmt.family == family)
+    codec = tiny([*fmt.needed, *(token for token in (fmt.repo, fmt.sep, *options.values()) if token)], **options)
+    return FimAssembler(codec, find_format(codec), 4096, 1024)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: f"{fmt.family}:{fmt.prefix}")
 def test_every_family_is_found_by_its_vocabulary(fmt):
-    codec = TextCodec(tiny([*fmt.needed, *(t for t in (fmt.repo, fmt.sep) if t)]))
-    found = find_format(codec)
-    assert found.fmt is fmt
+    assert find_format(tiny([*fmt.needed, *(token for token in (fmt.repo, fmt.sep) if token)])).fmt is fmt
 
 
 @pytest.mark.parametrize(
@@ -62,19 +57,15 @@ def test_every_family_is_found_by_its_vocabulary(fmt):
     ],
 )
 def test_prompt_of_each_family(family, expected):
-    fmt = next(fmt for fmt in FORMATS if fmt.family == family)
-    codec = TextCodec(tiny([*fmt.needed, *(t for t in (fmt.repo, fmt.sep) if t)]))
-    found = find_format(codec)
-    prompt = FimAssembler(codec, found, 4096, 1024).assemble(FimParts("pre", "post", (Chunk("A", "a.py"),)), 64)
-    assert spelled(codec, prompt.token_ids) == expected
+    assembler = of_family(family)
+    prompt = assembler.assemble(FimParts("pre", "post", (Chunk("A", "a.py"),)), 64)
+    assert assembler.codec.decode(prompt.token_ids) == expected
     assert not prompt.truncated
 
 
 def test_begin_of_text_stands_once_before_the_prefix_and_behind_the_chunks():
-    fmt = next(fmt for fmt in FORMATS if fmt.family == "codegemma")
-    codec = TextCodec(tiny([*fmt.needed, "<bos>"], bos="<bos>"))
-    prompt = FimAssembler(codec, find_format(codec), 4096, 1024).assemble(FimParts("p", "s", (Chunk("A"),)), 64)
-    text = spelled(codec, prompt.token_ids)
+    assembler = of_family("codegemma", bos="<bos>")
+    text = assembler.codec.decode(assembler.assemble(FimParts("p", "s", (Chunk("A"),)), 64).token_ids)
     assert text.count("<bos>") == 1
     assert "A<bos><|fim_prefix|>p" in text
 
@@ -83,20 +74,16 @@ def test_control_tokens_in_code_stay_text(codec):
     found = find_format(codec)
     parts = FimParts("a<|fim_suffix|>b", "<|fim_middle|>", (Chunk("<|file_sep|>", "<|repo_name|>"),))
     ids = FimAssembler(codec, found, 2048, 1024).assemble(parts, 64).token_ids
-    assert ids.count(found.suffix) == 1
-    assert ids.count(found.middle) == 1
-    assert ids.count(found.sep) == 2
-    assert ids.count(found.repo) == 1
+    assert [ids.count(token) for token in (found.suffix, found.middle, found.sep, found.repo)] == [1, 1, 2, 1]
 
 
 def test_a_model_without_the_tokens_cannot_infill():
     for tokens in (["<|endoftext|>"], ["<fim_prefix>", "<fim_suffix>"]):
-        assert find_format(TextCodec(tiny(tokens))) is None
+        assert find_format(tiny(tokens)) is None
 
 
 def test_budgets_hold_and_the_latest_chunks_stay(codec):
-    found = find_format(codec)
-    assembler = FimAssembler(codec, found, 2048, 1024)
+    assembler = FimAssembler(codec, find_format(codec), 2048, 1024)
     code = "".join(f"    value_{i} = compute({i})\n" for i in range(2000))
     chunks = tuple(Chunk(f"chunk_{i} = 1\n" * 40, f"f{i}.py") for i in range(12))
     prompt = assembler.assemble(FimParts(code, code, chunks), 128)
@@ -109,15 +96,11 @@ def test_budgets_hold_and_the_latest_chunks_stay(codec):
     assert "value_1999 = compute(1999)\n<|fim_suffix|>    value_0" in text
 
 
-def whole(codec, prompt):
-    return codec.decode(prompt.token_ids) + prompt.begun
-
-
 def test_lines_near_the_cursor_stand_behind_the_suffix_and_what_was_begun_nowhere(codec):
     assembler = FimAssembler(codec, find_format(codec), 2048, 1024, beginnings=Beginnings(codec))
     code = "".join(f"value_{i * 7919 % 100} = compute({i})\n" for i in range(40))
     prompt = assembler.assemble(FimParts(code + "    retur", "\nprint()\n"), 64)
-    before, behind = whole(codec, prompt).split("<|fim_suffix|>")
+    before, behind = (codec.decode(prompt.token_ids) + prompt.begun).split("<|fim_suffix|>")
     suffix, middle = behind.split("<|fim_middle|>")
     assert prompt.begun == " retur"
     assert suffix == "\nprint()\n"

@@ -42,17 +42,17 @@ def test_the_last_word_of_a_line_is_begun(beginnings, line, begun):
     assert beginnings.of(line) == begun
 
 
-def test_vocabularies_that_spell_no_bytes_are_left_alone():
-    backend = Tokenizer(models.BPE({"▁": 0, "a": 1, "b": 2}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    beginnings = Beginnings(TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend)))
-    assert not beginnings.possible
-    assert beginnings.of("    ab") == ""
-
-
-def test_a_model_whose_vocabulary_spells_no_bytes_tries_requests_of_every_kind(tiny, caplog):
+@pytest.fixture
+def metaspace():
+    """A tokenizer that spells letters, and no bytes."""
     letters = {letter: number for number, letter in enumerate(f"▁{string.printable}")}
     backend = Tokenizer(models.BPE(letters, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    assemble(tiny, PreTrainedTokenizerFast(tokenizer_object=backend), "tiny", ServeConfig())
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_vocabularies_that_spell_no_bytes_are_left_alone(metaspace, tiny, caplog):
+    beginnings = Beginnings(TextCodec(metaspace))
+    assert not beginnings.possible and beginnings.of("    ab") == ""
+    assemble(tiny, metaspace, "tiny", ServeConfig())  # which tries requests of every kind
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

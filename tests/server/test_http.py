@@ -270,9 +270,9 @@ def test_browser_pages_of_other_origins_are_refused(pages):
 
 def test_deeply_nested_and_broken_json(server):
     for content in (b"[" * 100_000, b"{", b"", b"\xff\xfe", b'{"input_prefix": "\\ud800"}', b"[1]", b"null"):
-        raw = server.client.post("/infill", content=content)
-        assert raw.status_code == 400
-        assert raw.json()["error"]["message"]
+        for path in ("/infill", "/v1/chat/completions"):
+            raw = server.client.post(path, content=content)
+            assert raw.status_code == 400 and raw.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("called", ["application/x-www-form-urlencoded", "text/plain", ""])

@@ -37,8 +37,7 @@ def engine(backend, codec):
     engine = RequestQueue(backend, codec, slots=2, max_queue=3, prefill_chunk=16)
     engine.start()
     yield engine
-    if backend.gate is not None:
-        backend.gate.release(10_000)
+    backend.gate.release(10_000)
     engine.close()
 
 
@@ -125,13 +124,6 @@ def test_identical_tasks_are_decoded_once(engine, held):
     assert len(held.prompts) == 1
 
 
-def test_identical_tasks_of_one_client_do_not_replace_one_another(engine, held):
-    sinks = [ask(engine, [500], client="me", arrived=float(arrived)) for arrived in (2, 3, 1)]
-    held.gate.release(100)
-    assert [sink.result().outcome for sink in sinks] == ["done"] * 3
-    assert len(held.prompts) == 1
-
-
 def test_one_of_two_clients_that_ask_the_same_types_on(engine, held):
     one = ask(engine, [500], client="one")
     two = ask(engine, [500], client="two")
@@ -142,12 +134,13 @@ def test_one_of_two_clients_that_ask_the_same_types_on(engine, held):
     assert two.result().outcome == newer.result().outcome == "done"
 
 
-def test_a_request_that_was_overtaken_is_superseded(engine, held):
-    newer = ask(engine, [510], client="me", arrived=2.0)
-    older = ask(engine, [500], client="me", arrived=1.0)
-    assert older.result().outcome == "superseded"
+def test_a_request_that_was_overtaken_is_superseded_unless_it_asks_the_same(engine, held):
+    arrivals = ((500, 2.0), (510, 1.0), (500, 0.5), (500, 3.0))
+    asked = [ask(engine, [prompt], client="me", arrived=arrived) for prompt, arrived in arrivals]
+    assert asked.pop(1).result().outcome == "superseded"
     held.gate.release(100)
-    assert newer.result().outcome == "done"
+    assert [sink.result().outcome for sink in asked] == ["done"] * 3
+    assert len(held.prompts) == 1
 
 
 @pytest.mark.parametrize(("typing", "together"), [(True, 16), (False, 4)])
@@ -180,11 +173,10 @@ def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, held):
 
 def test_no_user_fills_the_queue(backend, codec):
     engine = RequestQueue(backend, codec, max_queue=4, share=2)
-    for number in range(2):
-        engine.submit(Task((500 + number,), RULES, scope="a"), Collector())
+    ask(engine, [500], scope="a"), ask(engine, [501], scope="a")
     with pytest.raises(Refusal, match="fewer than 2"):
-        engine.submit(Task((510,), RULES, scope="a"), Collector())
-    engine.submit(Task((520,), RULES, scope="b"), Collector())
+        ask(engine, [510], scope="a")
+    ask(engine, [520], scope="b")
 
 
 def test_who_has_just_pressed_a_key_comes_first_but_after_who_has_paused(backend, codec):
@@ -192,7 +184,7 @@ def test_who_has_just_pressed_a_key_comes_first_but_after_who_has_paused(backend
     engine = RequestQueue(backend, codec, cache_bytes=1, clock=lambda: now[0])
     for prompt, pressed in ((500, 0.0), (600, 0.5), (700, 10.0), (800, 11.0)):
         now[0] = pressed
-        engine.submit(Task((prompt,), RULES, typing=True), Collector())
+        ask(engine, [prompt], typing=True)
         if prompt in (600, 800):
             now[0] += 1.0
             drain(engine)
@@ -249,15 +241,14 @@ def test_whoever_is_replaced_by_a_request_that_finds_the_queue_full_is_told(engi
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whoever_waits_for_a_thread_that_ends_is_told_and_nobody_is_let_in(engine, backend):
+def test_whoever_waits_for_a_thread_that_ends_is_told_and_nobody_is_let_in(engine, held):
     def end():
         raise KeyboardInterrupt
 
-    backend.gate = threading.Semaphore(0)
     under_way, waiting = ask(engine, [500], typing=True), ask(engine, [600])
     wait_for(lambda: engine.begun)
     engine.run_when_idle(end)
-    backend.gate.release(100)
+    held.gate.release(100)
     assert under_way.result(10).outcome == waiting.result(10).outcome == "failed"
     with pytest.raises(Refusal, match="ending"):
         ask(engine, [700])

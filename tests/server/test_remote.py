@@ -38,21 +38,19 @@ def test_two_editors_share_a_server(live, say, codec):
 
 
 def test_a_request_that_an_editor_gives_up_is_given_up(live, say):
-    backend = say("word " * 100)
-    backend.gate = threading.Semaphore(0)
-    server = live(backend)
+    server = live(say("word " * 100))
+    server.backend.gate = threading.Semaphore(0)
 
     async def give_up(one):
         asked = asyncio.ensure_future(one.complete(*CURSOR))
-        while not server.service.queue.begun:
-            await asyncio.sleep(0.002)
+        await asyncio.to_thread(wait_for, lambda: server.service.queue.begun)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
 
     with_editor(server, give_up)
     wait_for(lambda: all(job.cancel.is_set() for job in server.service.queue._jobs))
-    backend.gate.release(1000)
+    server.backend.gate.release(1000)
     wait_for(lambda: bool(server.done))
     assert server.done[-1][1].outcome == "cancelled"
 
@@ -76,7 +74,7 @@ def test_a_wrong_key_is_said(live, say):
 
 @pytest.fixture
 def loading():
-    """The address of a server that never ends loading its model, and an event for its being asked."""
+    """A server that never ends loading its model."""
     asked = threading.Event()
 
     class Loading(BaseHTTPRequestHandler):
@@ -88,29 +86,28 @@ def loading():
             pass
 
     with HTTPServer(("127.0.0.1", 0), Loading) as server:
+        server.asked = asked
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield server
         server.shutdown()
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_language_server_ends_while_it_waits_for_the_model(loading, told, tmp_path):
-    url, asked = loading
     process = subprocess.Popen(
-        [sys.executable, "-m", "retrieve_spec.cli", "lsp", "--connect", url],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [sys.executable, "-m", "retrieve_spec.cli", "lsp", "--connect", f"http://127.0.0.1:{loading.server_port}"],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, bufsize=0,
         env={**os.environ, "RETRIEVE_SPEC_CACHE": str(tmp_path)},
     )  # fmt: skip
 
     def send(method, **rest):
         body = json.dumps({"jsonrpc": "2.0", "method": method, **rest}).encode()
         process.stdin.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
-        process.stdin.flush()
 
     try:
         send("initialize", id=1, params={"processId": None, "rootUri": None, "capabilities": {}})
         send("initialized", params={})
-        assert asked.wait(60)
+        assert loading.asked.wait(60)
         if told:
             send("shutdown", id=2)
             send("exit")
@@ -119,8 +116,7 @@ def test_a_language_server_ends_while_it_waits_for_the_model(loading, told, tmp_
         process.wait(60)
     finally:
         process.kill()
-        process.wait()
-        process.stdin.close()
+        process.communicate()
 
 
 @pytest.mark.parametrize("wrong", ["localhost:8012", "ftp://x", "http://", "http://x:port"])
