@@ -104,27 +104,26 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(chatty: str, tmp_pat
     words = ["-m", "retrieve_spec.cli", "chat", "--model", chatty, "--device", "cpu", "--max-new-tokens", "1800"]
     heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a suite in the background ignores it
     with pexpect.spawn(sys.executable, [*words, "--draft", "off"], encoding="utf-8", timeout=120, **heard) as terminal:
+
+        def say(line: str, heard: str) -> None:
+            terminal.sendline(line)
+            terminal.expect(heard)
+
         terminal.expect("\n> ")
-        terminal.sendline("before it is ready")
-        terminal.expect("ready\r\n")
+        say("before it is ready", "ready\r\n")
         time.sleep(0.2)
         terminal.sendintr()
         terminal.expect("\n> ")
-        terminal.sendline("/not")
-        terminal.expect("got '/not'")  # it is ready
-        terminal.sendline("/clear")
-        terminal.sendline("class A:")
-        terminal.expect("class A:\r\n")
+        say("/not", "got '/not'")  # it is ready
+        say("/clear", "\n> ")
+        say("class A:", "class A:\r\n")
         terminal.expect(r"\w")  # it answers
         terminal.sendintr()
         terminal.expect("\n> ")
         time.sleep(0.5)  # Python hears Ctrl-C where it waits for a line, not while it begins to
         terminal.sendintr()
         terminal.expect("Ctrl-D ends the conversation")
-        terminal.sendline("/nope")
-        terminal.expect("got '/nope'")
-        terminal.sendline(f"/save {tmp_path}/said")
-        terminal.expect("The conversation is in")
+        say(f"/save {tmp_path}/said", "The conversation is in")
         terminal.sendeof()
         terminal.expect(pexpect.EOF)
     assert terminal.exitstatus == 0

@@ -33,11 +33,9 @@ def site(tmp_path):
 def test_corpus_takes_permissive_unique_files_and_leaves_the_holdout_out(site):
     documents, used = script.collect([str(site)], per_package_mb=0.01)
     ours = [d for d in documents if d.package != "python-stdlib"]
-    assert len(ours) == 1  # the other one differs in blank lines only
-    assert ours[0].path in ("friendly/__init__.py", "copy/__init__.py")
-    assert used["python-stdlib"]["chars"] > 0
-    assert "viral" not in used
-    assert "networkx" not in used
+    (path,) = (document.path for document in ours)  # the other one differs in blank lines only
+    assert path in ("friendly/__init__.py", "copy/__init__.py")
+    assert used["python-stdlib"]["chars"] > 0 and not {"viral", "networkx"} & set(used)
 
 
 def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(site, tmp_path, monkeypatch):
@@ -54,9 +52,7 @@ def test_one_step_on_a_tiny_corpus_gives_a_model_that_completes(site, tmp_path, 
     words = ["--out", str(out), "--roots", str(site), "--per-package-mb", "0.01", "--shape", "tiny", "--no-compile"]
     monkeypatch.setattr(sys, "argv", ["train", *words, "--max-steps", "1", *sizes])
     script.main()
-    facts = json.loads((out / "training.json").read_text())
-    assert facts["steps"] == 1
-    assert facts["tokens"] == 128
+    assert json.loads((out / "training.json").read_text()).items() >= {"steps": 1, "tokens": 128}.items()
     model, tokenizer = load_model(str(out), device="cpu")
     output = model.generate(**tokenizer("def f", return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert output.shape[1] > 3

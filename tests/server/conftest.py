@@ -1,10 +1,19 @@
 import contextlib
 import copy
 import signal
+import string
 
 import pytest
 from live import Live, Process
 from scripted import ScriptedBackend
+from templates import HERMES
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.reference_model import load_model
+from retrieve_spec.server.run import assemble
+from retrieve_spec.server.text import TextCodec
 
 
 @pytest.fixture(scope="session")
@@ -14,9 +23,16 @@ def tokenizer(reference_tokenizer):
 
 @pytest.fixture(scope="session")
 def codec(tokenizer):
-    from retrieve_spec.server.text import TextCodec
-
     return TextCodec(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def metaspace():
+    """A tokenizer that spells letters, and no bytes, and puts a blank in front of a text."""
+    letters = {letter: number for number, letter in enumerate(f"▁é{string.printable}")}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @pytest.fixture
@@ -57,8 +73,6 @@ def say(codec):
 @pytest.fixture
 def templated(tokenizer):
     """A tokenizer whose chat template shows tools."""
-    from templates import HERMES
-
     other = copy.deepcopy(tokenizer)
     other.chat_template = HERMES
     return other
@@ -89,10 +103,6 @@ def official():
 @pytest.fixture(scope="session")
 def reference():
     """The bundled model twice: accelerated behind a service that runs, and as it is."""
-    from retrieve_spec.config import ServeConfig
-    from retrieve_spec.reference_model import load_model
-    from retrieve_spec.server.run import assemble
-
     model, tokenizer = load_model("reference")
     plain, _ = load_model("reference")
     served = assemble(model, tokenizer, "reference", ServeConfig(infill_deadline_s=1e6))

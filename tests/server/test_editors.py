@@ -86,7 +86,9 @@ def test_what_stood_in_the_settings_stays(server, at_home):
     assert kept.read_text("utf-8") == before
 
 
-@pytest.mark.parametrize(("name", "held", "told"), [("zed", "{ // mine\n}", "comments"), ("continue", "a: []\n", "it")])
+@pytest.mark.parametrize(
+    ("name", "held", "told"), [("zed", "{ // mine\n}", "comments"), ("continue", "a: []\n", "other")]
+)
 def test_settings_that_cannot_stay_are_not_written(server, at_home, name, held, told):
     path = settings_file(name)
     path.parent.mkdir(parents=True)

@@ -1,10 +1,6 @@
 """Token healing: which tokens agree with what was begun, and what of a line may be the beginning of a token."""
 
-import string
-
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.run import assemble
@@ -40,15 +36,6 @@ def test_tokens_agree_that_begin_a_text_or_begin_with_it(beginnings, codec, begu
 )
 def test_the_last_word_of_a_line_is_begun(beginnings, line, begun):
     assert beginnings.of(line) == begun
-
-
-@pytest.fixture
-def metaspace():
-    """A tokenizer that spells letters, and no bytes."""
-    letters = {letter: number for number, letter in enumerate(f"▁{string.printable}")}
-    backend = Tokenizer(models.BPE(letters, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def test_vocabularies_that_spell_no_bytes_are_left_alone(metaspace, tiny, caplog):

@@ -1,14 +1,15 @@
+"""Text that comes in tokens: what of it is shown, and where it ends."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrieve_spec.server.text import StopRules, StopScanner
+from retrieve_spec.server.text import StopRules, StopScanner, TextCodec
 
 
 def scan(codec, text, rules, step=3, clock=lambda: 0.0):
-    ids = codec.encode(text)
+    ids, shown = codec.encode(text), ""
     scanner = StopScanner(codec, rules, clock)
-    shown = ""
     for at in range(0, len(ids), step):
         scanner.push(ids[at : at + step])
         shown += scanner.visible()
@@ -17,6 +18,25 @@ def scan(codec, text, rules, step=3, clock=lambda: 0.0):
     scanner.finish()
     assert scanner.text == shown + scanner.visible()
     return scanner
+
+
+def test_code_cannot_smuggle_control_tokens(codec):
+    text = "x = '<|fim_suffix|><|endoftext|><|im_start|>'"
+    ids = codec.encode(text)
+    assert min(ids) > 8
+    assert codec.decode(ids) == text
+    assert 3 in codec.encode_prompt(text)
+
+
+def test_segments_begin_as_written(codec, metaspace):
+    for one in (codec, TextCodec(metaspace)):
+        for text in ("urn x", " urn", "\n    return", "a", "  ", "é"):
+            assert one.decode(one.encode("a") + one.encode(text)) == "a" + text
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd\0"), max_size=60))
+def test_the_text_of_single_tokens_of_any_text(codec, text):
+    assert scan(codec, text, StopRules(), 1).text == text
 
 
 def test_half_a_character_is_held_back_unless_the_model_ends_in_it(codec):
@@ -74,15 +94,13 @@ def test_text_before_the_first_stop_word(codec, text, word, step):
 
 def test_of_a_word_that_says_more_than_was_begun_one_token_counts(codec):
     """What it says beyond may take several tokens of its own to say again; the model said one."""
-    fused = next(
+    text, rest = next(
         (text, rest)
         for text in (codec.decode([i]) for i in range(300, 8000))
         for rest in [text[3:]]
         if text.isascii() and len(codec.encode(text)) == 1 and len(codec.encode(rest)) > 1
     )
-    text, rest = fused
-    rules = StopRules(max_tokens=3, begun=text[:3])
-    scanner = StopScanner(codec, rules)
+    scanner = StopScanner(codec, StopRules(max_tokens=3, begun=text[:3]))
     said = [*codec.encode(text), *codec.encode(" = 1 + 2")]
     assert scanner.push(said) == 3
     assert scanner.text == rest + codec.decode(said[1:3])

@@ -2,6 +2,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from filelock import FileLock
@@ -71,26 +72,25 @@ def followed(workspace):
 
 
 def test_what_counts(workspace, folder, tokenizer, attached):
-    with pytest.raises(ServeError, match="folder"):
-        Workspace([folder / "nowhere"], ServeConfig(), tokenizer, attached.append)
     assert workspace.sync()
     assert names(attached) == {"a.py", "sub/b.py", "sub/.gitignore", "sub/keep.log", ".gitignore"}
     assert memory_folder([folder]).stat().st_mode & 0o077 == 0
     assert workspace.sync() and len(attached) == 1  # nothing has changed
     again = Workspace([folder], ServeConfig(), tokenizer, attached.append)
     assert again.sync() and attached[-1].manifest == attached[0].manifest
+    with pytest.raises(ServeError, match="folder"):
+        Workspace([folder / "nowhere"], ServeConfig(), tokenizer, attached.append)
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="names there are always Unicode")
 def test_a_name_that_is_not_utf8_ends_nothing(folder, followed, attached):
-    strange = os.fsencode(folder) + b"/caf\xe9.py"
-    limit = time.monotonic() + 60
-    while "new.py" not in names(attached):
-        with open(strange, "w") as file:
-            file.write(f"late = {time.monotonic()}\n")
-        (folder / "new.py").write_text(f"fresh_name = {time.monotonic()}\n")
-        time.sleep(0.02)  # no notice comes without the strange name
-        assert time.monotonic() < limit, "saves are not noticed any more"
+    def is_followed():
+        for path in (os.fsencode(folder) + b"/caf\xe9.py", folder / "new.py"):  # no notice comes without the first
+            with open(path, "w") as file:
+                file.write(f"fresh_name = {time.monotonic()}\n")
+        return "new.py" in names(attached)
+
+    wait_for(is_followed)
 
 
 def test_saves_are_followed(folder, followed, attached):
@@ -134,10 +134,6 @@ def test_folders_without_text_are_no_store_and_followed_like_others(folder, tmp_
     other.close()
 
 
-def stored_bytes(store):
-    return b"".join(path.read_bytes() for path in store.path.rglob("*") if path.is_file())
-
-
 def stored_text(store, tokenizer):
     texts = (s.text_ids(i).tolist() for s in store.segments for i in range(len(s.document_starts) - 1))
     return "".join(map(tokenizer.decode, texts))
@@ -153,9 +149,8 @@ def test_deleted_secret_and_linked_files_cannot_be_decoded_from_the_store(
     (folder / "key.py").write_text("later_secret = 'this is the text of it'\n" * 3)
     (folder / "linked.py").write_text("replaced_name = 'by a link'\n" * 3)
     workspace.sync()
-    text = stored_text(attached[-1], tokenizer)
     words = "deleted_name", "later_secret", "replaced_name"
-    assert all(word in text for word in words)
+    assert all(word in stored_text(attached[-1], tokenizer) for word in words)
     (folder / "gone.py").unlink()
     (folder / "key.py").write_text("x = '-----BEGIN RSA PRIVATE KEY-----'\n")
     (folder / "linked.py").unlink()
@@ -163,7 +158,8 @@ def test_deleted_secret_and_linked_files_cannot_be_decoded_from_the_store(
     (folder / "sub").rename(tmp_path / "moved")
     (folder / "sub").symlink_to(outside)
     workspace.sync()
-    text, raw = stored_text(attached[-1], tokenizer), stored_bytes(attached[-1])
+    text = stored_text(attached[-1], tokenizer)
+    raw = b"".join(path.read_bytes() for path in attached[-1].path.rglob("*") if path.is_file())
     assert "compute_total" in text
     for word in (*words, "private_name"):
         assert word not in text and word.encode() not in raw
@@ -188,11 +184,10 @@ def test_a_workspace_is_forgotten_while_its_store_is_being_written(folder, works
     monkeypatch.setattr(workspace_module, "sync_datastore", slow)
     workspace.start()
     assert begun.wait(60)
-    forgetting = threading.Thread(target=workspace.forget)
-    forgetting.start()
-    wait_for(lambda: workspace.state().get("forgotten"))
-    go_on.set()
-    forgetting.join(60)
+    with ThreadPoolExecutor() as threads:
+        threads.submit(workspace.forget)
+        wait_for(lambda: workspace.state().get("forgotten"))
+        go_on.set()
     assert attached[-1] is None and not memory_folder([folder]).exists()
     assert workspace.sync() and attached[-1] is None and not memory_folder([folder]).exists()
     workspace.close()
