@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 
 from retrieve_spec.config import ServeConfig
@@ -205,19 +206,14 @@ def _joined(held: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def write(path: Path, text: str) -> Path | None:
     """Write a settings file; where what stood in it the first time is kept, None if nothing did."""
-    kept = None
-    path.parent.mkdir(parents=True, exist_ok=True)
     target = path.resolve()  # a link into a folder of dotfiles stays one
-    if target.exists():
-        kept = target.with_name(target.name + _KEPT)
-        if not kept.exists():  # the user's own, which a second run must not replace by what the first one wrote
-            shutil.copy2(target, kept)
-    fresh = target.with_name(target.name + ".retrieve-spec-new")
-    fresh.write_text(text, "utf-8")
-    if kept is not None:
-        shutil.copymode(target, fresh)
-    fresh.replace(target)
-    return kept
+    target.parent.mkdir(parents=True, exist_ok=True)
+    kept = target.with_name(target.name + _KEPT)
+    if target.exists() and not kept.exists():  # the user's own, which a second run must not replace by the first one's
+        shutil.copy2(target, kept)
+    with click.open_file(str(target), "w", encoding="utf-8", atomic=True) as file:
+        file.write(text)
+    return kept if kept.exists() else None
 
 
 def first_completion(remote: Remote) -> tuple[str, float]:

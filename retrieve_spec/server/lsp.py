@@ -100,10 +100,10 @@ class Completer:
         text = str(found.get("content", "")) if isinstance(found, dict) else ""
         return text if text.strip() else ""
 
-    def open(self, text: str) -> None:
+    async def open(self, text: str) -> None:
         """Draft from the text of an open document, where the model is here."""
         if self._service is not None:
-            self._service.memory("").note([with_line_feeds(text)])
+            await asyncio.to_thread(self._service.memory("").note, [with_line_feeds(text)])
 
     async def forget(self) -> None:
         """Have dropped what is kept of this user."""
@@ -194,7 +194,7 @@ class CompletionServer(LanguageServer):
                 completer = await self._connect([*self._workspaces, *folders])
             self.completer = completer
             for document in list(self.workspace.text_documents.values()):
-                completer.open(document.source)
+                await completer.open(document.source)
         finally:
             self.loaded.set()
         if completer.workspace is not None:
@@ -260,13 +260,13 @@ def _add_documents(server: CompletionServer) -> None:
             server.window_show_message(message)
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)
-    def did_open(params: lsp.DidOpenTextDocumentParams) -> None:
+    async def did_open(params: lsp.DidOpenTextDocumentParams) -> None:
         document = server.opened(params.text_document.uri)
         if document is not None:
             document.__class__ = Document  # pygls makes them itself, and has no door for others
         server.look(params.text_document.uri, 0)
         if server.completer is not None:
-            server.completer.open(params.text_document.text)
+            await server.completer.open(params.text_document.text)
 
     @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
     def did_change(params: lsp.DidChangeTextDocumentParams) -> None:

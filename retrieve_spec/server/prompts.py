@@ -9,7 +9,7 @@ from typing import Any
 
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.sampling import Beginnings
-from retrieve_spec.server.schemas import Common, Message
+from retrieve_spec.server.schemas import Common, ExtraChunk, Message
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.tools import with_tools_told
 
@@ -272,20 +272,12 @@ def _bos(codec: TextCodec) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of another file sent along by the editor."""
-
-    text: str
-    filename: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class FimParts:
     """What an editor knows at the cursor: text before it, after it, and pieces of other files, least recent first."""
 
     prefix: str
     suffix: str
-    extra: tuple[Chunk, ...] = ()
+    extra: tuple[ExtraChunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +351,7 @@ def _head(text: str, max_chars: int) -> str:
     return text[: cut + 1 if cut > max_chars // 2 else max_chars]
 
 
-def _latest(chunks: Sequence[Chunk], max_chars: int) -> Sequence[Chunk]:
+def _latest(chunks: Sequence[ExtraChunk], max_chars: int) -> Sequence[ExtraChunk]:
     """The last chunks that may fit by their length: what cannot is not encoded."""
     first, total = len(chunks), 0
     while first and total + len(chunks[first - 1].text) <= max_chars:
@@ -464,7 +456,7 @@ class FimAssembler:
         block = max(1, limit // 4)
         return ids[-(-(len(ids) - limit) // block) * block :]
 
-    def _extra(self, chunks: Sequence[Chunk], room: int) -> tuple[list[int], bool]:
+    def _extra(self, chunks: Sequence[ExtraChunk], room: int) -> tuple[list[int], bool]:
         """Other files in the model's packing, the latest kept when there is no room for all."""
         v, fmt = self.vocabulary, self.vocabulary.fmt
         packed: list[list[int]] = []

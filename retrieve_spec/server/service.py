@@ -22,7 +22,6 @@ from retrieve_spec.server.backend import Backend, DraftHints
 from retrieve_spec.server.guard import Metrics, Refusal
 from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.prompts import (
-    Chunk,
     FimAssembler,
     FimParts,
     Prompts,
@@ -126,17 +125,24 @@ class Memory:
         self._begin()
 
     def _begin(self) -> None:
-        self._unread, self._encoded, self._read = deque[str](), deque[NDArray[np.int32]](), set[int]()
+        self._encoded, self._read = deque[NDArray[np.int32]](), set[int]()
 
     def note(self, texts: Iterable[str]) -> None:
-        """Queue texts for the drafter's memory, each once: open files, and pieces that came with a request."""
-        with self._lock:
-            for text in (text[:_ENCODED_AT_ONCE] for text in texts):
-                if text and hash(text) not in self._read:
-                    if len(self._read) >= _READ_TEXTS:
-                        self._read.clear()  # long ago: the drafter's memory has let go of most of them, too
-                    self._read.add(hash(text))
-                    self._unread.append(text)
+        """Encode texts for the drafter's memory, each once: open files, and pieces that came with a request.
+
+        Not for the model's thread. Of very many a part is encoded, and the others when they come again.
+        """
+        room, read, encoded = _ENCODED_AT_ONCE, self._read, self._encoded  # dropped where all is forgotten meanwhile
+        for text in (text[:_ENCODED_AT_ONCE] for text in texts):
+            if not text or hash(text) in read:
+                continue
+            room -= len(text)
+            if room < 0:
+                return
+            if len(read) >= _READ_TEXTS:
+                read.clear()  # long ago: the drafter's memory has let go of most of them, too
+            read.add(hash(text))
+            encoded.append(np.asarray(self.codec.encode_cached(text), np.int32))
 
     def forget(self) -> None:
         """Drop everything."""
@@ -149,17 +155,6 @@ class Memory:
         """What there is to forget: how much of each kind."""
         with self._lock:
             return {"session_tokens": len(self._drafted()), "encodings": self.codec.cached}
-
-    def encode_new(self) -> None:
-        """Encode texts for the drafter's memory, a bounded part of those that wait; not for the model's thread."""
-        room, encoded = _ENCODED_AT_ONCE, self._encoded  # dropped where all is forgotten meanwhile
-        while room > 0:
-            with self._lock:
-                if not self._unread:
-                    return
-                text = self._unread.popleft()
-            encoded.append(np.asarray(self.codec.encode_cached(text), np.int32))
-            room -= len(text)
 
     def hints(self, context_ids: Sequence[int], expected: Sequence[int] = ()) -> Callable[[], DraftHints]:
         """What to draft a completion from; called in the model's thread when the work begins.
@@ -350,8 +345,9 @@ class Service:
         Refusal
             501: the model cannot infill.
         """
-        chunks = tuple(Chunk(chunk.text, chunk.filename) for chunk in request.input_extra or ())
-        parts = FimParts(request.input_prefix + (request.prompt or ""), request.input_suffix, chunks)
+        parts = FimParts(
+            request.input_prefix + (request.prompt or ""), request.input_suffix, tuple(request.input_extra or ())
+        )
         wanted = next(n for n in (request.n_predict, request.max_tokens, _FIM_TOKENS) if n is not None)
         return self.fill(parts, request, caller, wanted)
 
@@ -366,7 +362,6 @@ class Service:
         prompt = memory.assembler.assemble(parts, most, heal=free)
         expected = self.prompts.expected(request, prompt.begun)
         memory.note(chunk.text for chunk in parts.extra)
-        memory.encode_new()
         task = self._task(
             prompt.token_ids,
             request,

@@ -5,12 +5,12 @@ from transformers import PreTrainedTokenizerFast
 
 from retrieve_spec.server.prompts import (
     FORMATS,
-    Chunk,
     FimAssembler,
     FimParts,
     find_format,
 )
 from retrieve_spec.server.sampling import Beginnings
+from retrieve_spec.server.schemas import ExtraChunk
 from retrieve_spec.server.text import TextCodec
 
 
@@ -58,21 +58,21 @@ def test_every_family_is_found_by_its_vocabulary(fmt):
 )
 def test_prompt_of_each_family(family, expected):
     assembler = of_family(family)
-    prompt = assembler.assemble(FimParts("pre", "post", (Chunk("A", "a.py"),)), 64)
+    prompt = assembler.assemble(FimParts("pre", "post", (ExtraChunk(text="A", filename="a.py"),)), 64)
     assert assembler.codec.decode(prompt.token_ids) == expected
     assert not prompt.truncated
 
 
 def test_begin_of_text_stands_once_before_the_prefix_and_behind_the_chunks():
     assembler = of_family("codegemma", bos="<bos>")
-    text = assembler.codec.decode(assembler.assemble(FimParts("p", "s", (Chunk("A"),)), 64).token_ids)
+    text = assembler.codec.decode(assembler.assemble(FimParts("p", "s", (ExtraChunk(text="A"),)), 64).token_ids)
     assert text.count("<bos>") == 1
     assert "A<bos><|fim_prefix|>p" in text
 
 
 def test_control_tokens_in_code_stay_text(codec):
     found = find_format(codec)
-    parts = FimParts("a<|fim_suffix|>b", "<|fim_middle|>", (Chunk("<|file_sep|>", "<|repo_name|>"),))
+    parts = FimParts("a<|fim_suffix|>b", "<|fim_middle|>", (ExtraChunk(text="<|file_sep|>", filename="<|repo_name|>"),))
     ids = FimAssembler(codec, found, 2048, 1024).assemble(parts, 64).token_ids
     assert [ids.count(token) for token in (found.suffix, found.middle, found.sep, found.repo)] == [1, 1, 2, 1]
 
@@ -85,7 +85,7 @@ def test_a_model_without_the_tokens_cannot_infill():
 def test_budgets_hold_and_the_latest_chunks_stay(codec):
     assembler = FimAssembler(codec, find_format(codec), 2048, 1024)
     code = "".join(f"    value_{i} = compute({i})\n" for i in range(2000))
-    chunks = tuple(Chunk(f"chunk_{i} = 1\n" * 40, f"f{i}.py") for i in range(12))
+    chunks = tuple(ExtraChunk(text=f"chunk_{i} = 1\n" * 40, filename=f"f{i}.py") for i in range(12))
     prompt = assembler.assemble(FimParts(code, code, chunks), 128)
     assert len(prompt.token_ids) < 2048 - 128
     assert prompt.truncated
