@@ -158,6 +158,8 @@ def chat(model: str, stats: bool, **options: Any) -> None:
 
     Drafts come from the whole conversation and what was said before it. Of a pipe each line is a message.
     """
+    if sys.stdin is None:
+        raise PromptError("messages on standard input", "it is closed", "Type them in a terminal, or give a pipe.")
     config = config_of(options, session=options["session"] or True)
 
     import retrieve_spec as rs

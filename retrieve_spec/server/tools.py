@@ -339,33 +339,29 @@ def _listed(case: dict[str, Any]) -> list[Any] | None:
     return [None] if case.get("type") == "null" else None
 
 
-def _takes_text(schema: Any, argument: str) -> bool:
-    """Whether an argument may be a string by its schema."""
-    for case in _cases(schema, argument):
-        kinds = case.get("type")
-        if kinds is None and any(isinstance(value, str) for value in _listed(case) or ()):
-            return True
-        if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
-            return True
-    return False
+def _all_listed(cases: list[dict[str, Any]]) -> list[Any]:
+    """All that an argument may be, where each of its schemas lists that."""
+    listed = [_listed(case) for case in cases]
+    return [] if None in listed else [value for values in listed for value in values or ()]
 
 
-def _texts_listed(schema: Any, argument: str) -> list[Any]:
-    """All that an argument may be, where its schema lists that and texts are among it."""
-    listed = [_listed(case) for case in _cases(schema, argument)]
-    values = [value for some in listed for value in some or ()]
-    return values if None not in listed and any(isinstance(value, str) for value in values) else []
+def _may_be(kind: str, case: dict[str, Any]) -> bool:
+    """Whether a schema takes values of a kind that JSON knows."""
+    kinds = case.get("type")
+    if kinds is None and kind == "string":
+        return any(isinstance(value, str) for value in _listed(case) or ())
+    return kinds == kind or (isinstance(kinds, list) and kind in kinds)
 
 
 def _value(text: str, schema: Any, argument: str) -> Any:
     """What stands between tags: a string, or else what it is in JSON, or in Python, as templates show such values."""
-    listed = _texts_listed(schema, argument)
-    if text in listed if listed else _takes_text(schema, argument):
+    cases, said = _cases(schema, argument), text.strip()
+    listed = _all_listed(cases)
+    is_null = said in ("null", "None") and any(_may_be("null", case) for case in cases)
+    if text in listed or not (listed or is_null) and any(_may_be("string", case) for case in cases):
         return text
     try:
-        return (
-            _PYTHON.get(text.strip()) if text.strip() in _PYTHON else pydantic_core.from_json(text, allow_inf_nan=False)
-        )
+        return _PYTHON[said] if said in _PYTHON else pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError:
         return text
 
@@ -416,11 +412,11 @@ def _tagged_rules(call: str, name: str, schema: Mapping[str, Any], tags: Tags, m
 
     arguments, rules, close = list[str](), list[str](), spelled(tags.value_close)
     for number, (key, given) in enumerate(schema.get("properties", {}).items()):
-        value, end = f"{call}_{number}", close
-        if listed := _texts_listed(schema, key):
+        value, end, cases = f"{call}_{number}", close, _cases(schema, key)
+        if listed := _all_listed(cases):
             texts = [one if isinstance(one, str) else json.dumps(one) for one in listed]
             rules.append(f"{value}: {' | '.join(map(mark, texts))}")
-        elif not _takes_text(schema, key):
+        elif not any(_may_be("string", case) for case in cases):
             wanted = json.dumps({**given, **_BLANKS} if isinstance(given, dict) else {})
             if '"$ref": "#' in wanted:  # from the root of the schema of all arguments
                 wanted = json.dumps({**given, **_BLANKS, "$defs": {"all": schema}})

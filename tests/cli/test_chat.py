@@ -87,9 +87,11 @@ def test_seeds_and_stores_are_those_of_generate(chatty: str, tmp_path: Path, mon
     assert code == 1 and "none" in err
 
 
-def test_a_model_without_a_template_is_refused(monkeypatch: Any, capsys: Any) -> None:
+def test_a_model_without_a_template_and_a_closed_standard_input_are_refused(monkeypatch: Any, capsys: Any) -> None:
     code, out, err = run(["--model", "reference"], TURNS, monkeypatch, capsys)
     assert code == 1 and not out and "a chat template" in err and "--model smollm2" in err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.run(["chat"]) == 1 and "messages on standard input, got it is closed" in capsys.readouterr().err
 
 
 def test_single_prompts_in_a_template(chatty: str, capsys: Any) -> None:

@@ -104,6 +104,7 @@ SCHEMA = {
         "path": {"type": "string"}, "text": {"type": ["null", "string"]}, "count": {"$ref": "#/$defs/size"},
         "deep": {"type": "array"}, "on": {"type": "boolean"}, "mode": {"enum": ["r", "w"]}, "any": {},
         "loop": {"$ref": "#/properties/loop"}, "one": {"anyOf": [{"type": "number"}, {"type": "string"}]},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     },
 }  # fmt: skip
 
@@ -118,10 +119,9 @@ def test_values_in_tags_are_what_their_schema_says(fmt, end):
     }  # fmt: skip
     parser = CallParser(fmt, {"f": SCHEMA})
     assert parser.feed(in_tags(fmt, ToolCall("f", arguments), end)) == [ToolCall("f", arguments)]
-    shown = in_tags(fmt, ToolCall("f", {"on": "False", "count": "None", "deep": "no list"}), end)
-    assert CallParser(fmt, {"f": SCHEMA}).feed(shown) == [
-        ToolCall("f", {"on": False, "count": None, "deep": "no list"})
-    ]
+    shown = ToolCall("f", {"on": "False", "count": "None", "deep": "no list", "text": "null", "maybe": "None"})
+    read = ToolCall("f", {"on": False, "count": None, "deep": "no list", "text": None, "maybe": None})
+    assert CallParser(fmt, {"f": SCHEMA}).feed(in_tags(fmt, shown, end)) == [read]
 
 
 def test_arguments_may_be_a_definition():
