@@ -358,7 +358,7 @@ def _value(text: str, schema: Any, argument: str) -> Any:
     cases, said = _cases(schema, argument), text.strip()
     listed = _all_listed(cases)
     is_null = said in ("null", "None") and any(_may_be("null", case) for case in cases)
-    if text in listed or not (listed or is_null) and any(_may_be("string", case) for case in cases):
+    if text in listed or (not (listed or is_null) and any(_may_be("string", case) for case in cases)):
         return text
     try:
         return _PYTHON[said] if said in _PYTHON else pydantic_core.from_json(text, allow_inf_nan=False)

@@ -82,19 +82,13 @@ def words(instruction: str) -> list[str]:
     return json.loads([given for name, given in container() if name == instruction][-1].removeprefix("CMD "))
 
 
-def parsed(arguments: list[str], **files: Path) -> click.Context:
-    """A command line as `serve` reads it, with files that stand for the container's."""
-    command = cli.cli.get_command(click.Context(cli.cli), "serve")
-    assert command is not None
-    return command.make_context("serve", [str(files.get(word.lstrip("/"), word)) for word in arguments])
-
-
 def test_the_container_serves_where_it_listens_and_says_how_it_is(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     program, verb, *arguments = words("ENTRYPOINT") + words("CMD")
     assert program in PROJECT["scripts"] and verb == "serve"
-    given = parsed(arguments, keys=keys).params
+    command = cli.cli.get_command(click.Context(cli.cli), "serve")
+    given = command.make_context("serve", [str(keys) if word == "/keys" else word for word in arguments]).params
     assert given["host"] == "0.0.0.0" and given["key_file"] == keys
     port = str(ServeConfig().port)
     assert dict(container())["EXPOSE"] == port

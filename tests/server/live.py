@@ -39,14 +39,14 @@ class Noted(Metrics):
 
 
 class Live:
-    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, port=0, app=None):
+    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, app=None):
         noted = Noted()
         self.done, self.backend = noted.done, backend
         self.service = service or Service(
             backend, tokenizer, "tiny", config or ServeConfig(), workspace, shared=bool(keys), metrics=noted
         )
         self.app = app = app or create_app(Models.of(self.service), keys=keys)
-        listener = listen("127.0.0.1", port)
+        listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._server = uvicorn.Server(server_settings(app))

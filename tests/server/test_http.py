@@ -188,8 +188,7 @@ def test_small_endpoints(server):
     assert [model["id"] for model in listed] == ["tiny", "tiny-Fast-Apply"]
     assert server.client.get("/v1/models/tiny").json() == listed[0]
     assert server.client.head("/v1/models/tiny").status_code == server.client.head("/v1/models").status_code == 200
-    unknown = server.client.get("/v1/models/owner/other")
-    assert unknown.status_code == 404 and "'owner/other'" in unknown.json()["error"]["message"]
+    assert "'owner/other'" in server.client.get("/v1/models/owner/other").json()["error"]["message"]
     assert server.client.get("/props").json()["default_generation_settings"]["n_ctx"] == 4096
     tokens = server.post("/tokenize", {"content": "<|fim_prefix|>x"}).json()["tokens"]
     assert tokens[0] == 1 and server.post("/detokenize", {"tokens": tokens}).json()["content"] == "<|fim_prefix|>x"
@@ -206,16 +205,14 @@ def test_small_endpoints(server):
 
 @pytest.mark.parametrize("ping_s", [0.05, 0])
 def test_a_stream_has_comments_while_a_long_prompt_is_read(live, say, ping_s):
-    backend = say("one two")
-    backend.gate = threading.Semaphore(0)
-    server = live(backend, config=ServeConfig(sse_ping_s=ping_s, prefill_chunk=16))
+    server, seen = live(say("one two"), config=ServeConfig(sse_ping_s=ping_s, prefill_chunk=16)), []
+    server.backend.gate = threading.Semaphore(0)
     body = {"messages": [{"role": "user", "content": "word " * 40}], "stream": True}
-    seen = []
     with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
         for line in response.iter_lines():
             seen += [line] if line else []
             if not ping_s or seen.count(": ping") == 3:
-                backend.gate.release(100)
+                server.backend.gate.release(100)
     words = "".join(json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in seen if "{" in line)
     assert words == "one two" and seen[-1] == "data: [DONE]"
     assert seen.count(": ping") >= 3 if ping_s else ": ping" not in seen

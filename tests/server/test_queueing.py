@@ -153,6 +153,17 @@ def test_tasks_of_one_kind_share_passes(backend, codec, typing, together):
     assert max(backend.together) == together
 
 
+def test_who_types_waits_for_no_chat_however_many_there_are(backend, codec):
+    queue = RequestQueue(backend, codec, max_begun=4)
+    chats = [ask(queue, [500 + 100 * i], rules=StopRules(100)) for i in range(6)]
+    queue.go_on()
+    typed = ask(queue, [50], typing=True)
+    while not typed.done.is_set():
+        queue.go_on()
+    assert typed.result().token_ids == list(range(51, 59)) and len(backend.prompts) == 5
+    assert not any(chat.done.is_set() for chat in chats)
+
+
 def test_full_queue_refuses_but_drops_stale_keystrokes_first(engine, held):
     ask(engine, [500])
     wait_for(lambda: engine.begun)

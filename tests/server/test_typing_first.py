@@ -1,8 +1,7 @@
 """With the bundled model: who types never waits for a chat, and the chat says what it would have said alone."""
 
-import itertools
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -15,58 +14,27 @@ INFILL = {"input_prefix": "import os\n\n\n", "input_suffix": "\n", "prompt": "de
 CHAT = {"messages": [{"role": "user", "content": SOURCE}], "max_tokens": 1000}
 
 
-class Talk(threading.Thread):
-    """A streamed chat; the events so far are `events`."""
-
-    def __init__(self, server, **fields):
-        super().__init__(daemon=True)
-        self.server, self.fields, self.events, self.left = server, {**CHAT, **fields, "stream": True}, [], False
-        self.start()
-
-    def run(self):
-        with httpx.stream("POST", self.server.url + "/v1/chat/completions", json=self.fields, timeout=300) as answer:
-            for line in itertools.takewhile(lambda _: not self.left, answer.iter_lines()):
-                self.events += [json.loads(line[6:])["choices"][0]] if line.startswith("data: {") else []
-
-    @property
-    def text(self):
-        return "".join(choice["delta"].get("content", "") for choice in self.events)
-
-    @property
-    def over(self):
-        return bool(self.events) and self.events[-1]["finish_reason"] is not None
-
-
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
 def test_completions_are_served_in_the_middle_of_a_chat(reference_live, sampling):
-    expected = reference_live.post("/infill", INFILL).json()["content"]
-    talk = Talk(reference_live, **sampling)
-    wait_for(lambda: len(talk.events) > 2)
-    for i in range(3):
-        answer = reference_live.post("/infill", {**INFILL, "cache_prompt": False}).json()
-        assert answer["content"] == expected and expected
-        assert "superseded" not in answer
-        assert i or not talk.over, "the chat was over before anybody typed: nothing was tested"
-    talk.join(300)
-    assert talk.over
+    expected, told = reference_live.post("/infill", INFILL).json()["content"], []
+    chat = {**CHAT, **sampling}
+
+    def talk():
+        url = reference_live.url + "/v1/chat/completions"
+        with httpx.stream("POST", url, json={**chat, "stream": True}, timeout=300) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    told.append(json.loads(line[6:])["choices"][0])
+
+    with ThreadPoolExecutor() as threads:
+        talking = threads.submit(talk)
+        wait_for(lambda: len(told) > 2)
+        for i in range(3):
+            answer = reference_live.post("/infill", {**INFILL, "cache_prompt": False}).json()
+            assert answer["content"] == expected and expected
+            assert "superseded" not in answer
+            assert i or not talking.done(), "the chat was over before anybody typed: nothing was tested"
+    assert told[-1]["finish_reason"]
     # Asked for afterwards: what was said once is drafted whole, and such a chat is over at once.
-    alone = reference_live.post("/v1/chat/completions", {**CHAT, **sampling}).json()["choices"][0]["message"]["content"]
-    assert talk.text == alone
-
-
-def test_chats_go_on_beside_one_another_and_behind_them_nobody_waits(reference_live):
-    # One token a pass: such a chat takes longer than three prompts and a completion on any machine.
-    talks = [
-        Talk(reference_live, messages=[{"role": "user", "content": f"# {i}\n" + SOURCE}], speculative=False)
-        for i in range(4)
-    ]
-    wait_for(lambda: all(len(talk.events) > 1 for talk in talks))
-    assert not any(talk.over for talk in talks)
-    answer = reference_live.post("/infill", INFILL).json()
-    assert answer["content"] and "superseded" not in answer
-    assert not any(talk.over for talk in talks)
-    for talk in talks:
-        talk.left = True
-        talk.join(300)
-        assert not talk.is_alive() and talk.text
-    assert reference_live.post("/infill", INFILL).json()["content"] == answer["content"]
+    alone = reference_live.post("/v1/chat/completions", chat).json()["choices"][0]["message"]["content"]
+    assert "".join(choice["delta"].get("content", "") for choice in told) == alone
