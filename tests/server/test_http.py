@@ -284,11 +284,11 @@ def test_a_body_is_json_whatever_its_client_calls_it(server, called):
 @pytest.mark.parametrize("path", ["/infill", "/v1/completions"])
 def test_newer_keystroke_supersedes_and_both_are_told(live, say, path):
     server, asked = live(say("done")), []
-    server.backend.gate = threading.Semaphore(0)
+    server.backend.gate, queue = threading.Semaphore(0), server.service.queue
     with ThreadPoolExecutor() as threads:
         for prompt in ("    r", "    re", "    ret"):
             asked.append(threads.submit(server.post, path, {**INFILL, "prompt": prompt, "suffix": "\n", "user": "me"}))
-            wait_for(lambda: _seen(server) >= len(asked))
+            wait_for(lambda: len(server.done) + queue.queue_length + queue.begun >= len(asked))
         server.backend.gate.release(1000)
         *older, newest = (answer.result() for answer in asked)
     assert newest.status_code == 200 and "done" in newest.text
@@ -296,11 +296,6 @@ def test_newer_keystroke_supersedes_and_both_are_told(live, say, path):
         assert [(answer.json()["content"], answer.json()["superseded"]) for answer in older] == [("", True)] * 2
     else:
         assert [answer.status_code for answer in older] == [499, 499]
-
-
-def _seen(server):
-    engine = server.service.queue
-    return len(server.done) + engine.queue_length + engine.begun
 
 
 def test_an_ending_engine_answers_503_in_every_dialect(server):

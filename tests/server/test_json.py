@@ -50,6 +50,9 @@ def test_the_openai_client_and_llama_cpp_ask_for_it_their_ways(library, referenc
     assert set(json.loads(text)) == set(SCHEMA["properties"])
     answer = reference_live.post("/completion", {"prompt": "shape = ", "n_predict": 200, "json_schema": SCHEMA}).json()
     assert set(json.loads(answer["content"])) == set(SCHEMA["properties"])
+    body = {"prompt": "shape = sha", "suffix": "\n", "max_tokens": 200, "response_format": FORMAT}
+    text = reference_live.post("/v1/completions", body).json()["choices"][0]["text"]
+    assert set(json.loads(text)) == set(SCHEMA["properties"]), "at a cursor it begins where the prompt ends"
     start = reference_live.post("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}})
     assert content(start).startswith("{")
 
@@ -59,9 +62,3 @@ def test_without_the_library_the_extra_is_named(reference_live, monkeypatch):
     answer = reference_live.post("/v1/chat/completions", CHAT)
     assert answer.status_code == 400
     assert "retrieve-spec[json]" in answer.json()["error"]["message"]
-
-
-def test_json_at_a_cursor_begins_where_the_prompt_ends(library, reference_live):
-    body = {"prompt": "shape = sha", "suffix": "\n", "max_tokens": 200, "response_format": FORMAT}
-    text = reference_live.post("/v1/completions", body).json()["choices"][0]["text"]
-    assert set(json.loads(text)) == set(SCHEMA["properties"])

@@ -21,17 +21,12 @@ pytestmark = [
 ]
 
 
-def type_in(server, settings=SETTINGS):
-    """What the client showed while somebody typed; `vscode_driver.cjs` says what is typed."""
-    command = ["node", str(DRIVER), str(PLUGIN), str(settings), str(server.port)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
-
-
 def test_suggestions_prefetch_and_ring(live, say, codec):
     server = live(say("urn alpha + beta"))
-    seen = type_in(server)
+    command = ["node", str(DRIVER), str(PLUGIN), str(SETTINGS), str(server.port)]  # the driver says what is typed
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    seen = json.loads(ran.stdout)
     assert seen["shown"] == ["urn alpha + beta"]
     assert seen["typed"] == ["rn alpha + beta"]
     assert seen["messages"] == []

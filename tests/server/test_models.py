@@ -20,13 +20,12 @@ class Several:
     """A server of scripted models, each of which says its name; `a` is the first."""
 
     def __init__(self, live, say, tokenizer, names="abc", *, keys=(), config=ServeConfig(), **options):  # noqa: B008
-        self.loads, self.broken, self.gate = [], set(), None
+        self.loads, self.broken, self.gate = [], set(), threading.Semaphore(1000)
         metrics = Metrics()
 
         def load(name):
             self.loads.append(name)
-            if self.gate is not None:
-                self.gate.acquire()
+            self.gate.acquire()
             if name in self.broken:
                 raise RuntimeError("/home/somebody/weights are damaged")
             return Service(say(f"I am {name}"), tokenizer, name, config, shared=bool(keys), metrics=metrics)
