@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,14 +180,7 @@ def chat(model: str, stats: bool, **options: Any) -> None:
         accelerated = pool.submit(accelerate)  # while the first question is typed
         conversation = Conversation(lm, tokenizer, options)
         for line in _lines(watched):
-            try:
-                accelerated.result()
-            except KeyboardInterrupt:
-                if not watched:
-                    raise
-                click.echo(" …")
-                continue
-            _turn(conversation, line, stats, watched)
+            _turn(conversation, line, accelerated, stats, watched)
 
 
 def _lines(watched: bool) -> Iterator[str]:
@@ -211,9 +204,13 @@ def _lines(watched: bool) -> Iterator[str]:
             yield line
 
 
-def _turn(conversation: Conversation, line: str, stats: bool, watched: bool) -> None:
-    """Do what a line says. Somebody who watches is told of errors, and goes on; a pipe ends with them."""
+def _turn(conversation: Conversation, line: str, accelerated: Future[None], stats: bool, watched: bool) -> None:
+    """Do what a line says, once the model is ready.
+
+    Somebody who watches is told of errors, and goes on; a pipe ends with them.
+    """
     try:
+        accelerated.result()
         if line.startswith("/"):
             click.echo(conversation.command(line), err=True)
             return

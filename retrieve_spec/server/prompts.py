@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from retrieve_spec.server.guard import Refusal
@@ -303,22 +305,18 @@ class FimPrompt:
     begun: str = ""
 
 
+_LINE = re.compile(r"(?<=\n)[^\n]+")
+
+
 def stable_start(text: str, first: int, last: int) -> int | None:
     """A line start between two places, chosen by what the lines say; None where there is none.
 
     That whose line has the smallest checksum is taken (winnowing; Schleimer, Wilkerson, Aiken, 2003): it stays the same
     while the places slide.
     """
-    best: tuple[int, int] | None = None
-    at = text.find("\n", max(first - 1, 0))
-    while 0 <= at < last - 1:
-        end = text.find("\n", at + 1)
-        line = text[at + 1 : end if end >= 0 else len(text)]
-        score = zlib.crc32(line.encode("utf-8", "surrogatepass"))
-        if line.strip() and (best is None or score < best[0]):
-            best = (score, at + 1)
-        at = end
-    return best[1] if best else None
+    lines = takewhile(lambda line: line.start() < last, _LINE.finditer(text, max(first, 0)))
+    scored = [(zlib.crc32(line[0].encode("utf-8", "surrogatepass")), line.start()) for line in lines if line[0].strip()]
+    return min(scored)[1] if scored else None
 
 
 def stable_tail(text: str, max_chars: int) -> str:
@@ -351,13 +349,13 @@ def _head(text: str, max_chars: int) -> str:
     return text[: cut + 1 if cut > max_chars // 2 else max_chars]
 
 
-def _latest(chunks: Sequence[ExtraChunk], max_chars: int) -> Sequence[ExtraChunk]:
-    """The last chunks that may fit by their length: what cannot is not encoded."""
-    first, total = len(chunks), 0
-    while first and total + len(chunks[first - 1].text) <= max_chars:
+def _first_kept(sizes: Sequence[int], room: int) -> int:
+    """Of things in a row, the number of the first such that there is room for it and all behind it."""
+    first = len(sizes)
+    while first and sizes[first - 1] <= room:
         first -= 1
-        total += len(chunks[first].text)
-    return chunks[first:]
+        room -= sizes[first]
+    return first
 
 
 class FimAssembler:
@@ -459,24 +457,21 @@ class FimAssembler:
     def _extra(self, chunks: Sequence[ExtraChunk], room: int) -> tuple[list[int], bool]:
         """Other files in the model's packing, the latest kept when there is no room for all."""
         v, fmt = self.vocabulary, self.vocabulary.fmt
-        packed: list[list[int]] = []
-        chunks, all_chunks = _latest(chunks, room * self.codec.longest), len(chunks)
-        for chunk in chunks:
-            if v.sep is not None:
-                ids = [v.sep, *self.codec.encode_cached(f"{chunk.filename or UNNAMED_CHUNK}\n{chunk.text}")]
-            elif fmt.sections:
-                ids = self.codec.encode_cached(f"+++++ {chunk.filename or UNNAMED_CHUNK}\n{chunk.text}\n")
-            else:
-                ids = self.codec.encode_cached(SNIPPET + chunk.text)
-            packed.append(ids)
+        too_long = _first_kept([len(chunk.text) for chunk in chunks], room * self.codec.longest)
+        packed = [self._packed(chunk) for chunk in chunks[too_long:]]
         if not packed and not (v.sep is not None and not fmt.path_inside):
             return [], False
         head: list[int] = []
         if v.repo is not None and v.sep is not None:
             head = [v.repo, *self.codec.encode_cached(PROJECT_NAME + ("" if fmt.path_inside else "\n"))]
-        total, first = len(head), len(packed)
-        while first and total + len(packed[first - 1]) <= room:
-            first -= 1
-            total += len(packed[first])
+        first = _first_kept(list(map(len, packed)), room - len(head))
         kept = [i for ids in packed[first:] for i in ids]
-        return (head + kept if kept or not fmt.path_inside else kept), first > 0 or len(chunks) < all_chunks
+        return (head + kept if kept or not fmt.path_inside else kept), first + too_long > 0
+
+    def _packed(self, chunk: ExtraChunk) -> list[int]:
+        """A piece of another file as the model's format has it."""
+        name, sep = chunk.filename or UNNAMED_CHUNK, self.vocabulary.sep
+        if sep is not None:
+            return [sep, *self.codec.encode_cached(f"{name}\n{chunk.text}")]
+        section = f"+++++ {name}\n{chunk.text}\n"
+        return self.codec.encode_cached(section if self.vocabulary.fmt.sections else SNIPPET + chunk.text)

@@ -224,7 +224,8 @@ class StopScanner:
         self._begun = len(rules.begun)
         self._codec = codec
         self._unseen = 0  # tokens that said nothing but what was begun
-        self._line_start = -1
+        blanks = f"[ \\t]{{0,{rules.min_indent - 1}}}"
+        self._outdented = re.compile(rf"\n{blanks}(?=[^ \t])") if rules.min_indent > 0 else None
         self.shown = 0
         self.text = ""
         self.token_ids: list[int] = []
@@ -299,7 +300,7 @@ class StopScanner:
             return
         before = len(self.text)
         self.text += piece
-        if self._cut_at_word(before, piece) or self._cut_at_indent():
+        if self._cut_at_word(before, piece) or self._cut_at_indent(before):
             return
         late, started = self._rules.newline_after_s, now if self._first_token_at is None else self._first_token_at
         if "\n" in piece and late is not None and now - started > late:
@@ -315,18 +316,13 @@ class StopScanner:
         self._end("word")
         return True
 
-    def _cut_at_indent(self) -> bool:
-        if self._rules.min_indent <= 0:
+    def _cut_at_indent(self, before: int) -> bool:
+        """End the text in front of the first sign of a line that is indented too little; its blanks stay."""
+        if self._outdented is None:
             return False
-        while True:
-            if self._line_start >= 0:
-                line = self.text[self._line_start :]
-                width = len(line) - len(line.lstrip(" \t"))
-                if width < min(len(line), self._rules.min_indent):
-                    self.text = self.text[: self._line_start + width]
-                    self._end("limit")
-                    return True
-            newline = self.text.find("\n", max(self._line_start, 0))
-            if newline < 0:
-                return False
-            self._line_start = newline + 1
+        found = self._outdented.search(self.text, max(0, self.text.rfind("\n", 0, before)))
+        if found is None:
+            return False
+        self.text = self.text[: found.end()]
+        self._end("limit")
+        return True
