@@ -138,7 +138,6 @@ class ToolCall:
 
 
 Said = str | ToolCall
-_UNSURE, _NONE = -1, 0
 _DECODER = json.JSONDecoder()
 _BLANKS = {"x-guidance": {"whitespace_pattern": " ?"}}
 _PYTHON = {"True": True, "False": False, "None": None}
@@ -181,16 +180,17 @@ class CallParser:
                 yield from self._text(self._text_length(ended))
             if self._at < 0:
                 return
-            size, calls = self._read(ended)
-            if size == _UNSURE and not ended:
-                return
-            if calls:
-                yield from calls
-                self._held, self._at = self._held[size:], -1
-                self._bare, self._called = self._fmt.bare, True
-            else:
+            try:
+                calls, rest = self._read(ended)
+            except ValueError as error:
+                if isinstance(error, json.JSONDecodeError) and not ended:
+                    return  # more is to come
                 count, self._at, self._bare = self._at + 1, -1, False
                 yield from self._text(count)  # what is left of the mark is no mark
+            else:
+                yield from calls
+                self._held, self._at = rest, -1
+                self._bare, self._called = self._fmt.bare, True
 
     def _text_length(self, ended: bool) -> int:
         """How much of what is held is text, but for blanks in front of what is or may be a call; where that begins."""
@@ -218,39 +218,32 @@ class CallParser:
             self._bare = self._called = False
             yield text
 
-    def _read(self, ended: bool) -> tuple[int, list[ToolCall]]:
-        """How much of what is held the call takes that has begun, and what it calls; `_UNSURE` or `_NONE`, and none."""
+    def _read(self, ended: bool) -> tuple[list[ToolCall], str]:
+        """What the call that has begun calls, and what stands behind it; errors are those of `_read_json`."""
         fmt, name = self._fmt, ""
         begun = self._held[self._at :].removeprefix(fmt.opens)
         if fmt.named:
             heads = [known + fmt.named for known in self._schemas]
             head = next((head for head in heads if begun.startswith(head)), "")
             if not head:
-                return _UNSURE if any(head.startswith(begun) for head in heads) else _NONE, []
+                raise _unsure(begun) if any(head.startswith(begun) for head in heads) else ValueError
             name, begun = head.removesuffix(fmt.named), begun[len(head) :]
         body = begun.lstrip()
-        try:
-            value, end = self._read_tagged(body) if self._tagged else _read_json(body)
-        except json.JSONDecodeError:
-            return _UNSURE, []
-        except ValueError:
-            return _NONE, []
+        value, end = self._read_tagged(body) if self._tagged else _read_json(body)
         if name:
             value = {"name": name, "arguments": value}
         calls = list(map(self._call, value if fmt.listed and isinstance(value, list) else [value]))
         rest = body[end:]
         if fmt.close:
             rest = rest.lstrip()
-            if rest.startswith(fmt.close):
-                rest = rest[len(fmt.close) :]
-            elif not fmt.close.startswith(rest):
-                return _NONE, []
-            elif not ended:
-                return _UNSURE, []
-            else:
-                rest = ""
-        known = [call for call in calls if call is not None]
-        return (len(self._held) - len(rest), known) if known and len(known) == len(calls) else (_NONE, [])
+            if not rest.startswith(fmt.close[: len(rest)]):
+                raise ValueError
+            if len(rest) < len(fmt.close) and not ended:
+                raise _unsure(rest)
+            rest = rest[len(fmt.close) :]
+        if not calls:
+            raise ValueError
+        return calls, rest
 
     def _read_tagged(self, body: str) -> tuple[Any, int]:
         """A function's name and arguments, and where they end; errors are those of `_read_json`."""
@@ -259,18 +252,24 @@ class CallParser:
         if found is None:
             raise ValueError
         if found.partial:
-            raise json.JSONDecodeError("more is to come", body, len(body))
+            raise _unsure(body)
         name, edge = found["name"], self._fmt.tags.value_close.partition("<")[0]
         pairs = zip(found.captures("key"), found.captures("value"), strict=True)
         arguments = {key: _value(text.removesuffix(edge), self._schemas[name], key) for key, text in pairs}
         return {"name": name, "arguments": arguments}, found.end()
 
-    def _call(self, value: Any) -> ToolCall | None:
-        """A call as JSON has it, None where it is none."""
-        if not isinstance(value, dict) or value.get("name") not in self._schemas:
-            return None
-        arguments = value.get("arguments", value.get("parameters"))
-        return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
+    def _call(self, value: Any) -> ToolCall:
+        """A call as JSON has it; a `ValueError` where it is none."""
+        named = isinstance(value, dict) and isinstance(value.get("name"), str)
+        arguments = value.get("arguments", value.get("parameters")) if named else None
+        if not isinstance(arguments, dict) or value["name"] not in self._schemas:
+            raise ValueError
+        return ToolCall(value["name"], arguments)
+
+
+def _unsure(text: str) -> json.JSONDecodeError:
+    """What is raised where more than this text may make something of it."""
+    return json.JSONDecodeError("more is to come", text, len(text))
 
 
 def _read_json(body: str) -> tuple[Any, int]:

@@ -91,6 +91,7 @@ def test_what_is_no_call_is_text_to_the_last_character(fmt):
     else:
         texts += [whole.replace(":", "=") + " \n", whole.replace('"a"', '"\\ud800"')]
         texts.append(whole.replace('"</tool_call> ]}"', "NaN"))
+        texts.append(whole.replace('"name": "f"', '"name": ["f"]') if not fmt.named else " ")
     for text in texts:
         assert [*said(fmt, [text]), ""][0] == text
         assert "".join(said(fmt, text)) == text
