@@ -9,8 +9,9 @@ after every pass, reading the prompt included.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any, TypeVar
@@ -207,8 +208,7 @@ class RequestQueue:
                 if job.begun:
                     continue
                 self._jobs.remove(job)
-            for waiter in replaced:
-                job.waiters.remove(waiter)
+            job.waiters = [waiter for waiter in job.waiters if waiter not in replaced]
             gone += replaced
         return gone
 
@@ -297,12 +297,9 @@ class RequestQueue:
                 if job not in self._jobs:
                     continue  # its client has gone
                 job.begun = True
-            try:
+            with self._failing(job):
                 job.start()
                 under_way.append(job)
-            except Exception as error:
-                log.exception("a completion could not begin")
-                self._fail(job, error)
         return under_way
 
     def _order(self, job: Job) -> tuple[int, int, float]:
@@ -349,18 +346,13 @@ class RequestQueue:
                 piece=min(_SHORT, self._chunk) if makes_room else self._chunk,
                 nodes=_FEW_NODES if makes_room else MAX_NODES,
             )
-        try:
+        with self._failing(*turn):
             self.backend.step([job.text for job in turn])
-        except Exception as error:
-            log.exception("a pass failed")
-            for job in turn:
-                self._fail(job, error)
-            return
-        for job in under_way:
-            if job in turn:
-                self._proceed(job)
-            else:
-                job.wait()
+            for job in under_way:
+                if job in turn:
+                    self._proceed(job)
+                else:
+                    job.wait()
 
     def _proceed(self, job: Job) -> bool:
         """Let a task go on after a pass; whether it is over."""
@@ -368,16 +360,22 @@ class RequestQueue:
             outcome: Outcome = "superseded" if job.superseded else "cancelled"
             self._finish(job, Completion(outcome, prompt_tokens=len(job.task.prompt_ids)))
             return True
+        with self._failing(job):
+            if not job.proceed():
+                return False
+            self._finish(job, job.done)
+            job.close()  # nobody waits for the cache
+        return True
+
+    @contextmanager
+    def _failing(self, *jobs: Job) -> Iterator[None]:
+        """What fails within ends these tasks, and is what their clients are told."""
         try:
-            if job.proceed():
-                self._finish(job, job.done)
-                job.close()  # nobody waits for the cache
-                return True
+            yield
         except Exception as error:
             log.exception("a completion failed")
-            self._fail(job, error)
-            return True
-        return False
+            for job in jobs:
+                self._fail(job, error)
 
     def _fail(self, job: Job, error: Exception) -> None:
         """End a task that failed, and forget all caches: what failed may have been the memory."""

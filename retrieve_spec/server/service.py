@@ -368,7 +368,6 @@ class Service:
             wanted,
             caller,
             document=parts.prefix,
-            typing=True,
             hints=memory.hints(prompt.context_ids, expected),
             begun=prompt.begun,
         )
@@ -400,12 +399,11 @@ class Service:
         memory, cursor = self.memory(caller.scope), self.prompts.cursor(ids)
         expected = self.prompts.expected(request)
         if cursor is None:
-            who = caller if caller.explicit else replace(caller, client=None)
-            task = self._task(ids, request, wanted, who, hints=memory.hints(ids, expected))
-            return Prepared(task, predicted_tokens=len(expected))
-        before, after = cursor
-        document, hints = self.codec.decode(before), memory.hints([*after, *before], expected)
-        task = self._task(ids, request, wanted, caller, document=document, typing=True, hints=hints)
+            document, shown, who = None, ids, caller if caller.explicit else replace(caller, client=None)
+        else:
+            before, after = cursor
+            document, shown, who = self.codec.decode(before), [*after, *before], caller
+        task = self._task(ids, request, wanted, who, document=document, hints=memory.hints(shown, expected))
         return Prepared(task, predicted_tokens=len(expected))
 
     def no_fim(self) -> str:
@@ -424,12 +422,11 @@ class Service:
         caller: Caller,
         *,
         hints: Callable[[], DraftHints],
-        document: str | None = None,
-        typing: bool = False,
+        document: str | None,
         begun: str = "",
     ) -> Task:
-        config = self.config
-        late = request.t_max_predict_ms
+        """What is asked of the queue; ``document`` is the text at whose end somebody types, None where nobody does."""
+        late, typing = request.t_max_predict_ms, document is not None
         words, stop_ids = self._stops(request)
         return Task(
             tuple(ids),
@@ -449,7 +446,7 @@ class Service:
             client=caller.client,
             document=None if caller.explicit else document,
             deadline_s=self._deadline(request),
-            stale_s=config.stale_s if typing and caller.client is not None else None,
+            stale_s=self.config.stale_s if typing and caller.client is not None else None,
             warm=wanted == 0,
             reuse=request.cache_prompt is not False,
             drafting=request.speculative is not False,
