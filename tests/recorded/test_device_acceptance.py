@@ -11,15 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretend_cuda import PretendCuda
-from scripted_drafter import ScriptedDrafter
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-import retrieve_spec as rs
 import retrieve_spec.kernels
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine import joining
-from retrieve_spec.kernels.treemask import unpacked
 from retrieve_spec.sampling import acceptance, samplers
 from retrieve_spec.sampling.acceptance import (
     GreedySampler,
@@ -30,7 +26,7 @@ from retrieve_spec.sampling.acceptance import (
     read_logits,
     walk,
 )
-from retrieve_spec.sampling.samplers import DeviceSampler, make_sampler, path_tokens, read_sampled
+from retrieve_spec.sampling.samplers import DeviceSampler, make_sampler
 
 pytestmark = pytest.mark.usefixtures("drawn_by_host")
 
@@ -121,15 +117,6 @@ def test_most_probable_tokens_are_torchs_where_a_kernel_finds_others(
     assert "found by torch" in caplog.text
 
 
-def test_paths_hold_the_tokens_above_a_node() -> None:
-    tree = DraftTree.from_paths([[7, 8], [7, 9, 4], [5]])
-    rows = [set(row) for row in path_tokens(tree, 1).tolist()]
-    expected = [{1}] + [
-        {1} | {int(t) for t in tree.token_ids[np.flatnonzero(seen)]} for seen in unpacked(tree.ancestors)
-    ]
-    assert [row | {1} for row in rows] == expected
-
-
 def penalty_behind(padding: int) -> Any:
     penalty = hf.RepetitionPenaltyLogitsProcessor(1.2)
     penalty.prompt_ignore_length = torch.tensor([padding])  # which older releases of transformers refuse as an argument
@@ -196,50 +183,3 @@ def test_texts_end_no_earlier_than_by_the_processors(
         torch.testing.assert_close(sure, plain.log_prob(logits, 0, texts[1], chosen), rtol=1e-5, atol=1e-5)
         for text in texts:
             text.append(chosen)
-
-
-@pytest.mark.parametrize("sample", [False, True])
-def test_generations_are_those_of_the_host(
-    tiny: Any, prompt: torch.Tensor, sample: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole generations with drafts, chosen by rows, against the host's; greedy ones against plain `generate`."""
-    options = {"max_new_tokens": 40, "repetition_penalty": 1.3, "do_sample": sample}
-    options |= {"temperature": 0.9, "top_k": 40, "top_p": 0.95} if sample else {}
-    plain = tiny.generate(prompt, **options)
-    rs.accelerate(tiny, draft="off")
-    host = tiny.generate(prompt, **options, **({"seed": 3} if sample else {}))
-    if not sample:
-        assert torch.equal(host, plain)
-    rs.accelerate(tiny, drafter=ScriptedDrafter(host[0], "branchy"), nodes=24)
-    made: list[Any] = []
-    monkeypatch.setattr(samplers, "draws_alike", lambda device: True)
-
-    def on_device(*arguments: Any, **named: Any) -> Any:
-        made.append(make_sampler(*arguments, **{**named, "device": torch.device("cuda")}))
-        return made[-1]
-
-    monkeypatch.setattr(joining, "make_sampler", on_device)
-    got = tiny.generate(prompt, **options, **({"seed": 3} if sample else {}))
-    assert isinstance(made[0], samplers.DeviceSampler)
-    assert torch.equal(got, host)
-    assert tiny.speculation.last.tokens_per_pass > 1.3
-
-
-def test_rows_of_several_texts_are_chosen_as_each_alone() -> None:
-    """Texts are read at once, whatever their rules are and whatever rows stand in front of their roots."""
-    rng, parts, trees, texts, samplers = np.random.default_rng(7), [], [], [], []
-    for i, (first, warpers) in enumerate([(0, Warpers(0.8, top_p=0.9)), (2, Warpers(0.5, 5)), (1, Warpers(min_p=0.1))]):
-        trees.append(random_tree(rng, 3 * i, 300))
-        parts.append(torch.from_numpy(rng.standard_normal((first + 1 + 3 * i, 300)).astype(np.float32) * 4))
-        texts.append(text_of(rng.integers(0, 300, 5 + i).tolist()))
-        samplers.append(DeviceSampler(RandomSampler(warpers, 11, row=i)))
-    firsts = [len(part) - 1 - len(tree) for part, tree in zip(parts, trees, strict=True)]
-    assert all(sampler.reads_along(text) for sampler, text in zip(samplers, texts, strict=True))
-    rules = [sampler.rules(text, tree) for sampler, text, tree in zip(samplers, texts, trees, strict=True)]
-    together = read_sampled(parts, firsts, rules, 4)
-    for read, part, first, tree, text, sampler in zip(together, parts, firsts, trees, texts, samplers, strict=True):
-        alone = sampler.read(part, first, tree, text, 4)
-        assert alone.chosen is not None and read.chosen is not None
-        assert read.chosen.tolist() == alone.chosen.tolist() and read.top_ids.tolist() == alone.top_ids.tolist()
-    assert not DeviceSampler(RandomSampler(Warpers(penalty=1.2), 1)).reads_along(texts[0])
-    assert not DeviceSampler(GreedySampler(Warpers(penalty=1.2))).reads_along(texts[0])
