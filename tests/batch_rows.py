@@ -68,12 +68,15 @@ MAMBA2: dict[str, Any] = {
 """… and of one ("mamba2") that has recurrent state alone."""
 
 
-def small_model(model_type: str, **settings: Any) -> Any:
-    """A model of two layers with random weights in float32."""
-    attention = settings.pop("attn_implementation", "sdpa")
+def small_model(kind: str | type, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """A model of two layers with random weights, of a type or a class: the same one at every call."""
+    attention = settings.pop("attn_implementation", None)
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **_SMALL | settings)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    if isinstance(kind, str):
+        config = AutoConfig.for_model(kind, **_SMALL | settings)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    config = kind.config_class(**_SMALL | settings)  # type: ignore[attr-defined]
+    return kind(config).to(dtype).eval()
 
 
 def tree_of(p: list[float], parent: list[int]) -> DraftTree:

@@ -75,11 +75,8 @@ class Entry:
     def compare(self, key: str, inputs: dict[str, Any], scripts: tuple[str, ...]) -> None:
         """Decode one prompt plainly and under drafts."""
         model = self.model
-        original = type(model).generate
-        try:
-            wanted = original(model, **inputs, **GREEDY)
-        except Exception as error:
-            self.checks[key] = f"plain raises {type(error).__name__}: {str(error)[:60]}"
+        wanted = self.plainly(key, lambda: type(model).generate(model, **inputs, **GREEDY))
+        if wanted is None:
             return
         given = wanted.shape[1] - NEW
         for script in scripts:
@@ -108,17 +105,27 @@ class Entry:
         except Exception as error:
             self.checks[key] = f"raises {type(error).__name__}: {str(error)[:80]}"
 
+    def plainly(self, key: str, decode: Any) -> Any:
+        """What the model gives by itself; None where it raises, which is taken down."""
+        try:
+            return decode()
+        except Exception as error:
+            self.checks[key] = f"plain raises {type(error).__name__}: {str(error)[:60]}"
+            return None
+
     def second_turn(self, inputs: dict[str, Any], key: str) -> None:
         """A cache that is handed back and continued from."""
-        model, original = self.model, type(self.model).generate
-        options = {**GREEDY, "return_dict_in_generate": True}
-        try:
-            first = original(model, **inputs, **options)
+        model, options = self.model, {**GREEDY, "return_dict_in_generate": True}
+
+        def turns() -> Any:
+            first = type(model).generate(model, **inputs, **options)
             more = torch.cat([first.sequences, prompt(model, 6, 53)], dim=1)
-            wanted = original(model, more, past_key_values=first.past_key_values, **options).sequences
-        except Exception as error:
-            self.checks[key] = f"plain raises {type(error).__name__}"
+            second = type(model).generate(model, more, past_key_values=first.past_key_values, **options)
+            return first, more, second.sequences
+
+        if (turned := self.plainly(key, turns)) is None:
             return
+        first, more, wanted = turned
 
         def same() -> bool:
             self.drafter.plant(first.sequences[0], inputs["input_ids"].shape[1], "branchy")
@@ -130,14 +137,9 @@ class Entry:
 
     def embedded(self, ids: torch.Tensor) -> None:
         """A prompt that is given as embeddings."""
-        try:
-            with torch.no_grad():
-                embeds = self.model.get_input_embeddings()(ids)
-            type(self.model).generate(self.model, inputs_embeds=embeds, max_new_tokens=2, do_sample=False)
-        except Exception as error:
-            self.checks["embeddings"] = f"plain raises {type(error).__name__}"
-            return
-        self.compare("embeddings", {"inputs_embeds": embeds}, ("branchy",))
+        embeds = self.plainly("embeddings", lambda: self.model.get_input_embeddings()(ids).detach())
+        if embeds is not None:
+            self.compare("embeddings", {"inputs_embeds": embeds}, ("branchy",))
 
     def all(self, mapping: str) -> None:
         """Every kind of call."""

@@ -110,14 +110,10 @@ def build(name: str, mapping: str, attention: str | None = None) -> Any:
     options = {"attn_implementation": attention} if attention else {}
     model = kind._from_config(config, dtype=torch.float32, **options).eval()
     randomise(model)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    model.generation_config.use_cache = True
-    model.generation_config.num_beams = 1
+    model.generation_config.update(eos_token_id=None, pad_token_id=0, use_cache=True, num_beams=1)
     if model.config.is_encoder_decoder:
-        model.generation_config.decoder_start_token_id = 2
-        model.generation_config.bos_token_id = 2
-        model.generation_config.forced_bos_token_id = model.generation_config.forced_eos_token_id = None
+        ends = {"forced_bos_token_id": None, "forced_eos_token_id": None}
+        model.generation_config.update(decoder_start_token_id=2, bos_token_id=2, **ends)
     return model
 
 

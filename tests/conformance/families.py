@@ -240,7 +240,5 @@ def build(family: Family, attention: str = "sdpa") -> Any:
     config._attn_implementation = attention
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    model.generation_config.use_cache = True  # some configs (MPT) switch it off
+    model.generation_config.update(eos_token_id=None, pad_token_id=0, use_cache=True)  # which MPT switches off
     return model

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from batch_rows import small_model
 from census import Planted, build, prompt
 from census_models import picture_prompt
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import retrieve_spec as rs
 from retrieve_spec.verify.steps import keeping_texts
@@ -64,13 +65,18 @@ def test_a_model_that_is_wrong_behind_pictures_alone(when: str, mode: str) -> No
     assert torch.equal(*drawn)
 
 
-def test_generations_beside_each_other_keep_their_own_pictures_positions() -> None:
-    """Such models keep to themselves how far the positions of the prompt that they read last are behind its slots."""
-    model = build("qwen2_vl", "image")
-    picture = picture_prompt(model)
-    calls = [picture, {"input_ids": prompt(model, 25)}, picture]
+@pytest.mark.parametrize(
+    ("name", "mapping"),
+    [("recurrent_gemma", "causal"), ("mamba", "causal"), ("mamba2", "causal"), ("qwen2_vl", "image")],
+)
+def test_streams_read_in_turn_keep_what_is_of_their_texts(name: str, mapping: str) -> None:
+    """States in modules, what stands in for mixers while a pass runs, how far positions are behind slots."""
+    model = build(name, mapping)
+    first = {"input_ids": prompt(model, 9)} if mapping == "causal" else picture_prompt(model)
+    calls = [first, {"input_ids": prompt(model, 25)}, first]
     wanted = [model.generate(**given, **GREEDY)[0, given["input_ids"].shape[1] :].tolist() for given in calls]
     rs.accelerate(model, nodes=8, recorded_pass="off")
+    found = model.speculation.interface
     streams = [rs.generate_stream(model, given, **GREEDY) for given in calls]
     shown: list[list[int]] = [[], [], []]
     for _ in range(GREEDY["max_new_tokens"]):
@@ -78,6 +84,7 @@ def test_generations_beside_each_other_keep_their_own_pictures_positions() -> No
             piece = next(stream, None)
             tokens += piece.token_ids.tolist() if piece else []
     assert shown == wanted
+    assert model.speculation.interface is found, "what a stream puts on the model is no change of it"
 
 
 def test_a_recording_that_is_tried_leaves_every_part_its_attention() -> None:
@@ -113,13 +120,7 @@ class MixesRows(LlamaForCausalLM):  # type: ignore[misc]
 
 def test_requests_of_many_are_looked_at_like_any_call() -> None:
     """Also where the model is recorded, and such a request is left to the model's own forward."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
-    model = MixesRows(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight *= 3.0
+    model = small_model(MixesRows, vocab_size=64, num_hidden_layers=1)
     ids = torch.randint(3, 9, (1, 60), generator=torch.Generator().manual_seed(3))
     bonus = torch.tensor([[[0.3]]])
     wanted = LlamaForCausalLM.generate(model, ids, bonus=bonus, max_new_tokens=60, do_sample=False)[0, 60:]
@@ -169,11 +170,8 @@ class ReadsWhatItKeeps(LlamaForCausalLM):  # type: ignore[misc]
 
 @pytest.mark.parametrize("reads", [0.0, 0.5])
 def test_models_that_read_what_they_keep_of_texts_are_not_recorded(reads: float) -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
     ReadsWhatItKeeps.forward.__signature__ = inspect.signature(LlamaForCausalLM.forward)  # type: ignore[attr-defined]
-    model = ReadsWhatItKeeps(config).eval()
+    model = small_model(ReadsWhatItKeeps, vocab_size=64, num_hidden_layers=1)
     model.kept, model.reads = None, reads
     texts = [torch.arange(3, 3 + length)[None] for length in (8, 20, 8)]
     wanted = [LlamaForCausalLM.generate(model, ids, **GREEDY) for ids in texts]

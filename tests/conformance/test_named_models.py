@@ -1,16 +1,18 @@
 """Models whose calls or forwards are unlike others': each says what its own `generate` says."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from batch_rows import small_model
 from census import Planted, build, prompt
 from census_models import picture_prompt
 from families import FAMILIES, Family
 from families import build as build_family
 from scripted_drafter import ScriptedDrafter
-from transformers import GenerationMixin, MistralConfig, MistralForCausalLM
+from transformers import GenerationMixin, MistralForCausalLM
 
 import retrieve_spec as rs
 from retrieve_spec.verify.interface import read_interface
@@ -36,14 +38,32 @@ def drafted(model: Any, inputs: dict[str, Any], *scripts: str, new: int = 12, **
     return model.speculation.last
 
 
-@pytest.mark.parametrize("name", ["exaone4_5", "unlimited_ocr", "paligemma", "git", "kosmos-2.5"])
-def test_padded_rows_of_vision_models_with_text_alone(name: str) -> None:
-    model = build(name, "image")
-    inputs = padded(model)
-    drafted(model, inputs)
-    ours = model.generate(**inputs, **GREEDY, draft="off")
-    rs.restore(model)
-    assert torch.equal(model.generate(**inputs, **GREEDY), ours)
+CASES = [
+    # with padding in front
+    *((name, "image", "padded", mode) for name, mode in (
+        ("exaone4_5", "tree"), ("paligemma", "tree"), ("git", "chain"),
+        ("kosmos-2.5", "tree"), ("qwen2_vl", "tree"), ("qwen3_5", "tree"),  # these two: positions of several axes
+    )),
+    # behind a picture: token types, states of pictures, layers that hold nothing else, positions of several axes
+    *((name, "image", "picture", "tree") for name in ("qwen2_vl", "gemma3", "mllama")),
+    # positions that the model derives itself: buckets of distances, positions, the number of cached tokens
+    ("t5", "seq2seq", "text", "tree"), ("bart", "causal", "text", "tree"), ("roformer", "causal", "text", "tree"),
+    ("qwen4_exp_text", "causal", "padded", "chain"),  # a hybrid whose attention takes no trees
+    ("fsmt", "seq2seq", "text", "plain"),  # an encoder that does not say what it embeds
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mapping", "kind", "mode"), CASES)
+def test_models_say_what_their_own_generate_says(name: str, mapping: str, kind: str, mode: str) -> None:
+    """Processors say of every token of a padded row that it is text; no hook stays behind."""
+    model = build(name, mapping)
+    inputs = {"input_ids": prompt(model, 30)} if kind == "text" else padded(model)
+    if name.startswith("qwen") and mapping == "image":
+        inputs["mm_token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    last = drafted(model, picture_prompt(model) if kind == "picture" else inputs, "branchy", "wrong", "half", "right")
+    assert model.speculation.mode == mode
+    assert last.tokens_per_pass > 1.5 or last.mode == "plain"
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("padding", [0, 3, 8])
@@ -67,15 +87,6 @@ def test_a_batch_of_vision_models_with_text_alone_says_what_plain_generate_says(
     rs.accelerate(model)
     assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
     assert model.speculation.last.mode == mode
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
-def test_positions_of_several_axes_with_text_alone(name: str) -> None:
-    """Processors say of every token that it is text; hybrid layers beside (qwen3_5)."""
-    model = build(name, "image")
-    last = drafted(model, {**padded(model), "mm_token_type_ids": torch.zeros(1, 31, dtype=torch.long)})
-    assert model.speculation.mode == last.mode == "tree"
-    assert last.tokens_per_pass > 1.5
 
 
 @pytest.mark.parametrize(("family", "way"), [("mamba2", "rows"), ("mamba", "steps")])
@@ -125,42 +136,8 @@ def test_a_model_with_a_generate_of_its_own_decodes_every_call_itself() -> None:
     assert "generate of its own" in model.speculation.last.reason
 
 
-class _WrongBeyondItsWindow(MistralForCausalLM):  # type: ignore[misc]
-    """Several tokens at once are read a little wrong once the text is longer than the window."""
-
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        held = 0 if past_key_values is None else past_key_values.get_seq_length()
-        out = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
-        if held > self.config.sliding_window and input_ids.shape[1] > 1:
-            out.logits[..., 5] += out.logits.std() * 0.5
-        return out
-
-
-def _mistral(kind: type[Any], window: int, dtype: torch.dtype) -> Any:
-    config = MistralConfig(
-        vocab_size=199, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=window, initializer_range=0.2,
-    )  # fmt: skip
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    return kind(config).to(dtype).eval()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [16, 4096])
-def test_the_probe_reads_beyond_every_window(window: int, dtype: torch.dtype) -> None:
-    good, bad = (_mistral(kind, window, dtype) for kind in (MistralForCausalLM, _WrongBeyondItsWindow))
-    assert probe(good, read_interface(good)).mode == "tree"
-    finding = probe(bad, read_interface(bad))
-    if window == 16:
-        assert finding.mode == "plain"
-        assert "single steps" in finding.reason
-    else:  # right below its window, as a copy with a shorter one says
-        assert (finding.mode, finding.interface.max_positions) == ("tree", window)
-
-
-class _WrongWherePadded(MistralForCausalLM):  # type: ignore[misc]
-    """Several tokens at once are read a little wrong behind twenty others in rows with padding, and elsewhere."""
+class _Wrong(MistralForCausalLM):  # type: ignore[misc]
+    """Several tokens at once behind others are read a little wrong, where `wrong` says so."""
 
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
@@ -168,53 +145,61 @@ class _WrongWherePadded(MistralForCausalLM):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         held = 0 if past_key_values is None else past_key_values.get_seq_length()
         out = super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
-        wrong = position_ids is not None and int(position_ids[0, 0]) < held
-        if self.wrong == "trees":
-            wrong = wrong or (attention_mask is not None and attention_mask.ndim == 4)
-        if (
-            held > 20
-            and input_ids.shape[1] > 1
-            and (wrong or (self.wrong == "window" and held > self.config.sliding_window))
-        ):
-            out.logits[..., 5] += out.logits.std() * 0.5
+        beyond = held > (self.config.sliding_window or 1 << 30)
+        padded = held > 20 and position_ids is not None and int(position_ids[0, 0]) < held
+        tree = held > 20 and attention_mask is not None and attention_mask.ndim == 4
+        if input_ids.shape[1] > 1 and self.wrong(held, input_ids.shape[1], beyond, padded, tree):
+            out.logits[..., 5] += out.logits.float().std().to(out.logits.dtype) * 0.5
         return out
 
 
+WRONG: dict[str, Callable[..., bool]] = {
+    "beyond": lambda held, rows, beyond, padded, tree: beyond,
+    "padded": lambda held, rows, beyond, padded, tree: padded,
+    "padded or in trees": lambda held, rows, beyond, padded, tree: padded or tree,
+    "padded or beyond": lambda held, rows, beyond, padded, tree: padded or beyond,
+    "few": lambda held, rows, beyond, padded, tree: held > 0 and rows < 8,
+}
+
+
+def _found(wrong: str, window: int | None, dtype: torch.dtype = torch.float32) -> Any:
+    """What a probe finds of a model that reads several tokens at once so."""
+    kind = type("Wrong", (_Wrong,), {"wrong": staticmethod(WRONG[wrong])}) if wrong else MistralForCausalLM
+    model = small_model(kind, dtype, sliding_window=window, max_position_embeddings=1 << 17)
+    return probe(model, read_interface(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "mode", "positions"), [(16, "plain", 1 << 17), (4096, "tree", 4096)])
+def test_the_probe_reads_beyond_every_window(window: int, mode: str, positions: int, dtype: torch.dtype) -> None:
+    """Right below a long window, as a copy with a shorter one says."""
+    assert _found("", window, dtype).mode == "tree"
+    finding = _found("beyond", window, dtype)
+    assert (finding.mode, finding.interface.max_positions) == (mode, positions)
+    assert ("single steps" in finding.reason) == (mode == "plain")
+
+
 @pytest.mark.parametrize(
-    ("wrong", "mode", "positions"), [("", "tree", 1 << 17), ("trees", "chain", 1 << 17), ("window", "tree", 4096)]
+    ("wrong", "mode", "positions"),
+    [("padded", "tree", 1 << 17), ("padded or in trees", "chain", 1 << 17), ("padded or beyond", "tree", 4096)],
 )
 def test_padding_that_is_read_wrong_far_behind_is_not_drafted_for(wrong: str, mode: str, positions: int) -> None:
     """Only copies with shorter windows reach so far."""
-    model = _mistral(type("Wrong", (_WrongWherePadded,), {"wrong": wrong}), 4096, torch.float32)
-    finding = probe(model, read_interface(model))
+    finding = _found(wrong, 4096)
     assert (finding.mode, finding.interface.max_positions) == (mode, positions)
     assert not finding.interface.takes_padding
 
 
-class _Imprecise(MistralForCausalLM):  # type: ignore[misc]
-    """Passes over a few cached tokens are off by a sixth of the logits' spread: far beyond rounding."""
-
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        held = 0 if past_key_values is None else past_key_values.get_seq_length()
-        out = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
-        if held and 1 < input_ids.shape[1] < 8:
-            out.logits[..., 5] += out.logits.float().std().to(out.logits.dtype) / 6
-        return out
-
-
 def test_sixteen_bits_are_no_excuse() -> None:
-    good, bad = (_mistral(kind, 0, torch.bfloat16) for kind in (MistralForCausalLM, _Imprecise))
-    for model in (good, bad):
-        model.config.sliding_window = None
-    assert probe(good, read_interface(good)).mode == "tree"
-    assert probe(bad, read_interface(bad)).mode == "plain"
+    assert _found("", None, torch.bfloat16).mode == "tree"
+    assert _found("few", None, torch.bfloat16).mode == "plain"
 
 
 def test_a_length_that_cannot_be_tried_is_not_drafted_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
     from retrieve_spec.verify import probe as probing
 
     monkeypatch.setattr(probing, "shrunk", lambda _model: None)
-    model = _mistral(MistralForCausalLM, 60, torch.float32)
+    model = small_model(MistralForCausalLM, sliding_window=60)
     ids = prompt(model, 50)
     wanted = model.generate(ids, max_new_tokens=24, do_sample=False)
     drafter = ScriptedDrafter(wanted[0], "right", vocab=199)
@@ -237,13 +222,6 @@ def test_a_choice_of_keys_that_turns_on_rounding_is_not_drafted_beyond() -> None
     assert not model.speculation.interface.takes_pieces
     assert torch.equal(model.generate(ids, **options), wanted)
     assert 3 <= np.count_nonzero([len(seen.tree) for seen in drafter.seen]) <= 4  # 24 tokens, six and a bonus each
-
-
-def test_a_hybrid_whose_attention_takes_no_trees_drafts_chains() -> None:
-    model = build("qwen4_exp_text", "causal")
-    last = drafted(model, padded(model), "half", "branchy", "right")
-    assert model.speculation.mode == "chain"
-    assert last.tokens_per_pass > 2
 
 
 def test_a_decoder_that_reads_padding_otherwise_in_several_rows_is_drafted_for_without_padding() -> None:
@@ -277,21 +255,6 @@ def test_decoders_of_encoder_decoders_are_drafted_for(name: str) -> None:
     assert type(got) is type(wanted)
     assert got.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
     drafted(model, {"inputs": ids, "decoder_input_ids": torch.tensor([[2, 9, 11, 13]])}, "half")
-
-
-def test_an_encoder_that_does_not_say_what_it_embeds() -> None:
-    model = build("fsmt", "seq2seq")
-    assert drafted(model, {"inputs": prompt(model, 20)}).mode == "plain"
-
-
-@pytest.mark.parametrize(("name", "mapping"), [("t5", "seq2seq"), ("bart", "causal"), ("roformer", "causal")])
-def test_models_that_derive_positions_are_told_those_of_trees(name: str, mapping: str) -> None:
-    """Buckets of distances, positions, or the number of cached tokens."""
-    model = build(name, mapping)
-    last = drafted(model, {"inputs": prompt(model, 30)})
-    assert model.speculation.mode == "tree"
-    assert last.tokens_per_pass > 1.5
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon-alibi"])
@@ -337,30 +300,6 @@ def test_what_an_encoder_reads_is_drafted_from() -> None:
         assert model.speculation.last.mode == "delegated"
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "mllama"])
-def test_behind_a_picture_decoding_is_text(name: str) -> None:
-    """Token types, states of pictures, layers that hold nothing else and positions of several axes go along."""
-    model = build(name, "image")
-    inputs = picture_prompt(model)
-    last = drafted(model, inputs, "branchy", "wrong", "right")
-    assert last.mode in ("tree", "chain")
-    assert last.tokens_per_pass > 2
-
-
-def test_generations_beside_each_other_do_not_change_what_is_known_of_a_model() -> None:
-    """What one generation's verifier puts on the model while it runs is no change of the model to another's."""
-    model = build("mamba2", "causal")
-    ids = prompt(model, 12)
-    rs.accelerate(model, nodes=4)
-    found = model.speculation.interface
-    streams = [rs.generate_stream(model, ids, max_new_tokens=8, do_sample=False) for _ in range(4)]
-    for _ in range(3):
-        for stream in streams:
-            next(stream)
-    assert model.speculation.interface is found
-    assert {stream.report.mode for stream in streams} == {"tree"}
-
-
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
 def test_a_batch_with_pictures_is_left_to_generate(name: str) -> None:
     """Which picture belongs to which row only the model knows."""
@@ -398,20 +337,18 @@ def test_prompts_of_embeddings(name: str) -> None:
     model = build(name, "causal")
     ids = prompt(model, 30)
     embeds = model.get_input_embeddings()(ids).detach()
-    assert drafted(model, {"inputs_embeds": embeds}).tokens_per_pass > 1.5
-    both = model.generate(ids, inputs_embeds=embeds, **GREEDY)
-    assert torch.equal(both, torch.cat([ids, model.generate(inputs_embeds=embeds, **GREEDY)], dim=1))
-    rs.accelerate(model)
-    for options in (GREEDY, {"max_new_tokens": 12, "do_sample": True, "seed": 3, "repetition_penalty": 1.2}):
-        ours = model.generate(inputs_embeds=embeds, **options)
-        assert torch.equal(ours, model.generate(inputs_embeds=embeds, draft="off", **options))
-    padded = torch.cat([torch.zeros_like(embeds[:, :4]), embeds], dim=1)
     shown = torch.tensor([[0] * 4 + [1] * 30])
-    rs.restore(model)
-    inputs = {"inputs_embeds": padded, "attention_mask": shown, "max_length": 45, "do_sample": False}
-    wanted = model.generate(**inputs)
-    rs.accelerate(model, nodes=6)
-    assert torch.equal(model.generate(**inputs), wanted)
+    front = torch.cat([torch.zeros_like(embeds[:, :4]), embeds], dim=1)
+    calls: list[dict[str, Any]] = [
+        {"input_ids": ids, "inputs_embeds": embeds, **GREEDY},
+        {"inputs_embeds": front, "attention_mask": shown, "max_length": 45, "do_sample": False},
+    ]
+    wanted = [model.generate(**call) for call in calls]
+    assert drafted(model, {"inputs_embeds": embeds}).tokens_per_pass > 1.5
+    for call, answer in zip(calls, wanted, strict=True):
+        assert torch.equal(model.generate(**call), answer)
+    sampled = {"inputs_embeds": embeds, "max_new_tokens": 12, "do_sample": True, "seed": 3, "repetition_penalty": 1.2}
+    assert torch.equal(model.generate(**sampled), model.generate(**sampled, draft="off"))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from batch_rows import small_model
 from census import Planted, build, prompt
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
 
@@ -68,19 +69,8 @@ class Draws(LlamaForCausalLM):  # type: ignore[misc]
         return torch.cat([input_ids, input_ids.flip(-1)], dim=-1)
 
 
-def made(kind: type) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=211, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                         num_attention_heads=2, eos_token_id=None, pad_token_id=0)  # fmt: skip
-    model = kind(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight *= 4.0
-    return model
-
-
 def test_what_a_class_does_around_decoding_is_done() -> None:
-    model, ids, planted = made(Around), torch.arange(5, 25)[None], Planted()
+    model, ids, planted = small_model(Around), torch.arange(5, 25)[None], Planted()
     calls: list[dict[str, Any]] = [
         {},
         {"added": 1},
@@ -103,7 +93,7 @@ def test_what_a_class_does_around_decoding_is_done() -> None:
 
 
 def test_rows_of_a_batch_and_samples() -> None:
-    model = made(Around)
+    model = small_model(Around)
     ids = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(1))
     wanted, wide = Around.generate(model, ids, **GREEDY), Around.generate(model, ids[:1], wide=True)
     rs.accelerate(model, nodes=8)
@@ -118,7 +108,7 @@ def test_rows_of_a_batch_and_samples() -> None:
     "call", [{}, {"streamer": Streamer}, {"num_beams": 2}, {"custom_generate": lambda model, input_ids, **_: input_ids}]
 )
 def test_arguments_by_any_name_are_heard(call: dict[str, Any]) -> None:
-    model, ids = made(Other), torch.arange(5, 25)[None]
+    model, ids = small_model(Other), torch.arange(5, 25)[None]
 
     def said() -> tuple[list[int], list[int]]:
         given = {name: value() if value is Streamer else value for name, value in call.items()}
@@ -134,8 +124,8 @@ def test_arguments_by_any_name_are_heard(call: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [Draws, Inside])
 def test_what_a_class_decodes_itself_is_left_to_it(kind: type) -> None:
-    model, ids = made(kind), torch.arange(5, 25)[None]
-    model.other = [made(LlamaForCausalLM)]
+    model, ids = small_model(kind), torch.arange(5, 25)[None]
+    model.other = [small_model(LlamaForCausalLM)]
     wanted = kind.generate(model, ids, **GREEDY)  # type: ignore[attr-defined]
     rs.accelerate(model, nodes=8)
     assert (model.speculation.mode, model.speculation.reason[:5]) == ("delegated", kind.__name__[:5])

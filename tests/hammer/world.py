@@ -5,7 +5,7 @@ import copy
 import functools
 import gc
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +123,10 @@ class World:
         """Two threads that generate at once."""
         CALLS["generate, two threads"] += 2
         expected = [self._ask(self.plain, inputs, "", None, max_new_tokens=length) for inputs in (first, second)]
-        got: list[Any] = [None, None]
-
-        def work(i: int, inputs: dict[str, Any]) -> None:
-            try:
-                got[i] = self._ask(self.model, inputs, "", None, max_new_tokens=length)
-            except BaseException as error:
-                got[i] = error
-
-        threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate((first, second))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(300)
-            assert not thread.is_alive(), "two threads wait for each other"
-        for ours, theirs in zip(got, expected, strict=True):
-            if isinstance(ours, BaseException):
-                raise ours
-            self._compare(ours, theirs, "", sampled=False)
+        ask = functools.partial(self._ask, self.model, own="", cache=None, max_new_tokens=length)
+        with ThreadPoolExecutor(2) as threads:
+            for ours, theirs in zip(threads.map(ask, (first, second)), expected, strict=True):
+                self._compare(ours, theirs, "", sampled=False)
 
     def open_stream(self, inputs: dict[str, Any], length: int, seed: int | None) -> None:
         options: dict[str, Any] = {"max_new_tokens": length, "do_sample": seed is not None}
@@ -240,9 +226,8 @@ class World:
             else:
                 weight.data = weight.data.clone()
                 weight.data[row] *= factor
-        invalidate = getattr(self.model.speculation, "invalidate", None)
-        if way == "data" and invalidate is not None:
-            invalidate()
+        if way == "data":
+            self.model.speculation.invalidate()
 
     def cast(self, dtype: torch.dtype) -> None:
         CALLS[f"to({str(dtype).removeprefix('torch.')})"] += 1

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from batch_rows import small_model
 from scripted_drafter import ScriptedDrafter
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrieve_spec as rs
 
 VOCAB = 199
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "initializer_range": 0.2,
-    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
+_COMMON: dict[str, Any] = {"max_position_embeddings": 2048, "tie_word_embeddings": False}
 _SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -28,19 +24,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": _EXPERTS,
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 2048, "n_inner": 48},
 }
-ATTENTIONS = ("llama", "gemma3_text", "gemma2", "gpt_oss")
-"""Full, windows, soft-capping, sinks."""
 
 
 def build(model_type: str, dtype: torch.dtype = torch.float32, **extra: Any) -> Any:
     """The same random model at every call."""
     attention = "eager" if model_type in ("gemma2", "gpt_oss", "gptj") else "sdpa"
-    config = AutoConfig.for_model(model_type, **(_COMMON | FAMILIES.get(model_type, {}) | extra))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    settings = _COMMON | FAMILIES.get(model_type, {}) | extra
+    return small_model(model_type, dtype, attn_implementation=attention, **settings)
 
 
 def ids(length: int) -> torch.Tensor:
@@ -51,10 +41,12 @@ def ids(length: int) -> torch.Tensor:
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 
 
-def accelerate(model: Any, recorded_pass: str = "always") -> Any:
+def accelerate(
+    model: Any, recorded_pass: str = "always", answer: Any = (5,) * 80, script: str = "branchy", **options: Any
+) -> Any:
     """Let a model, or what `peft` puts around one, draft what is sometimes right."""
-    drafter = ScriptedDrafter([5] * 80, "branchy", vocab=VOCAB)
-    return rs.accelerate(model, drafter=drafter, nodes=6, recorded_pass=recorded_pass)
+    drafter = ScriptedDrafter(answer, script, vocab=VOCAB)
+    return rs.accelerate(model, drafter=drafter, recorded_pass=recorded_pass, **{"nodes": 6} | options)
 
 
 def says(model: Any, prompt: torch.Tensor | None = None) -> torch.Tensor:

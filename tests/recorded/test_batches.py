@@ -17,7 +17,7 @@ import retrieve_spec as rs
 from retrieve_spec.config import PASS, PassConfig
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import driving, joining
-from retrieve_spec.engine.budget import pruned, share_evenly, share_out
+from retrieve_spec.engine.budget import share_evenly, share_out
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.samplers import make_sampler
 
@@ -209,14 +209,7 @@ def test_shares_are_the_best_there_are(data: st.DataObject) -> None:
     got = (rows + sum(tree.expected_accepted for tree in kept)) / seconds[sum(map(len, kept))]
     assert got == pytest.approx(max(rates), rel=1e-4)
     for tree in kept:
-        assert (tree.parent < np.arange(len(tree))).all()
-
-
-def test_pruned_trees_keep_their_paths() -> None:
-    tree = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6]])
-    left = pruned(tree, np.array([True, False, False, True, True, False]))
-    left.validate()
-    assert (left.token_ids.tolist(), left.parent.tolist(), left.depth.tolist()) == ([1, 4, 5], [-1, 0, -1], [1, 2, 1])
+        tree.validate()
 
 
 def test_what_stands_behind_a_node_that_does_not_pay_is_not_kept_without_it() -> None:

@@ -11,8 +11,8 @@ import torch
 from small_decoders import accelerate, build, ids
 from transformers import DynamicCache, LlamaConfig
 
-import retrieve_spec as rs
-from retrieve_spec.recorded.kv_buffer import SLABS_PER_WINDOW, KVBuffer
+from retrieve_spec.recorded import kv_buffer
+from retrieve_spec.recorded.kv_buffer import SLABS_PER_WINDOW, KVBuffer, Slab
 
 LAYERS, ROWS = 16, 700
 
@@ -38,8 +38,6 @@ def check(buffer: KVBuffer, rows: int = ROWS) -> None:
 @pytest.fixture
 def allocations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of slabs that live after each allocation of one."""
-    from retrieve_spec.recorded import kv_buffer
-
     made: list[weakref.ref[Any]] = []
     live: list[int] = []
     empty = kv_buffer._empty
@@ -67,23 +65,19 @@ def test_growing_replaces_one_tensor_after_another(allocations: list[int]) -> No
     check(buffer)
 
 
-def test_a_cache_is_taken_over_part_by_part() -> None:
+def test_a_cache_is_taken_over_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled()
     buffer = KVBuffer([0] * LAYERS, ROWS)
     alive: list[int] = []
     theirs = [weakref.ref(layer.keys) for layer in cache.layers]
-    fit = type(buffer.slabs[0]).fit
+    fit = Slab.fit
 
-    def counted(slab: Any, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        done = fit(slab, keys, values)
+    def counted(slab: Slab, keys: torch.Tensor, values: torch.Tensor) -> None:
+        fit(slab, keys, values)
         alive.append(sum(ref() is not None for ref in theirs) + len(alive))
-        return done
 
-    type(buffer.slabs[0]).fit = counted  # type: ignore[method-assign]
-    try:
-        buffer.load(cache, ROWS)
-    finally:
-        type(buffer.slabs[0]).fit = fit  # type: ignore[method-assign]
+    monkeypatch.setattr(Slab, "fit", counted)
+    buffer.load(cache, ROWS)
     assert max(alive) <= LAYERS + 1  # what is taken over is gone before the next is
     check(buffer)
 
@@ -107,12 +101,10 @@ def test_the_cache_is_put_together_for_those_who_ask(asked: str, monkeypatch: py
     if handed is not None:
         assert handed.get_seq_length() == plain.past_key_values.get_seq_length()
         torch.testing.assert_close(handed.layers[1].keys, plain.past_key_values.layers[1].keys, atol=2e-5, rtol=2e-5)
-    rs.restore(model)
 
 
-def test_buffers_of_a_generation_are_gone_after_it() -> None:
-    model = build("llama")
-    accelerate(model)
+def test_buffers_of_a_generation_are_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = accelerate(build("llama"))
     buffers: list[weakref.ref[Any]] = []
     made = KVBuffer.__init__
 
@@ -120,11 +112,7 @@ def test_buffers_of_a_generation_are_gone_after_it() -> None:
         buffers.append(weakref.ref(self))
         made(self, *arguments, **named)
 
-    KVBuffer.__init__ = noted  # type: ignore[method-assign]
-    try:
-        model.generate(ids(20), max_new_tokens=8, do_sample=False)
-    finally:
-        KVBuffer.__init__ = made  # type: ignore[method-assign]
+    monkeypatch.setattr(KVBuffer, "__init__", noted)
+    model.generate(ids(20), max_new_tokens=8, do_sample=False)
     gc.collect()
     assert buffers and all(ref() is None for ref in buffers)
-    rs.restore(model)

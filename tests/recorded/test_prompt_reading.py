@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scripted_drafter import ScriptedDrafter
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
+from small_decoders import accelerate, build, ids
+from transformers import DynamicCache
 
-import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.recorded import recorded_verifier, verifier_factory
 from retrieve_spec.recorded.recorded_pass import RecordedPass
@@ -18,10 +17,7 @@ from retrieve_spec.verify.interface import read_interface
 from retrieve_spec.verify.probe import probe
 from retrieve_spec.verify.verifier import VerifierInputs
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
-}  # fmt: skip
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
 @pytest.fixture(autouse=True)
@@ -30,17 +26,9 @@ def chunks_of_eight(monkeypatch):
     monkeypatch.setattr(recorded_verifier, "FEW", 4)
 
 
-def build(config: Any) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
-
-
 @pytest.fixture
 def model():
-    return build(LlamaConfig(**SIZES))
+    return build("llama")
 
 
 @pytest.fixture
@@ -53,34 +41,18 @@ def rows(monkeypatch):
         seen.append(input_ids.shape[1])
         return run(self, input_ids, *arguments)
 
-    monkeypatch.setattr(RecordedPass, "reads_prompts", True, raising=False)
-    monkeypatch.setattr(RecordedPass, "__setattr__", _keep_reading, raising=False)
+    always = property(lambda self: True, lambda self, value: None)
+    monkeypatch.setattr(RecordedPass, "reads_prompts", always, raising=False)
     monkeypatch.setattr(RecordedPass, "run", watched)
     return seen
 
 
-def _keep_reading(self, name, value):
-    if name != "reads_prompts":
-        object.__setattr__(self, name, value)
-
-
-def ids(length: int) -> torch.Tensor:
-    return torch.tensor([[3 + (i * 37 + 11) % 196 for i in range(length)]])
-
-
 @pytest.mark.parametrize("length", [5, 8, 9, 17, 31])
 def test_output_and_cache_are_those_of_generate(model, rows, length):
-    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
-    plain = model.generate(ids(length), **options)
-    rs.accelerate(
-        model,
-        drafter=ScriptedDrafter(plain.sequences[0], "branchy", vocab=199),
-        nodes=6,
-        recorded_pass="always",
-        prompt_logits=1,
-    )
+    plain = model.generate(ids(length), **GREEDY, return_dict_in_generate=True)
+    accelerate(model, answer=plain.sequences[0], prompt_logits=1)
     rows.clear()
-    ours = model.generate(ids(length), **options)
+    ours = model.generate(ids(length), **GREEDY, return_dict_in_generate=True)
     assert torch.equal(ours.sequences, plain.sequences)
     chunks = [*[8] * ((length - 1) // 8), length % 8 or 8]
     assert rows[: len(chunks)] == chunks
@@ -90,12 +62,11 @@ def test_output_and_cache_are_those_of_generate(model, rows, length):
 
 
 def test_the_model_begins_in_a_cache_that_has_no_layers_yet(model, rows):
-    plain = model.generate(ids(17), max_new_tokens=12, do_sample=False)
-    drafter = ScriptedDrafter(plain[0], "right", vocab=199)
-    rs.accelerate(model, drafter=drafter, nodes=6, recorded_pass="always", prompt_logits=1)
+    plain = model.generate(ids(17), **GREEDY)
+    accelerate(model, answer=plain[0], script="right", prompt_logits=1)
     cache = DynamicCache()
     rows.clear()
-    assert torch.equal(model.generate(ids(17), max_new_tokens=12, do_sample=False, past_key_values=cache), plain)
+    assert torch.equal(model.generate(ids(17), **GREEDY, past_key_values=cache), plain)
     assert cache.get_seq_length() == 28 and rows[:2] == [8, 8], rows
 
 
@@ -128,13 +99,7 @@ def test_kept_logits_and_states_are_the_models(model, rows, keep, chunk):
 
 def test_a_second_turn_is_read_on_the_cache_of_the_first(model, rows):
     expected = model.generate(ids(20), max_new_tokens=60, do_sample=False)
-    rs.accelerate(
-        model,
-        drafter=ScriptedDrafter(expected[0], "right", vocab=199),
-        nodes=6,
-        recorded_pass="always",
-        prompt_logits=1,
-    )
+    accelerate(model, answer=expected[0], script="right", prompt_logits=1)
     cache = DynamicCache(config=model.config)
     model.generate(ids(20), max_new_tokens=10, do_sample=False, past_key_values=cache)
     rows.clear()
@@ -144,17 +109,11 @@ def test_a_second_turn_is_read_on_the_cache_of_the_first(model, rows):
 
 
 def test_windows_are_left_to_the_model(rows):
-    model = build(MistralConfig(**SIZES, sliding_window=12))
-    expected = model.generate(ids(31), max_new_tokens=12, do_sample=False)
-    rs.accelerate(
-        model,
-        drafter=ScriptedDrafter(expected[0], "wrong", vocab=199),
-        nodes=2,
-        recorded_pass="always",
-        prompt_logits=1,
-    )
+    model = build("mistral", sliding_window=12)
+    expected = model.generate(ids(31), **GREEDY)
+    accelerate(model, answer=expected[0], script="wrong", nodes=2, prompt_logits=1)
     rows.clear()
-    assert torch.equal(model.generate(ids(31), max_new_tokens=12, do_sample=False), expected)
+    assert torch.equal(model.generate(ids(31), **GREEDY), expected)
     assert max(rows) == 3
 
 
@@ -166,7 +125,7 @@ def test_a_cache_in_another_format_is_read_by_the_model(model, length):
         model(ids(20)[:, :length], past_key_values=cache)
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys.half(), layer.values.half()
-    plain = model.generate(ids(20), max_new_tokens=12, do_sample=False, past_key_values=caches[0])
-    rs.accelerate(model, nodes=8, recorded_pass="always")
-    assert torch.equal(model.generate(ids(20), max_new_tokens=12, do_sample=False, past_key_values=caches[1]), plain)
+    plain = model.generate(ids(20), **GREEDY, past_key_values=caches[0])
+    accelerate(model, nodes=8)
+    assert torch.equal(model.generate(ids(20), **GREEDY, past_key_values=caches[1]), plain)
     assert model.speculation.last.pass_reason == "the cache holds numbers of another format"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from batch_rows import small_model
 from scripted_drafter import ScriptedDrafter
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrieve_spec as rs
 
@@ -34,14 +34,17 @@ class WeightOnly(nn.Module):
         return x @ (self.codes.float() * self.scale).T
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def full() -> Any:
-    config = LlamaConfig(
-        vocab_size=199, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return small_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
+
+
+def replace_linears(parts: Iterable[nn.Module], make: Callable[[nn.Linear], nn.Module]) -> None:
+    """Put other layers in place of the linear ones that some modules have."""
+    for part in parts:
+        for name, child in list(part.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(part, name, make(child))
 
 
 def check(model: Any, script: str, tokens_per_pass: float) -> None:
@@ -52,14 +55,9 @@ def check(model: Any, script: str, tokens_per_pass: float) -> None:
 
 
 def test_weight_only_quantisation_is_recorded_and_verified_in_trees(full: Any) -> None:
-    model = copy.deepcopy(full)
-    for layer in model.model.layers:
-        for module in (layer.self_attn, layer.mlp):
-            for name, child in list(module.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(module, name, WeightOnly(child))
-    check(model, "branchy", 2.0)
-    assert model.speculation.mode == "tree" and model.speculation.last.pass_kind == "recorded"
+    replace_linears(full.model.modules(), WeightOnly)
+    check(full, "branchy", 2.0)
+    assert full.speculation.mode == "tree" and full.speculation.last.pass_kind == "recorded"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -75,19 +73,13 @@ def test_activations_quantised_over_all_rows_leave_plain_decoding(full: Any) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_bitsandbytes_layers_say_what_they_say_alone(full: Any, kind: str) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    model = copy.deepcopy(full)
-    for layer in model.model.layers:
-        for name, linear in list(layer.mlp.named_children()):
-            if not isinstance(linear, nn.Linear):
-                continue
-            made = getattr(bitsandbytes.nn, kind)(linear.in_features, linear.out_features, bias=False)
-            if kind == "Linear4bit":
-                made.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
-            else:
-                made.state.has_fp16_weights = False
-                made.weight = bitsandbytes.nn.Int8Params(
-                    linear.weight.data, requires_grad=False, has_fp16_weights=False
-                )
-            setattr(layer.mlp, name, made.to("cpu"))
-    check(model.eval(), "branchy", 1.0)
-    assert model.speculation.mode == "tree"
+    options = {"quant_type": "nf4"} if kind == "Linear4bit" else {"has_fp16_weights": False}
+
+    def quantised(linear: nn.Linear) -> nn.Module:
+        made = getattr(bitsandbytes.nn, kind)(linear.in_features, linear.out_features, bias=False, **options)
+        made.load_state_dict(linear.state_dict())
+        return made.to("cpu")  # type: ignore[no-any-return]
+
+    replace_linears([layer.mlp for layer in full.model.layers], quantised)
+    check(full.eval(), "branchy", 1.0)
+    assert full.speculation.mode == "tree"

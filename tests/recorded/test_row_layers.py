@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-import transformers
+from batch_rows import small_model
 from torch import nn
 
 import retrieve_spec as rs
@@ -19,56 +19,50 @@ pytestmark = pytest.mark.skipif(not CAN_RUN, reason="nothing is compiled")
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
 
 
-def small_mamba2(**settings):
-    torch.manual_seed(0)
-    config = transformers.Mamba2Config(
-        vocab_size=96, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16, n_groups=2,
-        eos_token_id=None, bos_token_id=None, pad_token_id=0, **settings,
-    )  # fmt: skip
-    return transformers.Mamba2ForCausalLM(config).eval()
+def small_mamba2():
+    return small_model("mamba2", vocab_size=96, hidden_size=64, num_heads=8, head_dim=16, state_size=16, n_groups=2)
 
 
 def linears(model):
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-class Seen:
-    """Counts products by programs."""
+@pytest.fixture
+def products(monkeypatch):
+    """Products by programs, one entry for each."""
+    seen, original = [], verifier_factory.row_product
 
-    def __init__(self, monkeypatch):
-        self.count = 0
-        original = verifier_factory.row_product
+    def counted(*args):
+        seen.append(args[0].shape)
+        return original(*args)
 
-        def counted(*args):
-            self.count += 1
-            return original(*args)
-
-        monkeypatch.setattr(verifier_factory, "row_product", counted)
+    monkeypatch.setattr(verifier_factory, "row_product", counted)
+    return seen
 
 
-def test_passes_inside_give_the_same_logits_and_leave_nothing_behind(monkeypatch):
-    model, seen = small_mamba2(), Seen(monkeypatch)
+def test_passes_inside_give_the_same_logits_and_leave_nothing_behind(products):
+    model = small_mamba2()
     layers = RowLayers(model)
     with torch.no_grad():
         plain = model(PROMPT).logits
-        assert seen.count == 0
+        assert not products
         with layers():
             inside = model(PROMPT).logits
-        assert seen.count == len(linears(model)) == len(layers)
+        assert len(products) == len(linears(model)) == len(layers)
         after = model(PROMPT).logits
-    assert seen.count == len(layers)
+    assert len(products) == len(layers)
     assert torch.equal(plain, after)
     torch.testing.assert_close(inside, plain, rtol=1e-4, atol=1e-5)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_other_threads_multiply_as_ever(monkeypatch):
-    model, seen = small_mamba2(), Seen(monkeypatch)
+def test_other_threads_multiply_as_ever(products):
+    model = small_mamba2()
     with torch.no_grad(), RowLayers(model)():
         thread = threading.Thread(target=lambda: model(PROMPT))
         thread.start()
         thread.join()
-        assert seen.count == 0
+        assert not products
 
 
 def test_other_formats_and_adapted_layers_are_left_alone():
@@ -79,10 +73,10 @@ def test_other_formats_and_adapted_layers_are_left_alone():
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_generations_multiply_by_programs_and_say_the_same(monkeypatch, sample):
+def test_generations_multiply_by_programs_and_say_the_same(products, sample):
     model, plain = small_mamba2(), small_mamba2()
     rs.accelerate(model, recorded_pass="always")
-    seen = Seen(monkeypatch)
+    products.clear()
     options = {"max_new_tokens": 24, "do_sample": sample}
     if sample:
         drafted = model.generate(PROMPT, seed=3, **options)
@@ -91,8 +85,7 @@ def test_generations_multiply_by_programs_and_say_the_same(monkeypatch, sample):
         prediction = np.asarray(plain.generate(PROMPT, **options)[0, PROMPT.shape[1] :])
         drafted = model.generate(PROMPT, prediction=torch.tensor(prediction), **options)
         assert torch.equal(drafted, plain.generate(PROMPT, **options))
-    assert seen.count
-    rs.restore(model)
+    assert products
 
 
 def test_a_model_that_was_cast_in_place_multiplies_as_ever():
