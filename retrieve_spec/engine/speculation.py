@@ -23,7 +23,7 @@ from retrieve_spec.datastore.dense import check_model, model_fingerprint
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
 from retrieve_spec.drafting.calibration import put_array
 from retrieve_spec.drafting.drafter import Drafter
-from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.sequence import GenerationReport, Sequence, together
@@ -36,7 +36,7 @@ from retrieve_spec.sources.recycling import Bigrams
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
-from retrieve_spec.verify.probe import start
+from retrieve_spec.verify.probe import read_prompt
 from retrieve_spec.verify.steps import keeping_texts, sample_tokens, vocabulary
 from retrieve_spec.verify.tensor_parallel import Ranks
 from retrieve_spec.verify.verifier import PassKind, Verifier
@@ -288,9 +288,9 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
     context = max(min(_CONTEXT, positions - max(_WIDTHS) - 1), 1)
     ids = sample_tokens(model, context)
     verifier = speculation.verifiers()[0]
-    for root_ids in (start(model, verifier, ids), _ROOT):  # the first pass of a kind pays for set-up
-        verifier.forward(root_ids)
-        verifier.commit(_NOTHING)
+    read_prompt(model, verifier, ids)
+    verifier.forward(_ROOT)  # the first pass of a kind pays for set-up
+    verifier.commit(_NOTHING)
     began, found = perf_counter(), dict[int, float]()
     for width in _WIDTHS:
         if width > positions - context - 8 or (len(found) > 1 and perf_counter() - began > seconds):
@@ -380,8 +380,7 @@ def _ask(model: Any, verifier: Verifier, line_end: list[int], entries: NDArray[n
     nodes, end = _MOST_NODES if device.type == "cuda" else _FIRST_NODES, perf_counter() + ASKED_SECONDS
     while len(missing) and line_end and perf_counter() < end:
         tokens, began = missing[:nodes].astype(np.int32), perf_counter()
-        verifier.forward(start(model, verifier, torch.tensor([line_end], device=device)))
-        verifier.commit(NO_DRAFT.parent)
+        read_prompt(model, verifier, torch.tensor([line_end], device=device))
         if verifier.mode != "tree":  # which a prompt can show
             break
         siblings = DraftTree.from_paths([[token] for token in tokens.tolist()])

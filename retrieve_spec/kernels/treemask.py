@@ -90,21 +90,6 @@ def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: in
     return -1
 
 
-def fill_inputs(
-    ids: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    root_ids: NDArray[np.int32],
-    token_ids: NDArray[np.int32],
-    depth: NDArray[np.int32],
-    position: int,
-) -> None:
-    """Write the ids and positions of one pass: root tokens (m,) from `position` on, then nodes by their depth."""
-    m = len(root_ids)
-    ids[:m], positions[:m] = root_ids, position + np.arange(m)
-    ids[m : m + len(token_ids)] = token_ids
-    positions[m : m + len(token_ids)] = position + m - 1 + depth
-
-
 @part
 def node_tails(
     token_ids: NDArray[np.int32],

@@ -58,16 +58,14 @@ class InputSignature:
     """
 
     names: frozenset[str]
-    padded: bool = False
-    beyond: int = 0
+    padded: bool
+    beyond: int
 
     @classmethod
     def of(cls, config: Any, inputs: PassInputs, length: int) -> InputSignature:
         """That of a call with a prompt of `length` tokens, cached ones included, of a model of this `config`."""
-        names = inputs.names
-        if not names:
-            return cls(names)
-        return cls(names, inputs.is_padded, sum(length > other for other in lengths_of(config).values()))
+        beyond = sum(length > other for other in lengths_of(config).values())
+        return cls(inputs.names, inputs.is_padded, beyond)
 
 
 @dataclass(slots=True)
@@ -237,9 +235,8 @@ class HFVerifier:
         self.inputs = PassInputs(
             self.model, self.interface, self._device, inputs.input_ids, kwargs, inputs.past_length, self._uncached
         )
-        self.whole_prompts = self._reads_whole or bool(self.inputs.names)
-        if self._state is not None and self.inputs.is_padded:
-            self.whole_prompts = True  # such layers do not look at the mask of a lone token
+        padded_state = self._state is not None and self.inputs.is_padded  # layers ignore the mask of a lone token
+        self.whole_prompts = self._reads_whole or bool(self.inputs.names) or padded_state
         self._signature = InputSignature.of(self.model.config, self.inputs, self.past + self._uncached)
         self._steps = None
         self._mode_here = weaker(self._model_mode, cache_mode(self.cache))
@@ -248,9 +245,7 @@ class HFVerifier:
         if self.signatures is not None and (known := self.signatures.known.get(self._signature)) is not None:
             self._mode_here = weaker(self._mode_here, known)
         self.mode, self.reason = self._mode_here
-        axes = self.inputs.axes
-        self.is_plain_text = not inputs.why_not_text(self.interface.cache_name)
-        self.is_plain_text &= axes is None or bool((axes == axes.flatten()[0]).all())
+        self.is_plain_text = self.inputs.shifts_alike and not inputs.why_not_text(self.interface.cache_name)
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._asked = self._records = any(self._was_recording)
         self._pending = (0, 0)  # root tokens and nodes of the last pass

@@ -131,8 +131,6 @@ def find_mixers(model: Any, cache_name: str, ids: torch.Tensor) -> list[Mixer] |
     """
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     linear = [i for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
-    if not linear:
-        return "no layer of its cache keeps recurrent state"
     updated: dict[int, list[nn.Module]] = {i: [] for i in linear}
     kept: dict[int, list[nn.Module]] = {i: [] for i in linear}
     with _watched(model) as (stack, called), torch.no_grad():

@@ -18,19 +18,21 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from retrieve_spec.attention import row_depths
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import in_a_line
-from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
+from retrieve_spec.kernels.treemask import fill_tree_mask
 from retrieve_spec.model_layers import evaluating
 from retrieve_spec.verify.cache import GROW_BY_ROWS, TAKE_TREES
+from retrieve_spec.verify.comparison import drafts_for
 from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.interface import ModelInterface, catch_hidden, input_device, new_cache
-from retrieve_spec.verify.pass_inputs import as_mask
-from retrieve_spec.verify.probe import start
+from retrieve_spec.verify.interface import LayerView, ModelInterface, catch_hidden, input_device, new_cache
+from retrieve_spec.verify.pass_inputs import masks_by_type
+from retrieve_spec.verify.probe import read_prompt
 from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.shrink import lengths_of
-from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens, vocabulary
+from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens
 from retrieve_spec.verify.verifier import VerifierOutput
 
 logger = logging.getLogger(__name__)
@@ -42,13 +44,6 @@ _REACH = 48
 """Windows up to this length are gone beyond when a pass is tried."""
 _DEVIATION = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest difference between a shared pass and a lone one, as a share of the logits' spread."""
-_TRIED: tuple[tuple[list[list[int]], list[int]], ...] = (
-    ([[5, 6, 7], [6, 9]], [3, 4]),
-    ([], []),
-    ([[10], [11, 12]], []),
-    ([[13, 14]], [0, 1]),
-)
-"""Drafts, and the nodes of each that are accepted; their tokens are counted around where a model has fewer."""
 
 
 class PaddedBatch:
@@ -120,11 +115,12 @@ class PaddedBatch:
         ids = np.zeros((len(texts), width), np.int64)
         positions = np.zeros_like(ids)
         for at, (text, root, tree) in enumerate(zip(texts, roots, trees, strict=True)):
-            first = text.past + text.inputs.shift
-            fill_inputs(ids[at], positions[at], root, tree.token_ids, tree.depth, first)
+            rows = len(root) + len(tree)
+            ids[at, :rows] = np.concatenate([root, tree.token_ids])
+            positions[at, :rows] = row_depths(len(root), tree) + text.past + text.inputs.shift
         kwargs: dict[str, Any] = {
             "input_ids": torch.from_numpy(ids).to(self._device),
-            "attention_mask": self._masks(texts, roots, trees, columns, width) if self.interface.attends else None,
+            "attention_mask": self._masks(texts, roots, trees, columns, width),
             "use_cache": True,
             self.interface.cache_name: cache,
         }
@@ -140,12 +136,9 @@ class PaddedBatch:
         columns: int,
         width: int,
     ) -> Any:
-        """One mask per layer type: every row sees its own tokens, its ancestors in the pass, and itself."""
-        masks: dict[str, Any] = {}
-        for layer_type, view in self.interface.masks.items():
-            if view is None:
-                masks[layer_type] = None
-                continue
+        """Every row sees its own tokens, its ancestors in the pass, and itself."""
+
+        def visible(view: LayerView) -> torch.Tensor:
             mask = np.zeros((len(texts), width, columns + width), np.bool_)
             mask[:, np.arange(width), columns + np.arange(width)] = True  # a row that is nobody's sees itself
             for at, (text, root, tree) in enumerate(zip(texts, roots, trees, strict=True)):
@@ -155,9 +148,9 @@ class PaddedBatch:
                     seen, tree.parent, tree.depth, len(root), past, 0, view.window, view.chunk, 0, _NOBODY
                 )  # fmt: skip
                 mask[at, :size, columns - past : columns + size] = seen
-            visible = torch.from_numpy(mask)[:, None].to(self._device)
-            masks[layer_type] = as_mask(visible, self.interface.mask_form, self.model.dtype)
-        return masks.get("", masks)
+            return torch.from_numpy(mask)[:, None].to(self._device)
+
+        return masks_by_type(self.interface, self.model.dtype, visible)
 
 
 def _side_by_side(caches: Sequence[Any], columns: int) -> DynamicCache:
@@ -231,24 +224,23 @@ def _reads_padding(model: Any) -> bool:
 def _deviation(model: Any, interface: ModelInterface, length: int) -> float:
     """Largest difference between shared passes over three texts that come and go and lone ones over the same tokens,
     as a share of the logits' spread."""
-    known, worst = vocabulary(model), 0.0
-    batch, nothing = PaddedBatch(model, interface), np.empty(0, np.int32)
+    drafts, worst = drafts_for("tree", 2, model), 0.0
+    batch = PaddedBatch(model, interface)
     lone, texts = ([HFVerifier(model, interface) for _ in range(3)] for _ in range(2))
     for verifiers in (lone, texts):
         for i, verifier in enumerate(verifiers):
-            verifier.forward(start(model, verifier, sample_tokens(model, max(length - 3 * i, 1), i)))
-            verifier.commit(nothing)
+            read_prompt(model, verifier, sample_tokens(model, max(length - 3 * i, 1), i))
     for turn, going in enumerate([(0, 1), (0, 1, 2), (2, 0), (0, 1, 2)]):
-        tried = [_TRIED[(turn + i) % len(_TRIED)] for i in going]
-        trees = [DraftTree.from_paths([[token % known for token in path] for path in paths]) for paths, _ in tried]
-        roots = [np.array([(20 + turn + i) % known], np.int32) for i in going]
+        tried = [drafts[turn + i] for i in going]
+        trees = [DraftTree.from_paths(draft.paths) for draft in tried]
+        roots = [np.array([draft.root], np.int32) for draft in tried]
         got = batch.forward([texts[i] for i in going], roots, trees)
-        for i, root, tree, output, (_, path) in zip(going, roots, trees, got, tried, strict=True):
+        for i, root, tree, output, draft in zip(going, roots, trees, got, tried, strict=True):
             wanted = lone[i].forward(root, tree).logits.float()
             deviation = float((output.logits.float() - wanted).abs().max() / wanted.std(dim=-1).mean())
             worst = deviation if not deviation <= worst else worst
             for verifier in (lone[i], texts[i]):
-                verifier.commit(np.array(path, np.int32))
+                verifier.commit(np.array(draft.accepted, np.int32))
     for verifier in (*lone, *texts):
         verifier.finish()
     return worst

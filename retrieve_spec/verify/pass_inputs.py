@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.config import MAX_NODES
+from retrieve_spec.attention import row_depths
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels.treemask import fill_inputs, fill_tree_mask
-from retrieve_spec.verify.interface import MaskForm, ModelInterface
+from retrieve_spec.kernels.treemask import fill_tree_mask
+from retrieve_spec.verify.interface import LayerView, MaskForm, ModelInterface
 from retrieve_spec.verify.verifier import CACHE_NAMES
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -91,12 +91,6 @@ class PassInputs:
         self._uncached = uncached
         self._length = past + uncached  # of the prompt
         self._template: dict[str, Any] | None = None
-        # The buffers that every pass slices: ids, positions, the 2-D mask when the row is padded.
-        self._ids = torch.empty((1, self._uncached + 2 * MAX_NODES), dtype=torch.long)
-        self._ids_view = self._ids.numpy()[0]
-        self._positions = torch.empty_like(self._ids)
-        self._positions_view = self._positions.numpy()[0]
-        self._mask_buffer = np.empty(0, np.bool_)
         self._padded = np.empty(0, np.bool_)
         self._left_padding = 0
         self._slot_shift = 0  # position of a token minus its slot
@@ -114,12 +108,10 @@ class PassInputs:
         return 0 if self._position_ids is None else int(self._position_ids.flatten()[-1]) + 1 - self._length
 
     @property
-    def axes(self) -> torch.Tensor | None:
-        """(…, 1, 1) long, the same on every axis of positions; None where they have one."""
-        if self._position_ids is None or self._position_ids.ndim == 2:
-            return None
-        axes: torch.Tensor = self._position_ids[..., -1:].cpu() + 1 - self._length
-        return axes
+    def shifts_alike(self) -> bool:
+        """Whether that is the same on every axis that positions have."""
+        positions = self._position_ids
+        return positions is None or positions.ndim == 2 or len(positions[..., -1].unique()) == 1
 
     @property
     def is_padded(self) -> bool:
@@ -204,10 +196,10 @@ class PassInputs:
         assert self._template is not None
         kwargs = self._settings(self._prepared(cache, past, length)) if self._extras_by_rows else dict(self._template)
         kwargs[self._interface.cache_name] = cache
-        fill_inputs(self._ids_view, self._positions_view, root_ids, tree.token_ids, tree.depth, past + self._slot_shift)
-        kwargs[self._interface.ids_name] = self._to_device(self._ids[:, :length])
+        ids = np.concatenate([root_ids, tree.token_ids]).astype(np.int64)
+        kwargs[self._interface.ids_name] = self._to_device(torch.from_numpy(ids)[None])
         if self._interface.takes_position_ids:
-            positions = self._positions[:, :length]
+            positions = torch.from_numpy(row_depths(roots, tree) + past + self._slot_shift)[None]
             positions = positions if self._axes is None else positions + self._axes
             kwargs[self._interface.positions_name] = self._to_device(positions)
         if self._interface.takes_logits_to_keep:
@@ -253,26 +245,31 @@ class PassInputs:
         return {**unset, "use_cache": True}
 
     def _tree_masks(self, tree: DraftTree, roots: int, past: int, cached: Any) -> Any:
-        """One mask per layer type in the form the attention implementation takes."""
+        """Who sees which keys of a pass over one text."""
         rows = roots + len(tree)
-        views = self._interface.masks
-        masks: dict[str, Any] = {}
-        for layer_type, view in views.items():
-            if view is None:
-                masks[layer_type] = None
-                continue
+
+        def visible(view: LayerView) -> torch.Tensor:
             kv_length, kv_offset = cached.get_mask_sizes(rows, view.layer_idx)
-            if self._mask_buffer.size < rows * kv_length:
-                self._mask_buffer = np.empty(2 * rows * kv_length, np.bool_)
-            buffer = self._mask_buffer if len(views) == 1 else np.empty(rows * kv_length, np.bool_)
-            mask = buffer[: rows * kv_length].reshape(rows, kv_length)
+            mask = np.empty((rows, kv_length), np.bool_)
             fill_tree_mask(
                 mask, tree.parent, tree.depth, roots, past, kv_offset, view.window, view.chunk, self._left_padding,
                 self._padded,
             )  # fmt: skip
-            visible = self._to_device(torch.from_numpy(mask)[None, None])
-            masks[layer_type] = as_mask(visible, self._interface.mask_form, self._model.dtype)
-        return masks.get("", masks) if self._interface.attends else None
+            return self._to_device(torch.from_numpy(mask)[None, None])
+
+        return masks_by_type(self._interface, self._model.dtype, visible)
+
+
+def masks_by_type(interface: ModelInterface, dtype: torch.dtype, visible: Callable[[LayerView], torch.Tensor]) -> Any:
+    """One mask per layer type in the form the attention implementation takes; None where no layer attends.
+
+    `visible`: (rows, 1, q, kv) bool, what layers of a type may see.
+    """
+    masks = {
+        layer_type: None if view is None else as_mask(visible(view), interface.mask_form, dtype)
+        for layer_type, view in interface.masks.items()
+    }
+    return masks.get("", masks) if interface.attends else None
 
 
 def as_mask(visible: torch.Tensor, form: MaskForm, dtype: torch.dtype) -> Any:

@@ -97,7 +97,7 @@ def _kind_of(value: Any, past: int, rows: int, out: Any) -> Kind | None:
 
 def _are_positions(value: torch.Tensor, past: int, rows: int) -> bool:
     """Whether a tensor counts from `past` or a little behind it."""
-    if value.numel() != rows or rows < 2:
+    if value.numel() != rows:
         return False
     flat = value.reshape(-1).cpu()
     return bool((flat[1:] - flat[:-1] == 1).all()) and past <= int(flat[0]) <= past + 8
@@ -105,14 +105,14 @@ def _are_positions(value: torch.Tensor, past: int, rows: int) -> bool:
 
 def _are_distances(value: torch.Tensor, past: int, rows: int) -> bool:
     """Whether a tensor's last two axes hold something that depends on the distance of a row from a key alone."""
-    if value.ndim < 2 or value.shape[-2:] != (rows, past + rows) or rows < 2:
+    if value.ndim < 2 or value.shape[-2:] != (rows, past + rows):
         return False
     return bool((value[..., 1:, 1:] == value[..., :-1, :-1]).all()) and bool((value != value.flatten()[0]).any())
 
 
 def _is_mask(value: torch.Tensor, past: int, rows: int) -> bool:
     """Whether a tensor hides from every row the keys behind it, by one value for each head, and not the row itself."""
-    if value.ndim < 2 or value.shape[-2:] != (rows, past + rows) or rows < 2:
+    if value.ndim < 2 or value.shape[-2:] != (rows, past + rows):
         return False
     among = value[..., past:]
     hidden = among[..., :1, -1:] == among
@@ -122,7 +122,7 @@ def _is_mask(value: torch.Tensor, past: int, rows: int) -> bool:
 
 def _is_bias(value: torch.Tensor, keys: int) -> bool:
     """Whether a tensor has one row, the same for all, of numbers that rise or fall from key to key."""
-    if value.dtype == torch.bool or value.ndim < 2 or value.shape[-2] != 1 or value.shape[-1] < keys or keys < 2:
+    if value.dtype == torch.bool or value.ndim < 2 or value.shape[-2] != 1 or value.shape[-1] < keys:
         return False
     steps = value[..., -keys + 1 :] - value[..., -keys:-1]
     return bool((steps > 0).all()) or bool((steps < 0).all())

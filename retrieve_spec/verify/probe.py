@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import in_a_line
@@ -46,7 +45,7 @@ from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
 from retrieve_spec.verify.recurrent import replaceable
 from retrieve_spec.verify.shrink import CHOICES, float32_copy, is_deep, lengths_of, shrunk
-from retrieve_spec.verify.steps import prepare_call, sample_tokens, vocabulary
+from retrieve_spec.verify.steps import Captured, prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 
 logger = logging.getLogger(__name__)
@@ -56,6 +55,8 @@ PROMPT = 12
 _ACROSS = 318
 """Tokens of a prompt behind which a draft reaches into the next block of keys of a GPU's attention."""
 _PADDING = 3
+_AHEAD = 80
+"""Positions that trials take behind a prompt at most."""
 REACH = 48
 """Lengths up to this one are crossed on the model itself."""
 
@@ -71,11 +72,6 @@ class Trial:
     prompt: int
     padding: int
     rounds: int = 1
-
-    @property
-    def length(self) -> int:
-        """Positions that the text takes at most."""
-        return self.prompt + (4 if self.rounds == 1 else 9 * self.rounds + 3)
 
 
 class PlainTexts:
@@ -170,8 +166,6 @@ def _structure(model: Any, interface: ModelInterface, mode: Mode, reason: str, l
     if not far:
         most = max(lengths.values(), default=0)
         trials += [Trial(PROMPT, 0, 2)] + ([Trial(most + 3, 0, 2), Trial(most + 3, _PADDING)] if lengths else [])
-    if interface.max_positions:
-        trials = trials[:1] + [trial for trial in trials[1:] if trial.length <= interface.max_positions]
     found = _strongest(model, interface, mode, reason, trials)
     if far and found.mode != "plain":
         found = _beyond(model, found, limits)
@@ -258,10 +252,10 @@ def check_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainTexts)
     trial = Trial(PROMPT if model.device.type == "cpu" else _ACROSS, 0)
     text = texts.read(model, trial, "tree")
     with torch.no_grad():
-        drafted = _verified(text, "tree", verifier(), trial.rounds)
+        drafted = _verified(text, "tree", verifier())
         for row, tokens in enumerate(row_texts(text.drafts)):
             one_by_one = replace(text, drafts=[Draft(token, [], []) for token in tokens])
-            alone = _verified(one_by_one, "tree", verifier(), trial.rounds)[-1]
+            alone = _verified(one_by_one, "tree", verifier())[-1]
             if not torch.equal(drafted[row], alone):
                 raise VerificationError("a row's logits depend on the drafts beside it")
 
@@ -322,7 +316,7 @@ def _problem(
         with torch.no_grad():
             for trial in trials:
                 text = texts.read(model, trial, mode)
-                got = _verified(text, mode, verifier(), trial.rounds)
+                got = _verified(text, mode, verifier())
                 deviation = text.rounding.compare(got, text.reference.rows)
                 if not deviation.is_rounding:
                     return deviation.excess, f"a {mode} pass gives other logits than single steps ({deviation})"
@@ -332,19 +326,12 @@ def _problem(
     return None
 
 
-def _verified(text: PlainText, mode: Mode, verifier: Verifier, rounds: int) -> torch.Tensor:
+def _verified(text: PlainText, mode: Mode, verifier: Verifier) -> torch.Tensor:
     """(rows, vocab) logits of the passes of a verifier."""
-    call = text.call
-    length = call.input_ids.shape[1]
-    verifier.start(VerifierInputs(call.input_ids, call.take(), max_length=length + 20 * rounds + 16))
     try:
+        _read(verifier, text.call, in_pieces=True)
         if verifier.mode != mode:
             raise RuntimeError(verifier.reason)
-        prompt = call.input_ids[0].cpu().numpy().astype(np.int32)
-        cuts = [] if verifier.whole_prompts else [len(prompt) // 2, max(len(prompt) // 2, len(prompt) - 2)]
-        for piece in filter(len, np.split(prompt, cuts)):
-            verifier.forward(piece)
-            verifier.commit(np.empty(0, np.int32))
         return by_passes(verifier, text.drafts)
     finally:
         verifier.finish()
@@ -407,10 +394,8 @@ def _find_places(model: Any, interface: ModelInterface) -> list[tuple[Place, ...
     verifier = HFVerifier(model, interface, "chain")
     try:
         with torch.no_grad():
-            prompt = start(model, verifier, ids)
-            verifier.forward(prompt)
-            verifier.commit(np.empty(0, np.int32))
-            with noting_places(model, len(prompt), 5) as places:
+            past = read_prompt(model, verifier, ids)
+            with noting_places(model, past, 5) as places:
                 verifier.forward(np.array([root], np.int32), DraftTree.from_paths([chain]))
     except Exception:  # whatever a model's own code raises: chains will tell
         logger.debug("no chain passes", exc_info=True)
@@ -423,9 +408,16 @@ def _find_places(model: Any, interface: ModelInterface) -> list[tuple[Place, ...
     return [way for way in ways if way]
 
 
-def start(model: Any, verifier: Verifier, ids: torch.Tensor) -> NDArray[np.int32]:
-    """Start a verifier on a prompt of (1, L) tokens; (m,) int32 what it is to read."""
-    call = prepare_call(model, ids, torch.ones_like(ids))
-    prompt: NDArray[np.int32] = call.input_ids[0].cpu().numpy().astype(np.int32)
-    verifier.start(VerifierInputs(call.input_ids, call.take(), max_length=len(prompt) + 64))
-    return prompt
+def read_prompt(model: Any, verifier: Verifier, ids: torch.Tensor) -> int:
+    """Let a verifier read a prompt of (1, L) tokens; how many it has then."""
+    return _read(verifier, prepare_call(model, ids, torch.ones_like(ids)))
+
+
+def _read(verifier: Verifier, call: Captured, in_pieces: bool = False) -> int:
+    length = int(call.input_ids.shape[1])
+    verifier.start(VerifierInputs(call.input_ids, call.take(), max_length=length + _AHEAD))
+    cuts = [length // 2, max(length // 2, length - 2)] if in_pieces and not verifier.whole_prompts else []
+    for piece in filter(len, np.split(call.input_ids[0].cpu().numpy().astype(np.int32), cuts)):
+        verifier.forward(piece)
+        verifier.commit(np.empty(0, np.int32))
+    return length

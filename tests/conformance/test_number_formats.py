@@ -1,7 +1,6 @@
 """Number formats: sixteen bits are verified as float32 is, and no fault of a pass is taken for their rounding."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -69,7 +68,7 @@ def masks(change: Callable[[NDArray[np.bool_], Any], None]) -> Callable[..., Non
     return fill
 
 
-true_fill, true_inputs, true_keep = pass_inputs.fill_tree_mask, pass_inputs.fill_inputs, KeptRows.commit
+true_fill, true_keep = pass_inputs.fill_tree_mask, KeptRows.commit
 true_visible, true_depths, true_attend = (
     attention.visible_rows, attention.row_depths, recorded_verifier.RecordedVerifier.attend,
 )  # fmt: skip
@@ -85,12 +84,13 @@ def parent_hidden(seen: NDArray[np.bool_], parent: Any) -> None:
         seen[-1, len(seen) - len(parent) + node] = False
 
 
-def moved(by: int) -> Callable[..., None]:
-    def fill(ids: Any, positions: Any, root_ids: Any, token_ids: Any, depth: Any, position: int) -> None:
-        true_inputs(ids, positions, root_ids, token_ids, depth, position)
-        positions[len(root_ids) : len(root_ids) + len(token_ids)] += by
+def placed_otherwise(where: Any, by: int) -> Any:
+    def depths(roots: int, tree: Any) -> NDArray[np.int64]:
+        found = true_depths(roots, tree).copy()
+        found[roots:] += by
+        return found
 
-    return fill
+    return mock.patch.object(where, "row_depths", depths)
 
 
 def stale(self: Any, path: Any, nodes: int) -> None:
@@ -105,8 +105,8 @@ OWN: dict[str, Any] = {
     "a sibling is seen": lambda: mock.patch.object(pass_inputs, "fill_tree_mask", masks(sibling_seen)),
     "a parent is hidden": lambda: mock.patch.object(pass_inputs, "fill_tree_mask", masks(parent_hidden)),
     "a row is stale": lambda: mock.patch.object(KeptRows, "commit", stale),
-    "positions + 1": lambda: mock.patch.object(pass_inputs, "fill_inputs", moved(1)),
-    "positions + 3": lambda: mock.patch.object(pass_inputs, "fill_inputs", moved(3)),
+    "positions + 1": lambda: placed_otherwise(pass_inputs, 1),
+    "positions + 3": lambda: placed_otherwise(pass_inputs, 3),
     "a window is off by one": lambda: mock.patch.object(pass_inputs, "fill_tree_mask", wider),
 }
 SUBJECTS = {
@@ -131,27 +131,14 @@ def test_faults_of_a_pass_are_no_rounding(name: str, dtype: torch.dtype) -> None
         assert found.mode != "tree" or (fault.startswith("positions") and found.interface.places), fault
 
 
-@contextlib.contextmanager
-def seen_otherwise(change: Callable[[NDArray[np.bool_], Any], None]) -> Iterator[None]:
+def seen_otherwise(change: Callable[[NDArray[np.bool_], Any], None]) -> Any:
     def visible(roots: int, tree: Any) -> NDArray[np.bool_]:
         seen = true_visible(roots, tree).copy()
         if tree is not None and len(tree):
             change(seen, tree.parent)
         return seen
 
-    with mock.patch.object(recorded_verifier, "visible_rows", visible):
-        yield
-
-
-@contextlib.contextmanager
-def placed_otherwise(by: int) -> Iterator[None]:
-    def depths(roots: int, tree: Any) -> NDArray[np.int64]:
-        found = true_depths(roots, tree).copy()
-        found[roots:] += by
-        return found
-
-    with mock.patch.object(recorded_verifier, "row_depths", depths):
-        yield
+    return mock.patch.object(recorded_verifier, "visible_rows", visible)
 
 
 def swapped(self: Any, query: Any, keys: Any, values: Any, layer: int) -> Any:
@@ -174,8 +161,8 @@ RECORDED: dict[str, Any] = {
     "a row is stale": lambda: mock.patch.object(
         KVBuffer, "commit", lambda self, base, roots, path: true_commit(self, base, roots, np.arange(len(path)))
     ),
-    "positions + 1": lambda: placed_otherwise(1),
-    "positions + 3": lambda: placed_otherwise(3),
+    "positions + 1": lambda: placed_otherwise(recorded_verifier, 1),
+    "positions + 3": lambda: placed_otherwise(recorded_verifier, 3),
     "a head's keys are another's": lambda: mock.patch.object(recorded_verifier.RecordedVerifier, "attend", swapped),
 }
 

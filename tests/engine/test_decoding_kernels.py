@@ -70,14 +70,6 @@ def test_find_child(seed: int, n: int, node: int, token: int) -> None:
     assert treemask.find_child(parent, token_ids, node, token) == naive.find_child(parent, token_ids, node, token)
 
 
-def test_fill_inputs_writes_ids_and_positions() -> None:
-    _, depth, token_ids = random_tree(np.random.default_rng(0), 6)
-    ids, positions = np.full(10, -1), np.full(10, -1)
-    treemask.fill_inputs(ids, positions, np.array([7, 8], np.int32), token_ids, depth, 40)
-    assert ids.tolist() == [7, 8, *token_ids.tolist(), -1, -1]
-    assert positions.tolist() == [40, 41, *(41 + depth).tolist(), -1, -1]
-
-
 RULES = [
     (1.0, 0, 1.0, 0.0),
     (0.7, 0, 0.9, 0.0),
