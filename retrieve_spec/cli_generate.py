@@ -171,7 +171,7 @@ def read_prompt(prompt: str | None, prompt_file: Any) -> str:
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("Use just one of --prompt and --prompt-file.")
     if prompt is None:
-        if prompt_file is None and sys.stdin.isatty():
+        if prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
             raise click.UsageError("Give --prompt TEXT or --prompt-file F, or pipe the prompt to standard input.")
         stream: BinaryIO = prompt_file or sys.stdin.buffer
         data = stream.read()
