@@ -77,8 +77,7 @@ class BatchRow(MixtureDrafter):
         words = self._request.words
         left, held = int(words[request.LEFT]), int(words[request.NUM_SAID])
         if left:
-            self.context.extend(self._said[held - left : held])
-            self._sync()
+            self._extend(self._said[held - left : held])
             words[request.LEFT] = 0
         self._hold(2 * (held + length - int(words[request.LENGTH])))
 
@@ -124,7 +123,6 @@ class Slots:
         self.rows = rows
         for row in rows:
             row._catch_up()
-            row._sync()  # a long prompt's automaton has moved
         addresses = [row._request.words.ctypes.data for row in rows]
         self._calls = np.array([addresses, texts, places, longest], np.int64).reshape(kernels.CALL, -1).T.copy()
         self._out: NDArray[np.int32] = np.empty(len(rows) + MAX_NODES, np.int32)

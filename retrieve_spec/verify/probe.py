@@ -73,6 +73,11 @@ class Trial:
     padding: int
     rounds: int = 1
 
+    @property
+    def length(self) -> int:
+        """Positions that the text takes at most."""
+        return self.prompt + (4 if self.rounds == 1 else 9 * self.rounds + 3)
+
 
 class PlainTexts:
     """What plain decoding says of trials, read once each.
@@ -166,6 +171,8 @@ def _structure(model: Any, interface: ModelInterface, mode: Mode, reason: str, l
     if not far:
         most = max(lengths.values(), default=0)
         trials += [Trial(PROMPT, 0, 2)] + ([Trial(most + 3, 0, 2), Trial(most + 3, _PADDING)] if lengths else [])
+    if interface.max_positions:
+        trials = trials[:1] + [trial for trial in trials[1:] if trial.length <= interface.max_positions]
     found = _strongest(model, interface, mode, reason, trials)
     if far and found.mode != "plain":
         found = _beyond(model, found, limits)
