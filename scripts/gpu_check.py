@@ -212,12 +212,15 @@ def figures(reports: list[GenerationReport], tokens: int, seconds: float) -> dic
     found: dict[str, Any] = {"tokens": tokens, "tokens_per_s": round(tokens / seconds, 1)}
     if reports:
         passes, last = sum(report.passes for report in reports), reports[-1]
-        found["nodes_per_pass"] = round(sum(report.nodes for report in reports) / passes, 1)
-        for name in ("draft_ms", "verify_ms", "commit_ms", "learn_ms"):
-            found[name] = round(sum(getattr(report, name) for report in reports) / passes, 3)
-        found |= {"tokens_per_pass": round(tokens / passes, 3), "ms_per_pass": round(seconds / passes * 1e3, 3)}
-        found["ran"] = dict(sum((Counter(report.ran) for report in reports), Counter[str]()))
-        found |= {name: getattr(last, name) for name in ("pass_kind", "pass_reason", "mode", "eager_reason")}
+        times = ("draft_ms", "verify_ms", "commit_ms", "learn_ms")
+        found |= {
+            "nodes_per_pass": round(sum(report.nodes for report in reports) / passes, 1),
+            **{name: round(sum(getattr(report, name) for report in reports) / passes, 3) for name in times},
+            "tokens_per_pass": round(tokens / passes, 3),
+            "ms_per_pass": round(seconds / passes * 1e3, 3),
+            "ran": dict(sum((Counter(report.ran) for report in reports), Counter[str]())),
+            **{name: getattr(last, name) for name in ("pass_kind", "pass_reason", "mode", "eager_reason")},
+        }
     return found
 
 
