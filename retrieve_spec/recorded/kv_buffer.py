@@ -54,7 +54,7 @@ class Slab:
     def _first(self, held: int) -> int:
         """The first row that must be kept: what goes is a multiple of a GPU's blocks of keys, which stay the same."""
         gone = max(held - self.window + 1 - self.offset, 0) if self.window else 0
-        return self.offset + gone // _BLOCK * _BLOCK
+        return self.offset + gone // KEY_BLOCK * KEY_BLOCK
 
     def make_room(self, held: int, rows: int) -> None:
         """Let rows `held … held + rows - 1` fit behind the rows held.
@@ -96,7 +96,8 @@ def _empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return like.new_empty(shape)
 
 
-_BLOCK = 64
+KEY_BLOCK = 64
+"""`retrieve_spec.kernels.triton_tree_attention.ZONE`, which needs Triton to be read."""
 _NO_ROWS = torch.empty(0)
 _NO_MOVES = np.empty(0, np.int32)
 SLABS_PER_WINDOW = 8

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from retrieve_spec.attention import visibility_bits
 from retrieve_spec.config import PASS
 from retrieve_spec.errors import in_a_line
-from retrieve_spec.recorded.kv_buffer import KVBuffer
+from retrieve_spec.recorded.kv_buffer import KEY_BLOCK, KVBuffer
 from retrieve_spec.recorded.recorded_pass import ALL, RecordedPass
 from retrieve_spec.verify.verifier import Ran
 
@@ -207,7 +207,7 @@ class PackedBuffer:
         starts[len(laid) :] = end
 
 
-EXACT_ROWS = 64
+EXACT_ROWS = KEY_BLOCK
 """Rows of an exact pass at most, but for those that read prompts."""
 _CONTEXT = 4096
 """Tokens of a context that as many programs share as fill a GPU; they share any other length, too."""

@@ -114,10 +114,10 @@ class RecordedVerifier:
         """Why a generation is left to the verifier of the model's own forward."""
         if why := self.own.reason if self.own.mode != "tree" else inputs.why_not_text(self.own.interface.cache_name):
             return why
-        interface, positions = self.own.interface, inputs.model_kwargs.get("position_ids")
+        interface = self.own.interface
         if interface.rope_rescans and self._past + self._unread > interface.rope_switch:
             return "the text is longer than those whose rotary frequencies were recorded"
-        if positions is not None and len(positions[..., -1].unique()) > 1:
+        if not self.own.inputs.shifts_alike:
             return "positions differ from axis to axis"
         if self._cache is not None and not self.recorded.goes_on_behind(self._cache):
             return "the cache holds numbers of another format"

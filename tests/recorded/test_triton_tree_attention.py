@@ -156,9 +156,11 @@ EXACT = """
 import numpy as np, torch
 from retrieve_spec.recorded.packed_pass import LaidOut, PackedBuffer, PassShape
 from retrieve_spec.attention import row_depths, visible_rows
-from retrieve_spec.recorded.kv_buffer import Slab
+from retrieve_spec.recorded.kv_buffer import KEY_BLOCK, Slab
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.kernels.triton_tree_attention import packed_tree_attention
+from retrieve_spec.kernels.triton_tree_attention import ZONE, packed_tree_attention
+
+assert ZONE.value == KEY_BLOCK
 
 def matmul(a, b, dtype):  # BLAS adds up a row otherwise by where it stands in a matrix, tensor cores do not
     total = np.zeros((len(a), b.shape[1]), dtype)
