@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.store import read_ahead
-from retrieve_spec.drafting.drafter import Drafter, Preparable
+from retrieve_spec.drafting.drafter import Drafter, Preparable, UsesBigrams
 from retrieve_spec.engine.budget import PassThreads, using
 from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation, bigrams_of, check_stores, measure_passes, open_store
@@ -153,8 +153,8 @@ def prepare(
     if tokenizer is not None and _reads_bigrams(model, speculation):
         with using(threads):
             speculation.drafters.bigrams = bigrams_of(model, speculation.verifiers()[0], tokenizer)
-        if drafter is not None:
-            drafter.bigrams = speculation.drafters.bigrams  # type: ignore[attr-defined]
+        if isinstance(drafter, UsesBigrams):
+            drafter.use_bigrams(speculation.drafters.bigrams)
     first = speculation.drafter()  # an unknown preset or a missing source is an error now, not at the first call
     if isinstance(first, Preparable):
         first.prepare()
@@ -173,7 +173,7 @@ def prepare(
 def _reads_bigrams(model: Any, speculation: Speculation) -> bool:
     """Whether drafts are made from bigrams, and the model can be asked for them."""
     given = speculation.drafters.given
-    drafts = speculation.config.draft == AUTO if given is None else hasattr(given, "bigrams")
+    drafts = speculation.config.draft == AUTO if given is None else isinstance(given, UsesBigrams)
     alone = speculation.ranks is None and not model.config.is_encoder_decoder  # ranks must run the same passes
     return drafts and alone and speculation.mode == "tree"
 

@@ -145,17 +145,17 @@ class EmptyContext(SuffixAutomaton):
 
 SOURCES: dict[str, dict[str, Any]] = {
     "context": {"context": EmptyContext},
-    "session": {"session": None},
+    "session": {},
     "prediction": {},
-    "recycling": {"recycling": None, "top_k": 0},
-    "ngram": {"ngram_rows": list},
-    "exact": {"exact_rows": list},
-    "dense": {"dense": None, "wants_hidden": None},
+    "recycling": {"recycling": None},
+    "ngram": {"ngram": list},
+    "exact": {"exact": list},
+    "dense": {"dense": None},
     "phrases": {"phrases": None},
     "alignment": {"alignments": None},
     "bigrams": {"bigrams": None},
 }
-"""Attributes of the mixture that hold a source, by its name, with what stands there without it (types are called)."""
+"""Fields of the mixture's `TextSources` by the name of a source, with what they are without it (types are called)."""
 
 
 class FreshDrafter:
@@ -227,9 +227,15 @@ class FreshDrafter:
         if not isinstance(drafter, MixtureDrafter):
             raise ConfigError("the preset auto", "another preset", "Only `auto` can do without a source.")
         for name, value in SOURCES[source].items():
-            setattr(drafter, name, value() if isinstance(value, type) else value)
+            setattr(drafter.sources, name, value() if isinstance(value, type) else value)
         if source == "context":
-            drafter.unigrams = drafter.calibration.unigrams(mute=True)
+            drafter.sources.unigrams = drafter.calibration.unigrams(mute=True)
+        elif source == "session":
+            drafter.session = None
+        elif source == "recycling":
+            drafter.top_k = 0
+        elif source == "dense":
+            drafter.wants_hidden = None
         elif source == "prediction":
             start = drafter.start
             drafter.start = lambda prompt_ids, prediction_ids=None: start(prompt_ids)  # type: ignore[method-assign]

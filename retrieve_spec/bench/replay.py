@@ -205,11 +205,11 @@ def _quantiles(values: NDArray[np.float64]) -> dict[str, float]:
 
 def _taught(drafter: Any, rows: Iterable[TraceRow]) -> MixtureDrafter:
     """A drafter that knows the phrases of recorded answers, one request each, and learns no more of them."""
-    if not isinstance(drafter, MixtureDrafter) or drafter.phrases is None:
+    if not isinstance(drafter, MixtureDrafter) or drafter.sources.phrases is None:
         raise ConfigError("a drafter that drafts from phrases", "another one", "Replay `auto` with its phrases.")
     for row in rows:
         parts = [part for ids, generated in row.segments if generated for part in (ids, np.array([BOUNDARY], np.int32))]
-        drafter.phrases.learn(np.concatenate(parts))
+        drafter.sources.phrases.learn(np.concatenate(parts))
     drafter.learns_phrases = False
     return drafter
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,19 +14,19 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels import batch as kernels
-from retrieve_spec.kernels import request
+from retrieve_spec.sources.rows import address_of
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
-_FIRST_SAID = 1024
+_FIRST_OUTPUT = 1024
 
 
 class BatchRow(MixtureDrafter):
     """A `MixtureDrafter` without recycling that can also be one of the rows of a compiled call (`Slots`)."""
 
-    _as_with_stores = True
+    _always_reads_stores = True
 
     def __init__(
         self,
@@ -36,24 +36,27 @@ class BatchRow(MixtureDrafter):
         calibration: Calibration,
     ) -> None:
         super().__init__(config, recycling=False, session=session, datastores=datastores, calibration=calibration)
-        self._said: NDArray[np.int32] = np.empty(_FIRST_SAID, np.int32)
+        self._output: NDArray[np.int32] = np.empty(_FIRST_OUTPUT, np.int32)
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: see `MixtureDrafter.start`."""
         super().start(prompt_ids, prediction_ids)
-        self._hold(_FIRST_SAID)
+        fields = self._state.fields
+        fields["output_length"] = fields["num_unread"] = fields["num_drafted"] = fields["step"] = 0
+        self._reserve(_FIRST_OUTPUT)
 
-    def _hold(self, room: int) -> None:
+    def _reserve(self, capacity: int) -> None:
         """Have room for so many tokens that are generated in compiled calls."""
-        words = self._request.words
-        if room > len(self._said):
-            self._said = np.concatenate([self._said, np.empty(room - len(self._said), np.int32)])
-        words[request.SAID], words[request.SAID_ROOM] = self._said.ctypes.data, len(self._said)
+        if capacity > len(self._output):
+            self._output = np.concatenate([self._output, np.empty(capacity - len(self._output), np.int32)])
+        fields = self._state.fields
+        fields["output"], fields["output_capacity"] = address_of(self._output), len(self._output)
 
     def _collect(self) -> None:
         """Take over what compiled calls have kept."""
-        self._history.append(self._said[: self._request.words[request.NUM_SAID]].copy())
-        self._request.words[request.NUM_SAID] = 0
+        fields = self._state.fields
+        self._transcript.append(self._output[: fields["output_length"]].copy())
+        fields["output_length"] = 0
 
     def _accepted(self, verified: VerifiedPass) -> int:
         return len(verified.path)  # engines may give more than these and one
@@ -61,32 +64,44 @@ class BatchRow(MixtureDrafter):
     def observe(self, verified: VerifiedPass) -> None:
         """Take tokens into the text; all that come between two drafts are learned at once."""
         self._collect()
-        self._request.words[request.DRAFTED] = 0  # what a compiled call has drafted is not what was verified
-        if self._shown and not self._asked:
-            self._shown[-1] = self._shown[-1].followed_by(verified.emitted)
-        else:
+        self._state.fields["num_drafted"] = 0  # what a compiled call has drafted is not what was verified
+        if self._asked or not self._pending.extend_last(verified.emitted):
             super().observe(verified)
 
-    def look(self, budget: Budget, chain: bool = False) -> DraftTree:
-        """Draft within the budget: see `MixtureDrafter.look`; the draft of a compiled call is forgotten."""
-        self._request.words[request.DRAFTED] = 0
-        return super().look(budget, chain)
+    def draft(self, budget: Budget, chain: bool = False) -> DraftTree:
+        """Draft within the budget: see `MixtureDrafter.draft`; the draft of a compiled call is forgotten."""
+        self._state.fields["num_drafted"] = 0
+        return super().draft(budget, chain)
 
     def make_room(self, length: int) -> None:
         """Make room for a text of so many tokens, and take into its automaton what that had no room for."""
-        words = self._request.words
-        left, held = int(words[request.LEFT]), int(words[request.NUM_SAID])
-        if left:
-            self._extend(self._said[held - left : held])
-            words[request.LEFT] = 0
-        self._hold(2 * (held + length - int(words[request.LENGTH])))
+        fields = self._state.fields
+        unread, held = int(fields["num_unread"]), int(fields["output_length"])
+        if unread:
+            self._state.extend(self._output[held - unread : held])
+            fields["num_unread"] = 0
+        self._reserve(2 * (held + length - int(fields["length"])))
+
+    def prepare_step(self) -> int:
+        """Learn what waits, and return the address of the request for compiled calls."""
+        self._learn_pending()
+        return self._state.address
+
+    def refresh_sessions(self) -> None:
+        """See `RequestState.refresh_sessions`."""
+        self._state.refresh_sessions()
+
+    def skip_step(self, now: int) -> None:
+        """Let a draft that was made for the step before be verified by the next one."""
+        fields = self._state.fields
+        fields["step"] += fields["step"] == now - 1
 
     def finish(self, keep: bool = True) -> None:
         """End the request; with `keep`, session and phrases learn what was generated."""
         self._collect()
-        self._catch_up()
+        self._learn_pending()
         if not keep:
-            self._history = []
+            self._transcript.take()
         super().finish()
 
 
@@ -121,15 +136,14 @@ class Slots:
 
     def __init__(self, rows: Many[BatchRow], texts: Many[int], places: Many[int], longest: Many[int]) -> None:
         self.rows = rows
-        for row in rows:
-            row._catch_up()
-        addresses = [row._request.words.ctypes.data for row in rows]
-        self._calls = np.array([addresses, texts, places, longest], np.int64).reshape(kernels.CALL, -1).T.copy()
+        self._places = list(places)
+        self._calls = np.zeros(len(rows), kernels.CALL)
+        self._calls["request"] = [row.prepare_step() for row in rows]
+        self._calls["text"], self._calls["place"], self._calls["longest"] = texts, places, longest
         self._out: NDArray[np.int32] = np.empty(len(rows) + MAX_NODES, np.int32)
-        self._session = rows[0]._shared if rows else None
-        self._min_p = rows[0].config.min_path_probability if rows else 1.0
+        self._session = rows[0].session if rows else None
 
-    def step(self, plan: NDArray[np.int64], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> list[list[int]]:
+    def step(self, plan: NDArray[Any], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> list[list[int]]:
         """Follow what the texts say, learn from it, and draft: the tokens for each row (`kernels.batch.step_chains`).
 
         Raises
@@ -141,18 +155,18 @@ class Slots:
             return self._step(plan, lengths, cost)
         with self._session:  # kept as it is while kernels read it
             for row in self.rows:
-                row._sync()
+                row.refresh_sessions()
             return self._step(plan, lengths, cost)
 
-    def _step(self, plan: NDArray[np.int64], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> list[list[int]]:
+    def _step(self, plan: NDArray[Any], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> list[list[int]]:
         """Call the kernel until it has found room for all that came."""
-        plan[kernels.BEGIN] = 0
-        while (drafted := kernels.step_chains(plan, self._calls, lengths, self._min_p, cost, self._out)) < 0:
+        plan["begin"], count = 0, len(self.rows)
+        addresses = address_of(plan), address_of(self._calls)
+        while (drafted := kernels.step_chains(*addresses, count, lengths, cost, self._out)) < 0:
             if drafted == kernels.DIVERGED:
-                raise RequestDiverged(int(plan[kernels.WHO]))
-            for row, place in zip(self.rows, self._calls[:, kernels.PLACE], strict=True):
+                raise RequestDiverged(int(plan["diverged_row"][0]))
+            for row, place in zip(self.rows, self._places, strict=True):
                 row.make_room(int(lengths[place]))
-        count = len(self.rows)
         found: list[int] = self._out[: count + drafted].tolist()
         if count == 1:
             return [found[1:]]
@@ -162,11 +176,10 @@ class Slots:
             begin += n
         return drafts
 
-    def skip(self, plan: NDArray[np.int64]) -> None:
+    def skip(self, plan: NDArray[Any]) -> None:
         """Count a step without a look: what it verified is judged at the next one."""
         for row in self.rows:
-            words = row._request.words
-            words[request.STEP] += words[request.STEP] == plan[kernels.NOW] - 1
-        plan[kernels.NOW] += 1
-        plan[kernels.STEPS] += 1
-        plan[kernels.ROWS] += len(self.rows)
+            row.skip_step(int(plan["now"][0]))
+        plan["now"] += 1
+        plan["steps"] += 1
+        plan["rows"] += len(self.rows)

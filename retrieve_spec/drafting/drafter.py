@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
+
+if TYPE_CHECKING:
+    from retrieve_spec.sources.recycling import Bigrams
 
 Layer = int | Literal["last"]
 """Where hidden states are taken: `"last"` (what the output embeddings read, after the final norm) or N >= 1, behind the
@@ -80,6 +83,14 @@ class Preparable(Protocol):
 
     def prepare(self) -> None:
         """Do it."""
+
+
+@runtime_checkable
+class UsesBigrams(Protocol):
+    """A drafter that can be told what the target says after each single token."""
+
+    def use_bigrams(self, bigrams: Bigrams) -> None:
+        """Draft from them, from the next request on."""
 
 
 @runtime_checkable

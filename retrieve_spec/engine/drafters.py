@@ -288,8 +288,8 @@ class Drafters:
                 if id(drafter) not in self._loans:
                     return drafter
             made.append(self._like(name, made[0]) if made else self._first(name))
-            if len(made) > KEPT and isinstance(made[-1], MixtureDrafter) and made[-1].recycling is not None:
-                made[-1].recycling = RecyclingTable(_FEW_CONTEXTS)
+            if len(made) > KEPT:
+                _shrink(made[-1])
             return made[-1]
 
     def _for_call(self, name: str, stores: Sequence[Any]) -> Drafter:
@@ -298,8 +298,7 @@ class Drafters:
         if name == AUTO:
             session, calibration = self._own_of(self.of(AUTO))
         drafter = self._build(name, session, calibration, stores)
-        if isinstance(drafter, MixtureDrafter) and drafter.recycling is not None:
-            drafter.recycling = RecyclingTable(_FEW_CONTEXTS)
+        _shrink(drafter)
         return drafter
 
     def lend(
@@ -335,9 +334,9 @@ class Drafters:
 
     def _enter(self, drafter: Drafter, scope: str) -> None:
         """Let a drafter see the text of one scope only: its session, and no logits of another's text."""
-        if getattr(drafter, "recycling", None) is not None:
+        if isinstance(drafter, MixtureDrafter):
             if self._scopes.get(drafter, "") != scope:
-                _forget_logits(drafter)
+                drafter.forget_logits()
             self._scopes[drafter] = scope
         if scope and drafter is not self.given and hasattr(drafter, "session"):
             drafter.session = self._session(drafter, scope)
@@ -353,8 +352,8 @@ class Drafters:
                 self._rollouts_calibration = Calibration(self.rollouts.calibration_path)
                 self._rollouts_calibration.begin_with(calibration)
             calibration = self._rollouts_calibration
-        if drafter.session is None and drafter.recycling is not None:
-            drafter.recycling.reset()  # as it does itself without a session
+        if drafter.session is None:
+            drafter.forget_logits()  # as it does itself without a session
         drafter.session, drafter.calibration = siblings, calibration
 
     def give_back(self, drafter: Drafter, spoiled: bool = False) -> None:
@@ -400,7 +399,7 @@ class Drafters:
             self._forget_loans(scope)
             for drafter, last in list(self._scopes.items()):
                 if last == scope:
-                    _forget_logits(drafter)
+                    drafter.forget_logits()
             if scope is None:
                 self._made.clear()
                 self._learned.clear()
@@ -484,9 +483,10 @@ class Drafters:
         return build_drafter(config, datastores=read, session=session, calibration=calibration, bigrams=self.bigrams)
 
 
-def _forget_logits(drafter: Any) -> None:
-    if (recycling := getattr(drafter, "recycling", None)) is not None:
-        recycling.reset()
+def _shrink(drafter: Drafter) -> None:
+    """Let a drafter that will not be kept remember few contexts."""
+    if isinstance(drafter, MixtureDrafter) and drafter.sources.recycling is not None:
+        drafter.sources.recycling = RecyclingTable(_FEW_CONTEXTS)
 
 
 def _keep(sessions: Sessions, learned: Sequence[Calibration], at_once: bool = True) -> None:

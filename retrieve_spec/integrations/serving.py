@@ -23,7 +23,7 @@ from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.budget import Backoff, CostModel, Costs, share_out, within
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
-from retrieve_spec.kernels.batch import CONTEXT, DEEPEST, PLAN, STEPS, VOCABULARY
+from retrieve_spec.kernels.batch import PLAN
 from retrieve_spec.kernels.treemask import find_child
 from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
 from retrieve_spec.sources.session import SessionMemory, token_ids_of
@@ -175,8 +175,8 @@ class ServingDrafter:
         self._lock = threading.RLock()
         self._pace = Pace()
         self._seconds = 0.0
-        self._plan: NDArray[np.int64] = np.zeros(PLAN, np.int64)
-        self._plan[VOCABULARY] = _ANY_TOKEN if vocabulary is None else vocabulary
+        self._plan: NDArray[Any] = np.zeros(1, PLAN)
+        self._plan["vocabulary"] = _ANY_TOKEN if vocabulary is None else vocabulary
         self._slots: Slots | None = None
         self._slots_of: tuple[object, object] = (None, None)
         self._samples = False
@@ -399,7 +399,7 @@ class ServingDrafter:
             if any(lengths[place] > self._width for place in places):  # a kernel would read what lies behind
                 raise ConfigError(f"lengths up to {self._width}", f"{lengths[list(places)]}", "See `step`.")
             plan, pace, rows = self._plan, self._pace, len(requests)
-            context, sampled = int(plan[CONTEXT]), self._samples
+            context, sampled = int(plan["context"][0]), self._samples
             if rows and pace.goes_without(rows, sampled):
                 slots.skip(plan)
                 pace.stepped(rows, 0, context, sampled)
@@ -437,7 +437,7 @@ class ServingDrafter:
         self._slots = Slots([state.row for state in rows], [begin + stride * i for i in places], places, longest)
         self._slots_of, self._samples = (requests, texts), _samples(rows)
         self._width = texts.shape[1]
-        self._plan[DEEPEST] = min(max_nodes, self.config.max_depth, MAX_NODES)
+        self._plan["deepest"] = min(max_nodes, self.config.max_depth, MAX_NODES)
         return self._slots
 
     def _draft(self, rows: Many[Request], nodes: Many[int], depths: Many[int], chains: bool) -> list[DraftTree]:
@@ -449,7 +449,7 @@ class ServingDrafter:
         cost = seconds if len(rows) == 1 else None
         found = []
         for state, most, depth in zip(rows, nodes, depths, strict=True):
-            tree = state.row.look(Budget(most, depth, cost), chains)
+            tree = state.row.draft(Budget(most, depth, cost), chains)
             found.append(tree if self.vocabulary is None else within(tree, self.vocabulary))
         trees = share_out(found, seconds, MAX_NODES)
         for state, tree in zip(rows, trees, strict=True):  # only a draft that does not pay is judged by its first token
@@ -524,8 +524,8 @@ class ServingDrafter:
         """
         with self._lock:
             counts = dict(self._counts)
-            for column, name in enumerate(("steps", "rows", "drafted", "accepted", "emitted"), STEPS):
-                counts[name] += int(self._plan[column])
+            for name in ("steps", "rows", "drafted", "accepted", "emitted"):
+                counts[name] += int(self._plan[name][0])
             return {**counts, "draft_seconds": self._seconds, "under_way": len(self._requests)}
 
     def _of(self, request: str) -> Request:

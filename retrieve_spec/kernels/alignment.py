@@ -28,14 +28,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner
 from retrieve_spec.kernels.recycling import mix
-from retrieve_spec.kernels.source_table import (
-    ALIGNMENT_KEPT,
-    ALIGNMENT_META,
-    ALIGNMENT_PLACES,
-    ALIGNMENT_TEXT,
-    CURSOR,
-)
-from retrieve_spec.kernels.views import view_i32, view_i64, view_i64_rows
+from retrieve_spec.kernels.source_table import CURSOR
+from retrieve_spec.kernels.views import Record, view_i32, view_i64, view_i64_rows
 
 WINDOW = SLOTS = 1 << 16
 META = 2
@@ -98,7 +92,7 @@ def _expected(text: NDArray[np.int32], cursors: NDArray[np.int64], c: int) -> tu
 
 
 @inner
-def open_level(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
+def open_level(copies: Record, cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
     """(handle, match length) of a cursor's level; length -1 where it has none.
 
     It has one where it says more than exact contexts do: the text differed less than `RECENT` tokens ago, or the next
@@ -107,9 +101,9 @@ def open_level(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: 
     """
     none = np.int64(0), np.int64(-1)
     at = cursors[c, 0]
-    if at == 0 or _coming(at) > 0 or at & LOW >= view_i64(table[s, ALIGNMENT_META], META)[0]:
+    if at == 0 or _coming(at) > 0 or at & LOW >= view_i64(copies.meta, META)[0]:
         return none
-    token, column = _expected(view_i32(table[s, ALIGNMENT_TEXT], WINDOW), cursors, c)
+    token, column = _expected(view_i32(copies.text, WINDOW), cursors, c)
     if token < 0 or (column == 0 and _same(at) >= RECENT):
         return none
     return token | (np.int64(1) << 32 if column > 0 else np.int64(0)), np.int64(ones(_outcomes(at) & _RECENT))
@@ -137,9 +131,7 @@ def _after(cursors: NDArray[np.int64], c: int, column: int) -> int:
 
 
 @inner
-def advance(
-    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, token: int, out: NDArray[np.int64], o: int
-) -> None:
+def advance(copies: Record, cursors: NDArray[np.int64], c: int, token: int, out: NDArray[np.int64], o: int) -> None:
     """Cursor after one more token of a draft: no alignment any more where the token is another one."""
     out[o, 0] = 0
     at = cursors[c, 0]
@@ -148,7 +140,7 @@ def advance(
     if _coming(at) > 0:
         out[o, 0] = at - _TO_COME
     else:
-        expected, column = _expected(view_i32(table[s, ALIGNMENT_TEXT], WINDOW), cursors, c)
+        expected, column = _expected(view_i32(copies.text, WINDOW), cursors, c)
         if expected != token:
             return
         out[o, 0] = _after(cursors, c, column)
@@ -272,11 +264,11 @@ def _best_first(kept: NDArray[np.int64]) -> int:
 
 
 @inner
-def extend(table: NDArray[np.int64], s: int, tokens: NDArray[np.int32], said: int) -> None:
+def extend(copies: Record, tokens: NDArray[np.int32], said: int) -> None:
     """Take tokens (n,) into the text of a source: generated ones (1) are followed, others (0) end all alignments."""
-    text, places = view_i32(table[s, ALIGNMENT_TEXT], WINDOW), view_i32(table[s, ALIGNMENT_PLACES], SLOTS)
-    kept = view_i64_rows(table[s, ALIGNMENT_KEPT], KEPT, WIDTH)
-    meta = view_i64(table[s, ALIGNMENT_META], META)
+    text, places = view_i32(copies.text, WINDOW), view_i32(copies.places, SLOTS)
+    kept = view_i64_rows(copies.kept, KEPT, WIDTH)
+    meta = view_i64(copies.meta, META)
     if said == 0:
         kept[:] = 0
     for i in range(len(tokens)):
@@ -298,9 +290,9 @@ def extend(table: NDArray[np.int64], s: int, tokens: NDArray[np.int32], said: in
 
 
 @inner
-def best(table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int) -> None:
+def best(copies: Record, cursors: NDArray[np.int64], c: int) -> None:
     """Write the cursor of a source's best alignment."""
-    kept = view_i64_rows(table[s, ALIGNMENT_KEPT], 1, WIDTH)
-    found = view_i64(table[s, ALIGNMENT_META], META)[1]
+    kept = view_i64_rows(copies.kept, 1, WIDTH)
+    found = view_i64(copies.meta, META)[1]
     for j in range(CURSOR):
         cursors[c, j] = kept[0, j] * found

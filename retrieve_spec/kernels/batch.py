@@ -7,6 +7,8 @@ makes it holds the arrays.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,60 +16,68 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import calibration
 from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import door, inner, making
-from retrieve_spec.kernels.request import MATCH
-from retrieve_spec.kernels.step import propose
-from retrieve_spec.kernels.views import view_f32, view_f64, view_i32, view_i64, view_i64_rows
+from retrieve_spec.kernels.request import MATCH, request_at
+from retrieve_spec.kernels.step import step
+from retrieve_spec.kernels.views import Record, record_at, records_at, view_f32, view_i32, view_i64_rows
 
-ADDRESS, TEXT, PLACE, LONGEST = 0, 1, 2, 3
-"""Columns of a call's rows: addresses of the request and of the text's first token (int32), which of the lengths is the
+CALL = np.dtype([(name, np.int64) for name in ("request", "text", "place", "longest")], align=True)
+"""Record of a row: addresses of its request and of the first token (int32) of its text, which of the lengths is the
 text's, tokens that it may have at most."""
-CALL = 4
+PLAN = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            # number of the step, the longest draft, tokens of the model
+            *("now", "deepest", "vocabulary"),
+            # written by the kernel: the longest text, the row that has `DIVERGED`
+            *("context", "diverged_row"),
+            # counters: steps, their rows, tokens drafted, of these the right ones, tokens that came
+            *("steps", "rows", "drafted", "accepted", "emitted"),
+            # the row that a call begins with, 0 for a new step; those before it have drafted
+            "begin",
+        )
+    ],
+    align=True,
+)
+"""Record of an engine's steps."""
+calls_at, plan_at = records_at(CALL), record_at(PLAN)
 COMPARED = 8
 """Newest tokens by which a text is known again."""
-
-NOW, DEEPEST, VOCABULARY, CONTEXT, WHO = 0, 1, 2, 3, 4
-"""Columns of a plan: number of the step, the longest draft, tokens of the model; written by the kernel: the longest
-text, the row that has `DIVERGED`."""
-STEPS, ROWS, MADE, ACCEPTED, EMITTED = 5, 6, 7, 8, 9
-"""Counters: steps, their rows, tokens drafted, of these the right ones, tokens that came."""
-BEGIN = 10
-"""Column of a plan: the row that a call begins with, 0 for a new step; those before it have drafted."""
-PLAN = 11
 FULL, DIVERGED = -1, -2
 """What came of a call that drafted nothing: some arrays had no room for what texts say; nothing was done, as a text
 does not go on from what was followed."""
 
 
 @making
-def _nodes_of(request: NDArray[np.int64]) -> NDArray[np.int64]:
-    return view_i64_rows(request[state.NODES], MAX_NODES, 4)
+def _nodes_of(request: Record) -> NDArray[np.int64]:
+    return view_i64_rows(request.nodes, MAX_NODES, 4)
 
 
 @inner
-def _p_of(request: NDArray[np.int64], n: int) -> float:
+def _p_of(request: Record, n: int) -> float:
     """Path probability of the n-th token of a draft, 0 behind its end; rounded as in a `DraftTree`."""
-    if n >= request[state.DRAFTED]:
+    if n >= request.num_drafted:
         return 0.0
-    return np.exp(np.float64(np.log(view_f32(request[state.NODE_P], MAX_NODES)[n])))
+    return np.exp(np.float64(np.log(view_f32(request.node_p, MAX_NODES)[n])))
 
 
 @inner
-def _goes_on(request: NDArray[np.int64], text: int, length: int) -> bool:
+def _goes_on(request: Record, text: int, length: int) -> bool:
     """Whether a text goes on from what was followed."""
-    known, kept = request[state.LENGTH], request[state.KEPT]
+    known, kept = request.length, request.num_recent
     if length < known:
         return False
     compared, same = min(kept, np.int64(COMPARED)), True
-    recent, before = view_i32(request[state.RECENT], MATCH), view_i32(text + 4 * (known - compared), compared)
+    recent, before = view_i32(request.recent, MATCH), view_i32(text + 4 * (known - compared), compared)
     for i in range(compared):
         same &= recent[kept - compared + i] == before[i]
     return same
 
 
 @inner
-def _judge(request: NDArray[np.int64], plan: NDArray[np.int64], emitted: NDArray[np.int32]) -> None:
+def _judge(request: Record, plan: Record, emitted: NDArray[np.int32]) -> None:
     """Learn what became of a request's draft; one that was made for an earlier step was not verified."""
-    drafted = request[state.DRAFTED] if request[state.STEP] == plan[NOW] - 1 else np.int64(0)
+    drafted = request.num_drafted if request.step == plan.now - 1 else np.int64(0)
     nodes, accepted, expected = _nodes_of(request), np.int64(0), 0.0
     while accepted < min(drafted, len(emitted)) and nodes[accepted, 0] == emitted[accepted]:
         accepted += 1
@@ -75,17 +85,17 @@ def _judge(request: NDArray[np.int64], plan: NDArray[np.int64], emitted: NDArray
         expected += _p_of(request, i)
     if drafted > 0:
         calibration.learn_draft(state.drafts_of(request, 0), expected, accepted)
-    request[state.DRAFTED] = 0
-    plan[ACCEPTED] += accepted
+    request.num_drafted = 0
+    plan.accepted += accepted
 
 
 @inner
-def _keep(request: NDArray[np.int64], emitted: NDArray[np.int32]) -> None:
+def _keep(request: Record, emitted: NDArray[np.int32]) -> None:
     """Keep what was generated."""
-    said = view_i32(request[state.SAID], request[state.SAID_ROOM])
+    said = view_i32(request.output, request.output_capacity)
     for i in range(len(emitted)):
-        said[request[state.NUM_SAID] + i] = emitted[i]
-    request[state.NUM_SAID] += len(emitted)
+        said[request.output_length + i] = emitted[i]
+    request.output_length += len(emitted)
 
 
 @inner
@@ -100,12 +110,12 @@ def _least_that_pays(rows: int, cost: NDArray[np.float32]) -> float:
 
 
 @making
-def share(calls: NDArray[np.int64], cost: NDArray[np.float32], total: int) -> None:
+def share(calls: NDArray[Any], cost: NDArray[np.float32], total: int) -> None:
     """Keep the nodes of all rows that give the most tokens per second together, the most probable ones first."""
     rows = len(calls)
     taken, p, order = np.zeros(rows, np.int64), np.zeros(rows), np.empty(MAX_NODES, np.int64)
     for i in range(rows):
-        p[i] = _p_of(view_i64(calls[i, ADDRESS], state.REQUEST), 0)
+        p[i] = _p_of(request_at(calls[i].request), 0)
     gain, count = np.float64(rows), np.int64(min(total, MAX_NODES))
     best_rate, kept = (gain / np.float64(cost[0]), np.int64(0)) if len(cost) > 0 else (0.0, count)
     for n in range(count):
@@ -116,22 +126,21 @@ def share(calls: NDArray[np.int64], cost: NDArray[np.float32], total: int) -> No
         order[n] = best
         gain += p[best]
         taken[best] += 1
-        p[best] = _p_of(view_i64(calls[best, ADDRESS], state.REQUEST), taken[best])
+        p[best] = _p_of(request_at(calls[best].request), taken[best])
         if len(cost) > 0 and gain / np.float64(cost[n + 1]) > best_rate:
             best_rate, kept = gain / np.float64(cost[n + 1]), np.int64(n + 1)
     for i in range(rows):
-        view_i64(calls[i, ADDRESS], state.REQUEST)[state.DRAFTED] = 0
+        request_at(calls[i].request).num_drafted = 0
     for n in range(kept):
-        view_i64(calls[order[n], ADDRESS], state.REQUEST)[state.DRAFTED] += 1
+        request_at(calls[order[n]].request).num_drafted += 1
 
 
 @making
 def _follow_and_grow(
-    request: NDArray[np.int64],
-    plan: NDArray[np.int64],
+    request: Record,
+    plan: Record,
     emitted: NDArray[np.int32],
     most: int,
-    min_p: float,
     least: float,
     cost: NDArray[np.float32],
 ) -> bool:
@@ -140,28 +149,28 @@ def _follow_and_grow(
     if len(emitted) > 0:
         _judge(request, plan, emitted)
         _keep(request, emitted)
-    zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the step would be compiled once more
-    room, _, tree = propose(
-        request, cost, most, most, min_p, zero, one, least, emitted, zero, zero, 0.0, no_block, no_top, no_logits, one
-    )
-    request[state.LEFT] = len(emitted) - room
-    request[state.DRAFTED], request[state.STEP] = 0, plan[NOW]
+    one = np.int64(1)  # not a literal: for each of those the step would be compiled once more
+    request.num_verified, request.least_p = 0, least  # judged above, as the engine verifies one branch
+    room, _, tree = step(request, cost, most, most, one, emitted, no_block, no_top, no_logits, one)
+    request.least_p = 0.0
+    request.num_unread = len(emitted) - room
+    request.num_drafted, request.step = 0, plan.now
     nodes = _nodes_of(request)
-    while request[state.DRAFTED] < tree.shape[1] and nodes[request[state.DRAFTED], 0] < plan[VOCABULARY]:
-        request[state.DRAFTED] += 1
-    return bool(request[state.LEFT] == 0)
+    while request.num_drafted < tree.shape[1] and nodes[request.num_drafted, 0] < plan.vocabulary:
+        request.num_drafted += 1
+    return bool(request.num_unread == 0)
 
 
 @inner
-def _write(plan: NDArray[np.int64], calls: NDArray[np.int64], judged: bool, out: NDArray[np.int32]) -> int:
+def _write(plan: Record, calls: NDArray[Any], judged: bool, out: NDArray[np.int32]) -> int:
     """Write the drafts of all rows; returns how many nodes. Of dropped drafts the first token is still `judged`."""
     rows = len(calls)
     written = np.int64(rows)
     for i in range(rows):
-        request = view_i64(calls[i, ADDRESS], state.REQUEST)
-        nodes, n = _nodes_of(request), request[state.DRAFTED]
-        if n > 0 or not judged or request[state.FIRST] >= plan[VOCABULARY]:
-            view_f64(request[state.FIRST_P], 1)[0] = 0.0
+        request = request_at(calls[i].request)
+        nodes, n = _nodes_of(request), request.num_drafted
+        if n > 0 or not judged or request.first_token >= plan.vocabulary:
+            request.first_p = 0.0
         out[i] = n
         for j in range(n):
             out[written + j] = nodes[j, 0]
@@ -171,10 +180,10 @@ def _write(plan: NDArray[np.int64], calls: NDArray[np.int64], judged: bool, out:
 
 @door
 def step_chains(
-    plan: NDArray[np.int64],
-    calls: NDArray[np.int64],
+    plan_address: int,
+    calls_address: int,
+    rows: int,
     lengths: NDArray[np.int32],
-    min_p: float,
     cost: NDArray[np.float32],
     out: NDArray[np.int32],
 ) -> int:
@@ -182,10 +191,10 @@ def step_chains(
 
     Parameters
     ----------
-    plan, calls, lengths
-        (PLAN,) int64 and (r, CALL) int64, columns as above; (≥ r,) int32 tokens of each text.
-    min_p
-        Probability of a path below which nothing is drafted.
+    plan_address, calls_address, rows
+        Address of a `PLAN`, of (r,) `CALL`, and r.
+    lengths
+        (≥ r,) int32 tokens of each text.
     cost
         (MAX_NODES + 1,) float32 seconds of a pass over all rows and 0 … n nodes, or (0,) to draft all there may be.
     out
@@ -196,35 +205,36 @@ def step_chains(
     int
         How many in all, or `FULL` or `DIVERGED`: the caller makes room and calls again.
     """
-    rows, longest, total, whole = len(calls), np.int64(0), np.int64(0), True
+    plan, calls = plan_at(plan_address), calls_at(calls_address, rows)
+    longest, total, whole = np.int64(0), np.int64(0), True
     for i in range(rows):
-        request, length = view_i64(calls[i, ADDRESS], state.REQUEST), np.int64(lengths[calls[i, PLACE]])
-        if not _goes_on(request, calls[i, TEXT], length):
-            plan[WHO] = i
+        request, length = request_at(calls[i].request), np.int64(lengths[calls[i].place])
+        if not _goes_on(request, calls[i].text, length):
+            plan.diverged_row = i
             return DIVERGED
-        whole &= request[state.NUM_SAID] + length - request[state.LENGTH] <= request[state.SAID_ROOM]
+        whole &= request.output_length + length - request.length <= request.output_capacity
         longest = max(longest, length)
     if not whole:
         return FULL
-    plan[CONTEXT] = longest
+    plan.context = longest
     least = _least_that_pays(rows, cost)
-    for i in range(plan[BEGIN], rows):
-        request, length = view_i64(calls[i, ADDRESS], state.REQUEST), np.int64(lengths[calls[i, PLACE]])
-        known = request[state.LENGTH]
-        emitted = view_i32(calls[i, TEXT] + 4 * known, length - known)
-        plan[EMITTED] += len(emitted)
-        most = max(min(plan[DEEPEST], calls[i, LONGEST] - length - 1), np.int64(0))
+    for i in range(plan.begin, rows):
+        request, length = request_at(calls[i].request), np.int64(lengths[calls[i].place])
+        known = request.length
+        emitted = view_i32(calls[i].text + 4 * known, length - known)
+        plan.emitted += len(emitted)
+        most = max(min(plan.deepest, calls[i].longest - length - 1), np.int64(0))
         paid = cost[: most + 1] if rows == 1 else cost[:0]
-        if not _follow_and_grow(request, plan, emitted, most, min_p, least, paid):
-            plan[BEGIN] = i  # the rows behind it learn from the same tables once it has drafted
+        if not _follow_and_grow(request, plan, emitted, most, least, paid):
+            plan.begin = i  # the rows behind it learn from the same tables once it has drafted
             return FULL
     for i in range(rows):
-        total += view_i64(calls[i, ADDRESS], state.REQUEST)[state.DRAFTED]
+        total += request_at(calls[i].request).num_drafted
     if rows > 1 and total > 0 and (len(cost) > 0 or total > MAX_NODES):
         share(calls, cost, total)
     drafted = _write(plan, calls, len(cost) > 0, out)
-    plan[NOW] += 1
-    plan[STEPS] += rows > 0
-    plan[ROWS] += rows
-    plan[MADE] += drafted
+    plan.now += 1
+    plan.steps += rows > 0
+    plan.rows += rows
+    plan.drafted += drafted
     return drafted

@@ -23,9 +23,10 @@ from retrieve_spec.kernels.levels import (
     read_level,
 )
 from retrieve_spec.kernels.ngram import MAX_ORDER, ngram_hash
-from retrieve_spec.kernels.source_table import NUMBER, READ_LIMIT, TAIL
+from retrieve_spec.kernels.request import cells_of, sources_of, trust_of
+from retrieve_spec.kernels.source_table import READ_LIMIT, TAIL
 from retrieve_spec.kernels.unigram import LISTED
-from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
+from retrieve_spec.kernels.views import Record, view_f32, view_i32, view_i64, view_i64_rows, view_u64_rows
 
 MAX_LEVELS = 24
 MAX_CANDIDATES = 160
@@ -72,35 +73,26 @@ def context_hashes(tails: NDArray[np.int32], at: int, tail_len: int, out: NDArra
 
 @inner
 def collect_levels(
-    table: NDArray[np.int64],
+    request: Record,
     cursors: NDArray[np.int64],
     base: int,
     tails: NDArray[np.int32],
     at: int,
     tail_len: int,
-    cells: NDArray[np.float32],
-    trust: NDArray[np.float64],
     mass_floor: float,
-    memory: NDArray[np.int64],
     stores: int | None,
 ) -> int:
     """Merge the levels of all sources, longest match first, into `LEVELS` and `WEIGHTS` of the scratch.
 
     Parameters
     ----------
-    table
-        (s, ROW) int64 sources.
     cursors, base
         (m, CURSOR) int64; the node's cursors are rows base … base + s - 1. Indices are passed instead of slices, which
         would cost more than the work done with them.
     tails, at, tail_len
         (m, TAIL) int32, the node's row: newest tokens, newest first, and how many are valid.
-    cells, trust
-        (CELLS, 4) float32 calibration, (NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 the request's corrections.
     mass_floor
         Levels that would share less than this mass are not read.
-    memory
-        `scratch_memory` of the table's rows.
     stores
         As in `kernels/levels.py`.
 
@@ -109,15 +101,16 @@ def collect_levels(
     int
         Number of levels.
     """
+    table, cells, trust = sources_of(request), cells_of(request), trust_of(request)
     rows = len(table)
-    scratch = np.int64(memory.ctypes.data)
+    scratch = request.scratch
     levels, weights = view_i64_rows(scratch + LEVELS, MAX_LEVELS, 4), view_f32(scratch + WEIGHTS, MAX_LEVELS)
     hashes = view_u64_rows(scratch + HASHES, 2, TAIL)
     open_levels, open_rows = view_i64_rows(scratch + OPEN, rows, 2), view_i64(scratch + OPEN + 16 * rows, rows)
     context_hashes(tails, at, tail_len, hashes)
     live = 0
     for s in range(rows):
-        handle, length = open_row(table, s, cursors, base + s, hashes, tail_len, stores)
+        handle, length = open_row(table[s], cursors, base + s, hashes, tail_len, stores)
         if length >= 0:
             open_levels[live, 0], open_levels[live, 1], open_rows[live] = handle, length, s
             live += 1
@@ -133,15 +126,15 @@ def collect_levels(
         if i < 0:
             break
         best = open_rows[i]
+        source = table[best]
         handle = open_levels[i, 0]
         if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
             if handle == CLOSED:
-                open_levels[i, 0], open_levels[i, 1] = look_up(table, best, hashes, length)
+                open_levels[i, 0], open_levels[i, 1] = look_up(source, hashes, length)
                 continue
-        total, distinct = evidence(table, best, cursors, base + best, handle, stores)
-        source = table[best, NUMBER]
-        cell = cell_of(source, length, total, distinct)
-        prior = PRIOR_WEIGHT * prior_weight(source, length, total, distinct)
+        total, distinct = evidence(source, cursors, base + best, handle, stores)
+        cell = cell_of(source.number, length, total, distinct)
+        prior = PRIOR_WEIGHT * prior_weight(source.number, length, total, distinct)
         learned = (np.float64(cells[cell, 0]) + prior) / (np.float64(cells[cell, 1]) + PRIOR_WEIGHT)
         weight = multiplied(learned, odds_of(trust, cell))
         levels[n, 0] = best
@@ -151,20 +144,18 @@ def collect_levels(
         weights[n] = weight
         mass *= 1.0 - weight
         n += 1
-        open_levels[i, 0], open_levels[i, 1] = next_level(table, best, handle, length, hashes, stores)
+        open_levels[i, 0], open_levels[i, 1] = next_level(source, handle, length, hashes, stores)
     return n
 
 
 @inner
 def blend(
-    table: NDArray[np.int64],
+    request: Record,
     cursors: NDArray[np.int64],
     base: int,
-    cells: NDArray[np.float32],
     num_levels: int,
     floor: float,
     stamp: int,
-    memory: NDArray[np.int64],
     stores: int | None,
 ) -> int:
     """Spend the mass of all levels on their continuations: `CANDIDATES`, `SHARES` and `CREDIT` of the scratch.
@@ -175,7 +166,7 @@ def blend(
         Shares below this probability are left out.
     stamp
         A number not used with this scratch since it was opened.
-    memory, stores
+    stores
         As for `collect_levels`.
 
     Returns
@@ -183,7 +174,8 @@ def blend(
     int
         Number of candidates, in no particular but deterministic order.
     """
-    scratch = np.int64(memory.ctypes.data)
+    table, cells = sources_of(request), cells_of(request)
+    scratch = request.scratch
     levels, weights = view_i64_rows(scratch + LEVELS, MAX_LEVELS, 4), view_f32(scratch + WEIGHTS, MAX_LEVELS)
     tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
     credit = view_i64(scratch + CREDIT, MAX_CANDIDATES)
@@ -199,8 +191,7 @@ def blend(
         spend = mass * np.float64(weights[level])
         mass -= spend
         m = read_level(
-            table,
-            row,
+            table[row],
             cursors,
             base + row,
             levels[level, 1],

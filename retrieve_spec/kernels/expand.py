@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,24 +20,19 @@ from retrieve_spec.kernels.blend import (
     collect_levels,
 )
 from retrieve_spec.kernels.calibration import CERTAIN, NUM_SOURCES, scaled
-from retrieve_spec.kernels.compiled_code import inner, making
+from retrieve_spec.kernels.compiled_code import inner, making, part
 from retrieve_spec.kernels.levels import advance_row
+from retrieve_spec.kernels.request import cursors_of, newest_of, scale_of, sources_of
 from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.source_table import (
-    BIGRAMS,
     CURSOR,
-    KIND,
-    NUMBER,
-    PHRASES,
-    RECYCLING,
-    RECYCLING_CAPACITY,
-    RECYCLING_ENTRIES,
-    RECYCLING_K,
-    RESTING,
+    KIND_BIGRAMS,
+    KIND_PHRASES,
+    KIND_RECYCLING,
     TAIL,
     recycling_sets,
 )
-from retrieve_spec.kernels.views import prefetch, view_f32, view_i32, view_i64
+from retrieve_spec.kernels.views import Record, prefetch, view_f32, view_i32, view_i64, view_i64_rows, view_rows
 
 NEGLIGIBLE = 0.2
 """Part of the smallest useful probability below which a single share is not worth adding up."""
@@ -136,7 +133,7 @@ def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
 
 @inner
 def follow(
-    table: NDArray[np.int64],
+    table: NDArray[Any],
     cursors: NDArray[np.int64],
     tails: NDArray[np.int32],
     above: int,
@@ -150,151 +147,176 @@ def follow(
         tails[at, i] = tails[above, i - 1]
     rows = len(table)
     for s in range(rows):
-        if table[s, KIND] == RECYCLING or table[s, KIND] == PHRASES:
-            recycling.ask_for(recycling_sets(table, s), tails, at)  # looked up when the automata have been followed
-        elif table[s, KIND] == BIGRAMS:
-            prefetch(table[s, RECYCLING_ENTRIES] + 8 * table[s, RECYCLING_K] * min(token, table[s, RECYCLING_CAPACITY]))
+        source = table[s]
+        if source.kind == KIND_RECYCLING or source.kind == KIND_PHRASES:
+            recycling.ask_for(recycling_sets(source.recycling), tails, at)  # read after the automata were followed
+        elif source.kind == KIND_BIGRAMS:
+            known = source.recycling
+            prefetch(known.entries + 8 * known.k * min(token, known.capacity))
     for s in range(rows):
-        if table[s, RESTING] == 1:
+        if table[s].disabled == 0:
+            advance_row(table[s], cursors, above * rows + s, token, cursors, at * rows + s, stores)
+
+
+@part
+def _start(request: Record, cursors: NDArray[np.int64], tails: NDArray[np.int32]) -> None:
+    """Put the text's own cursors and newest tokens in the root's place, and forget the candidates of earlier trees."""
+    view_i64(request.scratch + SLOTS, HASH)[:] = 0
+    root, newest = cursors_of(request), newest_of(request)
+    for s in range(len(root)):
+        for j in range(CURSOR):
+            cursors[s, j] = root[s, j]
+    for j in range(TAIL):
+        tails[0, j] = newest[0, j]
+
+
+@part
+def _add_candidates(
+    request: Record,
+    count: int,
+    path_p: float,
+    parent: int,
+    least: float,
+    cutoff: float,
+    ranks: NDArray[np.int64],
+    pool: int,
+    waiting: int,
+) -> tuple[int, int]:
+    """Add the candidates for one node's children to the pool and the heap.
+
+    Parameters
+    ----------
+    count
+        Candidates in the scratch.
+    path_p, parent
+        Path probability and number of the node; -1 for the root.
+    least, cutoff
+        Probability of a candidate, and of its path, below which it is left out.
+    ranks
+        (RANKS,) int64, how many candidates were added, by path probability; counted on.
+    pool, waiting
+        Candidates in the pool, and of these in the heap.
+
+    Returns
+    -------
+    pool, waiting
+        How many there are now.
+    """
+    table, scale, room = sources_of(request), scale_of(request), request.pool_size
+    tokens, probs = view_i32(request.scratch + CANDIDATES, count), view_f32(request.scratch + SHARES, count)
+    credit = view_i64(request.scratch + CREDIT, count)
+    pool_p, pool_ids = view_f32(request.pool_p, room), view_rows(request.pool_ids, room, 3)
+    heap = view_i32(request.heap, room)
+    for i in range(count):
+        if probs[i] < least or pool >= room:
             continue
-        advance_row(table, s, cursors, above * rows + s, token, cursors, at * rows + s, stores)
+        number = request.sampled * NUM_SOURCES + table[credit[i]].number
+        p = min(path_p * scaled(scale, number, np.float64(probs[i])), CERTAIN)
+        if p < cutoff:
+            continue
+        pool_p[pool] = p
+        pool_ids[pool, 0] = tokens[i]
+        pool_ids[pool, 1] = parent
+        pool_ids[pool, 2] = credit[i]
+        _push(heap, waiting, pool, pool_p, pool_ids)
+        ranks[_rank(p)] += 1
+        waiting += 1
+        pool += 1
+    return pool, waiting
+
+
+@part
+def _take_best(request: Record, waiting: int, nodes: NDArray[np.int64], n: int) -> float:
+    """Write the most probable candidate that waits as the n-th node, and return its path probability."""
+    room = request.pool_size
+    pool_p, pool_ids = view_f32(request.pool_p, room), view_rows(request.pool_ids, room, 3)
+    heap = view_i32(request.heap, room)
+    top = heap[0]
+    _pop(heap, waiting, pool_p, pool_ids)
+    parent = pool_ids[top, 1]
+    nodes[n, 0] = pool_ids[top, 0]
+    nodes[n, 1] = parent
+    nodes[n, 2] = 1 if parent < 0 else nodes[parent, 2] + 1
+    nodes[n, 3] = pool_ids[top, 2]
+    return np.float64(pool_p[top])
 
 
 @making
 def expand(
-    table: NDArray[np.int64],
-    root_cursors: NDArray[np.int64],
-    tail: NDArray[np.int32],
-    tail_len: int,
-    cells: NDArray[np.float32],
-    scale: NDArray[np.float32],
-    trust: NDArray[np.float64],
-    noise: NDArray[np.int64],
+    request: Record,
     cost: NDArray[np.float32],
     max_nodes: int,
     max_depth: int,
-    min_p: float,
     acceptance: float,
     chain: int,
-    least: float,
-    ahead: int,
-    cursors: NDArray[np.int64],
-    tails: NDArray[np.int32],
-    pool_p: NDArray[np.float32],
-    pool_ids: NDArray[np.int32],
-    heap: NDArray[np.int32],
-    memory: NDArray[np.int64],
-    nodes: NDArray[np.int64],
-    node_p: NDArray[np.float32],
     stores: int | None,
 ) -> tuple[int, int]:
     """Take the nodes of highest path probability, as long as they pay.
 
     Parameters
     ----------
-    table, tail, tail_len, cells, trust
-        As for `blend.collect_levels`; the tail (1, TAIL) is that of the text.
-    root_cursors
-        (s, CURSOR) int64, where every source stands after the text.
-    scale
-        As for `calibration.scaled`.
-    min_p
-        Least path probability of a node.
-    noise
-        (4,) int64: 1 if tokens are sampled with known noise (else 0), seed, row, position of the next token.
+    request
+        Where the text stands. Its `nodes` (max_nodes, 4) int64 (token, parent, depth, source) and `node_p`
+        (max_nodes,) float32 are written, best first. They begin with a chain of `num_forced` nodes, which is taken as
+        it is; the next one is there also where it does not pay, and its probability is 0 where there is none.
     cost
         (max_nodes + 1,) float32 seconds of a pass over n nodes, or (0,) to fill the budget.
     acceptance
         What all path probabilities are multiplied by (`calibration.acceptance_ratio`).
     chain
         1 to follow the most probable token at every node alone, 0 for a tree.
-    least
-        Probability of a path below which no node pays.
-    ahead
-        Tokens that the draft begins with: the first so many of `nodes` and `node_p` hold them as a chain, which is
-        taken as it is.
-    cursors, tails
-        ((max_nodes + 1) · s, CURSOR) int64 and (max_nodes + 1, TAIL) int32 scratch; the root's come first.
-    pool_p, pool_ids, heap
-        (c,) float32, (c, 3) int32 (token, parent, source row), (c,) int32 scratch for candidates.
-    memory
-        `blend.scratch_memory` of the table's rows.
-    nodes, node_p
-        Output: (max_nodes, 4) int64 (token, parent, depth, source row) in best-first order, (max_nodes,) float32. The
-        first behind `ahead` is there also where it does not pay; its probability is 0 where there is none.
 
     Returns
     -------
     n, grown
         Nodes worth verifying (a prefix of those grown), nodes grown.
     """
+    table = sources_of(request)
     rows = len(table)
-    scratch = np.int64(memory.ctypes.data)
-    tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
-    credit = view_i64(scratch + CREDIT, MAX_CANDIDATES)
-    view_i64(scratch + SLOTS, HASH)[:] = 0
-    for s in range(rows):
-        for j in range(CURSOR):
-            cursors[s, j] = root_cursors[s, j]
-    for j in range(TAIL):
-        tails[0, j] = tail[0, j]
-    if ahead < max_nodes:
-        node_p[ahead] = 0.0
+    cursors = view_i64_rows(request.node_cursors, (max_nodes + 1) * rows, CURSOR)
+    tails = view_rows(request.node_tails, max_nodes + 1, TAIL)
+    nodes, node_p = view_i64_rows(request.nodes, max_nodes, 4), view_f32(request.node_p, max_nodes)
+    tokens, probs = (
+        view_i32(request.scratch + CANDIDATES, MAX_CANDIDATES),
+        view_f32(request.scratch + SHARES, MAX_CANDIDATES),
+    )
+    _start(request, cursors, tails)
+    forced, sampled = request.num_forced, request.sampled
+    if forced < max_nodes:
+        node_p[forced] = 0.0
     ranks = np.zeros(RANKS, np.int64)
     cutoff = 0.0
-    pool = size = np.int64(0)  # candidates found, candidates waiting
-    n = best_n = np.int64(ahead)
+    pool = waiting = np.int64(0)
+    n = best_n = np.int64(forced)
     gain = 1.0
     depth = n
     path_p = min(acceptance, 1.0) * np.float64(node_p[n - 1]) if n > 0 else acceptance  # never above its parent's
-    for i in range(ahead):
+    for i in range(forced):
         gain += np.float64(node_p[i])
         follow(table, cursors, tails, i, i + 1, np.int32(nodes[i, 0]), stores)
     best_rate = gain / np.float64(cost[n]) if len(cost) > 0 else 0.0
     while True:  # the root, then every node as it is taken: the n-th stands at place n of cursors and tails
         if depth < max_depth and n < max_nodes:
-            valid = min(tail_len + depth, TAIL)
+            valid = min(request.length + depth, TAIL)
             # No candidate below `cutoff` can be among the best: levels with too little mass to make one are not read.
-            worth = max(min_p, cutoff) / path_p
-            mass = MASS_FLOOR if noise[0] else max(worth, MASS_FLOOR)
-            negligible = 0.0 if noise[0] else NEGLIGIBLE * worth  # known noise can make a small share the largest
-            k = collect_levels(table, cursors, n * rows, tails, n, valid, cells, trust, mass, memory, stores)
-            c = blend(table, cursors, n * rows, cells, k, negligible, n + 1, memory, stores)
-            if noise[0]:
-                couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + depth))
-            for i in range(c):
-                if probs[i] < worth or pool >= len(pool_p):
-                    continue
-                p = path_p * scaled(scale, noise[0] * NUM_SOURCES + table[credit[i], NUMBER], np.float64(probs[i]))
-                p = min(p, CERTAIN)
-                if p < cutoff:
-                    continue
-                pool_p[pool] = p
-                pool_ids[pool, 0] = tokens[i]
-                pool_ids[pool, 1] = n - 1
-                pool_ids[pool, 2] = credit[i]
-                _push(heap, size, pool, pool_p, pool_ids)
-                ranks[_rank(p)] += 1
-                size += 1
-                pool += 1
+            least = max(request.min_p, cutoff) / path_p
+            mass = MASS_FLOOR if sampled else max(least, MASS_FLOOR)
+            negligible = 0.0 if sampled else NEGLIGIBLE * least  # known noise can make a small share the largest
+            k = collect_levels(request, cursors, n * rows, tails, n, valid, mass, stores)
+            c = blend(request, cursors, n * rows, k, negligible, n + 1, stores)
+            if sampled:
+                couple(tokens, probs, c, noise_key(request.seed, request.row, request.position + depth))
+            pool, waiting = _add_candidates(request, c, path_p, n - 1, least, cutoff, ranks, pool, waiting)
             if chain == 1:
-                size = min(size, np.int64(1))
+                waiting = min(waiting, np.int64(1))
             elif pool >= max_nodes:
                 cutoff = _cutoff(ranks, max_nodes)
-        if size == 0 or n >= max_nodes:
+        if waiting == 0 or n >= max_nodes:
             break
-        top = heap[0]
-        _pop(heap, size, pool_p, pool_ids)
-        size -= 1
-        path_p = np.float64(pool_p[top])
-        parent = pool_ids[top, 1]
-        depth = 1 if parent < 0 else nodes[parent, 2] + 1
-        nodes[n, 0] = pool_ids[top, 0]
-        nodes[n, 1] = parent
-        nodes[n, 2] = depth
-        nodes[n, 3] = pool_ids[top, 2]
-        node_p[n] = path_p
-        if path_p < least or (len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate)):
+        path_p = node_p[n] = _take_best(request, waiting, nodes, n)
+        waiting -= 1
+        depth = nodes[n, 2]
+        if path_p < request.least_p or (len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate)):
             break
         n += 1
         gain += path_p
@@ -303,5 +325,5 @@ def expand(
         elif gain > best_rate * np.float64(cost[n]):
             best_rate = gain / np.float64(cost[n])
             best_n = n
-        follow(table, cursors, tails, parent + 1, n, np.int32(pool_ids[top, 0]), stores)
+        follow(table, cursors, tails, nodes[n - 1, 1] + 1, n, np.int32(nodes[n - 1, 0]), stores)
     return best_n, n

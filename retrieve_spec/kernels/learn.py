@@ -33,22 +33,28 @@ from retrieve_spec.kernels.calibration import (
 from retrieve_spec.kernels.compiled_code import inner, making, part
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
-from retrieve_spec.kernels.request import push
+from retrieve_spec.kernels.request import (
+    cells_of,
+    cursors_of,
+    is_store,
+    newest_of,
+    push,
+    scale_of,
+    sources_of,
+    trust_of,
+    use_of,
+)
 from retrieve_spec.kernels.sampling import noise_key
 from retrieve_spec.kernels.source_table import (
-    ALIGNMENT,
-    AUTOMATON,
     CURSOR,
-    DENSE,
-    EXACT,
-    KIND,
-    NGRAM,
-    NUMBER,
-    PREDICTION,
-    RECYCLING_K,
-    RESTING,
+    KIND_ALIGNMENT,
+    KIND_AUTOMATON,
+    KIND_DENSE,
+    KIND_EXACT,
+    KIND_NGRAM,
+    KIND_PREDICTION,
+    KIND_UNIGRAM,
     TAIL,
-    UNIGRAM,
     edges_of,
     exact_narrow,
     expected_text,
@@ -62,7 +68,7 @@ from retrieve_spec.kernels.source_table import (
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import view_f32, view_i32, view_i64, view_i64_rows
+from retrieve_spec.kernels.views import Record, view_f32, view_i32, view_i64, view_i64_rows
 
 USE_MEMORY = 512.0
 """Tokens over which the use of a source is averaged."""
@@ -70,8 +76,7 @@ USE_MEMORY = 512.0
 
 @inner
 def _share_of(
-    table: NDArray[np.int64],
-    s: int,
+    source: Record,
     cursors: NDArray[np.int64],
     c: int,
     handle: int,
@@ -80,36 +85,36 @@ def _share_of(
     stores: int | None,
 ) -> tuple[float, float]:
     """(share of a level that goes to ``token`` by count, 1 if the token is its most recent continuation)."""
-    kind = table[s, KIND]
-    if kind == AUTOMATON:
-        states = states_of(table, s)
-        edges = edges_of(table, s)
-        count = automaton.count_of(states, edges, slots_of(table, s), handle, token)
+    kind = source.kind
+    if kind == KIND_AUTOMATON:
+        states = states_of(source.automaton)
+        edges = edges_of(source.automaton)
+        count = automaton.count_of(states, edges, slots_of(source.automaton), handle, token)
         recent = 1.0 if automaton.most_recent(states, edges, handle) == token else 0.0
         return count / total, recent
-    if kind == PREDICTION:
-        hit = 1.0 if expected_text(table, s)[handle] == token else 0.0
+    if kind == KIND_PREDICTION:
+        hit = 1.0 if expected_text(source.prediction)[handle] == token else 0.0
         return hit, hit
-    if kind == ALIGNMENT:
+    if kind == KIND_ALIGNMENT:
         return 1.0 if handle & alignment.LOW == token else 0.0, 0.0
     if stores is not None:
-        if kind == NGRAM:
-            first, end = ngram_part(table, s, handle)
+        if kind == KIND_NGRAM:
+            first, end = ngram_part(source.ngram, handle)
             for j in range(first, end):
-                if ngram_token(table, s, j) == token:
-                    return ngram_counts(table, s)[j] / total, 0.0
+                if ngram_token(source.ngram, j) == token:
+                    return ngram_counts(source.ngram)[j] / total, 0.0
             return 0.0, 0.0
-        if kind == EXACT:
-            a, b = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
+        if kind == KIND_EXACT:
+            a, b = exact_narrow(source.exact, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
             return (b - a) / total, 0.0
-        if kind == DENSE:
-            weight = span_weights(table, s)
-            return trie.share(spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
-    if kind == UNIGRAM:
-        return unigram.share_of(table, s, handle, token), 0.0
-    k = table[s, RECYCLING_K]
-    ids = recycling_tokens(table, s, handle)
-    p = recycling_probs(table, s, handle)
+        if kind == KIND_DENSE:
+            weight = span_weights(source.dense)
+            return trie.share(spans_of(source.dense), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
+    if kind == KIND_UNIGRAM:
+        return unigram.share_of(source.unigram, handle, token), 0.0
+    k = source.recycling.k
+    ids = recycling_tokens(source.recycling, handle)
+    p = recycling_probs(source.recycling, handle)
     for i in range(k):
         if ids[i] == token:
             return np.float64(p[i]), 0.0
@@ -118,24 +123,14 @@ def _share_of(
 
 @part
 def learn_weights(
-    table: NDArray[np.int64],
-    cursors: NDArray[np.int64],
-    cells: NDArray[np.float32],
-    trust: NDArray[np.float64],
-    adapted: NDArray[np.float64],
-    memory: NDArray[np.int64],
-    num_levels: int,
-    use: NDArray[np.float64],
-    token: int,
-    stores: int | None,
+    request: Record, adapted: NDArray[np.float64], num_levels: int, token: int, stores: int | None
 ) -> None:
     """One step of online expectation maximisation: which level explains the token that came.
 
-    ``use`` (s,) is the running share of tokens that each source explained, of those it was asked about.
-
     The mass that no level took explains it with a small uniform probability, so a surprise lowers every weight.
     """
-    scratch = np.int64(memory.ctypes.data)
+    table, cells, trust, use = sources_of(request), cells_of(request), trust_of(request), use_of(request)
+    cursors, scratch = cursors_of(request), request.scratch
     levels, weights = view_i64_rows(scratch + LEVELS, MAX_LEVELS, 4), view_f32(scratch + WEIGHTS, MAX_LEVELS)
     joint = np.empty(MAX_LEVELS, np.float64)
     by_count = np.empty(MAX_LEVELS, np.float64)
@@ -144,8 +139,8 @@ def learn_weights(
     total = 0.0
     for i in range(num_levels):
         s = levels[i, 0]
-        recency = recency_weight(cells, levels[i, 2]) if table[s, KIND] == AUTOMATON else 0.0
-        share, recent = _share_of(table, s, cursors, s, levels[i, 1], levels[i, 3], token, stores)
+        recency = recency_weight(cells, levels[i, 2]) if table[s].kind == KIND_AUTOMATON else 0.0
+        share, recent = _share_of(table[s], cursors, s, levels[i, 1], levels[i, 3], token, stores)
         by_count[i] = (1.0 - recency) * share
         by_recency[i] = recency * recent
         weight = np.float64(weights[i])
@@ -155,14 +150,15 @@ def learn_weights(
     total += mass * 1e-4
     reached = 1.0
     for s in range(len(use)):
-        if table[s, RESTING] == 0:
+        if table[s].disabled == 0:
             use[s] *= 1.0 - 1.0 / USE_MEMORY
     for i in range(num_levels):
         cell = levels[i, 2]
         r = joint[i] / total
         use[levels[i, 0]] += r / USE_MEMORY
-        if table[levels[i, 0], KIND] == UNIGRAM:
-            unigram.learn(table, levels[i, 0], levels[i, 1], token, reached, r)
+        source = table[levels[i, 0]]
+        if source.kind == KIND_UNIGRAM:
+            unigram.learn(source.unigram, levels[i, 1], token, reached, r)
         seen = np.float64(cells[cell, 1])
         keep = 1.0 if seen < CELL_MEMORY else 1.0 - reached / CELL_MEMORY
         cells[cell, 0] = np.float64(cells[cell, 0]) * keep + r
@@ -179,32 +175,19 @@ def learn_weights(
 
 
 @part
-def learn_scale(
-    scale: NDArray[np.float32],
-    first: int,
-    table: NDArray[np.int64],
-    memory: NDArray[np.int64],
-    n: int,
-    min_p: float,
-    token: int,
-) -> None:
+def learn_scale(request: Record, n: int, token: int) -> None:
     """Compare the probability of each of ``n`` candidates with what came.
 
-    Parameters
-    ----------
-    scale, first
-        Modified in place; the row of source 0, which tells greedy decoding from sampling with known noise.
-    min_p
-        Candidates below it are never drafted, so nothing is learned of them.
+    Nothing is learned of candidates below `min_p`, which are never drafted.
     """
-    scratch = np.int64(memory.ctypes.data)
+    table, scale, scratch = sources_of(request), scale_of(request), request.scratch
     tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
     credit = view_i64(scratch + CREDIT, MAX_CANDIDATES)
     for i in range(n):
         p = np.float64(probs[i])
-        if p < min_p:
+        if p < request.min_p:
             continue
-        row = first + table[credit[i], NUMBER]
+        row = request.sampled * NUM_SOURCES + table[credit[i]].number
         b, f = scale_bin(p)
         hit = 1.0 if tokens[i] == token else 0.0
         for j in range(2):
@@ -218,61 +201,50 @@ def learn_scale(
 
 
 @making
-def learn(
-    table: NDArray[np.int64],
-    cursors: NDArray[np.int64],
-    tail: NDArray[np.int32],
-    tail_len: int,
-    cells: NDArray[np.float32],
-    scale: NDArray[np.float32],
-    trust: NDArray[np.float64],
-    use: NDArray[np.float64],
-    noise: NDArray[np.int64],
-    min_p: float,
-    emitted: NDArray[np.int32],
-    every: int,
-    memory: NDArray[np.int64],
-    stores: int | None,
-) -> None:
-    """Follow the emitted tokens with all cursors and learn at every position; cursors and tail end after the last.
+def learn(request: Record, emitted: NDArray[np.int32], every: int, stores: int | None) -> None:
+    """Follow the emitted tokens with all cursors and learn at each; cursors and newest tokens end after the last.
 
     Parameters
     ----------
+    request
+        Where the text stands before the tokens; its `length` is not changed.
+    emitted
+        (e,) int32.
     every
-        Stores are read at one position of so many, chosen by its number in the text (``tail_len`` is that of the
-        first), whatever came there: nothing is favoured. At the others the rest learns without them.
-    memory
-        `blend.scratch_memory` of the table's rows.
+        Stores are read at one position of so many, chosen by its number in the text, whatever came there: nothing is
+        favoured. At the others the rest learns without them.
     """
-    scratch = np.int64(memory.ctypes.data)
+    table, cursors, newest, trust = sources_of(request), cursors_of(request), newest_of(request), trust_of(request)
+    scratch, sampled = request.scratch, request.sampled
     tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
     view_i64(scratch + SLOTS, HASH)[:] = 0
     adapted = trust.copy()
     moved = np.empty((1, CURSOR), np.int64)
-    resting = table[:, RESTING].copy()
+    disabled = np.empty(len(table), np.int64)
+    for s in range(len(table)):
+        disabled[s] = table[s].disabled
     here = np.int64(0)  # not a literal: for each of those Numba compiles what it is given to once more
     for i in range(len(emitted)):
         token = emitted[i]
         for s in range(len(table)):
-            slow = table[s, KIND] == NGRAM or table[s, KIND] == EXACT
-            table[s, RESTING] = 1 if slow and (tail_len + i) % every != 0 else resting[s]
-        k = collect_levels(
-            table, cursors, here, tail, here, min(tail_len + i, TAIL), cells, trust, MASS_FLOOR, memory, stores
-        )
-        c = blend(table, cursors, here, cells, k, 0.0 if noise[0] else NEGLIGIBLE * min_p, i + 1, memory, stores)
-        if noise[0]:
-            couple(tokens, probs, c, noise_key(noise[1], noise[2], noise[3] + i))
-        learn_scale(scale, noise[0] * NUM_SOURCES, table, memory, c, min_p, token)
-        learn_weights(table, cursors, cells, trust, adapted, memory, k, use, token, stores)
+            left_out = is_store(table[s]) and (request.length + i) % every != 0
+            table[s].disabled = 1 if left_out else disabled[s]
+        valid = min(request.length + i, TAIL)
+        k = collect_levels(request, cursors, here, newest, here, valid, MASS_FLOOR, stores)
+        c = blend(request, cursors, here, k, 0.0 if sampled else NEGLIGIBLE * request.min_p, i + 1, stores)
+        if sampled:
+            couple(tokens, probs, c, noise_key(request.seed, request.row, request.position + i))
+        learn_scale(request, c, token)
+        learn_weights(request, adapted, k, token, stores)
         for s in range(len(table)):
             for j in range(CURSOR):  # an assigned slice is compiled with what it says of shapes that differ: seconds
                 moved[0, j] = cursors[s, j]
-            advance_row(table, s, cursors, s, token, moved, here, stores)
+            advance_row(table[s], cursors, s, token, moved, here, stores)
             for j in range(CURSOR):
                 cursors[s, j] = moved[0, j]
-        push(tail, token)
+        push(newest, token)
     for s in range(len(table)):
-        table[s, RESTING] = resting[s]
+        table[s].disabled = disabled[s]
     for s in range(len(trust)):
         for j in range(trust.shape[1]):
             trust[s, j, 0], trust[s, j, 1] = adapted[s, j, 0], adapted[s, j, 1]

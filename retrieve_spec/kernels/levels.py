@@ -14,38 +14,18 @@ from retrieve_spec.kernels import alignment, automaton, ngram, phrases, recyclin
 from retrieve_spec.kernels.compiled_code import door, inner
 from retrieve_spec.kernels.ngram import longest_marked, ngram_find
 from retrieve_spec.kernels.source_table import (
-    ALIGNMENT,
-    AUTOMATON,
-    AUTOMATON_SHORTEST,
-    BIGRAMS,
-    DENSE,
-    DENSE_NUM_SPANS,
-    DENSE_SIMILARITY,
-    EXACT,
-    EXACT_MIN_DEPTH,
-    KIND,
-    NGRAM,
-    NGRAM_BUCKETS,
-    NGRAM_COLUMN,
-    NGRAM_COUNTS,
-    NGRAM_ITEMSIZE,
-    NGRAM_MARKS,
-    NGRAM_NUM_SLOTS,
-    NGRAM_ORDERS,
-    NGRAM_SLOTS,
-    NGRAM_TOKENS,
-    NGRAM_VOCABULARY,
-    NGRAM_WORDS,
-    PHRASES,
-    PREDICTION,
-    PREDICTION_LENGTH,
+    KIND_ALIGNMENT,
+    KIND_AUTOMATON,
+    KIND_BIGRAMS,
+    KIND_DENSE,
+    KIND_EXACT,
+    KIND_NGRAM,
+    KIND_PHRASES,
+    KIND_PREDICTION,
+    KIND_RECYCLING,
+    KIND_UNIGRAM,
     READ_LIMIT,
-    RECYCLING,
-    RECYCLING_CAPACITY,
-    RECYCLING_K,
-    RESTING,
     TAIL,
-    UNIGRAM,
     edges_of,
     exact_distinct,
     exact_narrow,
@@ -63,7 +43,7 @@ from retrieve_spec.kernels.source_table import (
     spans_of,
     states_of,
 )
-from retrieve_spec.kernels.views import prefetch, view_f32
+from retrieve_spec.kernels.views import Record, prefetch, view_f32
 
 CLOSED = -2
 """Handle of a level that was not looked up yet."""
@@ -79,15 +59,14 @@ def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[i
 
 
 @inner
-def _long_enough(table: NDArray[np.int64], s: int, state: int, length: int) -> tuple[int, int]:
+def _long_enough(source: Record, state: int, length: int) -> tuple[int, int]:
     """A state of an automaton and its match length, -1 when that is too short to be read."""
-    return state, length if length >= table[s, AUTOMATON_SHORTEST] else np.int64(-1)
+    return state, length if length >= source.automaton.shortest else np.int64(-1)
 
 
 @door
 def open_row(
-    table: NDArray[np.int64],
-    s: int,
+    source: Record,
     cursors: NDArray[np.int64],
     c: int,
     hashes: NDArray[np.uint64],
@@ -99,48 +78,48 @@ def open_row(
     An n-gram table is not looked into yet (each look misses every cache): the handle is `CLOSED`, the length the
     longest it can be, as far as a filter over small tables says.
     """
-    kind = table[s, KIND]
-    if table[s, RESTING] == 1:
+    kind = source.kind
+    if source.disabled == 1:
         return np.int64(0), np.int64(-1)
-    if kind == AUTOMATON:
-        return _long_enough(table, s, *_first_useful(states_of(table, s), cursors[c, 0], cursors[c, 1]))
-    if kind == UNIGRAM:
-        return cursors[c, 0], np.int64(0) if unigram.listed(table, s) > 0 else np.int64(-1)
-    if kind == ALIGNMENT:
-        return alignment.open_level(table, s, cursors, c)
-    if kind == BIGRAMS:
+    if kind == KIND_AUTOMATON:
+        return _long_enough(source, *_first_useful(states_of(source.automaton), cursors[c, 0], cursors[c, 1]))
+    if kind == KIND_UNIGRAM:
+        return cursors[c, 0], np.int64(0) if unigram.listed(source.unigram) > 0 else np.int64(-1)
+    if kind == KIND_ALIGNMENT:
+        return alignment.open_level(source.alignment, cursors, c)
+    if kind == KIND_BIGRAMS:
         token = np.int64(hashes[1, TAIL - 1])
-        known = tail_len > 0 and token < table[s, RECYCLING_CAPACITY] and recycling_tokens(table, s, token)[0] >= 0
+        known = tail_len > 0 and token < source.recycling.capacity and recycling_tokens(source.recycling, token)[0] >= 0
         return token, np.int64(1) if known else np.int64(-1)
-    if kind == PREDICTION:
-        inside = cursors[c, 1] >= 0 and cursors[c, 0] < table[s, PREDICTION_LENGTH]
+    if kind == KIND_PREDICTION:
+        inside = cursors[c, 1] >= 0 and cursors[c, 0] < source.prediction.length
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
     if stores is not None:
-        if kind == NGRAM:
-            longest = np.int64(min(tail_len, table[s, NGRAM_ORDERS]))
-            if table[s, NGRAM_BUCKETS] > 0:
+        if kind == KIND_NGRAM:
+            longest = np.int64(min(tail_len, source.ngram.orders))
+            if source.ngram.buckets > 0:
                 longest = np.int64(
                     longest_marked(
-                        table[s, NGRAM_MARKS],
-                        table[s, NGRAM_BUCKETS],
-                        table[s, NGRAM_WORDS],
-                        table[s, NGRAM_COLUMN],
+                        source.ngram.marks,
+                        source.ngram.buckets,
+                        source.ngram.words,
+                        source.ngram.column,
                         hashes,
                         longest,
                     )
                 )
             return CLOSED, longest if longest > 0 else np.int64(-1)
-        if kind == EXACT:
-            found = cursors[c, 2] >= table[s, EXACT_MIN_DEPTH] and cursors[c, 0] < cursors[c, 1]
+        if kind == KIND_EXACT:
+            found = cursors[c, 2] >= source.exact.min_depth and cursors[c, 0] < cursors[c, 1]
             return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
-        if kind == DENSE:
+        if kind == KIND_DENSE:
             return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
-    return _recycling_level(table, s, hashes, min(tail_len, phrases.ORDERS if kind == PHRASES else recycling.ORDERS))
+    return _recycling_level(source, hashes, min(tail_len, phrases.ORDERS if kind == KIND_PHRASES else recycling.ORDERS))
 
 
 @inner
-def _recycling_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
-    sets = recycling_sets(table, s)
+def _recycling_level(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
+    sets = recycling_sets(source.recycling)
     while order > 0:
         e = recycling.find(sets, hashes[1, order - 1])
         if e >= 0:
@@ -150,9 +129,9 @@ def _recycling_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64
 
 
 @inner
-def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
+def _ngram_level(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     """(slot, order) of the longest context of at most ``order`` tokens in an n-gram table."""
-    slots = ngram_slots(table, s)
+    slots = ngram_slots(source.ngram)
     while order > 0:
         slot = ngram_find(slots, hashes[0, order - 1])
         if slot >= 0 and ngram.ngram_kept(slots, slot) > 0:  # none where all that had it was deleted
@@ -162,30 +141,30 @@ def _ngram_level(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], o
 
 
 @inner
-def look_up(table: NDArray[np.int64], s: int, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
+def look_up(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     """Open the longest level of an n-gram table, of at most ``order`` tokens."""
     for i in range(order):  # all slots at once: they lie far apart, and one after the other each would be waited for
-        prefetch(table[s, NGRAM_SLOTS] + ngram.SLOT_BYTES * ngram.home(hashes[0, i], table[s, NGRAM_NUM_SLOTS]))
-    return _ngram_level(table, s, hashes, order)
+        prefetch(source.ngram.slots + ngram.SLOT_BYTES * ngram.home(hashes[0, i], source.ngram.num_slots))
+    return _ngram_level(source, hashes, order)
 
 
 @inner
 def next_level(
-    table: NDArray[np.int64], s: int, handle: int, length: int, hashes: NDArray[np.uint64], stores: int | None
+    source: Record, handle: int, length: int, hashes: NDArray[np.uint64], stores: int | None
 ) -> tuple[int, int]:
     """(handle, match length) of the level after this one."""
-    kind = table[s, KIND]
-    if kind == AUTOMATON:
-        states = states_of(table, s)
+    kind = source.kind
+    if kind == KIND_AUTOMATON:
+        states = states_of(source.automaton)
         link = np.int64(states[handle, automaton.LINK])
         if link < 0:
             return np.int64(0), np.int64(-1)
-        return _long_enough(table, s, *_first_useful(states, link, np.int64(states[link, automaton.LENGTH])))
-    if kind == RECYCLING or kind == PHRASES:
-        return _recycling_level(table, s, hashes, length - 1)
+        return _long_enough(source, *_first_useful(states, link, np.int64(states[link, automaton.LENGTH])))
+    if kind == KIND_RECYCLING or kind == KIND_PHRASES:
+        return _recycling_level(source, hashes, length - 1)
     if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
-        if kind == NGRAM:
-            return _ngram_level(table, s, hashes, length - 1)
+        if kind == KIND_NGRAM:
+            return _ngram_level(source, hashes, length - 1)
     return np.int64(0), np.int64(-1)
 
 
@@ -203,46 +182,43 @@ def _spread(top: np.float32) -> int:
 
 
 @inner
-def evidence(
-    table: NDArray[np.int64], s: int, cursors: NDArray[np.int64], c: int, handle: int, stores: int | None
-) -> tuple[int, int]:
+def evidence(source: Record, cursors: NDArray[np.int64], c: int, handle: int, stores: int | None) -> tuple[int, int]:
     """(total count, distinct continuations) of a level; for probabilities, how peaked they are stands for distinct."""
-    kind = table[s, KIND]
-    if kind == AUTOMATON:
-        states = states_of(table, s)
+    kind = source.kind
+    if kind == KIND_AUTOMATON:
+        states = states_of(source.automaton)
         return np.int64(states[handle, automaton.COUNT]), np.int64(automaton.degree(states, handle))
-    if kind == RECYCLING or kind == PHRASES:
-        top = recycling_probs(table, s, handle)[0]
-        seen = recycling.seen(recycling_sets(table, s), handle)
+    if kind == KIND_RECYCLING or kind == KIND_PHRASES:
+        top = recycling_probs(source.recycling, handle)[0]
+        seen = recycling.seen(recycling_sets(source.recycling), handle)
         return seen, _spread(top)
-    if kind == BIGRAMS:
-        return np.int64(1), _spread(recycling_probs(table, s, handle)[0])
-    if kind == UNIGRAM:
-        return unigram.evidence(table, s)
+    if kind == KIND_BIGRAMS:
+        return np.int64(1), _spread(recycling_probs(source.recycling, handle)[0])
+    if kind == KIND_UNIGRAM:
+        return unigram.evidence(source.unigram)
     if stores is not None:
-        if kind == NGRAM:
-            slots = ngram_slots(table, s)
+        if kind == KIND_NGRAM:
+            slots = ngram_slots(source.ngram)
             first = np.int64(slots[handle, ngram.START])
-            prefetch(table[s, NGRAM_TOKENS] + table[s, NGRAM_ITEMSIZE] * first)  # the level is read later, if at all
-            prefetch(table[s, NGRAM_COUNTS] + 4 * first)
+            prefetch(source.ngram.tokens + source.ngram.itemsize * first)  # the level is read later, if at all
+            prefetch(source.ngram.counts + 4 * first)
             total = max(np.int64(slots[handle, ngram.TOTAL]), np.int64(1))  # 0 in a damaged store only
             return total, ngram.ngram_distinct(slots, handle)
-        if kind == EXACT:
+        if kind == KIND_EXACT:
             return cursors[c, 1] - cursors[c, 0], np.int64(
-                exact_distinct(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2])
+                exact_distinct(source.exact, cursors[c, 0], cursors[c, 1], cursors[c, 2])
             )
-        if kind == DENSE:
-            count, distinct = trie.open_rows(spans_of(table, s), cursors[c, 0], cursors[c, 1], cursors[c, 2])
+        if kind == KIND_DENSE:
+            count, distinct = trie.open_rows(spans_of(source.dense), cursors[c, 0], cursors[c, 1], cursors[c, 2])
             return np.int64(count), np.int64(distinct)
-    if kind == ALIGNMENT:
+    if kind == KIND_ALIGNMENT:
         return alignment.evidence(cursors, c, handle)
     return np.int64(1), np.int64(1)
 
 
 @inner
 def read_level(
-    table: NDArray[np.int64],
-    s: int,
+    source: Record,
     cursors: NDArray[np.int64],
     c: int,
     handle: int,
@@ -258,60 +234,66 @@ def read_level(
 
     Where the most probable stand first, those with a share below ``least`` are left out.
     """
-    kind = table[s, KIND]
-    if kind == AUTOMATON:
+    kind = source.kind
+    if kind == KIND_AUTOMATON:
         fewest = least * total / (1.0 - recency)
         n = automaton.successors(
-            states_of(table, s), edges_of(table, s), handle, READ_LIMIT, fewest, out_tokens, out_counts
+            states_of(source.automaton), edges_of(source.automaton), handle, READ_LIMIT, fewest, out_tokens, out_counts
         )
         for i in range(n):
             out_p[i] = (1.0 - recency) * out_counts[i] / total
         if n > 0:
             out_p[0] += recency
         return n
-    if kind == RECYCLING or kind == PHRASES or kind == BIGRAMS:
-        k = table[s, RECYCLING_K]
-        ids = recycling_tokens(table, s, handle)
-        p = recycling_probs(table, s, handle)
+    if kind == KIND_RECYCLING or kind == KIND_PHRASES or kind == KIND_BIGRAMS:
+        k = source.recycling.k
+        ids = recycling_tokens(source.recycling, handle)
+        p = recycling_probs(source.recycling, handle)
         n = 0
         while n < k and ids[n] >= 0 and p[n] >= least:
             out_tokens[n] = ids[n]
             out_p[n] = p[n]
             n += 1
         return n
-    if kind == UNIGRAM:
-        return unigram.read(table, s, handle, least, out_tokens, out_p)
+    if kind == KIND_UNIGRAM:
+        return unigram.read(source.unigram, handle, least, out_tokens, out_p)
     if stores is not None:
-        if kind == NGRAM:
-            counts = ngram_counts(table, s)
-            first, end = ngram_part(table, s, handle)
+        if kind == KIND_NGRAM:
+            counts = ngram_counts(source.ngram)
+            first, end = ngram_part(source.ngram, handle)
             n = 0
             for i in range(first, min(end, first + READ_LIMIT)):
-                token = ngram_token(table, s, i)
-                if token < table[s, NGRAM_VOCABULARY]:  # a damaged store can hold ids that the model has not
+                token = ngram_token(source.ngram, i)
+                if token < source.ngram.vocabulary:  # a damaged store can hold ids that the model has not
                     out_tokens[n] = token
                     out_p[n] = counts[i] / total
                     n += 1
             return n
-        if kind == EXACT:
-            n = exact_successors(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], out_tokens, out_counts)
+        if kind == KIND_EXACT:
+            n = exact_successors(source.exact, cursors[c, 0], cursors[c, 1], cursors[c, 2], out_tokens, out_counts)
             for i in range(n):
                 out_p[i] = out_counts[i] / total
             return n
-        if kind == DENSE:
-            weight = span_weights(table, s)
+        if kind == KIND_DENSE:
+            weight = span_weights(source.dense)
             return trie.successors(
-                spans_of(table, s), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], READ_LIMIT, out_tokens, out_p
+                spans_of(source.dense),
+                weight,
+                cursors[c, 0],
+                cursors[c, 1],
+                cursors[c, 2],
+                READ_LIMIT,
+                out_tokens,
+                out_p,
             )
-    out_tokens[0] = handle & alignment.LOW if kind == ALIGNMENT else expected_text(table, s)[handle]
+    out_tokens[0] = handle & alignment.LOW if kind == KIND_ALIGNMENT else expected_text(source.prediction)[handle]
     out_p[0] = 1.0
     return 1
 
 
 @inner
 def advance_row(
-    table: NDArray[np.int64],
-    s: int,
+    source: Record,
     cursors: NDArray[np.int64],
     c: int,
     token: int,
@@ -320,32 +302,37 @@ def advance_row(
     stores: int | None,
 ) -> None:
     """Cursor of one source after one more token."""
-    kind = table[s, KIND]
-    if kind == AUTOMATON:
+    kind = source.kind
+    if kind == KIND_AUTOMATON:
         out[o, 0], out[o, 1] = automaton.advance(
-            states_of(table, s), edges_of(table, s), slots_of(table, s), cursors[c, 0], cursors[c, 1], token
+            states_of(source.automaton),
+            edges_of(source.automaton),
+            slots_of(source.automaton),
+            cursors[c, 0],
+            cursors[c, 1],
+            token,
         )
-    elif kind == UNIGRAM:
-        out[o, 0] = unigram.place_after(table, s, cursors[c, 0], token)
-    elif kind == ALIGNMENT:
-        alignment.advance(table, s, cursors, c, token, out, o)
-    elif kind == PREDICTION:
+    elif kind == KIND_UNIGRAM:
+        out[o, 0] = unigram.place_after(source.unigram, cursors[c, 0], token)
+    elif kind == KIND_ALIGNMENT:
+        alignment.advance(source.alignment, cursors, c, token, out, o)
+    elif kind == KIND_PREDICTION:
         out[o, 0], out[o, 1] = cursors[c, 0], np.int64(-1)
         if (
             cursors[c, 1] >= 0
-            and cursors[c, 0] < table[s, PREDICTION_LENGTH]
-            and expected_text(table, s)[cursors[c, 0]] == token
+            and cursors[c, 0] < source.prediction.length
+            and expected_text(source.prediction)[cursors[c, 0]] == token
         ):
             out[o, 0], out[o, 1] = cursors[c, 0] + 1, cursors[c, 1] + 1
     elif stores is not None:
-        if kind == EXACT:
+        if kind == KIND_EXACT:
             out[o, 0], out[o, 1], out[o, 2] = np.int64(0), np.int64(0), np.int64(-1)
             if cursors[c, 2] >= 0 and cursors[c, 0] < cursors[c, 1]:
-                out[o, 0], out[o, 1] = exact_narrow(table, s, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
+                out[o, 0], out[o, 1] = exact_narrow(source.exact, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
                 out[o, 2] = cursors[c, 2] + 1
-        elif kind == DENSE:
-            spans = spans_of(table, s)
+        elif kind == KIND_DENSE:
+            spans = spans_of(source.dense)
             a, b = trie.narrow(spans, cursors[c, 0], cursors[c, 1], cursors[c, 2], token)
             out[o, 0], out[o, 1], out[o, 2] = np.int64(a), np.int64(b), cursors[c, 2] + 1
-            similarity = view_f32(table[s, DENSE_SIMILARITY], table[s, DENSE_NUM_SPANS])
+            similarity = view_f32(source.dense.similarity, source.dense.num_spans)
             out[o, 3] = trie.dense_length(similarity, spans, np.int64(a), np.int64(b), out[o, 2])

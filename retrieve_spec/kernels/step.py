@@ -1,37 +1,27 @@
 """Step of drafting: a pass is learned and the next draft tree grown in one compiled call.
 
-`propose` first judges the last draft, lets `observe` learn from the emitted tokens, move every cursor over them and
+`step` first judges the last draft and lets `observe` learn from the emitted tokens, move every cursor over them and
 keep the target's top tokens; then it grows the tree and puts it into order. What they read and write lies in the
-sources' arrays (`kernels/source_table.py`) and in the request's (`kernels/request.py`).
+sources' records (`kernels/source_table.py`) and in the request's (`kernels/request.py`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import calibration, recycling, unigram
+from retrieve_spec.kernels import calibration, levels, recycling, unigram
 from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import making, making_door, part
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
 from retrieve_spec.kernels.source_table import (
     CURSOR,
-    DENSE,
-    DENSE_NUM_SPANS,
-    DENSE_ORIGINS,
-    EXACT_LENGTH,
-    EXACT_SEGMENT,
-    KIND,
-    NUMBER,
+    KIND_DENSE,
+    KIND_RECYCLING,
     ORIGIN_BITS,
-    PREDICTION_CURSORS,
-    RECYCLING,
-    RECYCLING_CAPACITY,
-    RECYCLING_ENTRIES,
-    RECYCLING_K,
-    RECYCLING_MEMORY,
-    TAIL,
     expected_text,
     recycling_sets,
     suffixes_of,
@@ -46,7 +36,7 @@ from retrieve_spec.kernels.treemask import (
     TOKENS,
     node_tails,
 )
-from retrieve_spec.kernels.views import view_f32, view_f64, view_i32, view_i64, view_i64_rows, view_rows, view_u8
+from retrieve_spec.kernels.views import Record, view_f32, view_i64, view_i64_rows, view_rows, view_u8
 
 MIN_ORIGIN = 8
 """Tokens that must match before a drafted token is said to stand in a store."""
@@ -54,8 +44,7 @@ MIN_ORIGIN = 8
 
 @part
 def observe(
-    request: NDArray[np.int64],
-    min_p: float,
+    request: Record,
     emitted: NDArray[np.int32],
     verified: NDArray[np.int32],
     top_ids: NDArray[np.int32],
@@ -66,8 +55,6 @@ def observe(
 
     Parameters
     ----------
-    min_p
-        As for `learn.learn`.
     emitted
         (e,) int32 tokens.
     verified
@@ -80,74 +67,57 @@ def observe(
     int
         How many tokens there was room for in the text's automaton; the caller appends the others.
     """
-    table = state.table_of(request)
-    rows = len(table)
-    newest, noise = state.newest_of(request), state.noise_of(request)
+    table = state.sources_of(request)
     contexts = len(top_ids)
     tails = np.empty((contexts, recycling.ORDERS), np.int32)
     lens = np.empty(contexts, np.int32)
     if contexts > 0:
-        node_tails(verified[TOKENS], verified[PARENTS], newest, request[state.LENGTH], tails, lens)
-    state.catch_up(table, request)
-    roots = state.stored_cursors(table, request)
-    noise[3] = request[state.LENGTH] + request[state.OFFSET]
-    unigram.ask_for(table, request[state.CONTEXT] + 1, emitted)
-    state.wake(table, request)
-    learn(
-        table,
-        state.cursors_of(request, rows),
-        newest,
-        request[state.LENGTH],
-        state.cells_of(request),
-        state.scale_of(request),
-        state.trust_of(request),
-        state.use_of(request, rows),
-        noise,
-        min_p,
-        emitted,
-        state.LATER_EVERY if request[state.SLOW] == 1 and request[state.LEARNED] >= state.FIRST_TOKENS else 1,
-        view_i64(request[state.SCRATCH], request[state.WORDS]),
-        stores,
-    )
-    state.choose_sources(table, request)
-    request[state.LEARNED] += len(emitted)
-    request[state.LENGTH] += len(emitted)
-    window = state.follow_stores(table, request, emitted, roots, stores)
-    if request[state.PREDICTED] == 1:
-        kept = view_i64_rows(table[0, PREDICTION_CURSORS], state.HYPOTHESES, CURSOR)
+        node_tails(verified[TOKENS], verified[PARENTS], state.newest_of(request), request.length, tails, lens)
+    state.catch_up(request)
+    roots = state.stored_cursors(request)
+    request.position = request.length + request.position_offset
+    unigram.ask_for(table[request.text_source + 1].unigram, emitted)
+    state.enable_sources(request)
+    learns_seldom = request.has_stores == 1 and request.tokens_learned >= state.FIRST_TOKENS
+    learn(request, emitted, state.LATER_EVERY if learns_seldom else 1, stores)
+    state.disable_sources(request)
+    request.tokens_learned += len(emitted)
+    request.length += len(emitted)
+    window = state.follow_stores(request, emitted, roots, stores)
+    if request.has_prediction == 1:
         recent = window[max(len(window) - state.LOOKBACK, 0) :]
-        state.follow_expected(expected_text(table, 0), kept, emitted, recent)
-    appended = state.grow_context(table, request, emitted, np.int64(1))
+        state.follow_expected(expected_text(table[0].prediction), state.expected_cursors(table[0]), emitted, recent)
+    appended = state.grow_context(request, emitted, np.int64(1))
     if contexts > 0:  # last: calibration must not see the answer
-        _recycle(table, request, tails, lens, top_ids, top_logits)
+        _recycle(table, tails, lens, top_ids, top_logits)
     return appended
 
 
 @part
 def _recycle(
-    table: NDArray[np.int64],
-    request: NDArray[np.int64],
+    table: NDArray[Any],
     tails: NDArray[np.int32],
     lens: NDArray[np.int32],
     top_ids: NDArray[np.int32],
     top_logits: NDArray[np.float32],
 ) -> None:
     for s in range(len(table)):
-        if table[s, KIND] == RECYCLING:
-            entries = view_rows(table[s, RECYCLING_ENTRIES], table[s, RECYCLING_CAPACITY], 2 * table[s, RECYCLING_K])
-            memory = view_i64(table[s, RECYCLING_MEMORY], recycling.MEMORY)
-            recycling.learn_rows(recycling_sets(table, s), entries, tails, lens, top_ids, top_logits, memory)
+        if table[s].kind == KIND_RECYCLING:
+            known = table[s].recycling
+            entries = view_rows(known.entries, known.capacity, 2 * known.k)
+            memory = view_i64(known.memory, recycling.MEMORY)
+            recycling.learn_rows(recycling_sets(known), entries, tails, lens, top_ids, top_logits, memory)
 
 
 @part
-def _judge(request: NDArray[np.int64], first: int, size: int, accepted: int, expected: float) -> None:
-    """Learn what became of a draft of so many nodes; where none was made, whether it would have begun rightly."""
-    counts, first_p = state.drafts_of(request, state.noise_of(request)[0]), view_f64(request[state.FIRST_P], 1)
-    if size > 0:
-        calibration.learn_draft(counts, expected, accepted)
-    elif first_p[0] > 0:
-        calibration.learn_first(counts, first_p[0], np.int64(first == request[state.FIRST]))
-    first_p[0] = 0.0
+def _judge(request: Record, first: int) -> None:
+    """Learn what became of the last draft; where none was made, whether it would have begun rightly."""
+    counts = state.drafts_of(request, request.sampled)
+    if request.num_verified > 0:
+        calibration.learn_draft(counts, request.expected, request.num_accepted)
+    elif request.first_p > 0:
+        calibration.learn_first(counts, request.first_p, np.int64(first == request.first_token))
+    request.first_p = 0.0
 
 
 @making
@@ -213,7 +183,7 @@ def depth_first(
 
 @part
 def write_tree(
-    table: NDArray[np.int64],
+    table: NDArray[Any],
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
     node_origin: NDArray[np.int64],
@@ -225,7 +195,7 @@ def write_tree(
         return
     numbers = np.empty(len(table) + 1, np.uint8)
     for s in range(len(table)):
-        numbers[s] = table[s, NUMBER]
+        numbers[s] = table[s].number
     numbers[len(table)] = calibration.FORCED
     depth_first(
         nodes,
@@ -242,50 +212,42 @@ def write_tree(
 
 
 @part
-def find_origins(
-    table: NDArray[np.int64],
-    cursors: NDArray[np.int64],
-    first_row: int,
-    num_rows: int,
-    num_nodes: int,
-    out: NDArray[np.int64],
-) -> None:
-    """Say where the path to each node stands in a store: longest match over the exact and dense rows, -1 if too short.
+def find_origins(request: Record, num_nodes: int, out: NDArray[np.int64]) -> None:
+    """Say where the path to each node stands in a store: its longest match with suffix arrays and neighbours.
 
-    Writes ``out[i] = segment << ORIGIN_BITS | token position`` for the i-th node in best-first order.
+    Writes ``out[i] = segment << ORIGIN_BITS | token position`` for the i-th node in best-first order, -1 where the
+    match is shorter than `MIN_ORIGIN`.
     """
-    rows = len(table)
+    table = state.sources_of(request)
+    rows, first = len(table), request.first_exact
+    num_rows = request.num_exact + (1 if request.dense_source >= 0 else 0)
+    cursors = view_i64_rows(request.node_cursors, (num_nodes + 1) * rows, CURSOR)
     for i in range(num_nodes):
         out[i] = -1
         longest = MIN_ORIGIN - 1
-        for e in range(num_rows):
-            s = first_row + e
+        for s in range(first, first + num_rows):
             c = (i + 1) * rows + s
             if cursors[c, 2] <= longest or cursors[c, 0] >= cursors[c, 1]:
                 continue
             longest = cursors[c, 2]
-            if table[s, KIND] == DENSE:
-                out[i] = view_i64(table[s, DENSE_ORIGINS], table[s, DENSE_NUM_SPANS])[cursors[c, 0]] + longest - 1
+            if table[s].kind == KIND_DENSE:
+                neighbours = table[s].dense
+                out[i] = view_i64(neighbours.origins, neighbours.num_spans)[cursors[c, 0]] + longest - 1
             else:
-                position = np.int64(suffixes_of(table, s)[cursors[c, 0]]) + longest - 1
-                if position < table[s, EXACT_LENGTH]:  # a damaged store can say else
-                    out[i] = (table[s, EXACT_SEGMENT] << ORIGIN_BITS) | position
+                segment = table[s].exact
+                position = np.int64(suffixes_of(segment)[cursors[c, 0]]) + longest - 1
+                if position < segment.length:  # a damaged store can say else
+                    out[i] = (segment.segment << ORIGIN_BITS) | position
 
 
-@making_door
-def propose(
-    request: NDArray[np.int64],
+@making
+def step(
+    request: Record,
     cost: NDArray[np.float32],
     max_nodes: int,
     max_depth: int,
-    min_p: float,
-    origins: int,
     chain: int,
-    least: float,
     emitted: NDArray[np.int32],
-    size: int,
-    accepted: int,
-    expected: float,
     verified: NDArray[np.int32],
     top_ids: NDArray[np.int32],
     top_logits: NDArray[np.float32],
@@ -295,12 +257,10 @@ def propose(
 
     Parameters
     ----------
-    cost, max_nodes, max_depth, min_p, chain, least
+    request
+        Where the text stands; its `num_verified`, `num_accepted` and `expected` say what became of the last draft.
+    cost, max_nodes, max_depth, chain
         As for `expand.expand`; with 0 nodes nothing is drafted.
-    origins
-        1 to say where nodes stand in a store.
-    size, accepted, expected
-        Nodes that were verified, how many tokens of them were accepted, and how many were expected to be.
     emitted, verified, top_ids, top_logits
         As for `observe`; (0,) tokens where there is nothing to take in.
     stores
@@ -311,80 +271,61 @@ def propose(
     room, expected, tree
         What `observe` returns: where that is less than all, the caller appends the rest, and nothing was drafted yet.
         The sum of the path probabilities of nodes that were not given; the tree as `write_tree` writes it. The
-        request's `NODES` and `NODE_P` hold the nodes in best-first order, `FIRST` and `FIRST_P` what the draft begins
-        with, or would if it paid. One array only: where caches are empty each takes microseconds to make.
+        request's `nodes` and `node_p` hold the nodes in best-first order, `first_token` and `first_p` what the draft
+        begins with, or would if it paid. One array only: where caches are empty each takes microseconds to make.
     """
     room = np.int64(0)
     if len(emitted) > 0:
-        _judge(request, emitted[0], size, accepted, expected)
-        room = observe(request, min_p, emitted, verified, top_ids, top_logits, stores)
-    table = state.table_of(request)
-    rows = len(table)
-    nodes = view_i64_rows(request[state.NODES], max_nodes, 4)
-    node_p = view_f32(request[state.NODE_P], max_nodes)
+        _judge(request, emitted[0])
+        room = observe(request, emitted, verified, top_ids, top_logits, stores)
+    nodes, node_p = view_i64_rows(request.nodes, max_nodes, 4), view_f32(request.node_p, max_nodes)
     n = np.int64(0)
     found = np.empty(0, np.int64)
     expected_accepted = 0.0
     if max_nodes > 0 and room == len(emitted):
-        n = _grow(table, request, cost, max_depth, min_p, chain, least, nodes, node_p, stores)
-        for i in range(request[state.AHEAD], n):
+        state.catch_up(request)
+        request.position = request.length + request.position_offset
+        acceptance = calibration.acceptance_ratio(state.drafts_of(request, request.sampled))
+        n, _ = expand(request, cost, max_nodes, max_depth, acceptance, chain, stores)
+        for i in range(request.num_forced, n):
             expected_accepted += np.float64(node_p[i])
-        first_p = np.float64(node_p[0]) if request[state.AHEAD] == 0 else 0.0
-        request[state.FIRST], view_f64(request[state.FIRST_P], 1)[0] = nodes[0, 0], first_p
+        request.first_token = nodes[0, 0]
+        request.first_p = np.float64(node_p[0]) if request.num_forced == 0 else 0.0
         if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
-            if origins == 1:
+            if request.find_origins == 1:
                 found = np.empty(n, np.int64)
-                known = request[state.NUM_STORED] + (1 if request[state.DENSE_ROW] >= 0 else 0)
-                cursors = view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR)
-                find_origins(table, cursors, request[state.STORED], known, n, found)
+                find_origins(request, n, found)
     tree = np.empty((BLOCK_ROWS, n), np.int32)
-    write_tree(table, nodes, node_p, found, tree)
+    write_tree(state.sources_of(request), nodes, node_p, found, tree)
     return room, expected_accepted, tree
 
 
-@part
-def _grow(
-    table: NDArray[np.int64],
-    request: NDArray[np.int64],
+@making_door
+def propose(
+    address: int,
     cost: NDArray[np.float32],
+    max_nodes: int,
     max_depth: int,
-    min_p: float,
     chain: int,
-    least: float,
-    nodes: NDArray[np.int64],
-    node_p: NDArray[np.float32],
+    emitted: NDArray[np.int32],
+    verified: NDArray[np.int32],
+    top_ids: NDArray[np.int32],
+    top_logits: NDArray[np.float32],
     stores: int | None,
-) -> int:
-    """Write the nodes that are worth verifying, best first; returns how many."""
-    rows, max_nodes, pool = len(table), len(nodes), request[state.POOL]
-    state.catch_up(table, request)
-    noise = state.noise_of(request)
-    noise[3] = request[state.LENGTH] + request[state.OFFSET]
-    n, _ = expand(
-        table,
-        state.cursors_of(request, rows),
-        state.newest_of(request),
-        request[state.LENGTH],
-        state.cells_of(request),
-        state.scale_of(request),
-        state.trust_of(request),
-        noise,
-        cost,
-        max_nodes,
-        max_depth,
-        min_p,
-        calibration.acceptance_ratio(state.drafts_of(request, noise[0])),
-        chain,
-        least,
-        request[state.AHEAD],
-        view_i64_rows(request[state.NODE_CURSORS], (max_nodes + 1) * rows, CURSOR),
-        view_rows(request[state.NODE_TAILS], max_nodes + 1, TAIL),
-        view_f32(request[state.POOL_P], pool),
-        view_rows(request[state.POOL_IDS], pool, 3),
-        view_i32(request[state.HEAP], pool),
-        view_i64(request[state.SCRATCH], request[state.WORDS]),
-        nodes,
-        node_p,
-        stores,
-    )
-    return np.int64(n)
+) -> tuple[int, float, NDArray[np.int32]]:
+    """`step` of the request at an address."""
+    request = state.request_at(address)
+    return step(request, cost, max_nodes, max_depth, chain, emitted, verified, top_ids, top_logits, stores)
+
+
+@making_door
+def longest_match(address: int, stores: int | None) -> int:
+    """Tokens that the longest level of any source matches where the text stands, neighbours left out."""
+    request = state.request_at(address)
+    state.catch_up(request)
+    table, cursors = state.sources_of(request), state.cursors_of(request)
+    hashes = np.empty((2, 0), np.uint64)
+    longest = np.int64(-1)
+    for s in range(request.first_exact + request.num_exact):
+        longest = max(longest, levels.open_row(table[s], cursors, s, hashes, np.int64(0), stores)[1])
+    return longest

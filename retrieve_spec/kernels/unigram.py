@@ -21,21 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner, making
-from retrieve_spec.kernels.source_table import (
-    UNIGRAM_BY_CLASSES,
-    UNIGRAM_CELLS,
-    UNIGRAM_FACTORS,
-    UNIGRAM_FREQUENT,
-    UNIGRAM_META,
-    UNIGRAM_NUM_STATS,
-    UNIGRAM_RATES,
-    UNIGRAM_RECENT,
-    UNIGRAM_SHARES,
-    UNIGRAM_STATS,
-    UNIGRAM_TOKENS,
-    UNIGRAM_VERSIONS,
-)
-from retrieve_spec.kernels.views import prefetch, view_f32, view_i32, view_i64, view_rows
+from retrieve_spec.kernels.views import Record, prefetch, view_f32, view_i32, view_i64, view_rows
 
 RECENT, FREQUENT = 32, 32
 LISTED = RECENT + FREQUENT
@@ -111,11 +97,11 @@ def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[n
 
 
 @inner
-def ask_for(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32]) -> None:
+def ask_for(listing: Record, token_ids: NDArray[np.int32]) -> None:
     """Ask memory for what `extend` will read."""
-    stats, known = table[s, UNIGRAM_STATS], table[s, UNIGRAM_NUM_STATS]
-    recent, frequent = view_i32(table[s, UNIGRAM_RECENT], RECENT), view_i32(table[s, UNIGRAM_FREQUENT], FREQUENT)
-    meta = _meta(table, s)
+    stats, known = listing.stats, listing.num_stats
+    recent, frequent = view_i32(listing.recent, RECENT), view_i32(listing.frequent, FREQUENT)
+    meta = _meta(listing)
     for token in token_ids:
         if 0 <= token < known:
             prefetch(stats + 4 * STATS * token)
@@ -126,31 +112,31 @@ def ask_for(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32]) -> N
 
 
 @making
-def _meta(table: NDArray[np.int64], s: int) -> NDArray[np.int64]:
-    return view_i64(table[s, UNIGRAM_META], META)
+def _meta(listing: Record) -> NDArray[np.int64]:
+    return view_i64(listing.meta, META)
 
 
 @making
-def _stats(table: NDArray[np.int64], s: int) -> NDArray[np.int32]:
-    return view_rows(table[s, UNIGRAM_STATS], table[s, UNIGRAM_NUM_STATS], STATS)
+def _stats(listing: Record) -> NDArray[np.int32]:
+    return view_rows(listing.stats, listing.num_stats, STATS)
 
 
 @inner
-def place_after(table: NDArray[np.int64], s: int, place: int, token: int) -> int:
+def place_after(listing: Record, place: int, token: int) -> int:
     """The place behind one more token."""
-    known = 0 <= token < table[s, UNIGRAM_NUM_STATS]
-    return place % CLASSES * CLASSES + (np.int64(_stats(table, s)[token, CLASS]) if known else np.int64(0))
+    known = 0 <= token < listing.num_stats
+    return place % CLASSES * CLASSES + (np.int64(_stats(listing)[token, CLASS]) if known else np.int64(0))
 
 
 @inner
-def extend(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32], generated: int) -> None:
+def extend(listing: Record, token_ids: NDArray[np.int32], generated: int) -> None:
     """Take tokens (n,) into the text of a source, ``generated`` (1) or not (0), and rank anew.
 
     Ids beyond ``stats`` are not counted. What is listed are token ids, ``CLASSES`` times their cells plus classes, and
     shares, which add up to one.
     """
-    stats, meta = _stats(table, s), _meta(table, s)
-    recent, frequent = view_i32(table[s, UNIGRAM_RECENT], RECENT), view_i32(table[s, UNIGRAM_FREQUENT], FREQUENT)
+    stats, meta = _stats(listing), _meta(listing)
+    recent, frequent = view_i32(listing.recent, RECENT), view_i32(listing.frequent, FREQUENT)
     for token in token_ids:
         meta[TOKENS] += 1
         if token < 0 or token >= len(stats):
@@ -164,8 +150,8 @@ def extend(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32], gener
         stats[token, COUNT] += 1
         stats[token, GENERATED] |= generated
         _rise(stats, frequent, meta, token)
-    rates, tokens = view_f32(table[s, UNIGRAM_RATES], 2 * RATES), view_i32(table[s, UNIGRAM_TOKENS], LISTED)
-    cells, shares = view_i32(table[s, UNIGRAM_CELLS], LISTED), view_f32(table[s, UNIGRAM_SHARES], LISTED)
+    rates, tokens = view_f32(listing.rates, 2 * RATES), view_i32(listing.tokens, LISTED)
+    cells, shares = view_i32(listing.cells, LISTED), view_f32(listing.shares, LISTED)
     n = 0
     total = 0.0
     now, num_recent = meta[TOKENS] + 1, meta[NUM_RECENT]
@@ -187,37 +173,37 @@ def extend(table: NDArray[np.int64], s: int, token_ids: NDArray[np.int32], gener
 
 
 @inner
-def listed(table: NDArray[np.int64], s: int) -> int:
+def listed(listing: Record) -> int:
     """How many tokens the list of a source holds."""
-    return np.int64(_meta(table, s)[NUM_LISTED])
+    return np.int64(_meta(listing)[NUM_LISTED])
 
 
 @inner
-def evidence(table: NDArray[np.int64], s: int) -> tuple[int, int]:
+def evidence(listing: Record) -> tuple[int, int]:
     """(tokens of the text, distinct ones)"""
-    meta = _meta(table, s)
+    meta = _meta(listing)
     return np.int64(meta[TOKENS]), np.int64(meta[DISTINCT])
 
 
 @making
-def _factors(table: NDArray[np.int64], s: int, row: int) -> NDArray[np.float32]:
-    return view_f32(table[s, UNIGRAM_FACTORS] + 8 * CLASSES * row, 2 * CLASSES)
+def _factors(listing: Record, row: int) -> NDArray[np.float32]:
+    return view_f32(listing.factors + 8 * CLASSES * row, 2 * CLASSES)
 
 
 @making
-def shares_at(table: NDArray[np.int64], s: int, place: int) -> NDArray[np.float32]:
+def shares_at(listing: Record, place: int) -> NDArray[np.float32]:
     """(LISTED,) shares of the listed tokens at a place; computed when it is first asked for."""
-    meta, versions = _meta(table, s), view_i64(table[s, UNIGRAM_VERSIONS], PLACES)
-    here = view_f32(table[s, UNIGRAM_BY_CLASSES] + 4 * LISTED * place, LISTED)
+    meta, versions = _meta(listing), view_i64(listing.versions, PLACES)
+    here = view_f32(listing.by_classes + 4 * LISTED * place, LISTED)
     if versions[place] == meta[VERSION]:
         return here
     versions[place] = meta[VERSION]
-    one, two = _factors(table, s, place % CLASSES), _factors(table, s, CLASSES + place)
+    one, two = _factors(listing, place % CLASSES), _factors(listing, CLASSES + place)
     factors = np.empty(CLASSES, np.float64)
     for k in range(CLASSES):
         factor = (np.float64(one[2 * k]) + FACTOR_PRIOR) / (np.float64(one[2 * k + 1]) + FACTOR_PRIOR)
         factors[k] = (np.float64(two[2 * k]) + FACTOR_PRIOR * factor) / (np.float64(two[2 * k + 1]) + FACTOR_PRIOR)
-    cells, shares = view_i32(table[s, UNIGRAM_CELLS], LISTED), view_f32(table[s, UNIGRAM_SHARES], LISTED)
+    cells, shares = view_i32(listing.cells, LISTED), view_f32(listing.shares, LISTED)
     total = 0.0
     for i in range(meta[NUM_LISTED]):
         share = np.float64(shares[i]) * factors[cells[i] % CLASSES]
@@ -230,17 +216,16 @@ def shares_at(table: NDArray[np.int64], s: int, place: int) -> NDArray[np.float3
 
 @inner
 def read(
-    table: NDArray[np.int64],
-    s: int,
+    listing: Record,
     place: int,
     least: float,
     out_tokens: NDArray[np.int32],
     out_p: NDArray[np.float32],
 ) -> int:
     """Write the tokens of the list with a share of at least ``least``, and their shares; returns how many."""
-    tokens, shares = view_i32(table[s, UNIGRAM_TOKENS], LISTED), shares_at(table, s, place)
+    tokens, shares = view_i32(listing.tokens, LISTED), shares_at(listing, place)
     n = 0
-    for i in range(listed(table, s)):
+    for i in range(listed(listing)):
         if shares[i] >= least:
             out_tokens[n] = tokens[i]
             out_p[n] = shares[i]
@@ -249,12 +234,12 @@ def read(
 
 
 @inner
-def share_of(table: NDArray[np.int64], s: int, place: int, token: int) -> float:
+def share_of(listing: Record, place: int, token: int) -> float:
     """Share of a token at a place, 0 when it is not listed."""
-    tokens = view_i32(table[s, UNIGRAM_TOKENS], LISTED)
-    for i in range(listed(table, s)):
+    tokens = view_i32(listing.tokens, LISTED)
+    for i in range(listed(listing)):
         if tokens[i] == token:
-            return np.float64(shares_at(table, s, place)[i])
+            return np.float64(shares_at(listing, place)[i])
     return 0.0
 
 
@@ -265,12 +250,12 @@ def _fade(of: NDArray[np.float32], at: int) -> float:
 
 
 @making
-def learn(table: NDArray[np.int64], s: int, place: int, token: int, reached: float, explained: float) -> None:
+def learn(listing: Record, place: int, token: int, reached: float, explained: float) -> None:
     """Learn from a token that came at a place: the list was reached, and explained it, with these probabilities."""
-    tokens, cells = view_i32(table[s, UNIGRAM_TOKENS], LISTED), view_i32(table[s, UNIGRAM_CELLS], LISTED)
-    shares, rates = view_f32(table[s, UNIGRAM_SHARES], LISTED), view_f32(table[s, UNIGRAM_RATES], 2 * RATES)
+    tokens, cells = view_i32(listing.tokens, LISTED), view_i32(listing.cells, LISTED)
+    shares, rates = view_f32(listing.shares, LISTED), view_f32(listing.rates, 2 * RATES)
     expected = np.zeros(2 * CLASSES, np.float64)
-    for i in range(listed(table, s)):
+    for i in range(listed(listing)):
         at, k = 2 * (cells[i] // CLASSES), 2 * (cells[i] % CLASSES)
         keep = _fade(rates, at)
         came = explained if tokens[i] == token else 0.0
@@ -278,7 +263,7 @@ def learn(table: NDArray[np.int64], s: int, place: int, token: int, reached: flo
         rates[at + 1] = np.float64(rates[at + 1]) * keep + reached
         expected[k] += came
         expected[k + 1] += reached * np.float64(shares[i])
-    for factors in (_factors(table, s, place % CLASSES), _factors(table, s, CLASSES + place)):
+    for factors in (_factors(listing, place % CLASSES), _factors(listing, CLASSES + place)):
         for k in range(0, 2 * CLASSES, 2):
             keep = _fade(factors, k)
             factors[k] = np.float64(factors[k]) * keep + expected[k]

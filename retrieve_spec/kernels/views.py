@@ -19,6 +19,9 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 from numpy.typing import NDArray
 
+Record = Any
+"""A record (`np.record`) that kernels read and write by the names of its fields."""
+
 if config.DISABLE_JIT:
 
     def _viewer(dtype: Any, dimensions: int = 1) -> Callable[..., NDArray[Any]]:
@@ -32,6 +35,22 @@ if config.DISABLE_JIT:
             return np.ctypeslib.as_array((ctype * size).from_address(int(address))).reshape(shape)
 
         return view
+
+    def records_at(dtype: Any) -> Callable[..., Any]:
+        """What makes an array of records of an address and their number."""
+        named = np.dtype((np.record, dtype))
+
+        def view(address: int, count: int) -> Any:
+            size = max(named.itemsize * int(count), 1)
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(address)))
+            return memory[: named.itemsize * int(count)].view(named)
+
+        return view
+
+    def record_at(dtype: Any) -> Callable[[int], Any]:
+        """What makes a record of an address."""
+        view = records_at(dtype)
+        return lambda address: view(address, 1)[0]
 
     def prefetch(address: int) -> None:
         """Ask memory for the line at an address; nothing waits for it."""
@@ -96,6 +115,21 @@ else:
             @intrinsic
             def view(_context: Any, address: Any, a: Any, b: Any, c: Any) -> Any:
                 return made
+
+        return view  # type: ignore[no-any-return]
+
+    records_at = _viewer
+
+    def record_at(dtype: Any) -> Callable[[int], Any]:
+        """What makes a record of an address."""
+        record = from_dtype(dtype)
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(record))
+
+        @intrinsic
+        def view(_context: Any, address: Any) -> Any:
+            return record(types.int64), codegen
 
         return view  # type: ignore[no-any-return]
 

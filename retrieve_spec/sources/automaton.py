@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import automaton as kernels
-from retrieve_spec.kernels import source_table
+from retrieve_spec.kernels.source_table import KIND_AUTOMATON
 from retrieve_spec.sources.rows import Row, source_row
 
 BOUNDARY = -1
@@ -121,20 +121,17 @@ class SuffixAutomaton:
         """
         if self._row is None:
             self._row = source_row(
-                source_table.AUTOMATON,
+                KIND_AUTOMATON,
                 number,
-                {
-                    source_table.AUTOMATON_STATES: self.states,
-                    source_table.AUTOMATON_EDGES: self.edges,
-                    source_table.AUTOMATON_SLOTS: self.slots,
-                    source_table.AUTOMATON_META: self.meta,
-                },
-                {
-                    source_table.AUTOMATON_NUM_STATES: len(self.states),
-                    source_table.AUTOMATON_NUM_EDGES: len(self.edges),
-                    source_table.AUTOMATON_NUM_SLOTS: len(self.slots),
-                    source_table.AUTOMATON_SHORTEST: self._shortest,
-                },
+                "automaton",
+                states=self.states,
+                edges=self.edges,
+                slots=self.slots,
+                meta=self.meta,
+                num_states=len(self.states),
+                num_edges=len(self.edges),
+                num_slots=len(self.slots),
+                shortest=self._shortest,
             )
         return self._row
 

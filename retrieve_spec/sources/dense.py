@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.kernels import source_table, trie
-from retrieve_spec.kernels.source_table import ORIGIN_BITS
+from retrieve_spec.kernels import trie
+from retrieve_spec.kernels.source_table import KIND_DENSE, ORIGIN_BITS
 from retrieve_spec.kernels.suffix_array import SEPARATOR
 from retrieve_spec.sources.rows import Row, source_row
 
@@ -164,13 +164,13 @@ class DenseSource:
     def row(self, number: int) -> Row:
         """Row of the mixture's source table."""
         return source_row(
-            source_table.DENSE,
+            KIND_DENSE,
             number,
-            {
-                source_table.DENSE_SPANS: self.spans,
-                source_table.DENSE_SIMILARITY: self.similarity,
-                source_table.DENSE_WEIGHTS: self.weight,
-                source_table.DENSE_ORIGINS: self.origins,
-            },
-            {source_table.DENSE_NUM_SPANS: self.spans.shape[0], source_table.DENSE_WIDTH: self.spans.shape[1]},
+            "dense",
+            spans=self.spans,
+            similarity=self.similarity,
+            weights=self.weight,
+            origins=self.origins,
+            num_spans=self.spans.shape[0],
+            width=self.spans.shape[1],
         )

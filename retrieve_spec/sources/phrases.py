@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError, StoreVersionError
 from retrieve_spec.kernels import phrases as kernels
-from retrieve_spec.kernels import source_table
 from retrieve_spec.kernels.recycling import WAYS
+from retrieve_spec.kernels.source_table import KIND_PHRASES
 from retrieve_spec.sources.rows import Row, on_large_pages, source_row
 from retrieve_spec.sources.session import loop_start
 
@@ -118,10 +118,7 @@ class PhraseMemory:
     def row(self, number: int) -> Row:
         """Row of the mixture's source table; its arrays are never replaced."""
         return source_row(
-            source_table.PHRASES,
-            number,
-            {source_table.RECYCLING_SETS: self.sets, source_table.RECYCLING_ENTRIES: self.entries},
-            {source_table.RECYCLING_CAPACITY: CAPACITY, source_table.RECYCLING_K: CONTINUATIONS},
+            KIND_PHRASES, number, "recycling", sets=self.sets, entries=self.entries, capacity=CAPACITY, k=CONTINUATIONS
         )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import recycling as kernels
-from retrieve_spec.kernels import source_table
+from retrieve_spec.kernels.source_table import KIND_BIGRAMS, KIND_RECYCLING
 from retrieve_spec.sources.rows import Row, on_large_pages, source_row
 
 Ids = NDArray[np.int32]
@@ -76,14 +76,14 @@ class RecyclingTable:
     def row(self, number: int) -> Row:
         """Row of the mixture's source table."""
         return source_row(
-            source_table.RECYCLING,
+            KIND_RECYCLING,
             number,
-            {
-                source_table.RECYCLING_SETS: self.sets,
-                source_table.RECYCLING_ENTRIES: self.entries,
-                source_table.RECYCLING_MEMORY: self._memory,
-            },
-            {source_table.RECYCLING_CAPACITY: len(self.entries), source_table.RECYCLING_K: self.k},
+            "recycling",
+            sets=self.sets,
+            entries=self.entries,
+            memory=self._memory,
+            capacity=len(self.entries),
+            k=self.k,
         )
 
 
@@ -118,9 +118,4 @@ class Bigrams:
     def row(self, number: int) -> Row:
         """Row of the mixture's source table."""
         vocabulary, width = self.entries.shape
-        return source_row(
-            source_table.BIGRAMS,
-            number,
-            {source_table.RECYCLING_ENTRIES: self._shares},
-            {source_table.RECYCLING_CAPACITY: vocabulary, source_table.RECYCLING_K: width // 2},
-        )
+        return source_row(KIND_BIGRAMS, number, "recycling", entries=self._shares, capacity=vocabulary, k=width // 2)

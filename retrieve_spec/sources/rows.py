@@ -1,6 +1,6 @@
 """Source row: a source as the kernels read it, held together with the arrays that it points into.
 
-Kernels read any number of sources through one table of integers (`kernels/source_table.py`), and some of the integers
+Kernels read any number of sources through one table of records (`kernels/source_table.py`), and some of their fields
 are addresses. An address says nothing about whether its array still exists, so none is ever kept alone: a row holds the
 arrays that its addresses were taken from, a table holds its rows, and a source whose arrays were replaced gives another
 row. What is read through an old row is old, and never freed.
@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import alignment, source_table
+from retrieve_spec.kernels import alignment
 from retrieve_spec.kernels.ngram import MAX_ORDER
 from retrieve_spec.kernels.request import HYPOTHESES
-from retrieve_spec.kernels.source_table import KIND, NUMBER, RESTING, ROW
+from retrieve_spec.kernels.source_table import KIND_ALIGNMENT, KIND_EXACT, KIND_NGRAM, KIND_PREDICTION, SOURCE
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.segment import Segment
@@ -34,55 +34,49 @@ _LINE, _LARGE = 64, 1 << 21
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """Integers for a kernel, and the arrays that some of them point to.
+    """A source as kernels read it.
 
     Attributes
     ----------
-    words
-        (w,) int64, some of them addresses.
+    record
+        (1,) `SOURCE`, some of whose numbers are addresses.
     arrays
         The arrays that these were taken from.
     """
 
-    words: NDArray[np.int64]
+    record: NDArray[Any]
     arrays: tuple[NDArray[Any], ...]
 
-    @classmethod
-    def of(cls, width: int, arrays: Mapping[int, NDArray[Any]], numbers: Mapping[int, int]) -> Row:
-        """Row of so many integers.
 
-        Parameters
-        ----------
-        width
-            How many; those that are not given are 0.
-        arrays, numbers
-            By column, the arrays to point to (contiguous, and never resized in place), and all other integers.
-        """
-        words = np.zeros(width, np.int64)
-        for column, array in arrays.items():
-            words[column] = array.__array_interface__["data"][0]
-        for column, value in numbers.items():
-            words[column] = value
-        return cls(words, tuple(arrays.values()))
+def address_of(array: NDArray[Any]) -> int:
+    """Address of an array's first element; whoever hands it to a kernel holds the array."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
-def source_row(kind: int, number: int, arrays: Mapping[int, NDArray[Any]], numbers: Mapping[int, int]) -> Row:
+def source_row(kind: int, number: int, layout: str, **fields: NDArray[Any] | int) -> Row:
     """Row of a source.
 
     Parameters
     ----------
     kind, number
         What it is, and its place in `retrieve_spec.sources.SOURCE_NAMES`.
-    arrays, numbers
-        As for `Row.of`; `kernels/source_table.py` says what stands where.
+    layout
+        The field of `SOURCE` that holds what the kind keeps.
+    **fields
+        Its fields by name: arrays to point to (contiguous, and never resized in place), and numbers.
     """
-    return Row.of(ROW, arrays, {KIND: kind, NUMBER: number, **numbers})
+    record = np.zeros(1, SOURCE)
+    record["kind"], record["number"] = kind, number
+    for name, value in fields.items():
+        record[layout][name] = address_of(value) if isinstance(value, np.ndarray) else value
+    return Row(record, tuple(value for value in fields.values() if isinstance(value, np.ndarray)))
 
 
 class SourceTable:
     """Rows of all sources of a request.
 
-    Whoever hands `words` to a kernel holds the table until the kernel returns.
+    Whoever hands `records` to a kernel holds the table until the kernel returns.
 
     Parameters
     ----------
@@ -91,24 +85,24 @@ class SourceTable:
 
     Attributes
     ----------
-    words
-        (s, ROW) int64, what kernels read. Only their `RESTING` column is written to.
+    records
+        (s,) `SOURCE`, what kernels read. They write to nothing but `disabled`.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = list(rows)
-        self.words = np.array([row.words for row in rows], np.int64).reshape(len(rows), ROW)
+        self.records = np.concatenate([np.empty(0, SOURCE), *(row.record for row in rows)])
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def put(self, place: int, row: Row) -> None:
-        """Let a source be read through this row from now on; it rests as it did."""
+        """Let a source be read through this row from now on; it stays disabled if it was."""
         if row is self._rows[place]:
             return
-        resting = self.words[place, RESTING]
-        self.words[place] = row.words
-        self.words[place, RESTING] = resting
+        disabled = self.records[place]["disabled"]
+        self.records[place] = row.record[0]
+        self.records[place]["disabled"] = disabled
         self._rows[place] = row
 
 
@@ -147,10 +141,7 @@ class Prediction:
     def row(self, number: int) -> Row:
         """Row of the mixture's source table (the same for each cursor)."""
         return source_row(
-            source_table.PREDICTION,
-            number,
-            {source_table.PREDICTION_TEXT: self.text, source_table.PREDICTION_CURSORS: self.cursors},
-            {source_table.PREDICTION_LENGTH: len(self.text)},
+            KIND_PREDICTION, number, "prediction", text=self.text, cursors=self.cursors, length=len(self.text)
         )
 
 
@@ -176,17 +167,8 @@ class Alignments:
 
     def row(self, number: int) -> Row:
         """Row of the mixture's source table; its arrays are never replaced."""
-        return source_row(
-            source_table.ALIGNMENT,
-            number,
-            {
-                source_table.ALIGNMENT_TEXT: self.text,
-                source_table.ALIGNMENT_PLACES: self.places,
-                source_table.ALIGNMENT_KEPT: self.kept,
-                source_table.ALIGNMENT_META: self.meta,
-            },
-            {},
-        )
+        arrays = {"text": self.text, "places": self.places, "kept": self.kept, "meta": self.meta}
+        return source_row(KIND_ALIGNMENT, number, "alignment", **arrays)
 
 
 def store_rows(stores: Sequence[Datastore], ngram_number: int, exact_number: int) -> tuple[list[Row], list[Row]]:
@@ -211,49 +193,43 @@ def _ngram_row(store: Datastore, place: int, number: int) -> Row:
     assert table is not None
     filtered = contexts.columns[place] >= 0
     return source_row(
-        source_table.NGRAM,
+        KIND_NGRAM,
         number,
-        {
-            source_table.NGRAM_SLOTS: table.slots,
-            source_table.NGRAM_TOKENS: table.succ_tokens,
-            source_table.NGRAM_COUNTS: table.succ_counts,
-            source_table.NGRAM_MARKS: contexts.marks,
-        },
-        {
-            source_table.NGRAM_NUM_SLOTS: len(table.slots),
-            source_table.NGRAM_SIZE: len(table.succ_tokens),
-            source_table.NGRAM_ITEMSIZE: table.succ_tokens.dtype.itemsize,
-            source_table.NGRAM_ORDERS: MAX_ORDER,
-            source_table.NGRAM_VOCABULARY: store.segments[place].vocabulary,
-            source_table.NGRAM_BUCKETS: len(contexts.marks) if filtered else 0,
-            source_table.NGRAM_WORDS: contexts.marks.shape[1],
-            source_table.NGRAM_COLUMN: max(contexts.columns[place], 0),
-        },
+        "ngram",
+        slots=table.slots,
+        tokens=table.succ_tokens,
+        counts=table.succ_counts,
+        marks=contexts.marks,
+        num_slots=len(table.slots),
+        size=len(table.succ_tokens),
+        itemsize=table.succ_tokens.dtype.itemsize,
+        orders=MAX_ORDER,
+        vocabulary=store.segments[place].vocabulary,
+        buckets=len(contexts.marks) if filtered else 0,
+        words=contexts.marks.shape[1],
+        column=max(contexts.columns[place], 0),
     )
 
 
 def _exact_row(segment: Segment, number: int, min_depth: int, place: int) -> Row:
     return source_row(
-        source_table.EXACT,
+        KIND_EXACT,
         number,
-        {
-            source_table.EXACT_TOKENS: segment.tokens,
-            source_table.EXACT_SUFFIXES: segment.suffix_array,
-            source_table.EXACT_TO_LOCAL: segment.to_local,
-            source_table.EXACT_TO_GLOBAL: segment.to_global,
-            source_table.EXACT_TOP: segment.top,
-            source_table.EXACT_GRAMS: segment.grams,
-        },
-        {
-            source_table.EXACT_LENGTH: len(segment.tokens),
-            source_table.EXACT_ITEMSIZE: segment.tokens.dtype.itemsize,
-            source_table.EXACT_NUM_SUFFIXES: len(segment.suffix_array),
-            source_table.EXACT_VOCABULARY: segment.vocabulary,
-            source_table.EXACT_NUM_LOCAL: len(segment.to_global),
-            source_table.EXACT_TOP_SIZE: len(segment.top),
-            source_table.EXACT_NUM_GRAMS: len(segment.grams),
-            source_table.EXACT_TOP_BITS: segment.bits,
-            source_table.EXACT_MIN_DEPTH: min_depth,
-            source_table.EXACT_SEGMENT: place,
-        },
+        "exact",
+        tokens=segment.tokens,
+        suffixes=segment.suffix_array,
+        to_local=segment.to_local,
+        to_global=segment.to_global,
+        top=segment.top,
+        grams=segment.grams,
+        length=len(segment.tokens),
+        itemsize=segment.tokens.dtype.itemsize,
+        num_suffixes=len(segment.suffix_array),
+        vocabulary=segment.vocabulary,
+        num_local=len(segment.to_global),
+        top_size=len(segment.top),
+        num_grams=len(segment.grams),
+        top_bits=segment.bits,
+        min_depth=min_depth,
+        segment=place,
     )

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import source_table
 from retrieve_spec.kernels import unigram as kernels
+from retrieve_spec.kernels.source_table import KIND_UNIGRAM
 from retrieve_spec.sources.rows import Row, source_row
 
 _VOCABULARY = 1 << 19
@@ -104,20 +104,19 @@ class Unigrams:
     def row(self, number: int) -> Row:
         """Row of the mixture's source table; its arrays are never replaced."""
         return source_row(
-            source_table.UNIGRAM,
+            KIND_UNIGRAM,
             number,
-            {
-                source_table.UNIGRAM_TOKENS: self.tokens,
-                source_table.UNIGRAM_SHARES: self.shares,
-                source_table.UNIGRAM_CELLS: self._cells,
-                source_table.UNIGRAM_META: self.meta,
-                source_table.UNIGRAM_RATES: self.rates,
-                source_table.UNIGRAM_FACTORS: self.factors,
-                source_table.UNIGRAM_BY_CLASSES: self._by_classes,
-                source_table.UNIGRAM_VERSIONS: self._versions,
-                source_table.UNIGRAM_STATS: self._stats,
-                source_table.UNIGRAM_RECENT: self._recent,
-                source_table.UNIGRAM_FREQUENT: self._frequent,
-            },
-            {source_table.UNIGRAM_NUM_STATS: len(self._stats)},
+            "unigram",
+            tokens=self.tokens,
+            shares=self.shares,
+            cells=self._cells,
+            meta=self.meta,
+            rates=self.rates,
+            factors=self.factors,
+            by_classes=self._by_classes,
+            versions=self._versions,
+            stats=self._stats,
+            recent=self._recent,
+            frequent=self._frequent,
+            num_stats=len(self._stats),
         )

@@ -93,7 +93,8 @@ def test_stores_that_were_deleted_are_still_drafted_from(run, make_store):
 
 def states_at(table, place):
     """The arrays behind a row, as kernels read them."""
-    return source_table.states_of(table.words, place).copy()
+    automaton = table.records.view(np.dtype((np.record, table.records.dtype)))[place].automaton
+    return source_table.states_of(automaton).copy()
 
 
 def test_a_table_holds_what_it_points_to():
@@ -107,8 +108,8 @@ def test_a_table_holds_what_it_points_to():
     del row
     assert old() is not None
     assert (states_at(table, 0)[1:11, 1] == before[1:, 1]).all()
-    table.words[0, source_table.RESTING] = 1
+    table.records["disabled"][0] = 1
     table.put(0, automaton.row(0))
     assert old() is None, "nothing points to them any more"
     assert (states_at(table, 0) == automaton.states).all()
-    assert table.words[0, source_table.RESTING] == 1, "a source that rests goes on resting"
+    assert table.records["disabled"][0] == 1, "a disabled source stays disabled"

@@ -96,7 +96,7 @@ def test_what_was_not_saved_yet_is_when_a_model_goes(reference_tokenizer: Any, t
 def test_logits_of_one_scope_are_not_drafted_for_another(day: Any, ask: Any) -> None:
     model = day(session=True)
     text, _ = ask(model, scope="alice")
-    recycling = model.speculation.drafter().recycling
+    recycling = model.speculation.drafter().sources.recycling
 
     def known() -> int:
         return sum(recycling.lookup(text[at - 3 : at])[2] == 3 for at in range(len(text) - 30, len(text)))

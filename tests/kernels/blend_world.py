@@ -16,15 +16,24 @@ from naive_unigrams import AGES, COUNTS, NaiveUnigrams
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import automaton as automaton_kernels
 from retrieve_spec.kernels import blend, calibration, source_table
+from retrieve_spec.kernels import request as request_kernels
 from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
-from retrieve_spec.sources.rows import Alignments, Prediction, SourceTable, store_rows
+from retrieve_spec.sources.rows import Alignments, Prediction, SourceTable, address_of, store_rows
 from retrieve_spec.sources.session import loop_start
 from retrieve_spec.sources.unigrams import Unigrams
 
 NO_NOISE = (0, 0, 0, 0)
+
+
+def request_of(**fields):
+    """A request record with these fields; of an array it holds the address. Hold both."""
+    record = np.zeros(1, request_kernels.REQUEST)
+    for name, value in fields.items():
+        record[name] = address_of(value) if isinstance(value, np.ndarray) else value
+    return record
 
 
 @dataclass
@@ -36,67 +45,64 @@ class World:
     tail: np.ndarray
     alive: list[Any]
 
+    def request(self, cells, scale, trust, min_p, noise, **more):
+        """(record, the arrays it points to): where the text stands"""
+        rows = len(self.table)
+        arrays = {
+            "table": self.table,
+            "cursors": self.cursors.copy(),
+            "newest": self.tail.copy(),
+            "cells": cells,
+            "scale": scale,
+            "trust": trust,
+            "scratch": blend.scratch_memory(rows),
+            **more,
+        }
+        sampled, seed, row, position = noise
+        numbers = {"num_sources": rows, "length": len(self.text), "min_p": min_p}
+        numbers |= {"sampled": sampled, "seed": seed, "row": row, "position": position}
+        return request_of(**arrays, **numbers), arrays
+
     def grow(self, cells, scale, max_nodes, max_depth, min_p=0.0, cost=(), noise=NO_NOISE, trust=None):
         """(nodes as the naive twin gives them, nodes worth verifying, the kernel's cursors)."""
-        rows = len(self.table)
-        cursors = np.zeros(((MAX_NODES + 1) * rows, source_table.CURSOR), np.int64)
-        nodes, node_p = np.empty((MAX_NODES, 4), np.int64), np.empty(MAX_NODES, np.float32)
-        pool = 64 * MAX_NODES
-        best, n = expand.expand(
-            self.table,
-            self.cursors.copy(),
-            self.tail.copy(),
-            len(self.text),
+        rows, pool = len(self.table), 64 * MAX_NODES
+        record, arrays = self.request(
             cells,
             scale,
             (trust or naive.Trust()).table(),
-            np.array(noise, np.int64),
-            np.asarray(cost, np.float32),
-            max_nodes,
-            max_depth,
             min_p,
-            1.0,
-            0,
-            0.0,
-            0,
-            cursors,
-            np.zeros((MAX_NODES + 1, source_table.TAIL), np.int32),
-            np.empty(pool, np.float32),
-            np.empty((pool, 3), np.int32),
-            np.empty(pool, np.int32),
-            blend.scratch_memory(rows),
-            nodes,
-            node_p,
-            self.stores(),
+            noise,
+            node_cursors=np.zeros(((MAX_NODES + 1) * rows, source_table.CURSOR), np.int64),
+            node_tails=np.zeros((MAX_NODES + 1, source_table.TAIL), np.int32),
+            nodes=np.empty((MAX_NODES, 4), np.int64),
+            node_p=np.empty(MAX_NODES, np.float32),
+            pool_p=np.empty(pool, np.float32),
+            pool_ids=np.empty((pool, 3), np.int32),
+            heap=np.empty(pool, np.int32),
         )
+        record["pool_size"] = pool
+        best, n = expand.expand(
+            named(record), np.asarray(cost, np.float32), max_nodes, max_depth, 1.0, 0, self.stores()
+        )
+        nodes, node_p = arrays["nodes"], arrays["node_p"]
         grown = [(*node, float(p)) for node, p in zip(nodes[:n].tolist(), node_p[:n], strict=True)]
-        return grown, int(best), cursors
+        return grown, int(best), arrays["node_cursors"]
 
     def stores(self):
-        """What kernels are told: None where no row is a store's."""
-        kinds = set(self.table[:, source_table.KIND].tolist())
-        return 1 if kinds & {source_table.NGRAM, source_table.EXACT, source_table.DENSE} else None
+        """What kernels are told: None where no source is a store's."""
+        kinds = set(self.table["kind"].tolist())
+        return 1 if kinds & {source_table.KIND_NGRAM, source_table.KIND_EXACT, source_table.KIND_DENSE} else None
 
     def learn(self, cells, scale, use, emitted, min_p=0.0, noise=NO_NOISE, every=1):
         """(the tail behind the tokens, the request's factors)"""
-        tail, trust = self.tail.copy(), naive.Trust().table()
-        learn.learn(
-            self.table,
-            self.cursors.copy(),
-            tail,
-            len(self.text),
-            cells,
-            scale,
-            trust,
-            use,
-            np.array(noise, np.int64),
-            min_p,
-            np.array(emitted, np.int32),
-            every,
-            blend.scratch_memory(len(self.table)),
-            self.stores(),
-        )
-        return tail, trust
+        record, arrays = self.request(cells, scale, naive.Trust().table(), min_p, noise, use=use)
+        learn.learn(named(record), np.array(emitted, np.int32), every, self.stores())
+        return arrays["newest"], arrays["trust"]
+
+
+def named(record):
+    """The first of an array of records, with fields that can be read as attributes."""
+    return named_all(record)[0]
 
 
 def newest_first(text):
@@ -149,9 +155,9 @@ def make_world(rng, alphabet, stores=(), documents=()):
     alignments, naive_alignments = Alignments(), NaiveAlignments()
     split = int(of_these.integers(0, len(text) + 1))
     for part, generated in ((text[:split], False), (text[split:], True)):
-        unigram.extend(SourceTable([unigrams.row(0)]).words, 0, np.array(part, np.int32), int(generated))
+        unigram.extend(source_of(unigrams).unigram, np.array(part, np.int32), int(generated))
         naive_unigrams.extend(part, generated)
-        alignment.extend(SourceTable([alignments.row(9)]).words, 0, np.array(part, np.int32), int(generated))
+        alignment.extend(source_of(alignments).alignment, np.array(part, np.int32), int(generated))
         naive_alignments.extend(part, generated)
     prediction = Prediction(np.array(expected, np.int32))
     position, matched = int(rng.integers(0, 12)), int(rng.integers(-1, 9))
@@ -162,7 +168,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
         naive.Prediction(expected, len(text), position, matched),
         naive.Automaton(0, naive_context, shortest=1),
         naive.Automaton(1, naive_session),
-        *[naive.Exact(documents, int(row.words[source_table.EXACT_MIN_DEPTH]), len(text)) for row in exact],
+        *[naive.Exact(documents, int(row.record["exact"]["min_depth"][0]), len(text)) for row in exact],
         naive.Recycling(naive_table),
         naive.Bigrams(naive_bigrams),
         *[naive.Ngram(documents) for _ in ngram],
@@ -171,12 +177,12 @@ def make_world(rng, alphabet, stores=(), documents=()):
         naive_alignments,
     ]
     held = SourceTable(rows)
-    table = held.words
+    table = held.records
     cursors = np.zeros((len(rows), source_table.CURSOR), np.int64)
     cursors[0, :2] = position, matched
-    alignment.best(table, len(rows) - 1, cursors, len(rows) - 1)
+    alignment.best(source_of(alignments).alignment, cursors, len(rows) - 1)
     for token in [0, 0, *text][-2:]:
-        cursors[-2, 0] = unigram.place_after(table, len(rows) - 2, int(cursors[-2, 0]), token)
+        cursors[-2, 0] = unigram.place_after(source_of(unigrams).unigram, int(cursors[-2, 0]), token)
     last = context.meta[automaton_kernels.M_LAST]
     cursors[1, :2] = last, context.states[last, automaton_kernels.LENGTH]
     state = matched = 0
@@ -184,8 +190,18 @@ def make_world(rng, alphabet, stores=(), documents=()):
         state, matched = session.advance(state, matched, token)
     cursors[2, :2] = state, matched
     window = np.array(text, np.int32)
-    request.follow_all(table, 3, cursors[3 : 3 + len(exact)], window, len(text))
+    request.follow_all(named_all(table), 3, cursors[3 : 3 + len(exact)], window, len(text))
     return World(text, sources, table, cursors, newest_first(text), [held])
+
+
+def source_of(source, number=0):
+    """The record of a source; hold the source."""
+    return named(source.row(number).record)
+
+
+def named_all(records):
+    """Records with fields that can be read as attributes."""
+    return records.view(np.dtype((np.record, records.dtype)))
 
 
 def rate_rows():

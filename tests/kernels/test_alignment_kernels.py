@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from blend_world import source_of
 from doors import alignment as kernels
 from doors import levels
 from hypothesis import given, settings
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from naive_alignments import NaiveAlignments
 
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
-from retrieve_spec.sources.rows import Alignments, SourceTable
+from retrieve_spec.sources.rows import Alignments
 
 HASHES = np.zeros((2, TAIL), np.uint64)
 
@@ -17,28 +18,28 @@ class Pair:
 
     def __init__(self):
         self.alignments, self.naive = Alignments(), NaiveAlignments()
-        self.table = SourceTable([self.alignments.row(9)])
+        self.source = source_of(self.alignments, 9)
 
     def say(self, tokens, generated=True):
-        kernels.extend(self.table.words, 0, np.array(tokens, np.int32), int(generated))
+        kernels.extend(self.source.alignment, np.array(tokens, np.int32), int(generated))
         self.naive.extend(tokens, generated)
 
     def level(self, draft=()):
         """[(length, total, distinct, [(token, share)], None)] behind a draft, as the kernels say it."""
-        cursor, words = np.zeros((1, CURSOR), np.int64), self.table.words
-        kernels.best(words, 0, cursor, 0)
+        cursor, source = np.zeros((1, CURSOR), np.int64), self.source
+        kernels.best(source.alignment, cursor, 0)
         for token in draft:
             moved = cursor.copy()
-            levels.advance_row(words, 0, cursor, 0, token, moved, 0, None)
+            levels.advance_row(source, cursor, 0, token, moved, 0, None)
             cursor = moved
-        handle, length = levels.open_row(words, 0, cursor, 0, HASHES, 0, None)
+        handle, length = levels.open_row(source, cursor, 0, HASHES, 0, None)
         if length < 0:
             return []
-        total, distinct = levels.evidence(words, 0, cursor, 0, handle, None)
+        total, distinct = levels.evidence(source, cursor, 0, handle, None)
         tokens, counts, p = np.empty(32, np.int32), np.empty(32, np.int32), np.empty(32, np.float32)
-        n = levels.read_level(words, 0, cursor, 0, handle, total, 0.0, 0.0, tokens, counts, p, None)
+        n = levels.read_level(source, cursor, 0, handle, total, 0.0, 0.0, tokens, counts, p, None)
         shares = list(zip(tokens[:n].tolist(), p[:n].tolist(), strict=True))
-        assert levels.next_level(words, 0, handle, length, HASHES, None)[1] == -1
+        assert levels.next_level(source, handle, length, HASHES, None)[1] == -1
         return [(int(length), int(total), int(distinct), shares, None)]
 
     def same(self, draft=()):
@@ -78,13 +79,13 @@ def test_places_beyond_the_window_are_not_followed():
     passage = list(range(100, 140))
     for filler, found in ((kernels.WINDOW - 200, True), (kernels.WINDOW, False)):
         alignments = Alignments()
-        table = SourceTable([alignments.row(9)]).words
+        copies = source_of(alignments).alignment
         text = np.array([*passage, *np.random.default_rng(0).integers(1000, 1 << 30, filler)], np.int32)
-        kernels.extend(table, 0, text, 0)
-        kernels.extend(table, 0, np.array([*passage[:10], 7], np.int32), 1)
+        kernels.extend(copies, text, 0)
+        kernels.extend(copies, np.array([*passage[:10], 7], np.int32), 1)
         cursor = np.zeros((1, CURSOR), np.int64)
-        kernels.best(table, 0, cursor, 0)
-        _, length = kernels.open_level(table, 0, cursor, 0)
+        kernels.best(copies, cursor, 0)
+        _, length = kernels.open_level(copies, cursor, 0)
         assert (length > 0) == found
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from blend_world import named_all
 from doors import batch
 from doors import calibration as kernels
 from hypothesis import given, settings
@@ -12,32 +13,33 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.budget import share_out
 from retrieve_spec.kernels import request as state
+from retrieve_spec.sources.rows import address_of
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(2, 70), st.booleans())
 def test_shares_are_those_of_the_engine(seed, rows, measured):
     rng = np.random.default_rng(seed)
-    requests = np.zeros((rows, state.REQUEST), np.int64)
+    requests = np.zeros(rows, state.REQUEST)
     held = np.zeros((rows, MAX_NODES), np.float32)
     trees = []
     for request, node_p in zip(requests, held, strict=True):
         n = int(rng.integers(0, 12))
         p = np.cumprod(rng.choice([0.5, 0.9, 0.99], n)).astype(np.float32) if n else np.empty(0, np.float32)
         node_p[:n] = p
-        request[state.NODE_P], request[state.DRAFTED] = node_p.__array_interface__["data"][0], n
+        request["node_p"], request["num_drafted"] = address_of(node_p), n
         line = np.arange(-1, n, dtype=np.int32)
         zeros = np.zeros(n, np.uint8), np.zeros(n, np.int64)
         trees.append(DraftTree(line[1:], line[:n], line[1:] + 1, np.log(p), *zeros))
-    calls = np.zeros((rows, batch.CALL), np.int64)
-    calls[:, batch.ADDRESS] = [request.__array_interface__["data"][0] for request in requests]
+    calls = np.zeros(rows, batch.CALL)
+    calls["request"] = address_of(requests) + requests.itemsize * np.arange(rows)
     steps = np.concatenate([[rows], rng.choice([0.1, 0.5, 1.0], MAX_NODES)])
     cost = np.cumsum(steps).astype(np.float32) if measured else np.empty(0, np.float32)
     total = sum(map(len, trees))
     wanted = share_out(trees, cost if measured else None, MAX_NODES)
     if total and (measured or total > MAX_NODES):
-        batch.share(calls, cost, total)
-    assert requests[:, state.DRAFTED].tolist() == [len(tree) for tree in wanted]
+        batch.share(named_all(calls), cost, total)
+    assert requests["num_drafted"].tolist() == [len(tree) for tree in wanted]
 
 
 PRIOR = kernels.DRAFT_PRIOR

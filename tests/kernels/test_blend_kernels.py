@@ -10,7 +10,7 @@ from number_tokens import number_tokenizer
 from retrieve_spec.config import StoreConfig
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.kernels import sampling, source_table
+from retrieve_spec.kernels import sampling
 from retrieve_spec.sources import SOURCE_NAMES
 
 
@@ -153,7 +153,7 @@ def test_learning_is_expectation_maximisation(world, seed, every, noisy):
         expected_use[silent] = before[silent]
     table = w.table.copy()
     tail, trust = w.learn(cells, scale, use, emitted, 0.002, known if noisy else blend_world.NO_NOISE, every)
-    assert (w.table == table).all(), "who rests while a token is learned is asked again"
+    assert (w.table == table).all(), "what is disabled while a token is learned is enabled again"
     np.testing.assert_allclose(cells, expected_cells, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(scale, expected_scale, rtol=1e-3 if noisy else 1e-4, atol=1e-3 if noisy else 1e-4)
     np.testing.assert_allclose(use, expected_use, rtol=1e-5)
@@ -161,12 +161,12 @@ def test_learning_is_expectation_maximisation(world, seed, every, noisy):
     assert (tail == blend_world.newest_first(w.text + emitted)).all()
 
 
-def test_a_source_that_rests_is_neither_asked_nor_judged(world):
+def test_a_disabled_source_is_neither_asked_nor_judged(world):
     rng = np.random.default_rng(9)
     w = world(rng)
     cells, scale = blend_world.fresh(rng)
     use = np.full(len(w.table), 0.5)
-    w.table[3, source_table.RESTING] = 1
+    w.table["disabled"][3] = 1
     w.learn(cells, scale, use, rng.integers(0, 4, 5).tolist())
     assert use[3] == 0.5
     assert (np.delete(use, 3) != 0.5).all()

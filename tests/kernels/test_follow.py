@@ -1,6 +1,7 @@
 """Following a text through many segments, with gram filters and without, against looking for every suffix."""
 
 import numpy as np
+from blend_world import named_all
 from doors import ngram, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,29 +38,26 @@ def row_of(documents, least, filtered, wide):
     grams = np.empty(0, np.uint64)
     if filtered:
         grams = build_grams(tokens, to_global, suffix_beginnings(tokens, sa))
-    t = source_table
+    top = sa_top_table(tokens, sa, bits)
     return source_row(
-        t.EXACT,
+        source_table.KIND_EXACT,
         0,
-        {
-            t.EXACT_TOKENS: tokens,
-            t.EXACT_SUFFIXES: sa,
-            t.EXACT_TO_LOCAL: to_local,
-            t.EXACT_TO_GLOBAL: to_global,
-            t.EXACT_TOP: (top := sa_top_table(tokens, sa, bits)),
-            t.EXACT_GRAMS: grams,
-        },
-        {
-            t.EXACT_LENGTH: len(tokens),
-            t.EXACT_ITEMSIZE: tokens.itemsize,
-            t.EXACT_NUM_SUFFIXES: len(sa),
-            t.EXACT_VOCABULARY: ALPHABET,
-            t.EXACT_NUM_LOCAL: len(to_global),
-            t.EXACT_TOP_SIZE: len(top),
-            t.EXACT_TOP_BITS: bits,
-            t.EXACT_MIN_DEPTH: least,
-            t.EXACT_NUM_GRAMS: len(grams),
-        },
+        "exact",
+        tokens=tokens,
+        suffixes=sa,
+        to_local=to_local,
+        to_global=to_global,
+        top=top,
+        grams=grams,
+        length=len(tokens),
+        itemsize=tokens.itemsize,
+        num_suffixes=len(sa),
+        vocabulary=ALPHABET,
+        num_local=len(to_global),
+        top_size=len(top),
+        top_bits=bits,
+        min_depth=least,
+        num_grams=len(grams),
     )
 
 
@@ -80,7 +78,7 @@ def test_every_segment_keeps_its_longest_match(segments, text, steps):
     for fresh in [*steps, MATCH]:
         fresh = min(fresh, len(text) - n)
         n += fresh
-        request.follow_all(table.words, 0, cursors, np.array(text[:n], np.int32), fresh)
+        request.follow_all(named_all(table.records), 0, cursors, np.array(text[:n], np.int32), fresh)
         for (documents, least, _, _), (lo, hi, depth, _) in zip(segments, cursors.tolist(), strict=True):
             longest = next((k for k in range(n, least - 1, -1) if occurrences(documents, text[n - k : n])), 0)
             places = occurrences(documents, text[n - longest : n]) if longest else 0

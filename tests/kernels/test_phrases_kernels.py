@@ -2,6 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
+from blend_world import source_of
 from doors import levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from retrieve_spec.kernels import phrases as kernels
 from retrieve_spec.kernels.recycling import WAYS
 from retrieve_spec.sources import phrases as source
 from retrieve_spec.sources.phrases import PhraseMemory
-from retrieve_spec.sources.rows import SourceTable
 
 KEYS = st.sampled_from([None, "a", "b"])
 TEXTS = st.lists(st.integers(-1, 4), max_size=30)
@@ -73,10 +73,9 @@ def test_a_round_share_is_not_more_than_itself(share, distinct):
     for token in [1] * share + [2 + i % 5 for i in range(10 - share)]:
         remember(memory, [0, token], key=str(token))
         remember(memory, [0, token], key="other")
-    held = SourceTable([memory.row(8)])
     e = kernels.find(memory.sets, kernels.mix(np.uint64(0), 0))
     assert memory.probs[e, 0] == np.float32(share / 10)
-    assert levels.evidence(held.words, 0, np.zeros((1, 4), np.int64), 0, e, None)[1] == distinct
+    assert levels.evidence(source_of(memory, 8), np.zeros((1, 4), np.int64), 0, e, None)[1] == distinct
 
 
 def test_memory_is_bounded_and_what_is_said_often_stays(monkeypatch):

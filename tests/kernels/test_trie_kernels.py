@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from blend_world import named
 from doors import learn, levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,13 +35,9 @@ def table_of(found):
 
 
 def row_of(spans, similarity, weight):
-    arrays = {
-        source_table.DENSE_SPANS: spans,
-        source_table.DENSE_SIMILARITY: similarity,
-        source_table.DENSE_WEIGHTS: weight,
-    }
-    sizes = {source_table.DENSE_NUM_SPANS: spans.shape[0], source_table.DENSE_WIDTH: spans.shape[1]}
-    return source_row(source_table.DENSE, 6, arrays, sizes).words[None]
+    num_spans, width = spans.shape
+    arrays = {"spans": spans, "similarity": similarity, "weights": weight}
+    return source_row(source_table.KIND_DENSE, 6, "dense", **arrays, num_spans=num_spans, width=width)
 
 
 @settings(deadline=None)
@@ -48,7 +45,7 @@ def row_of(spans, similarity, weight):
 def test_nodes_are_what_the_spans_say(found, path):
     """Every node on a path: what follows, how often, with which share; off the trie there is nothing."""
     spans, similarity, weight = table_of(found)
-    table = row_of(spans, similarity, weight)
+    source = named(row_of(spans, similarity, weight).record)
     cursors = np.zeros((1, source_table.CURSOR), np.int64)
     cursors[0] = 0, len(found), 0, trie.dense_length(similarity, spans, 0, len(found), 0)
     top = max(s for _, s in found)
@@ -56,30 +53,30 @@ def test_nodes_are_what_the_spans_say(found, path):
     for depth in range(len(path) + 1):
         through = [(span, s) for span, s in found if span[:depth] == path[:depth] and len(span) >= depth]
         on = [(span[depth], s) for span, s in through if len(span) > depth]
-        handle, length = levels.open_row(table, 0, cursors, 0, hashes, 0, 1)
+        handle, length = levels.open_row(source, cursors, 0, hashes, 0, 1)
         if not on:
             assert length == -1
         else:
             near = max(s for _, s in on)
             assert length == max(int(-np.log2(max(1 - near, 2**-7))), 0) + depth - 1
-            count, distinct = levels.evidence(table, 0, cursors, 0, handle, 1)
+            count, distinct = levels.evidence(source, cursors, 0, handle, 1)
             assert (count, distinct) == (len(on), len({t for t, _ in on}))
             weights = {t: sum(np.exp((s - top) / 0.1) for u, s in on if u == t) for t, _ in on}
             total = sum(weights.values())
             tokens, counts = np.empty(source_table.READ_LIMIT, np.int32), np.empty(source_table.READ_LIMIT, np.int32)
             p = np.empty(source_table.READ_LIMIT, np.float32)
-            n = levels.read_level(table, 0, cursors, 0, handle, count, 0.0, 0.0, tokens, counts, p, 1)
+            n = levels.read_level(source, cursors, 0, handle, count, 0.0, 0.0, tokens, counts, p, 1)
             assert tokens[:n].tolist() == sorted(weights)
             if total > 1e-30:  # single precision holds no smaller weights
                 assert p[:n].tolist() == pytest.approx(
                     [weights[t] / total for t in sorted(weights)], rel=1e-3, abs=1e-6
                 )
                 for token in range(5):
-                    share, recent = learn._share_of(table, 0, cursors, 0, handle, count, token, 1)
+                    share, recent = learn._share_of(source, cursors, 0, handle, count, token, 1)
                     assert recent == 0
                     assert share == pytest.approx(weights.get(token, 0.0) / total, rel=1e-3)
         if depth < len(path):
-            levels.advance_row(table, 0, cursors, 0, path[depth], cursors, 0, 1)
+            levels.advance_row(source, cursors, 0, path[depth], cursors, 0, 1)
 
 
 @settings(deadline=None)

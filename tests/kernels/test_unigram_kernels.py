@@ -1,31 +1,31 @@
 import numpy as np
 import pytest
+from blend_world import source_of
 from doors import unigram as kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_unigrams import NaiveUnigrams
 
-from retrieve_spec.sources.rows import SourceTable
 from retrieve_spec.sources.unigrams import Unigrams, token_classes
 
 
-def place_behind(words, text):
+def place_behind(listing, text):
     place = 0
     for token in [0, 0, *text][-2:]:
-        place = kernels.place_after(words, 0, place, token)
+        place = kernels.place_after(listing, place, token)
     return place
 
 
 def listed(unigrams, text=()):
     """{token: share} behind the tokens of a text."""
-    words = SourceTable([unigrams.row(0)]).words
-    n = kernels.listed(words, 0)
-    shares = kernels.shares_at(words, 0, place_behind(words, text))
+    listing = source_of(unigrams).unigram
+    n = kernels.listed(listing)
+    shares = kernels.shares_at(listing, place_behind(listing, text))
     return dict(zip(unigrams.tokens[:n].tolist(), shares[:n].tolist(), strict=True))
 
 
 def say(unigrams, tokens, generated):
-    kernels.extend(SourceTable([unigrams.row(0)]).words, 0, tokens, int(generated))
+    kernels.extend(source_of(unigrams).unigram, tokens, int(generated))
 
 
 def pair(classes=()):
@@ -56,15 +56,15 @@ def test_the_list_as_defined(alphabet, seed, parts):
 def test_rates_and_factors_are_learned_as_defined(classes):
     rng = np.random.default_rng(1)
     unigrams, naive = pair(rng.integers(0, classes, 80))
-    words = SourceTable([unigrams.row(0)]).words
+    listing = source_of(unigrams).unigram
     for _ in range(150):
         token = int(min(rng.geometric(0.05), 90))
         say(unigrams, np.array([token], np.int32), bool(token % 2))
         naive.extend([token], bool(token % 2))
         came, reached = int(min(rng.geometric(0.05), 90)), float(rng.random())
-        place = place_behind(words, naive.text)
-        assert kernels.share_of(words, 0, place, came) == pytest.approx(naive.shares().get(came, 0.0), rel=1e-4)
-        kernels.learn(words, 0, place, came, reached, reached / 2)
+        place = place_behind(listing, naive.text)
+        assert kernels.share_of(listing, place, came) == pytest.approx(naive.shares().get(came, 0.0), rel=1e-4)
+        kernels.learn(listing, place, came, reached, reached / 2)
         naive.learn(came, reached, reached / 2)
     say(unigrams, np.array([5], np.int32), True)
     naive.extend([5], True)

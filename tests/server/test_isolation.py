@@ -60,7 +60,7 @@ def test_a_request_of_one_key_leaves_the_cache_of_another_as_it_was(shared):
 
 
 def test_what_the_model_said_to_one_key_is_not_drafted_for_another(shared):
-    recycling = shared.service.backend.model.speculation.drafter().recycling
+    recycling = shared.service.backend.model.speculation.drafter().sources.recycling
     said = shared.service.codec.encode(infill(shared, ALICE)["content"])
 
     def known():

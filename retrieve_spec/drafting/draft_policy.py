@@ -1,0 +1,67 @@
+"""Draft policy: passes go by without a draft while drafting takes longer than drafts save."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LONGEST_SKIP = 8
+"""Passes in a row without a draft at most."""
+_MEMORY = 16.0
+"""Drafts after which what they cost and saved has faded to a third."""
+
+
+class DraftPolicy:
+    """Skips drafts for more and more passes the longer they have not paid; one that pays ends that.
+
+    What drafts save and take is learned over all requests.
+
+    Attributes
+    ----------
+    seconds_per_token
+        What a token took with the last draft, as far as it was expected to be right; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.seconds_per_token: float | None = None
+        self._means: tuple[float, float] | None = None  # seconds that a draft saves and takes
+        self._left = self._misses = 0
+
+    def begin_request(self) -> None:
+        """Begin without skipping."""
+        self._left = self._misses = 0
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether the next pass goes without a draft."""
+        return self._left > 0
+
+    def skips(self) -> bool:
+        """Whether this pass goes without a draft; asked once a pass."""
+        skips = self._left > 0
+        self._left -= skips
+        return skips
+
+    def learn(self, cost: NDArray[np.float32], nodes: int, expected: float, forced: int, seconds: float) -> None:
+        """Learn from a draft.
+
+        Parameters
+        ----------
+        cost
+            (> nodes,) seconds of a pass over 0 … n nodes.
+        nodes, forced
+            How many the draft has, and how many of them come whatever anybody drafts.
+        expected
+            Accepted tokens expected of the others.
+        seconds
+            What drafting took.
+        """
+        anyway = 1.0 + forced
+        plain, drafted = float(cost[forced]), float(cost[nodes])
+        self.seconds_per_token = drafted / (anyway + expected)
+        saved = plain * (anyway + expected) / anyway - drafted
+        saves, takes = self._means or (plain, seconds)  # a new drafter is believed in
+        saves, takes = saves + (saved - saves) / _MEMORY, takes + (min(seconds, 4.0 * takes) - takes) / _MEMORY
+        self._means = saves, takes
+        self._misses = 0 if saved > takes else self._misses + 1
+        self._left = 0 if saves > takes else min(self._misses // 2, _LONGEST_SKIP)

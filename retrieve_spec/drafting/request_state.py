@@ -1,0 +1,289 @@
+"""Request state: where one text stands in all sources, as the record that kernels read and the arrays it points to."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.config import MAX_NODES
+from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.drafting.text_sources import TextSources
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
+from retrieve_spec.kernels import blend, request, step
+from retrieve_spec.kernels.calibration import LENGTH_CLASSES, NUM_SOURCES, begin_request
+from retrieve_spec.kernels.source_table import CURSOR, TAIL
+from retrieve_spec.sources import CONTEXT, SESSION
+from retrieve_spec.sources.rows import SourceTable, address_of
+from retrieve_spec.sources.session import FOLLOWED, SessionMemory
+
+_NO_COST = np.empty(0, np.float32)
+_NO_TOKENS = np.empty(0, np.int32)
+_NO_IDS = np.empty((0, 1), np.int32)
+_NO_LOGITS = np.empty((0, 1), np.float32)
+
+
+class ObservedPass(NamedTuple):
+    """What is learned at once of one pass, or of several: tokens (e,); the verified nodes as the block of a `DraftTree`
+    and the target's top tokens (n + 1, k), or nothing; nodes of the draft that led to them, how many tokens of it were
+    accepted and were expected to be."""
+
+    emitted: NDArray[np.int32] = _NO_TOKENS
+    verified: NDArray[np.int32] = NO_DRAFT.block
+    top_ids: NDArray[np.int32] = _NO_IDS
+    top_logits: NDArray[np.float32] = _NO_LOGITS
+    size: int = 0
+    accepted: int = 0
+    expected: float = 0.0
+
+
+_NOTHING = ObservedPass()
+_MOST_PASSES, _MOST_TEXTS = 4, 64
+"""Passes that wait to be learned from at most, and those of which only the text waits."""
+
+
+class PendingPasses:
+    """Passes that are learned from when the next draft is due; of those that nobody drafted for only the text."""
+
+    def __init__(self) -> None:
+        self._passes: list[ObservedPass] = []
+        self._texts: list[NDArray[np.int32]] = []  # after them
+
+    @property
+    def has_text(self) -> bool:
+        """Whether text waits that nobody drafted for."""
+        return len(self._texts) > 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether they are to be learned from at once."""
+        return len(self._passes) > _MOST_PASSES
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that wait."""
+        return sum(map(len, self._texts)) + sum(len(one.emitted) for one in self._passes)
+
+    def append(self, observed: ObservedPass) -> None:
+        """Let a pass wait."""
+        self._passes.append(observed)
+
+    def append_text(self, emitted: NDArray[np.int32], last: bool) -> None:
+        """Let the text (e,) of a pass wait; with `last` what waits is one pass from now on."""
+        self._texts.append(emitted)
+        if last or len(self._texts) > _MOST_TEXTS:
+            self._passes = self.take()
+
+    def extend_last(self, emitted: NDArray[np.int32]) -> bool:
+        """Append tokens (e,) to those of the last pass; whether there is one."""
+        if self._passes:
+            last = self._passes[-1]
+            self._passes[-1] = last._replace(emitted=np.concatenate([last.emitted, emitted]))
+        return bool(self._passes)
+
+    def take(self) -> list[ObservedPass]:
+        """Return all that wait, which then no longer do."""
+        passes, self._passes = self._passes, []
+        if self._texts:
+            texts, self._texts = self._texts, []
+            passes.append(ObservedPass(texts[0] if len(texts) == 1 else np.concatenate(texts)))
+        return passes
+
+
+class Drafted(NamedTuple):
+    """What one compiled call gave: how many observed tokens there was room for, accepted tokens expected of the nodes
+    that were not forced, the nodes as the block of a `DraftTree`."""
+
+    room: int
+    expected: float
+    block: NDArray[np.int32]
+
+
+def _scratch_of(num_sources: int) -> dict[str, NDArray[Any]]:
+    """Arrays of the expansion kernel for so many sources, by field of a request; reused from pass to pass."""
+    pool = 64 * MAX_NODES
+    return {
+        "node_cursors": np.zeros(((MAX_NODES + 1) * num_sources, CURSOR), np.int64),
+        "node_tails": np.zeros((MAX_NODES + 1, TAIL), np.int32),
+        "pool_p": np.empty(pool, np.float32),
+        "pool_ids": np.empty((pool, 3), np.int32),
+        "heap": np.empty(pool, np.int32),
+        "scratch": blend.scratch_memory(num_sources),
+        "nodes": np.empty((MAX_NODES, 4), np.int64),
+        "node_p": np.empty(MAX_NODES, np.float32),
+    }
+
+
+class RequestState:
+    """One text in all sources, followed and drafted for by compiled calls.
+
+    What is learned about the use of each source goes on from request to request.
+
+    Parameters
+    ----------
+    min_p
+        Least path probability of a drafted node.
+    find_origins
+        Say where drafted nodes stand in stores.
+    reads_stores
+        Call the kernels that read stores even where there are none, because they are compiled anyway.
+
+    Attributes
+    ----------
+    address
+        Of the `REQUEST` record that kernels are given.
+    fields
+        The record itself, read and written by name.
+    sampled
+        Whether tokens are sampled with noise that is known.
+    """
+
+    def __init__(self, min_p: float, find_origins: bool = False, reads_stores: bool = False) -> None:
+        self._record = np.zeros(1, request.REQUEST)
+        self.fields: Any = self._record[0]
+        self.address = address_of(self._record)
+        self._always_stores = reads_stores
+        self._arrays: dict[str, NDArray[Any]] = {
+            "newest": np.zeros((1, TAIL), np.int32),
+            "recent": np.zeros(request.MATCH, np.int32),
+            "trust": np.empty((NUM_SOURCES, 1 + LENGTH_CLASSES, 2)),
+            "use": np.empty(0),
+        }
+        self.fields["min_p"], self.fields["find_origins"] = min_p, find_origins
+        self.sampled = False
+        self._noise_key = 0, 0, 0
+        self._session_lock: AbstractContextManager[Any] = nullcontext()
+
+    def begin(self, sources: TextSources, calibration: Calibration, session: SessionMemory | None) -> None:
+        """Begin a text; the caller keeps its session as it is."""
+        groups = sources.rows()
+        rows = [row for group in groups.values() for row in group]
+        places = dict(zip(groups, accumulate(map(len, groups.values()), initial=0), strict=False))
+        self._context, self._earlier = sources.context, list(sources.earlier)
+        self._session_lock = session or nullcontext()
+        self._table = SourceTable(rows)
+        has_stores = bool(groups["exact"] or groups["ngram"])
+        self._reads_stores = 1 if has_stores or groups["dense"] or self._always_stores else None
+        self._reset_arrays(len(rows), calibration)
+        fields = self.fields
+        fields["has_prediction"], fields["has_stores"] = bool(groups["prediction"]), has_stores
+        fields["text_source"] = places["context"]
+        fields["first_session"], fields["num_sessions"] = places["session"], len(groups["session"])
+        fields["first_exact"], fields["num_exact"] = places["exact"], len(groups["exact"])
+        fields["dense_source"] = places["dense"] if groups["dense"] else -1
+        fields["alignment_source"] = places["alignment"] if groups["alignment"] else -1
+        fields["length"] = fields["num_recent"] = fields["position_offset"] = fields["num_forced"] = 0
+        fields["sampled"] = fields["first_p"] = fields["least_p"] = 0
+        self.sampled = False
+
+    def _reset_arrays(self, num_sources: int, learned: Calibration) -> None:
+        """Empty what the kernels keep of a text, and point the record to it."""
+        if len(self._arrays["use"]) != num_sources:
+            self._arrays |= {"use": np.full(num_sources, request.OF_USE), **_scratch_of(num_sources)}
+        self._arrays["cursors"] = self.cursors = np.zeros((num_sources, CURSOR), np.int64)
+        self._arrays["newest"][:] = 0
+        begin_request(self._arrays["trust"])
+        shared = {"cells": learned.cells, "scale": learned.scale, "drafts": learned.drafts}
+        for name, array in (self._arrays | shared | {"table": self._table.records}).items():
+            self.fields[name] = address_of(array)
+        self.fields["num_sources"], self.fields["pool_size"] = num_sources, len(self._arrays["heap"])
+
+    def refresh_sessions(self) -> None:
+        """Read a session whose arrays were replaced where they are now; the caller holds the session's lock.
+
+        Drafters of other threads add to it.
+        """
+        first = int(self.fields["first_session"])
+        for i, automaton in enumerate(self._earlier):
+            self._table.put(first + i, automaton.row(SESSION))
+
+    def read(self, ids: NDArray[np.int32]) -> None:
+        """Take text (n,) that was not generated into the text so far."""
+        with self._session_lock:
+            self.refresh_sessions()
+            appended = request.read(self.address, ids, FOLLOWED, self._reads_stores)
+        if appended < len(ids):  # for more the text's automaton had no room
+            self.extend(ids[appended:])
+
+    def extend(self, ids: NDArray[np.int32]) -> None:
+        """Append tokens to the text's automaton, which makes room for them, and read it where it is then."""
+        self._context.extend(ids)
+        self._table.put(int(self.fields["text_source"]), self._context.row(CONTEXT))
+
+    def step(
+        self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: bool
+    ) -> Drafted:
+        """Learn what was observed, then draft: one compiled call, or two where the automaton had no room."""
+        drafted = self._call(observed, max_nodes, max_depth, cost, chain)
+        if drafted.room == len(observed.emitted):
+            return drafted
+        self.extend(observed.emitted[drafted.room :])
+        return self._call(_NOTHING, max_nodes, max_depth, cost, chain)
+
+    def _call(
+        self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: bool
+    ) -> Drafted:
+        fields = self.fields
+        fields["num_verified"], fields["num_accepted"], fields["expected"] = observed[4:]
+        cost = _NO_COST if cost is None else cost[: max_nodes + 1]
+        limits = max_nodes, max_depth, int(chain)
+        with self._session_lock:
+            self.refresh_sessions()
+            return Drafted(*step.propose(self.address, cost, *limits, *observed[:4], self._reads_stores))
+
+    def force(self, chain: DraftTree) -> int:
+        """Let the next draft begin with tokens that no source has to say; returns how many."""
+        count = len(chain)
+        self.fields["num_forced"] = count
+        if count:
+            places = chain.token_ids, chain.parent, chain.depth, np.full(count, len(self._table))
+            self._arrays["nodes"][:count] = np.stack(places, axis=1)
+            self._arrays["node_p"][:count] = np.exp(chain.log_p)
+        return count
+
+    def is_noise(self, noise: tuple[int, int, int] | None, length: int) -> bool:
+        """Whether the noise of a text of so many tokens is what drafts are coupled to already."""
+        if noise is None:
+            return not self.sampled
+        return self.sampled and self._noise_key == (*noise[:2], noise[2] - length)
+
+    def set_noise(self, noise: tuple[int, int, int] | None, length: int) -> None:
+        """Take over the key of the sampling noise; positions are kept relative to the text of so many tokens."""
+        self.sampled = noise is not None
+        self.fields["sampled"] = self.sampled
+        if noise is None:
+            return
+        seed, row, position = noise
+        self._noise_key = seed, row, position - length
+        self.fields["seed"] = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # its 64 bits, signed
+        self.fields["row"], self.fields["position"] = row, position
+        self.fields["position_offset"] = position - length
+
+    def drop_first(self) -> None:
+        """Judge no draft by the token that it would have begun with: the text goes on with something else."""
+        self.fields["first_p"] = 0.0
+
+    def nodes(self, count: int) -> NDArray[np.int64]:
+        """(count, 2) tokens and parents of the last draft's nodes, best first."""
+        found: NDArray[np.int64] = self._arrays["nodes"][:count, :2].copy()
+        return found
+
+    @property
+    def newest_token(self) -> int:
+        """The last token of the text."""
+        return int(self._arrays["newest"][0, 0])
+
+    @property
+    def dense_cursor(self) -> NDArray[np.int64]:
+        """(CURSOR,) int64, where the text stands among the neighbours."""
+        cursor: NDArray[np.int64] = self.cursors[int(self.fields["dense_source"])]
+        return cursor
+
+    def longest_match(self) -> int:
+        """Tokens that any source but neighbours matches where the text stands."""
+        with self._session_lock:
+            self.refresh_sessions()
+            return int(step.longest_match(self.address, self._reads_stores))

@@ -1,0 +1,79 @@
+"""Sources of one text: what it is looked up in, in the order in which sources win ties in match length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from retrieve_spec.kernels.request import HYPOTHESES
+from retrieve_spec.sources import (
+    ALIGNMENT,
+    BIGRAMS,
+    CONTEXT,
+    DENSE,
+    PHRASES,
+    PREDICTION,
+    RECYCLING,
+    SESSION,
+)
+from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.dense import DenseSource
+from retrieve_spec.sources.phrases import PhraseMemory
+from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
+from retrieve_spec.sources.rows import Alignments, Prediction, Row
+from retrieve_spec.sources.unigrams import Unigrams
+
+
+@dataclass(slots=True)
+class TextSources:
+    """What one text is looked up in. A source is added here: a field, and its rows in `rows`.
+
+    Attributes
+    ----------
+    context, unigrams, alignments
+        What the text itself has shown.
+    prediction
+        The text that the user expects.
+    earlier
+        Automata of earlier texts, as the session had them when the request began.
+    exact, dense, ngram
+        Rows of the stores' suffix arrays and n-gram tables, numbered over all stores; what the dense indexes found.
+    recycling, bigrams
+        The target's own top tokens: in texts so far, and after each single token.
+    phrases
+        What the answers to several requesters have in common.
+    """
+
+    context: SuffixAutomaton
+    unigrams: Unigrams
+    alignments: Alignments | None = None
+    prediction: Prediction | None = None
+    earlier: list[SuffixAutomaton] = field(default_factory=list)
+    exact: list[Row] = field(default_factory=list)
+    dense: DenseSource | None = None
+    ngram: list[Row] = field(default_factory=list)
+    recycling: RecyclingTable | None = None
+    bigrams: Bigrams | None = None
+    phrases: PhraseMemory | None = None
+
+    def rows(self) -> dict[str, list[Row]]:
+        """Rows of every source by its name."""
+        knows_phrases = self.phrases is not None and self.phrases.requests > 1  # others than one requester's
+        return {
+            "prediction": _rows(self.prediction, PREDICTION) * HYPOTHESES,
+            "context": [self.context.row(CONTEXT), self.unigrams.row(CONTEXT)],
+            "session": [automaton.row(SESSION) for automaton in self.earlier],
+            "exact": self.exact,
+            "dense": _rows(self.dense, DENSE),
+            "recycling": _rows(self.recycling, RECYCLING),
+            "bigrams": _rows(self.bigrams if self.recycling else None, BIGRAMS),
+            "phrases": _rows(self.phrases if knows_phrases else None, PHRASES),
+            "alignment": _rows(self.alignments, ALIGNMENT),
+            "ngram": self.ngram,
+        }
+
+
+_OneRow = Prediction | DenseSource | RecyclingTable | Bigrams | PhraseMemory | Alignments
+
+
+def _rows(source: _OneRow | None, number: int) -> list[Row]:
+    return [] if source is None else [source.row(number)]
