@@ -1,8 +1,8 @@
 """Request: where one text stands in all sources, as a record, and Numba kernels that read and update it.
 
-The record holds sizes, places, counters and the addresses of the request's arrays; `drafting/request_state.py` keeps it
-together with the arrays. One record instead of twenty arrays, because every array that is handed from Python to a kernel
-costs a fraction of a microsecond, and between two passes of a model, when no cache holds anything, several.
+The record holds sizes, places, counters and the addresses of the request's arrays, which
+`drafting/request_state.py` keeps. One record instead of twenty arrays, because every array that is handed from Python
+to a kernel costs a fraction of a microsecond, and between two passes of a model, when no cache holds anything, several.
 
 Where the text stands in the segments of stores is found as follows. A match that goes on is narrowed. Where there was
 none, or it fell off, a match must end with the newest tokens: the gram filters of all segments say, for one read each,
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels import alignment, automaton, unigram
 from retrieve_spec.kernels.automaton import extend
 from retrieve_spec.kernels.calibration import CELLS, LENGTH_CLASSES, NUM_SOURCES, SCALE_BINS
-from retrieve_spec.kernels.compiled_code import door, inner, making, making_door, part
+from retrieve_spec.kernels.compiled_code import inner, making, making_door, part
 from retrieve_spec.kernels.ngram import GRAM, home, may_hold, newest_gram
 from retrieve_spec.kernels.source_table import (
     CURSOR,
