@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from retrieve_spec.config import AUTO, SpeculationConfig
+from retrieve_spec.config import AUTO, OFF, SpeculationConfig
 from retrieve_spec.datastore.store import read_ahead
 from retrieve_spec.drafting.drafter import Drafter, Preparable, UsesBigrams
 from retrieve_spec.engine.budget import PassThreads, using
-from retrieve_spec.engine.drafters import OFF
 from retrieve_spec.engine.speculation import Speculation, bigrams_of, check_stores, measure_passes, open_store
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from retrieve_spec.errors import ConfigError, nearest, require
 
 AUTO: Literal["auto"] = "auto"
+OFF: Literal["off"] = "off"
 MAX_NODES = 1024
 """Hard limit of draft nodes per pass; a pass is never asked for more. Recorded passes take `PASS.tree_rows` rows."""
 CACHE_VARIABLE = "RETRIEVE_SPEC_CACHE"

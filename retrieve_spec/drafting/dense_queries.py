@@ -96,9 +96,9 @@ class Comparison:
     price: float = 0.0
     gain: float = 0.0
 
-    def weigh(self, nodes: int, cost: NDArray[np.float32], seconds_per_token: float) -> None:
+    def weigh(self, nodes: int, cost: NDArray[np.float32], seconds_per_token: float | None) -> None:
         """Price the present pass's tree of so many nodes, by the seconds (m,) that passes over 0 … m - 1 take."""
-        if self.without is not None:
+        if self.without is not None and seconds_per_token is not None:
             self.price = float(cost[nodes] - cost[len(self.without)]) / seconds_per_token
 
     def hold_against(self, emitted: NDArray[np.int32]) -> None:

@@ -17,6 +17,7 @@ from retrieve_spec.drafting.dense_queries import DenseQueries
 from retrieve_spec.drafting.draft_policy import DraftPolicy
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.request_state import ObservedPass, PendingPasses, RequestState
+from retrieve_spec.drafting.scoped import ScopedDrafter
 from retrieve_spec.drafting.text_sources import TextSources
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
@@ -24,7 +25,7 @@ from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import EXACT, NGRAM
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
-from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
+from retrieve_spec.sources.recycling import MANY_CONTEXTS, Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, store_rows
 from retrieve_spec.sources.session import SessionMemory
 
@@ -73,7 +74,7 @@ class _LastDraft:
     forced: int = 0
 
 
-class MixtureDrafter:
+class MixtureDrafter(ScopedDrafter):
     """Drafts from every open source at once, most probable nodes first, and learns from every verified token.
 
     What a pass showed is learned in one compiled call with the next draft (`kernels/step.py`), which finds in the
@@ -83,8 +84,8 @@ class MixtureDrafter:
     ----------
     config
         Limits of the tree.
-    recycling
-        Use the target's own top tokens.
+    recycling, contexts
+        Use the target's own top tokens, in so many contexts at most (a power of two).
     session
         Memory of earlier generations to draft from and to add to, or None.
     datastores
@@ -100,9 +101,6 @@ class MixtureDrafter:
         As given; from the next request on others, if they are replaced.
     sources
         What the text is looked up in.
-    requester_id
-        Who asks, until the request ends: phrases that one requester alone was given are not drafted. None: every
-        request has one of its own.
     learns_phrases
         Whether requests are counted when they end.
     """
@@ -115,14 +113,15 @@ class MixtureDrafter:
         config: SpeculationConfig | None = None,
         *,
         recycling: bool = True,
+        contexts: int = MANY_CONTEXTS,
         session: SessionMemory | None = None,
         datastores: Sequence[Datastore] = (),
         calibration: Calibration | None = None,
         bigrams: Bigrams | None = None,
     ) -> None:
         self.config = config or SpeculationConfig()
-        self.calibration = calibration or Calibration()
-        self.session = session
+        self.calibration = self._own_calibration = calibration or Calibration()
+        super().__init__(session)
         self.datastores = list(datastores)
         indexes = DenseIndexes(datastores if self.config.dense == AUTO else ())
         ngram_rows, exact_rows = store_rows(self.datastores, NGRAM, EXACT)
@@ -133,13 +132,12 @@ class MixtureDrafter:
             exact=exact_rows,
             dense=None if indexes.layer is None else DenseSource(indexes),
             ngram=ngram_rows,
-            recycling=RecyclingTable() if recycling else None,
+            recycling=RecyclingTable(contexts) if recycling else None,
             bigrams=bigrams,
             phrases=self.calibration.phrases if self.config.phrases == AUTO else None,
         )
         self.wants_hidden: Layer | None = indexes.layer
         self.top_k = self.sources.recycling.k if self.sources.recycling else 0
-        self.requester_id: str | None = None
         self.learns_phrases = True
         find_origins = self.config.provenance and bool(exact_rows or self.sources.dense)
         self._state = RequestState(self.config.min_path_probability, find_origins, self._always_reads_stores)
@@ -183,7 +181,7 @@ class MixtureDrafter:
         self._asked = False  # the last pass over another text may not have ended
         if self._queries is not None:
             self._queries.leave()
-        with session or nullcontext():
+        with nullcontext() if session is None else session:
             sources.earlier = [] if session is None else list(session.automata)
             self._state.begin(sources, self.calibration, session)
         self._state.read(np.ascontiguousarray(prompt_ids, np.int32))
@@ -318,14 +316,31 @@ class MixtureDrafter:
         """Draft from what the target says after each single token, from the next request on."""
         self.sources.bigrams = bigrams
 
+    def _share(self, siblings: SessionMemory, calibration: Calibration | None) -> None:
+        if self.session is None:
+            self.forget_logits()  # as `start` does without a session
+        self.session = siblings
+        if calibration is not None:
+            calibration.begin_with(self.calibration)
+            self.calibration = calibration
+
+    def leave(self) -> None:
+        """Work for no text any more."""
+        super().leave()
+        if self.calibration is not self._own_calibration:  # which has counted no request, but has the phrases
+            self.calibration = self._own_calibration
+            self.calibration.keep()
+
+    def forget_scope(self, scope: str | None) -> None:
+        """See `ScopedDrafter.forget_scope`; no phrases are learned from the text."""
+        super().forget_scope(scope)
+        if self._own is not None and scope in (None, self._scope):
+            self._transcript.is_forgotten = True
+
     def forget_logits(self) -> None:
         """Forget the target's top tokens in earlier texts."""
         if self.sources.recycling is not None:
             self.sources.recycling.reset()
-
-    def forget_request(self) -> None:
-        """Learn no phrases from the request under way."""
-        self._transcript.is_forgotten = True
 
     def finish(self) -> None:
         """End the request: phrases and session, if there is one, learn what was generated; calibration is kept."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
-from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.published.base import PublishedDrafter
 from retrieve_spec.drafting.published.logits import LogitSpec, Lookahead, TokenRecycling
@@ -15,7 +14,7 @@ from retrieve_spec.drafting.published.search import Stand
 from retrieve_spec.drafting.published.stores import Dresd, Hierarchy, Rest, Sam, SamRecycling
 from retrieve_spec.drafting.published.text import AdaptiveNgram, AdaptiveTrigram, PromptLookup, SuffixDecoding
 from retrieve_spec.errors import UnknownPresetError, nearest
-from retrieve_spec.sources.recycling import Bigrams
+from retrieve_spec.sources.recycling import MANY_CONTEXTS, Bigrams
 from retrieve_spec.sources.session import SessionMemory
 
 PRESETS: dict[str, type[MixtureDrafter | PublishedDrafter]] = {
@@ -44,7 +43,8 @@ def build_drafter(
     session: SessionMemory | None = None,
     calibration: Calibration | None = None,
     bigrams: Bigrams | None = None,
-) -> Drafter:
+    contexts: int = MANY_CONTEXTS,
+) -> MixtureDrafter | PublishedDrafter:
     """Drafter that ``config.draft`` names.
 
     Parameters
@@ -55,8 +55,8 @@ def build_drafter(
         Open stores (`retrieve_spec.datastore.Datastore`) to draft from.
     session, calibration
         State kept between requests; None starts without.
-    bigrams
-        Of the model, for `auto`.
+    bigrams, contexts
+        Of the model, and contexts in which its top tokens are remembered, for `auto`.
 
     Raises
     ------
@@ -73,5 +73,12 @@ def build_drafter(
     if session is None and config.session:
         session = SessionMemory(config.session_tokens, exact=config.draft != AUTO)
     if issubclass(preset, MixtureDrafter):
-        return preset(config, session=session, datastores=datastores, calibration=calibration, bigrams=bigrams)
+        return preset(
+            config,
+            session=session,
+            datastores=datastores,
+            calibration=calibration,
+            bigrams=bigrams,
+            contexts=contexts,
+        )
     return preset(() if preset is Dresd and config.dense != AUTO else datastores, session)

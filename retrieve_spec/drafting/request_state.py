@@ -163,7 +163,7 @@ class RequestState:
         rows = [row for group in groups.values() for row in group]
         places = dict(zip(groups, accumulate(map(len, groups.values()), initial=0), strict=False))
         self._context, self._earlier = sources.context, list(sources.earlier)
-        self._session_lock = session or nullcontext()
+        self._session_lock = nullcontext() if session is None else session
         self._table = SourceTable(rows)
         has_stores = bool(groups["exact"] or groups["ngram"])
         self._reads_stores = 1 if has_stores or groups["dense"] or self._always_stores else None
@@ -186,7 +186,7 @@ class RequestState:
         self._arrays["cursors"] = self.cursors = np.zeros((num_sources, CURSOR), np.int64)
         self._arrays["newest"][:] = 0
         begin_request(self._arrays["trust"])
-        shared = {"cells": learned.cells, "scale": learned.scale, "drafts": learned.drafts}
+        shared: dict[str, NDArray[Any]] = {"cells": learned.cells, "scale": learned.scale, "drafts": learned.drafts}
         for name, array in (self._arrays | shared | {"table": self._table.records}).items():
             self.fields[name] = address_of(array)
         self.fields["num_sources"], self.fields["pool_size"] = num_sources, len(self._arrays["heap"])

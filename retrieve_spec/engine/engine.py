@@ -35,11 +35,9 @@ from retrieve_spec.engine.budget import (
 )
 from retrieve_spec.engine.driving import Driver
 from retrieve_spec.engine.sequence import SeenPass, Sequence, autocast_key
-from retrieve_spec.recorded.recorded_verifier import RecordedVerifier, forward_together
 from retrieve_spec.sampling.acceptance import PassLogits, read_side_by_side, walk
 from retrieve_spec.sampling.samplers import DeviceSampler, read_sampled
-from retrieve_spec.verify.hf import HFVerifier
-from retrieve_spec.verify.verifier import Ran, VerifierOutput
+from retrieve_spec.verify.verifier import Ran, SharedPasses, VerifierOutput
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ class Engine(Driver):
         try:
             with torch.inference_mode(False), torch.no_grad():
                 if self._backoff.samples(len(going)):
-                    each([s for s in going if s.is_reading], lambda sequence: sequence.lease.wait())
+                    each([s for s in going if s.is_reading], lambda sequence: sequence.drafter.defer())
                 each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(FEW_ROOTS))
                 decoding = [s for s in going if not s.is_reading and not s.is_over]
                 reading = [s for s in going if s.is_reading and not s.is_over]
@@ -99,6 +97,7 @@ class Engine(Driver):
         batch = self._draft(batch)
         roots = sum(len(sequence.root_ids) for sequence in batch)
         times.append(perf_counter())
+        padded = pads(batch)
         with using(self.threads):
             batch, usual = verify_all(batch)
             batch = read_logits_all(batch)  # waits for the device: its time is the pass's
@@ -108,13 +107,13 @@ class Engine(Driver):
         batch = each(batch, learn)
         times.append(perf_counter())
         if batch:
-            self._note(batch, usual, np.diff(times).tolist(), roots - len(batch))
+            self._note(batch, usual, np.diff(times).tolist(), roots - len(batch), padded)
 
     def _draft(self, batch: list[Sequence]) -> list[Sequence]:
         """Give every sequence a tree within one budget for all; those whose drafters did not fail."""
         for sequence in batch:
             sequence.tree = NO_DRAFT
-        if not any(sequence.lease.drafts for sequence in batch):
+        if not any(sequence.drafter.drafts for sequence in batch):
             return batch
         count, padded, seconds = len(batch), pads(batch), self._seconds(batch)
         shares = count > 1 and seconds is not None
@@ -142,20 +141,30 @@ class Engine(Driver):
             return None
         return self.costs.seconds(len(batch), sum(sequence.text.length for sequence in batch))
 
-    def _note(self, batch: list[Sequence], usual: bool, seconds: list[float], more: int) -> None:
-        """Enter a pass in logs and costs, by the seconds of drafting, verifying, committing and learning.
+    def _note(self, batch: list[Sequence], usual: bool, seconds: list[float], extra_roots: int, padded: bool) -> None:
+        """Enter a pass in reports and costs.
 
-        It had so many `more` rows than a last token of each and the drafts.
+        Parameters
+        ----------
+        usual
+            Whether it took as long as such passes do.
+        seconds
+            Of drafting, verifying, committing and learning.
+        extra_roots
+            Root tokens beyond one for each sequence.
+        padded
+            Whether each sequence took as many rows as the widest.
         """
         share = tuple(each_of / len(batch) for each_of in seconds)
         for sequence in batch:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
             sequence.report.note(sequence.seen.tree, sequence.seen.walked, share, sequence.limits.provenance)
-        asked = any(sequence.lease.drafts for sequence in batch) or (self.threads is not None and self.threads.most > 1)
+        chooses_threads = self.threads is not None and self.threads.most > 1
+        asked = chooses_threads or any(sequence.drafter.drafts for sequence in batch)
         if usual and asked:  # else it says nothing of such passes, or nobody wants to know
             trees = [sequence.seen.tree for sequence in batch]
-            nodes = more + (len(batch) * max(map(len, trees)) if pads(batch) else sum(map(len, trees)))
+            nodes = extra_roots + (len(batch) * max(map(len, trees)) if padded else sum(map(len, trees)))
             context = sum(sequence.text.length for sequence in batch)
             self.costs.learn(len(batch), nodes, context, sum(seconds), self.threads)
 
@@ -164,47 +173,36 @@ def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
     """Divide sequences into those that one pass serves, `config.PASS.batch_rows` at most."""
     shared: dict[object, list[Sequence]] = {}
     for sequence in sequences:
-        passes = _shared_passes(sequence)
+        passes = _passes_of(sequence)
         if passes is None:
             yield [sequence]
         else:
-            shared.setdefault((id(passes), sequence.lease.wants_hidden), []).append(sequence)
+            shared.setdefault((passes, sequence.drafter.wants_hidden), []).append(sequence)
     for together in shared.values():
         for first in range(0, len(together), PASS.batch_rows):
             yield together[first : first + PASS.batch_rows]
 
 
-def _shared_passes(sequence: Sequence) -> object:
-    """The recorded pass, or the padded batch, that a sequence can share with others, or None."""
-    verifier = sequence.verifier
-    if isinstance(verifier, HFVerifier):
-        shares = verifier.batch is not None and not sequence.is_reading and verifier.batch.takes(verifier)
-        return verifier.batch if shares else None
-    if not isinstance(verifier, RecordedVerifier) or verifier.pass_reason:
-        return None
-    if sequence.is_reading and not verifier.packs_prompts:
-        return None
-    return verifier.recorded if sequence.lease.wants_hidden in (None, verifier.recorded.layer) else None
-
-
 def pads(batch: Many[Sequence]) -> bool:
     """Whether a pass over a batch takes as many rows for each sequence as for the one that needs most."""
-    return len(batch) > 1 and isinstance(batch[0].verifier, HFVerifier)
+    passes = _passes_of(batch[0]) if len(batch) > 1 else None
+    return passes is not None and passes.pads
+
+
+def _passes_of(sequence: Sequence) -> SharedPasses | None:
+    return sequence.verifier.shared_passes(sequence.is_reading, sequence.drafter.wants_hidden)
 
 
 def _together(
     batch: list[Sequence], roots: Many[NDArray[np.int32]], trees: Many[DraftTree], keeps: Many[int] | None = None
 ) -> list[VerifierOutput] | None:
     """What one pass computes for each of a batch, None where each is to be tried alone."""
-    if len(batch) < 2:
+    passes = _passes_of(batch[0]) if len(batch) > 1 else None
+    if passes is None:
         return None
     try:
-        if pads(batch):
-            texts = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, HFVerifier)]
-            padded: list[VerifierOutput] = texts[0].batch.forward(texts, roots, trees, batch[0].lease.wants_hidden)
-            return padded
-        verifiers = [sequence.verifier for sequence in batch if isinstance(sequence.verifier, RecordedVerifier)]
-        return forward_together(verifiers, roots, trees, batch[0].lease.wants_hidden, keeps)
+        verifiers = [sequence.verifier for sequence in batch]
+        return passes.forward_all(verifiers, roots, trees, batch[0].drafter.wants_hidden, keeps)
     except Exception:
         logger.debug("a pass over %d sequences failed; each is tried alone", len(batch), exc_info=True)
     return None
@@ -235,10 +233,10 @@ def draft(sequence: Sequence, most: int = MAX_NODES, cost: NDArray[np.float32] |
         (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
     """
     sequence.tree = NO_DRAFT
-    if not sequence.lease.drafts or sequence.verifier.mode == "plain":
+    if not sequence.drafter.drafts or sequence.verifier.mode == "plain":
         return
     budget = _budget_of(sequence, most, cost)
-    tree = sequence.lease.propose(budget)
+    tree = sequence.drafter.draft(budget)
     if sequence.guide is not None and budget.max_nodes:
         most_deep = len(budget.ahead) + budget.max_depth
         tree = with_forced(tree, sequence.guide, sequence.text.ids, budget.ahead, most_deep)
@@ -290,7 +288,7 @@ def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
 def verify(sequence: Sequence) -> None:
     """Run the model over the last token and the draft, in a pass of its own."""
     given = sequence.tree if len(sequence.tree) else None
-    saw(sequence, sequence.verifier.forward(sequence.root_ids, given, want_hidden=sequence.lease.wants_hidden))
+    saw(sequence, sequence.verifier.forward(sequence.root_ids, given, want_hidden=sequence.drafter.wants_hidden))
 
 
 def saw(sequence: Sequence, output: VerifierOutput, first_row: int = 0, borrowed: bool = False) -> None:
@@ -331,7 +329,7 @@ def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
 def _read(batch: list[Sequence]) -> list[PassLogits]:
     """What sequences that read alike look for in the logits of their pass."""
     parts = [sequence.seen.every_logit for sequence in batch]
-    needed = [max(sequence.lease.top_k, 1) for sequence in batch]  # the walk looks at one
+    needed = [max(sequence.drafter.top_k, 1) for sequence in batch]  # the walk looks at one
     top_k = max(needed)
     drawing = [(s.seen, s.sampler.rules(s.text, s.seen.tree)) for s in batch if isinstance(s.sampler, DeviceSampler)]
     if drawing:
@@ -352,7 +350,7 @@ def read_logits(sequence: Sequence, read: PassLogits | None = None) -> None:
     """
     seen, text = sequence.seen, sequence.text
     if read is None:
-        read = sequence.sampler.read(seen.every_logit, seen.first_row, seen.tree, text, sequence.lease.top_k)
+        read = sequence.sampler.read(seen.every_logit, seen.first_row, seen.tree, text, sequence.drafter.top_k)
     seen.logits = read
 
 
@@ -368,7 +366,7 @@ def accept(sequence: Sequence) -> None:
     if sequence.is_reading:  # the prompt's pass
         report, verifier = sequence.report, sequence.verifier
         report.passes, report.new_tokens = 1, len(seen.walked.emitted)
-        if sequence.lease.drafts and verifier.reason != report.reason:  # what the prompt showed
+        if sequence.drafter.drafts and verifier.reason != report.reason:  # what the prompt showed
             report.mode, report.reason = verifier.mode, verifier.reason
     sequence.unread, sequence.read_before = sequence.unread[:0], None
     sequence.reader.show(seen.walked.emitted)
@@ -376,7 +374,7 @@ def accept(sequence: Sequence) -> None:
 
 def learn(sequence: Sequence, prompt: bool = False) -> None:
     """Tell a sequence's drafter what the pass showed; of the `prompt` it has seen the top tokens."""
-    seen, walked, top_k = sequence.seen, sequence.seen.walked, sequence.lease.top_k
+    seen, walked, top_k = sequence.seen, sequence.seen.walked, sequence.drafter.top_k
     last = seen.first_row + (int(walked.path[-1]) + 1 if len(walked.path) else 0)
     hidden = None if seen.output is None else seen.output.hidden
     shown = VerifiedPass(
@@ -387,7 +385,7 @@ def learn(sequence: Sequence, prompt: bool = False) -> None:
         seen.logits.top_logits[seen.first_row :] if top_k else None,
         None if hidden is None else hidden[last].float().cpu().numpy(),
     )
-    sequence.lease.observe(shown, prompt)
+    sequence.drafter.observe(shown, prompt)
     seen.output = None
 
 
@@ -465,7 +463,7 @@ def begin(sequence: Sequence) -> None:
 def read(sequence: Sequence, piece: NDArray[np.int32]) -> None:
     """Read a piece of a prompt in a pass of its own; the last one brings a token."""
     keep = sequence.keeps(piece)
-    has_read(sequence, piece, sequence.verifier.forward(piece, keep=keep, want_hidden=sequence.lease.wants_hidden))
+    has_read(sequence, piece, sequence.verifier.forward(piece, keep=keep, want_hidden=sequence.drafter.wants_hidden))
 
 
 def has_read(sequence: Sequence, piece: NDArray[np.int32], output: VerifierOutput) -> None:
@@ -485,5 +483,5 @@ def _first_choice(sequence: Sequence, output: VerifierOutput, first_row: int, bo
     saw(sequence, output, first_row, borrowed)
     read_logits(sequence)
     accept(sequence)
-    sequence.lease.read_prompt(prompt, sequence.seen.logits)
+    sequence.drafter.observe_prompt(prompt, sequence.seen.logits)
     learn(sequence, prompt=True)

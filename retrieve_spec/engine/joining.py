@@ -1,4 +1,4 @@
-"""Joining: a sequence for each row of a prepared call, with a verifier, rules, and a drafter on loan."""
+"""Joining: a sequence for each row of a prepared call, with its verifier, drafter, sampler and limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 from uuid import uuid4
 
@@ -14,16 +15,19 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from retrieve_spec.config import dial
+from retrieve_spec.config import OFF, dial
 from retrieve_spec.datastore.store import sourced_runs
-from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
-from retrieve_spec.engine.drafters import OFF, Drafters, Siblings
-from retrieve_spec.engine.sequence import DrafterLease, Limits, Sequence
+from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.engine.drafters import Drafters, DraftOptions
+from retrieve_spec.engine.sequence import Limits, Sequence
+from retrieve_spec.engine.sessions import Siblings
 from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.engine.text_drafter import TextDrafter
 from retrieve_spec.errors import require
-from retrieve_spec.sampling.acceptance import Stopper
+from retrieve_spec.sampling.acceptance import Sampler, Stopper
 from retrieve_spec.sampling.guides import guide_of
 from retrieve_spec.sampling.samplers import make_sampler, processors_of_row, whole_seed
+from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.verifier import OF_TEXT, VerifierInputs, VerifierOutput
 
@@ -210,18 +214,11 @@ class SharedPrompts:
 
 
 def siblings_of(
-    rows: Many[Row],
-    drafters: Drafters,
-    draft: str | None,
-    cache_name: str,
-    vocabulary: int,
-    scope: str = "",
-    stores: Many[Any] = (),
+    rows: Many[Row], drafters: Drafters, options: DraftOptions, cache_name: str, vocabulary: int
 ) -> list[Siblings | None]:
     """By row, what those with its prompt share; None for a row that has nothing but its own text.
 
-    `vocabulary`: tokens that the model knows; `scope`: whose rows these are. A prompt of more than tokens has no
-    answers in a memory of rollouts.
+    `vocabulary`: tokens that the model knows. A prompt of more than tokens has no answers in a memory of rollouts.
     """
     prompts = [_shown(row) for row in rows]
     keys = [prompt.tobytes() for prompt in prompts]
@@ -230,8 +227,7 @@ def siblings_of(
         inputs = row.inputs
         whole = is_text_alone(inputs, cache_name) and (inputs.holds_past or not inputs.past_length)
         if key not in made and (counts[key] > 1 or (whole and drafters.rollouts is not None)):
-            answers_to = prompt if whole else None
-            made[key] = drafters.siblings(draft, answers_to, vocabulary, scope, counts[key] > 1, stores)
+            made[key] = drafters.siblings(options, prompt if whole else None, vocabulary, counts[key] > 1)
     return [made.get(key) for key in keys]
 
 
@@ -245,92 +241,71 @@ def _shown(row: Row) -> NDArray[np.int32]:
     return shown
 
 
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Options of a call that are this library's own; `generate` and `generate_stream` say what they mean.
+
+    Attributes
+    ----------
+    session
+        Memory that a drafter uses in place of its scope's; False for none.
+    """
+
+    draft: str | None = None
+    nodes: int | str | None = None
+    context_ids: NDArray[np.int32] | None = None
+    seed: int | None = None
+    on_pass: Callable[[VerifiedPass], None] | None = None
+    siblings: str | None = None
+    scope: str | None = None
+    store: Any = None
+    return_logprobs: bool | None = False
+    session: SessionMemory | bool = True
+
+    def __post_init__(self) -> None:
+        siblings, scope = self.siblings, self.scope
+        require(siblings in (None, "share", "off"), "siblings to be 'share' or 'off'", siblings, "Leave it at 'share'.")
+        require(isinstance(scope, str | None), "scope to be a string", scope, "Name whoever the text belongs to.")
+
+
 def sequences_of(
     speculation: Speculation,
     prepared: Prepared,
     predictions: Many[NDArray[np.int32] | None],
-    *,
-    draft: str | None = None,
-    nodes: int | str | None = None,
-    context_ids: NDArray[np.int32] | None = None,
-    seed: int | None = None,
-    on_pass: Callable[[VerifiedPass], None] | None = None,
-    siblings: str | None = None,
-    scope: str | None = None,
-    store: Any = None,
-    return_logprobs: bool = False,
+    options: CallOptions,
     together: SharedPrompts | None = None,
-    on_loan: Callable[[Drafter], None] | None = None,
 ) -> list[Sequence]:
     """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
 
-    Arguments are those of `generate` and `generate_stream`; `predictions` has one for each row. `together`: prompts of
-    other calls, whose sequences will share passes with these. `on_loan`: called with each drafter that is lent, before
-    it reads anything.
+    `predictions` has one for each row; `together` are prompts of other calls, whose sequences may share passes with
+    these.
     """
-    most, criteria = dial(speculation.config.nodes if nodes is None else nodes), prepared.criteria
-    context_ids = prepared.context_ids if context_ids is None else context_ids
-    require(siblings in (None, "share", "off"), "siblings to be 'share' or 'off'", siblings, "Leave it at 'share'.")
-    require(isinstance(scope, str | None), "scope to be a string", scope, "Name whoever the text belongs to.")
-    stores = speculation.open_stores(store)
-    like = speculation.drafters.of(draft, stores)  # an unknown preset is an error now
-    cache_name, ranks = speculation.interface.cache_name, speculation.ranks
-    rows = rows_of(prepared, cache_name, speculation.new_cache)
-    seed = _seed(prepared, seed)
-    if ranks is not None:
-        seed, criteria = ranks.seed(seed), ranks.criteria(criteria)
+    nodes = dial(speculation.config.nodes if options.nodes is None else options.nodes)
+    stores = speculation.open_stores(options.store)
+    drafter = speculation.drafters.get(options.draft, stores)  # an unknown preset is an error now
+    rows = rows_of(prepared, speculation.interface.cache_name, speculation.new_cache)
+    seed, criteria = _seed(prepared, options.seed), prepared.criteria
+    if speculation.ranks is not None:
+        seed, criteria = speculation.ranks.seed(seed), speculation.ranks.criteria(criteria)
     if together is None and len(rows) > 1:
-        together = SharedPrompts(cache_name)
+        together = SharedPrompts(speculation.interface.cache_name)
     verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then interface
-    config, interface, whole = speculation.config, speculation.interface, prepared.inputs
-    wants_dict = bool(prepared.config.return_dict_in_generate)
-    call = uuid4().hex if len(rows) > 1 else None
-    # One that others watch, or that must see every pass, comes at once.
-    may_wait = like is not None and like is not speculation.drafters.given and like.wants_hidden is None
-    may_wait &= most is None and ranks is None and on_pass is None and on_loan is None
-    shared: list[Siblings | None] = [None] * len(rows)
-    if siblings != "off" and most != 0 and draft != OFF:
-        shared = siblings_of(rows, speculation.drafters, draft, cache_name, interface.vocabulary, scope or "", stores)
-    unseen = 0 if whole.holds_past else whole.past_length
-    ends = [interface.max_positions] if interface.max_positions else []
-    if interface.rope_switch and not interface.rope_rescans:
-        ends.append(interface.rope_switch)
+    is_own = drafter is not None and drafter is not speculation.drafters.given
+    may_defer = is_own and drafter.wants_hidden is None and nodes is None
+    drafters = _text_drafters(speculation, prepared, rows, predictions, options, stores, nodes, may_defer)
+    limits = _limits(speculation, prepared, len(rows), nodes)
     made = []
-    for row, verifier, prediction, group in zip(rows, verifiers, predictions, shared, strict=True):
-        lend, give_back = loan(speculation, OFF if most == 0 else draft, call, group, on_loan, scope or "", stores)
+    for row, verifier, drafter in zip(rows, verifiers, drafters, strict=True):
         stopper = Stopper(criteria)
-        sampler = make_sampler(
-            row.processors,
-            seed,
-            row=row.index,
-            keep_scores=wants_dict and bool(prepared.config.output_scores),
-            keep_raw=wants_dict and bool(prepared.config.output_logits),
-            log_probs=return_logprobs,
-            device=row.ids.device,
-        )
-        read = row.inputs.input_ids[0].cpu().numpy().astype(np.int32) if context_ids is None else context_ids
         sequence = Sequence(
             row.inputs,
             verifier,
-            DrafterLease(lend, read, prediction, on_pass, may_wait),
-            sampler,
+            drafter,
+            _sampler(row, prepared, seed, bool(options.return_logprobs)),
             stopper,
-            Limits(
-                nodes=most,
-                max_depth=config.max_depth,
-                max_length=stopper.max_length if stopper.max_length is not None else prepared.config.max_length,
-                draft_end=max(min(ends) - unseen, 1) + row.padding if ends else 0,
-                slot_end=max(interface.max_slots - unseen, 1) if interface.max_slots else 0,
-                prefill_chunk=config.prefill_chunk,
-                prompt_logits=-(-config.prompt_logits // len(rows)),  # with many rows what is learned there drafts less
-                provenance=config.provenance,
-                positions=interface.max_positions,
-                padding=row.padding - unseen,  # which take no positions
-                bytes_per_token=speculation.bytes_per_token,
-                vocabulary=interface.vocabulary,
-            ),
+            limits.of_row(row.padding, stopper.max_length),
             ids=row.ids,
-            on_end=give_back,
+            documents_of=partial(sourced_runs, datastores=[*speculation.datastores, *stores]),
             waits_for_reader=prepared.callers_cache,
             prompt=together.of(row.inputs) if together else None,
             guide=guide_of(row.processors),
@@ -339,42 +314,93 @@ def sequences_of(
     return made
 
 
-def loan(
+def _text_drafters(
     speculation: Speculation,
-    draft: str | None,
-    call: str | None,
-    siblings: Siblings | None,
-    on_loan: Callable[[Drafter], None] | None = None,
-    scope: str = "",
-    stores: Many[Any] = (),
-) -> tuple[Callable[[], Drafter | str], Callable[[Sequence], None]]:
-    """What lends a sequence its drafter, and what takes it back when it has ended."""
-    drafters, ranks, read = speculation.drafters, speculation.ranks, [*speculation.datastores, *stores]
-    began, lent = drafters.times_forgotten(scope), list[Drafter]()
+    prepared: Prepared,
+    rows: list[Row],
+    predictions: Many[NDArray[np.int32] | None],
+    call: CallOptions,
+    stores: list[Any],
+    nodes: int | None,
+    may_defer: bool,
+) -> list[TextDrafter]:
+    """What drafts for each row; nothing is opened yet."""
+    drafters, interface, ranks = speculation.drafters, speculation.interface, speculation.ranks
+    name = uuid4().hex if len(rows) > 1 else None
+    options = DraftOptions(OFF if nodes == 0 else call.draft, call.scope or "", name, None, stores, call.session)
+    siblings: list[Siblings | None] = [None] * len(rows)
+    if call.siblings != "off" and options.draft != OFF:
+        siblings = siblings_of(rows, drafters, options, interface.cache_name, interface.vocabulary)
+    context_ids = prepared.context_ids if call.context_ids is None else call.context_ids
+    may_defer = may_defer and ranks is None and call.on_pass is None and call.session is True
+    return [
+        TextDrafter(
+            drafters,
+            replace(options, siblings=shared),
+            row.inputs.input_ids[0].cpu().numpy().astype(np.int32) if context_ids is None else context_ids,
+            prediction,
+            on_pass=call.on_pass,
+            wrap=None if ranks is None else ranks.drafter,
+            may_defer=may_defer,
+        )
+        for row, prediction, shared in zip(rows, predictions, siblings, strict=True)
+    ]
 
-    def lend() -> Drafter | str:
-        if drafters.times_forgotten(scope) > began:  # one that comes late would take in what was said before
-            return "what was said in its scope was to be forgotten meanwhile"
-        drafter = drafters.lend(draft, call, siblings, scope, stores)
-        if isinstance(drafter, str):
-            return drafter
-        lent.append(drafter)
-        if on_loan is not None:
-            on_loan(drafter)
-        shared = drafter if ranks is None else ranks.drafter(drafter)
-        assert shared is not None
-        return shared
 
-    def give_back(sequence: Sequence) -> None:
-        for drafter in lent:
-            drafters.give_back(drafter, sequence.lease.spoiled)
-        said_all = sequence.stopped and sequence.error is None and drafters.times_forgotten(scope) == began
-        if lent and siblings is not None and said_all:
-            siblings.answer(sequence.text.new_ids)
-        lent.clear()
-        sequence.report.provenance = sourced_runs(sequence.report.origins, read)
+def _sampler(row: Row, prepared: Prepared, seed: int | None, log_probs: bool) -> Sampler:
+    """What chooses the tokens of a row."""
+    config = prepared.config
+    wants_dict = bool(config.return_dict_in_generate)
+    return make_sampler(
+        row.processors,
+        seed,
+        row=row.index,
+        keep_scores=wants_dict and bool(config.output_scores),
+        keep_raw=wants_dict and bool(config.output_logits),
+        log_probs=log_probs,
+        device=row.ids.device,
+    )
 
-    return lend, give_back
+
+@dataclass(frozen=True, slots=True)
+class _CallLimits:
+    """Limits that the rows of a call share, whose lengths count without padding in front."""
+
+    limits: Limits
+    unseen: int
+
+    def of_row(self, padding: int, max_length: int | None) -> Limits:
+        """Limits of a row with so much padding; its criteria may say what length it may have."""
+        limits = self.limits
+        return replace(
+            limits,
+            max_length=limits.max_length if max_length is None else max_length,
+            draft_end=limits.draft_end + padding if limits.draft_end else 0,
+            padding=padding - self.unseen,  # which take no positions
+        )
+
+
+def _limits(speculation: Speculation, prepared: Prepared, num_rows: int, nodes: int | None) -> _CallLimits:
+    """How much one pass of a call's sequences may draft, and what their caches take."""
+    config, interface, whole = speculation.config, speculation.interface, prepared.inputs
+    unseen = 0 if whole.holds_past else whole.past_length
+    ends = [interface.max_positions] if interface.max_positions else []
+    if interface.rope_switch and not interface.rope_rescans:
+        ends.append(interface.rope_switch)
+    limits = Limits(
+        nodes=nodes,
+        max_depth=config.max_depth,
+        max_length=prepared.config.max_length,
+        draft_end=max(min(ends) - unseen, 1) if ends else 0,
+        slot_end=max(interface.max_slots - unseen, 1) if interface.max_slots else 0,
+        prefill_chunk=config.prefill_chunk,
+        prompt_logits=-(-config.prompt_logits // num_rows),  # with many rows what is learned there drafts less
+        provenance=config.provenance,
+        positions=interface.max_positions,
+        bytes_per_token=speculation.bytes_per_token,
+        vocabulary=interface.vocabulary,
+    )
+    return _CallLimits(limits, unseen)
 
 
 def _seed(prepared: Prepared, seed: int | None) -> int | None:

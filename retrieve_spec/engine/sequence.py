@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,17 +19,16 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.datastore.store import SourcedRun
-from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, RemembersText, VerifiedPass
 from retrieve_spec.drafting.forced import Guide
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.errors import PositionError
-from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler, Stopper, Walk
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.verify.verifier import PassKind, Verifier, VerifierInputs, VerifierOutput
 
 if TYPE_CHECKING:
     from retrieve_spec.engine.joining import SharedPrompt
+    from retrieve_spec.engine.text_drafter import TextDrafter
 
 
 @dataclass(slots=True)
@@ -288,128 +287,6 @@ class Limits:
     vocabulary: int = 1 << 31
 
 
-class DrafterLease:
-    """What drafts for one sequence, from its start to its end.
-
-    Where so many sequences share passes that drafting hardly pays, one may wait for its drafter until it is first asked
-    for a tree: the drafter then reads at once what it would have been told pass by pass.
-
-    Parameters
-    ----------
-    lend
-        Lends a drafter, or says why the sequence goes without.
-    context_ids
-        (n,) int32 what the drafter reads in place of the prompt.
-    prediction_ids
-        (m,) int32 text the output is expected to follow.
-    on_pass
-        Called with what each pass showed the drafter, the prompt's first.
-    may_wait
-        Whether the drafter may come later than the text.
-
-    Attributes
-    ----------
-    drafter
-        None before it has read the text, and where nothing drafts, or nothing any more.
-    waits
-        Whether it comes when it is first asked for a tree.
-    spoiled
-        Whether the sequence failed, maybe amid the drafter's work.
-    """
-
-    def __init__(
-        self,
-        lend: Callable[[], Drafter | str],
-        context_ids: NDArray[np.int32],
-        prediction_ids: NDArray[np.int32] | None = None,
-        on_pass: Callable[[VerifiedPass], None] | None = None,
-        may_wait: bool = False,
-    ) -> None:
-        self._lend, self._on_pass = lend, on_pass
-        self._context_ids, self._prediction_ids = context_ids, prediction_ids
-        self.drafter: Drafter | None = None
-        self.spoiled = self.waits = False
-        self._may_wait, self._later = may_wait, False
-        self._told: list[NDArray[np.int32]] = []  # emitted while it waits
-
-    def wait(self) -> None:
-        """Let the drafter come when it is first asked for a tree, if it may and has not come yet."""
-        self._later = self._may_wait
-
-    def start(self) -> str:
-        """Take the drafter, and let it read the text; why there is none, else empty."""
-        self.waits = self._later
-        return "" if self.waits else self._begin()
-
-    def _begin(self) -> str:
-        self.waits = False
-        lent = self._lend()
-        if isinstance(lent, str):
-            return lent
-        lent.start(self._context_ids, self._prediction_ids)
-        if self._told:
-            lent.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.concatenate(self._told)))
-        self.drafter, self._told = lent, []
-        return ""
-
-    @property
-    def drafts(self) -> bool:
-        """Whether it may be asked for a tree."""
-        return self.drafter is not None or self.waits
-
-    @property
-    def top_k(self) -> int:
-        """How many of the most probable tokens of every row it is shown."""
-        return self.drafter.top_k if self.drafter is not None else 0
-
-    @property
-    def wants_hidden(self) -> Layer | None:
-        """The layer whose hidden states it is shown."""
-        return self.drafter.wants_hidden if self.drafter is not None else None
-
-    def propose(self, budget: Budget) -> DraftTree:
-        """A tree within a budget; an empty one where nothing drafts."""
-        if self.waits:
-            self._begin()
-        return NO_DRAFT if self.drafter is None else self.drafter.propose(budget)
-
-    def read_prompt(self, prompt: NDArray[np.int32], logits: PassLogits) -> None:
-        """Show it the top tokens behind the last of the prompt's tokens, one row for each."""
-        if self.drafter is not None and self.drafter.top_k > 0:
-            self.drafter.observe_prompt(prompt[-len(logits.top_ids) :], logits.top_ids, logits.top_logits)
-
-    def observe(self, shown: VerifiedPass, prompt: bool = False) -> None:
-        """Tell it what a pass showed; of the `prompt` it has the top tokens."""
-        if self.waits:
-            self._told.append(shown.emitted)
-        if self.drafter is None:
-            return
-        self.drafter.observe(replace(shown, top_ids=None, top_logits=None) if prompt else shown)
-        if self._on_pass is not None:
-            self._on_pass(shown)
-
-    def spoil(self) -> None:
-        """Draft no more: the sequence failed, maybe amid the drafter's work."""
-        self.drafter, self.spoiled, self.waits = None, True, False
-
-    def finish(self) -> None:
-        """Let the drafter finish its request; one that was waited for comes to take in what there is."""
-        if self.waits and self._told:
-            self._take_in()
-        drafter, self.drafter, self.waits = self.drafter, None, False
-        if drafter is not None:
-            drafter.finish()
-
-    def _take_in(self) -> None:
-        """Let the drafter that was waited for learn from what was said; one that cannot has to read all of it."""
-        lent = self._lend()
-        if isinstance(lent, RemembersText):
-            lent.remember(np.concatenate(self._told))
-        elif not isinstance(lent, str):
-            self._lend = lambda: lent
-            self._begin()
-
-
 class Sequence:
     """One text under way.
 
@@ -419,7 +296,7 @@ class Sequence:
         What the generation starts from.
     verifier
         What runs the model for it.
-    lease
+    drafter
         What drafts for it.
     sampler, stopper
         Which token is the target's next, and after which it ends.
@@ -427,8 +304,8 @@ class Sequence:
         How much one pass may draft, and what its cache takes.
     ids
         (1, L) long, the text as processors and criteria see it, where it has more than `inputs`: padding in front.
-    on_end
-        Called once, when the sequence has ended.
+    documents_of
+        Finds the documents of the report's `origins` when the sequence has ended.
     waits_for_reader
         Takes part in passes only while its reader asks for one: its cache is the caller's and never runs ahead.
     prompt
@@ -460,13 +337,13 @@ class Sequence:
         self,
         inputs: VerifierInputs,
         verifier: Verifier,
-        lease: DrafterLease,
+        drafter: TextDrafter,
         sampler: Sampler,
         stopper: Stopper,
         limits: Limits,
         *,
         ids: torch.Tensor | None = None,
-        on_end: Callable[[Sequence], None] | None = None,
+        documents_of: Callable[[list[tuple[int, int, int]]], list[SourcedRun]] | None = None,
         waits_for_reader: bool = False,
         prompt: SharedPrompt | None = None,
         guide: Guide | None = None,
@@ -477,9 +354,9 @@ class Sequence:
         self.cancelled = self.stopped = self.ended = False
         self.error: BaseException | None = None
         self.cache: Any = None
-        self.verifier, self.lease, self.limits = verifier, lease, limits
+        self.verifier, self.drafter, self.limits = verifier, drafter, limits
         self.sampler, self.stopper = sampler, stopper
-        self._inputs, self._on_end = inputs, on_end
+        self._inputs, self._documents_of = inputs, documents_of
         self.autocast_key = autocast_key()
         self.steps: list[int] = []
         self.unread = inputs.uncached_ids
@@ -544,7 +421,7 @@ class Sequence:
             self._started = True
             self.verifier.start(inputs)
             self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
-            if self.verifier.mode != "plain" and (why_none := self.lease.start()):
+            if self.verifier.mode != "plain" and (why_none := self.drafter.start()):
                 self.report.mode, self.report.reason = "plain", why_none
 
     def draft_at_once(self, most: int) -> None:
@@ -554,7 +431,7 @@ class Sequence:
         """
         self.open()
         left, verifier = len(self.unread), self.verifier
-        self._drafts_at_once = left <= most and isinstance(verifier, RecordedVerifier) and verifier.reads_rest(left)
+        self._drafts_at_once = left <= most and verifier.reads_rest(left)
 
     def piece(self, most: int = 0) -> NDArray[np.int32]:
         """(m,) int32 what to read of the prompt in the next pass, `most` tokens at most (0: no limit).
@@ -566,7 +443,7 @@ class Sequence:
 
     def keeps(self, piece: NDArray[np.int32]) -> int:
         """Positions at the end of a piece of the prompt whose logits are looked at."""
-        learns = self.lease.top_k > 0
+        learns = self.drafter.top_k > 0
         ends = len(piece) == len(self.unread)
         return min(max(self.limits.prompt_logits, 1), len(piece)) if learns and ends else 1
 
@@ -598,14 +475,17 @@ class Sequence:
                 self.commit()  # a walk that failed had got so far
                 self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason
                 self.cache = self.verifier.finish()
-            if self.error is not None:
-                self.lease.spoil()  # it may have failed amid its work
-            self.lease.finish()
+        except Exception as error:
+            self.error = self.error or error
+        try:
+            self.drafter.finish(failed=self.error is not None)
+            if self._started and self.stopped and self.error is None:
+                self.drafter.keep_answer(self.text.new_ids)
         except Exception as error:
             self.error = self.error or error
         self.report.seconds = perf_counter() - self.report.began if self.report.began else 0.0
-        if self._on_end is not None:
-            self._on_end(self)
+        if self._documents_of is not None:
+            self.report.provenance = self._documents_of(self.report.origins)
         self.ended = True
 
 

@@ -145,7 +145,7 @@ class Speculation:
         MissingSourceError
             The preset needs a source that was not given.
         """
-        return self.drafters.of(draft)
+        return self.drafters.get(draft)
 
     def open_stores(self, store: Any) -> list[Datastore]:
         """The store of a call, or several: folders, or stores opened before; none for None (errors: `accelerate`)."""

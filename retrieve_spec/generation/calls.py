@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from retrieve_spec.engine.joining import DelegatedCall, Prepared, sequences_of
+from retrieve_spec.engine.joining import CallOptions, DelegatedCall, Prepared, sequences_of
 from retrieve_spec.engine.sequence import GenerationReport, Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError, in_a_line
@@ -325,7 +325,7 @@ def decode_prepared(model: Any, prepared: Prepared, own: dict[str, Any], argumen
     tokenizer = arguments.get("tokenizer") or speculation.tokenizer
     options = {name: value for name, value in own.items() if name != "prediction"}
     predictions = row_predictions(own["prediction"], tokenizer, len(prepared.inputs.input_ids), model)
-    sequences = sequences_of(speculation, prepared, predictions, **options)
+    sequences = sequences_of(speculation, prepared, predictions, CallOptions(**options))
     _run(speculation, sequences, prepared, arguments.get("streamer"))
     return result_of(sequences, prepared)
 

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
-from retrieve_spec.engine.joining import SharedPrompts, sequences_of
+from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.engine.joining import CallOptions, SharedPrompts, sequences_of
 from retrieve_spec.engine.sequence import GenerationReport, Sequence
 from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.generation.calls import delegate, noted, prepare_call, speculation_of
 from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions, setting
 from retrieve_spec.model_layers import base_model
+from retrieve_spec.sources.session import SessionMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ def open_sequence(
     prediction: Many[int] | None = None,
     context_ids: Many[int] | None = None,
     on_pass: Callable[[VerifiedPass], None] | None = None,
-    on_loan: Callable[[Drafter], None] | None = None,
+    session: SessionMemory | bool = True,
     draft: str | None = None,
     seed: int | None = None,
     scope: str | None = None,
@@ -254,26 +255,17 @@ def open_sequence(
 ) -> Sequence | None:
     """The sequence of a row (1, L) for whoever takes it from pass to pass: `speculation.engine` joins and advances it.
 
-    Arguments are those of `generate_stream`; `on_loan` is called with the drafter that the sequence is lent. None where
-    the call is left to the original `generate`.
+    Arguments are those of `generate_stream`; `session` is the memory that drafts come from in place of the scope's own,
+    False for none. None where the call is left to the original `generate`.
     """
     arguments = {**as_inputs(input_ids, tokenizer, model), **kwargs, "tokenizer": tokenizer}
     prepared = prepare_call(model, arguments)
     if isinstance(prepared, str):
         return None
     read = None if context_ids is None else known_ids(context_ids, "context_ids", model)
-    (sequence,) = sequences_of(
-        speculation_of(model),
-        prepared,
-        [prediction_ids(prediction, tokenizer, model)],
-        draft=draft,
-        seed=seed,
-        scope=scope,
-        store=store,
-        context_ids=read,
-        on_pass=on_pass,
-        on_loan=on_loan,
-    )
+    options = CallOptions(draft, None, read, seed, on_pass, None, scope, store, session=session)
+    expected = prediction_ids(prediction, tokenizer, model)
+    (sequence,) = sequences_of(speculation_of(model), prepared, [expected], options)
     return sequence
 
 
@@ -291,7 +283,7 @@ def _runs(
         under_way.append(report)
         yield rows[0].cpu().numpy().astype(np.int32), None if both is None else both[0].cpu().numpy()
         return
-    (sequence,) = sequences_of(speculation, prepared, [prediction], **options)
+    (sequence,) = sequences_of(speculation, prepared, [prediction], CallOptions(**options))
     under_way.append(sequence.report)
     try:
         with contextlib.closing(speculation.engine.run([sequence])) as passes:
@@ -473,7 +465,7 @@ class Requests(Answers[Finished]):
             self._over.append(self._delegated(index, request, arguments, own, prepared))
             return []
         predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
-        sequences = sequences_of(speculation, prepared, predictions, together=self._prompts, **own)
+        sequences = sequences_of(speculation, prepared, predictions, CallOptions(**own), self._prompts)
         job = _UnderWay(index, request, sequences, tokenizer)
         self._under_way.update({id(sequence): job for sequence in sequences})
         return sequences

@@ -200,7 +200,7 @@ def evidence(source: Record, cursors: NDArray[np.int64], c: int, handle: int, st
         if kind == KIND_NGRAM:
             slots = ngram_slots(source.ngram)
             first = np.int64(slots[handle, ngram.START])
-            prefetch(source.ngram.tokens + source.ngram.itemsize * first)  # the level is read later, if at all
+            prefetch(source.ngram.tokens + source.ngram.token_bytes * first)  # the level is read later, if at all
             prefetch(source.ngram.counts + 4 * first)
             total = max(np.int64(slots[handle, ngram.TOTAL]), np.int64(1))  # 0 in a damaged store only
             return total, ngram.ngram_distinct(slots, handle)

@@ -298,7 +298,7 @@ def _search(segment: Record, recent: NDArray[np.int32], least: int) -> tuple[int
     sa = suffixes_of(segment)
     top = view_u64(segment.top, segment.top_size)
     bits = segment.top_bits
-    if segment.itemsize == 2:
+    if segment.token_bytes == 2:
         lo, hi, depth = sa_between(text_u16(segment), sa, top, bits, local, least, len(local))
     else:
         lo, hi, depth = sa_between(text_u32(segment), sa, top, bits, local, least, len(local))

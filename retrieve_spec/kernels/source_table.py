@@ -63,12 +63,14 @@ SOURCE = np.dtype(
         ("prediction", _fields("text length cursors")),
         (
             "ngram",
-            _fields("slots num_slots tokens counts size itemsize orders vocabulary marks buckets words column"),
+            _fields(
+                "slots num_slots tokens counts num_successors token_bytes orders vocabulary marks buckets words column"
+            ),
         ),
         (
             "exact",
             _fields(
-                "tokens length itemsize suffixes num_suffixes to_local vocabulary to_global num_local"
+                "tokens length token_bytes suffixes num_suffixes to_local vocabulary to_global num_local"
                 " top top_size top_bits min_depth segment grams num_grams"
             ),
         ),
@@ -83,7 +85,8 @@ SOURCE = np.dtype(
 )
 """Record of a source: its kind, its number, 1 while it is disabled (it has explained next to nothing lately), and what
 its kind keeps: addresses of arrays and numbers. Phrases and bigrams are kept as `recycling`; `exact.segment` numbers
-segments over all open stores."""
+segments over all open stores. No field is named like an attribute of NumPy's scalars, such as `size`, which would be
+found in its place without the compiler."""
 sources_at = records_at(SOURCE)
 """(size,) `SOURCE` at an address."""
 CURSOR = 4
@@ -155,7 +158,7 @@ def ngram_slots(ngram: Record) -> NDArray[np.uint32]:
 @making
 def ngram_counts(ngram: Record) -> NDArray[np.uint32]:
     """(m,) counts of an n-gram table's continuations."""
-    return view_u32(ngram.counts, ngram.size)
+    return view_u32(ngram.counts, ngram.num_successors)
 
 
 @making
@@ -199,15 +202,15 @@ def ngram_part(ngram: Record, slot: int) -> tuple[int, int]:
     """Where the continuations of an n-gram begin and end; inside the arrays also where a damaged store says else."""
     slots = ngram_slots(ngram)
     first = np.int64(slots[slot, START])
-    return first, min(first + ngram_kept(slots, slot), ngram.size)
+    return first, min(first + ngram_kept(slots, slot), ngram.num_successors)
 
 
 @inner
 def ngram_token(ngram: Record, i: int) -> int:
     """Token of one stored continuation of an n-gram table."""
-    if ngram.itemsize == 2:
-        return np.int64(view_u16(ngram.tokens, ngram.size)[i])
-    return np.int64(view_u32(ngram.tokens, ngram.size)[i])
+    if ngram.token_bytes == 2:
+        return np.int64(view_u16(ngram.tokens, ngram.num_successors)[i])
+    return np.int64(view_u32(ngram.tokens, ngram.num_successors)[i])
 
 
 @inner
@@ -215,7 +218,7 @@ def exact_narrow(exact: Record, lo: int, hi: int, depth: int, token: int) -> tup
     """Suffix array interval of a store's segment after one more token of the model's vocabulary."""
     local = to_local_of(exact)[token] if 0 <= token < exact.vocabulary else np.int32(0)
     sa = suffixes_of(exact)
-    if exact.itemsize == 2:
+    if exact.token_bytes == 2:
         a, b = sa_narrow(text_u16(exact), sa, lo, hi, depth, np.int64(local))
     else:
         a, b = sa_narrow(text_u32(exact), sa, lo, hi, depth, np.int64(local))
@@ -233,7 +236,7 @@ def exact_successors(
 ) -> int:
     """Next tokens of an interval, as ids of the model's vocabulary, with counts; returns how many."""
     sa = suffixes_of(exact)
-    if exact.itemsize == 2:
+    if exact.token_bytes == 2:
         n, _ = sa_successors(text_u16(exact), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
     else:
         n, _ = sa_successors(text_u32(exact), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
@@ -251,7 +254,7 @@ def exact_successors(
 def exact_distinct(exact: Record, lo: int, hi: int, depth: int) -> int:
     """1 when all suffixes of a sorted interval go on alike, else a guess from its size (a read would cost more)."""
     sa = suffixes_of(exact)
-    if exact.itemsize == 2:
+    if exact.token_bytes == 2:
         tokens = text_u16(exact)
         same = sa_token(tokens, sa, lo, depth) == sa_token(tokens, sa, hi - 1, depth)
     else:

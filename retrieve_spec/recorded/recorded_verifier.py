@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from retrieve_spec.recorded.recorded_pass import ALL, Attend, RecordedPass
 from retrieve_spec.sampling.acceptance import on_device
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier, SignatureModes
-from retrieve_spec.verify.verifier import Mode, PassKind, Ran, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, PassKind, Ran, SharedPasses, VerifierInputs, VerifierOutput
 
 CHUNK = 256
 """Prompt tokens of one recorded pass at most."""
@@ -167,6 +168,12 @@ class RecordedVerifier:
         """Whether the prompt's rows go behind those of the cache one by one: no padding inside, no windows."""
         return self._in_a_row and not self.recorded.exact and not any(cache_windows(self._cache))
 
+    def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
+        """See `Verifier.shared_passes`."""
+        if self.pass_reason or (is_reading and not self.packs_prompts):
+            return None
+        return PackedPasses(self.recorded) if want_hidden in (None, self.recorded.layer) else None
+
     @property
     def packs_prompts(self) -> bool:
         """Whether its prompt can be read in passes with those of others."""
@@ -253,6 +260,29 @@ class RecordedVerifier:
         self._cache = None
         cache = self.own.finish()
         return cache if self._returns_cache else None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPasses:
+    """Recorded passes over the texts of several verifiers, one behind the other."""
+
+    recorded: RecordedPass
+
+    @property
+    def pads(self) -> bool:
+        """Whether each text takes as many rows as the widest: no."""
+        return False
+
+    def forward_all(
+        self,
+        verifiers: Sequence[RecordedVerifier],
+        roots: Sequence[NDArray[np.int32]],
+        trees: Sequence[DraftTree],
+        want_hidden: Layer | None = None,
+        keeps: Sequence[int] | None = None,
+    ) -> list[VerifierOutput]:
+        """See `SharedPasses.forward_all`."""
+        return forward_together(verifiers, roots, trees, want_hidden, keeps)
 
 
 def forward_together(

@@ -10,7 +10,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -291,7 +290,8 @@ class Backend:
             options["draft"] = "off"
         if not sampling.greedy:
             options["seed"] = sampling.seed
-        sequence = open_sequence(self.model, ids, on_loan=partial(self._draft_for, hints), **options)
+        session = False if hints.session is None else hints.session
+        sequence = open_sequence(self.model, ids, session=session, **options)
         if sequence is None and sampling.logprobs is not None:
             raise ServeError("to tell log-probabilities", "this model decodes by itself", "Leave logprobs out.")
         if sequence is None:
@@ -317,11 +317,6 @@ class Backend:
         for text in texts:
             if isinstance(text, LoneText):
                 text.step()
-
-    def _draft_for(self, hints: DraftHints, drafter: Any) -> None:
-        """Let a drafter draft from all that the editors of its scope have shown."""
-        if hasattr(drafter, "session"):
-            drafter.session = hints.session
 
     def forget(self, scope: str) -> None:
         """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""

@@ -263,7 +263,7 @@ class Service:
             codec,
             assembler=assembler,
             scope=scope,
-            open_session=None if self._drafters is None else partial(self._drafters.sessions.of, scope),
+            open_session=None if self._drafters is None else partial(self._drafters.sessions.get, scope),
         )
 
     def start(self) -> None:

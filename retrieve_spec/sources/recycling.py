@@ -12,6 +12,10 @@ from retrieve_spec.sources.rows import Row, on_large_pages, source_row
 Ids = NDArray[np.int32]
 
 
+MANY_CONTEXTS = 1 << 16
+"""Contexts of a recycling table that is kept for many texts."""
+
+
 class RecyclingTable:
     """Contexts of the last 1–3 tokens → the target's top k next tokens with averaged probabilities.
 
@@ -28,7 +32,7 @@ class RecyclingTable:
     al. 2025: several context lengths, running averages of probabilities). Empty entries are absent, not token 0.
     """
 
-    def __init__(self, capacity: int = 1 << 16, k: int = 8) -> None:
+    def __init__(self, capacity: int = MANY_CONTEXTS, k: int = 8) -> None:
         self.k = k
         self.sets: NDArray[np.uint64] = on_large_pages(2 * capacity, np.uint64)
         entries = on_large_pages(2 * k * capacity + kernels.MOST, np.int32)  # the last one, too, is read as eight

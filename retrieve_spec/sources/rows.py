@@ -167,8 +167,9 @@ class Alignments:
 
     def row(self, number: int) -> Row:
         """Row of the mixture's source table; its arrays are never replaced."""
-        arrays = {"text": self.text, "places": self.places, "kept": self.kept, "meta": self.meta}
-        return source_row(KIND_ALIGNMENT, number, "alignment", **arrays)
+        return source_row(
+            KIND_ALIGNMENT, number, "alignment", text=self.text, places=self.places, kept=self.kept, meta=self.meta
+        )
 
 
 def store_rows(stores: Sequence[Datastore], ngram_number: int, exact_number: int) -> tuple[list[Row], list[Row]]:
@@ -201,8 +202,8 @@ def _ngram_row(store: Datastore, place: int, number: int) -> Row:
         counts=table.succ_counts,
         marks=contexts.marks,
         num_slots=len(table.slots),
-        size=len(table.succ_tokens),
-        itemsize=table.succ_tokens.dtype.itemsize,
+        num_successors=len(table.succ_tokens),
+        token_bytes=table.succ_tokens.dtype.itemsize,
         orders=MAX_ORDER,
         vocabulary=store.segments[place].vocabulary,
         buckets=len(contexts.marks) if filtered else 0,
@@ -223,7 +224,7 @@ def _exact_row(segment: Segment, number: int, min_depth: int, place: int) -> Row
         top=segment.top,
         grams=segment.grams,
         length=len(segment.tokens),
-        itemsize=segment.tokens.dtype.itemsize,
+        token_bytes=segment.tokens.dtype.itemsize,
         num_suffixes=len(segment.suffix_array),
         vocabulary=segment.vocabulary,
         num_local=len(segment.to_global),

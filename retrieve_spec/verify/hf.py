@@ -35,7 +35,7 @@ from retrieve_spec.verify.positions import DerivedPositions
 from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.shrink import lengths_of
 from retrieve_spec.verify.steps import SingleSteps, StepVerifier, keeping_texts
-from retrieve_spec.verify.verifier import Mode, PassKind, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Mode, PassKind, SharedPasses, Verifier, VerifierInputs, VerifierOutput
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +218,16 @@ class HFVerifier:
     def pass_kind(self) -> PassKind:
         """What runs the model."""
         return "model's own" if self._steps is None else "plain"
+
+    def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
+        """See `Verifier.shared_passes`."""
+        if self.batch is None or is_reading or not self.batch.takes(self):
+            return None
+        return self.batch  # type: ignore[no-any-return]
+
+    def reads_rest(self, roots: int) -> bool:
+        """Whether the rest of a prompt is read with a draft behind it: never."""
+        return False
 
     def fresh(self) -> HFVerifier:
         """Another verifier that knows what this one does of the model, for another text."""

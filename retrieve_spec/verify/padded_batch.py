@@ -49,6 +49,8 @@ _DEVIATION = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 class PaddedBatch:
     """The passes that texts of one model share."""
 
+    pads = True
+
     def __init__(self, model: Any, interface: ModelInterface) -> None:
         self.model, self.interface = model, interface
         self._device = input_device(model)
@@ -60,12 +62,13 @@ class PaddedBatch:
         known = all(type(layer) in PADDED_LAYERS for layer in text.cache.layers)
         return text.mode == "tree" and text.is_plain_text and known
 
-    def forward(
+    def forward_all(
         self,
         texts: Sequence[HFVerifier],
         roots: Sequence[NDArray[np.int32]],
         trees: Sequence[DraftTree],
         want_hidden: Layer | None = None,
+        keeps: Sequence[int] | None = None,
     ) -> list[VerifierOutput]:
         """Verify the trees of several texts in one pass; each commits for itself.
 
@@ -77,6 +80,8 @@ class PaddedBatch:
             By text: tokens that are not in the cache yet, (m,), the last one being the root, and the draft below it.
         want_hidden
             Return the hidden states of this layer too.
+        keeps
+            Of no meaning: texts that read prompts share no such passes.
 
         Returns
         -------
@@ -234,7 +239,7 @@ def _deviation(model: Any, interface: ModelInterface, length: int) -> float:
         tried = [drafts[turn + i] for i in going]
         trees = [DraftTree.from_paths(draft.paths) for draft in tried]
         roots = [np.array([draft.root], np.int32) for draft in tried]
-        got = batch.forward([texts[i] for i in going], roots, trees)
+        got = batch.forward_all([texts[i] for i in going], roots, trees)
         for i, root, tree, output, draft in zip(going, roots, trees, got, tried, strict=True):
             wanted = lone[i].forward(root, tree).logits.float()
             deviation = float((output.logits.float() - wanted).abs().max() / wanted.std(dim=-1).mean())

@@ -21,7 +21,7 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.cache import apart
 from retrieve_spec.verify.interface import input_device
 from retrieve_spec.verify.pass_inputs import kwargs_behind
-from retrieve_spec.verify.verifier import CACHE_NAMES, Mode, PassKind, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import CACHE_NAMES, Mode, PassKind, SharedPasses, VerifierInputs, VerifierOutput
 
 
 @dataclass(slots=True)
@@ -192,6 +192,14 @@ class StepVerifier:
         """Take on a text, (1, L) long, that was read with these arguments and these outputs."""
         after = kwargs_behind(self.model, outputs, {**model_kwargs, "use_cache": True})
         self._steps, self._held = SingleSteps(self.model, text, after), held_by(self.model)
+
+    def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
+        """Passes that it shares with other texts: none."""
+        return None
+
+    def reads_rest(self, roots: int) -> bool:
+        """Whether the rest of a prompt is read with a draft behind it: never."""
+        return False
 
     def forward(
         self,

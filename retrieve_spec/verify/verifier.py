@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
@@ -109,6 +109,24 @@ class VerifierOutput:
     ran: Ran = Ran.EAGER
 
 
+class SharedPasses(Protocol):
+    """Passes that the texts of several verifiers can share."""
+
+    @property
+    def pads(self) -> bool:
+        """Whether a pass takes as many rows for each text as for the one that needs most."""
+
+    def forward_all(
+        self,
+        verifiers: Sequence[Any],
+        roots: Sequence[NDArray[np.int32]],
+        trees: Sequence[DraftTree],
+        want_hidden: Layer | None = None,
+        keeps: Sequence[int] | None = None,
+    ) -> list[VerifierOutput]:
+        """Return what `Verifier.forward` of each would return; each commits for itself."""
+
+
 class Verifier(Protocol):
     """Runs the target model over draft trees and keeps its cache in step with the text.
 
@@ -168,6 +186,15 @@ class Verifier(Protocol):
         want_hidden
             Return the hidden states of this layer too.
         """
+
+    def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
+        """Return the passes that the text can share with others now (equal for those that can), or None.
+
+        `is_reading`: the next pass reads a piece of its prompt.
+        """
+
+    def reads_rest(self, roots: int) -> bool:
+        """Whether the last few tokens of a prompt can be read in one pass with a draft behind them."""
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens of the last pass and the nodes of `path` (a,) int32, root side first; drop the rest."""

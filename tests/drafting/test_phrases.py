@@ -8,7 +8,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.drafters import Drafters
+from retrieve_spec.engine.drafters import Drafters, DraftOptions
 from retrieve_spec.sources.phrases import PhraseMemory
 
 RARE = [501, 502, 503, 504]
@@ -53,10 +53,10 @@ def test_rows_of_one_call_are_one_request(run):
     drafters = Drafters(SpeculationConfig(), [], None, "m")
 
     def together(call, *texts):
-        rows = [drafters.lend(None, call) for _ in texts]
+        rows = [drafters.open(DraftOptions(call=call)) for _ in texts]
         for drafter, text in zip(rows, texts, strict=True):
             run(drafter).request([7], text)
-            drafters.give_back(drafter)
+            drafters.close(drafter)
         return rows[0]
 
     first = together("one", *(answer(1 + i, *RARE) for i in range(3)))
@@ -111,7 +111,7 @@ def test_forgetting_empties_phrases_everywhere(make_store):
     calibration.keep()
     assert beside.exists()
     drafters = Drafters(SpeculationConfig(), [store], None, "m")
-    held = drafters.of()
+    held = drafters.get()
     assert RARE[1] in drafted_after(held, 9, RARE[0])
     held.finish()
     drafters.forget()
@@ -122,7 +122,7 @@ def test_forgetting_empties_phrases_everywhere(make_store):
 
 def test_of_what_is_under_way_while_its_scope_is_forgotten_no_phrase_is_learned():
     drafters = Drafters(SpeculationConfig(), [], None, "m")
-    lent = {scope: drafters.lend(scope=scope) for scope in ("alice", "bob")}
+    lent = {scope: drafters.open(DraftOptions(scope=scope)) for scope in ("alice", "bob")}
     for drafter in lent.values():
         drafter.start(np.arange(5, dtype=np.int32))
         drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array(answer(1, *RARE), np.int32)))
@@ -131,7 +131,7 @@ def test_of_what_is_under_way_while_its_scope_is_forgotten_no_phrase_is_learned(
         drafter = lent[scope]
         drafter.finish()
         assert drafter.calibration.phrases.requests == requests
-        drafters.give_back(drafter)
+        drafters.close(drafter)
     drafter = lent["alice"]
     drafter.start(np.arange(5, dtype=np.int32))
     drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array(answer(1, *RARE), np.int32)))

@@ -10,50 +10,54 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.drafters import Drafters
-from retrieve_spec.engine.sequence import DrafterLease
+from retrieve_spec.engine.drafters import Drafters, DraftOptions
+from retrieve_spec.engine.text_drafter import TextDrafter
 
 
-def lent(drafters: Drafters, count: int) -> list[Any]:
-    """So many drafters at once, given back."""
-    made = [drafters.lend() for _ in range(count)]
+def opened(drafters: Drafters, count: int) -> list[Any]:
+    """So many drafters that were open at once."""
+    made = [open_one(drafters) for _ in range(count)]
     for drafter in made:
-        drafters.give_back(drafter)
+        drafters.close(drafter)
     return made
 
 
-def test_one_that_was_interrupted_amid_its_work_is_not_lent_again() -> None:
+def open_one(drafters: Drafters, **options: Any) -> Any:
+    return drafters.open(DraftOptions(**options))
+
+
+def test_a_drafter_that_failed_amid_its_work_is_not_opened_again() -> None:
     drafters = Drafters(SpeculationConfig(), [], None, "model")
-    spoiled = drafters.lend()
-    drafters.give_back(spoiled, spoiled=True)
-    assert drafters.lend() is not spoiled
+    failed = open_one(drafters)
+    drafters.close(failed, failed=True)
+    assert open_one(drafters) is not failed
 
 
 def test_other_stores_are_drafted_from_in_every_sequence() -> None:
     """A drafter knows the stores it was made with, so all are made anew; what they learned goes along."""
     drafters = Drafters(SpeculationConfig(session=True), [], None, "model")
-    before = lent(drafters, 3)
-    at_work = drafters.lend()
+    before = opened(drafters, 3)
+    at_work = open_one(drafters)
     drafters.use([])
-    after = lent(drafters, 3)
+    after = opened(drafters, 3)
     assert not {id(drafter) for drafter in before} & {id(drafter) for drafter in after}
-    drafters.give_back(at_work)
-    assert drafters.lend() is after[0]
+    drafters.close(at_work)
+    assert open_one(drafters) is after[0]
     assert all(drafter.session is before[0].session for drafter in after)
     assert all(drafter.calibration is before[0].calibration for drafter in after)
 
 
 def test_whoever_asked_last_does_not_ask_for_the_next() -> None:
-    """A sequence that ends before it begins leaves its drafter as it was lent."""
+    """A sequence that ends before it begins leaves its drafter as it was."""
     drafters = Drafters(SpeculationConfig(session=True), [], None, "model")
-    drafter = drafters.lend(scope="alice")
+    drafter = open_one(drafters, scope="alice")
     assert isinstance(drafter, MixtureDrafter)
-    assert drafter.requester_id == "alice" and drafter.session is drafters.sessions.of("alice")
-    drafters.give_back(drafter)
-    assert drafters.lend(call="call") is drafter
-    assert drafter.requester_id == "call" and drafter.session is drafters.sessions.of("")
-    drafters.give_back(drafter)
-    assert drafters.lend() is drafter and drafter.requester_id is None
+    assert drafter.requester_id == "alice" and drafter.session is drafters.sessions.get("alice")
+    drafters.close(drafter)
+    assert open_one(drafters, call="call") is drafter
+    assert drafter.requester_id == "call" and drafter.session is drafters.sessions.get("")
+    drafters.close(drafter)
+    assert open_one(drafters) is drafter and drafter.requester_id is None
 
 
 PROMPT = np.array([4, 5, 6], np.int32)
@@ -81,18 +85,18 @@ class Noted(ScriptedDrafter):
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_drafter_that_was_waited_for_is_told_everything_at_once(asked: bool) -> None:
+def test_a_deferred_drafter_observes_everything_at_once(asked: bool) -> None:
     """When it is first asked for a tree; at the end where it never is."""
     drafter = Noted()
-    made = DrafterLease(lambda: drafter, PROMPT, None, None, True)
-    made.wait()
+    made = TextDrafter(Drafters(SpeculationConfig(), [], drafter, "model"), DraftOptions(), PROMPT, may_defer=True)
+    made.defer()
     assert made.start() == "" and made.drafts and made.top_k == 0
     for token in (7, 8):
         shown = VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([token], np.int32))
         made.observe(shown, prompt=token == 7)
     assert drafter.said == []
     if asked:
-        made.propose(Budget(8, 8))
+        made.draft(Budget(8, 8))
         assert made.top_k == 2
     made.finish()
     told = [("start", [4, 5, 6]), ("observe", [7, 8])]

@@ -67,7 +67,7 @@ def test_a_scope_drafts_from_its_own_answers_alone(day: Any, ask: Any) -> None:
     (many,) = rs.generate_many(model, [{"inputs": PROMPT, "scope": "carol"}], **OPTIONS)
     assert np.concatenate([piece.token_ids for piece in stream]).tolist() == many.token_ids.tolist()
     assert many.outputs[0].report.passes < passes / 2
-    assert len(model.speculation.drafters.sessions.of("dave").texts) == 0
+    assert len(model.speculation.drafters.sessions.get("dave").texts) == 0
 
 
 def test_what_cannot_be_kept_is_said(day: Any, reference_model: Any, tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_what_was_not_saved_yet_is_when_a_model_goes(reference_tokenizer: Any, t
     """As when a process ends."""
     config = SpeculationConfig(session=str(tmp_path / "day.bin"))
     drafters = Drafters(config, [], None, "model", reference_tokenizer)
-    drafters.sessions.of("alice").remember(np.arange(5, dtype=np.int32))  # type: ignore[union-attr]
+    drafters.sessions.get("alice").remember(np.arange(5, dtype=np.int32))  # type: ignore[union-attr]
     assert not (tmp_path / "day.bin").exists()
     del drafters
-    session = Drafters(config, [], None, "model", reference_tokenizer).sessions.of("alice")
+    session = Drafters(config, [], None, "model", reference_tokenizer).sessions.get("alice")
     assert session is not None and [text.tolist() for text in session.texts] == [[0, 1, 2, 3, 4]]
 
 

@@ -50,7 +50,7 @@ def row_of(documents, least, filtered, wide):
         top=top,
         grams=grams,
         length=len(tokens),
-        itemsize=tokens.itemsize,
+        token_bytes=tokens.itemsize,
         num_suffixes=len(sa),
         vocabulary=ALPHABET,
         num_local=len(to_global),

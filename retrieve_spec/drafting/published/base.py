@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
+from retrieve_spec.drafting.scoped import ScopedDrafter
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.session import SessionMemory
@@ -109,7 +110,7 @@ class TreeBuilder:
         )
 
 
-class PublishedDrafter:
+class PublishedDrafter(ScopedDrafter):
     """Base of the presets: keeps the text so far and asks the rule (`_draft`) for nodes.
 
     Published rules know neither what a pass costs (`Budget.cost` is ignored) nor a predicted output (ignored too).
@@ -129,7 +130,8 @@ class PublishedDrafter:
     """Nodes of the published rule at most."""
 
     def __init__(self, datastores: Sequence[Datastore] = (), session: SessionMemory | None = None) -> None:
-        self.datastores, self.session = datastores, session
+        super().__init__(session)
+        self.datastores = datastores
         self._at_rest: SessionMemory | nullcontext[None] = nullcontext()
         self.text: array[int] = array("i")
         self._generated: list[NDArray[np.int32]] = []

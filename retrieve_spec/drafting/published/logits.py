@@ -66,7 +66,11 @@ class TokenRecycling(PublishedDrafter):
 
     def _reset(self) -> None:
         if self.session is None:
-            self._matrix.clear()
+            self.forget_logits()
+
+    def forget_logits(self) -> None:
+        """Forget the matrix."""
+        self._matrix.clear()
 
     def _draft(self, builder: TreeBuilder) -> None:
         numbers: list[int] = []  # places whose parent is unknown stay empty

@@ -94,7 +94,11 @@ class Stand(PublishedDrafter):
         self._at = 0
         self._drawn: dict[Gram, list[tuple[int, float]]] = {}
         if self.session is None:
-            self._memory.rows.clear()
+            self.forget_logits()
+
+    def forget_logits(self) -> None:
+        """Forget the target's probabilities."""
+        self._memory.rows.clear()
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
