@@ -1,7 +1,9 @@
 """Fixtures every room may use."""
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,12 @@ SLOW = 3
 # The first example compiles; everyone sees the same examples (tests/hammer draws new ones).
 settings.register_profile("compiled", deadline=None, derandomize=True)
 settings.load_profile("compiled")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let what tests start hear Ctrl-C: a shell has a suite in the background, and all that it starts, ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -41,6 +49,16 @@ def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
     """Workers compute with one thread each: threads of several processes that wait for each other spin for ages."""
     for spec in specs:
         spec.env["OMP_NUM_THREADS"] = "1"  # before torch is imported there
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes_end() -> Iterator[None]:
+    """What tests start is ended by them: no process is left but those that multiprocessing keeps for the next one."""
+    yield
+    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    children = {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+    left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in children - kept}
+    assert left == {}, "tests left these processes"
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,13 @@
 import time
 from collections.abc import Callable
 
+HANG_S = 300.0
+"""Seconds after which what has not happened never will: a bound on hangs, whatever the speed of the machine."""
 
-def wait_for(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait until a condition holds; far longer than it takes, since machines that run tests may be busy."""
-    limit = time.monotonic() + timeout
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    limit = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < limit, "did not happen"
         time.sleep(0.002)

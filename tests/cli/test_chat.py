@@ -3,13 +3,13 @@
 import io
 import json
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 from retrieve_spec import cli
 from retrieve_spec.reference_model import load_model, reference_path
@@ -105,8 +105,7 @@ def test_single_prompts_in_a_template(chatty: str, capsys: Any) -> None:
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(chatty: str, tmp_path: Path) -> None:
     pexpect = pytest.importorskip("pexpect")
     words = ["-m", "retrieve_spec.cli", "chat", "--model", chatty, "--device", "cpu", "--max-new-tokens", "1800"]
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a suite in the background ignores it
-    with pexpect.spawn(sys.executable, [*words, "--draft", "off"], encoding="utf-8", timeout=120, **heard) as terminal:
+    with pexpect.spawn(sys.executable, [*words, "--draft", "off"], encoding="utf-8", timeout=HANG_S) as terminal:
 
         def say(line: str, heard: str) -> None:
             terminal.sendline(line)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import running
 
 from retrieve_spec import cli
 from retrieve_spec.errors import ConfigError, ModelNotFoundError
@@ -135,11 +136,10 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
 
 def test_ctrl_c_while_streaming_ends_with_130_and_no_traceback():
     command = [sys.executable, "-m", "retrieve_spec.cli", "generate", "--device", "cpu", "--max-new-tokens", "1900"]
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a suite in the background ignores it
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, "--draft", "off", "--prompt", PROMPT], **piped, **heard) as process:
+    with running([*command, "--draft", "off", "--prompt", PROMPT], **piped) as process:
         assert process.stdout.read(20)  # it streams
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate()
     assert process.returncode == 130
     assert b"Interrupted." in err and b"Traceback" not in err

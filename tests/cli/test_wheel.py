@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from waiting import HANG_S
 
 from retrieve_spec import cli, cli_common
 from retrieve_spec.config import ServeConfig
@@ -33,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source")]
-    subprocess.run(build, check=True, timeout=300)
+    subprocess.run(build, check=True, timeout=HANG_S)
     (made,) = folder.glob("*.whl")
     return made
 
@@ -49,7 +50,7 @@ def test_an_installation_finds_its_recipes(wheel: Path, tmp_path: Path) -> None:
     subprocess.run(
         [*PIP, "install", "--no-deps", "--ignore-installed", "--prefix", str(tmp_path), str(wheel)],
         check=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     (package,) = tmp_path.rglob("retrieve_spec/__init__.py")
     code = "import retrieve_spec; from retrieve_spec.datastore.sources import recipe_file, load_recipe as load; "
@@ -61,7 +62,7 @@ def test_an_installation_finds_its_recipes(wheel: Path, tmp_path: Path) -> None:
         check=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     ).stdout.splitlines()
     assert all(Path(path).resolve().is_relative_to(tmp_path) for path in said[:2])
     assert said[2] == "python-stdlib"

@@ -16,10 +16,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 WARM = "warm_builds"
-SECONDS = 120
-"""How long a child may take; machines that run tests may be busy."""
 
 
 @functools.cache
@@ -47,11 +46,12 @@ def start(action: Callable[..., Any], *arguments: Any) -> BaseProcess:
 
 def exit_code(child: BaseProcess) -> int:
     """Exit code of a child, once it has ended; minus the signal's number where one ended it."""
-    child.join(SECONDS)
-    if child.exitcode is None:
+    try:
+        child.join(HANG_S)
+        assert child.exitcode is not None, "a child did not end"
+        return child.exitcode
+    finally:
         child.kill()
-        raise AssertionError(f"a child did not end in {SECONDS} s")
-    return child.exitcode
 
 
 def run(action: Callable[..., Any], *arguments: Any, kill_after: float | None = None) -> bool:

@@ -12,8 +12,9 @@ import threading
 
 import pytest
 from folders import write
+from processes import running
 from test_build import contents
-from waiting import wait_for
+from waiting import HANG_S, wait_for
 
 from retrieve_spec.datastore import sync
 from retrieve_spec.datastore.build import add_documents, build_datastore
@@ -192,11 +193,11 @@ def test_a_watcher_goes_on_beside_other_writers_and_misses_nothing(texts, tokeni
         watcher.start()
         assert not looked.wait(2) and not ended
     while len(told) < 2:
-        assert looked.wait(60), ended
+        assert looked.wait(HANG_S), ended
         looked.clear()
     assert "meanwhile.txt" in contents(tmp_path / "s")
     (texts / "end.txt").write_text("the last one")
-    watcher.join(60)
+    watcher.join(HANG_S)
     assert isinstance(ended[0], InterruptedError)
 
 
@@ -221,13 +222,11 @@ def test_folders_are_looked_through_and_the_limit_is_named(limit, texts, tmp_pat
     words = [*namespace_with(limit), sys.executable, "-m", "retrieve_spec.cli", "sync", str(tmp_path / "s"), str(texts)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with (tmp_path / "said").open("w+b") as said:
-        command = subprocess.Popen([*words, "--watch", "--tokenizer", "reference"], stderr=said, env=environment)
-        try:
+        with running([*words, "--watch", "--tokenizer", "reference"], stderr=said, env=environment) as command:
             wait_for(lambda: (tmp_path / "s" / "sync.json").exists())
             (texts / "new.txt").write_text("a new text")
             wait_for(lambda: contents(tmp_path / "s").get("new.txt") == "a new text")
-        finally:
             command.send_signal(signal.SIGINT)
-            command.wait(60)
+            command.wait()
         said.seek(0)
         assert re.search(rf"to raise the limits: sudo sysctl .*{LIMITS[limit]}".encode(), said.read())

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import running
 
 pytestmark = pytest.mark.threads
 
@@ -88,14 +89,9 @@ def test_a_forked_child_goes_on(action: str, fork: str) -> None:
     stores = str(Path(__file__).parents[1] / "datastore")
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join([stores, *sys.path])}
     command = [sys.executable, "-W", "ignore", "-c", PARENT, action, fork]
-    parent = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        _, said = parent.communicate(timeout=300)
-        assert parent.returncode == 0, said
-    finally:
-        if parent.poll() is None:
-            os.killpg(parent.pid, 9)  # the child, too
-            parent.communicate()
+    with running(command, env=environment, stderr=subprocess.PIPE, text=True) as parent:
+        _, said = parent.communicate()
+    assert parent.returncode == 0, said
 
 
 IN_A_STEP = (
@@ -131,7 +127,6 @@ assert torch.equal(said[0], expected)
 
 
 def test_a_child_does_not_wait_for_a_step_of_its_parent() -> None:
-    parent = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IN_A_STEP], stderr=subprocess.PIPE, text=True, timeout=300, check=False
-    )
-    assert parent.returncode == 0, parent.stderr
+    with running([sys.executable, "-W", "ignore", "-c", IN_A_STEP], stderr=subprocess.PIPE, text=True) as parent:
+        _, said = parent.communicate()
+    assert parent.returncode == 0, said

@@ -17,7 +17,9 @@ import pytest
 import torch
 from batch_rows import left_padded, script
 from interrupting import ctrl_c, python_handles_it
+from processes import running
 from scripted_drafter import ScriptedDrafter
+from waiting import HANG_S
 
 import retrieve_spec as rs
 from retrieve_spec.errors import ConfigError
@@ -46,7 +48,7 @@ def test_ctrl_c_spares_what_other_threads_read(tiny: Any, prompt: torch.Tensor, 
                 if n == passes:
                     ctrl_c()
     for thread in threads:
-        thread.join(300)
+        thread.join(HANG_S)
     assert [torch.equal(ours, wanted) for ours, wanted in zip(said, expected, strict=True)] == [True, True]
     assert not tiny.speculation.engine._sequences
 
@@ -103,8 +105,8 @@ PROMPTLY = 8.0
 """Seconds, on a machine that others use: a pass takes some hundredths of one, a whole call more than this."""
 
 
-def child(recorded_pass: str, memory: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def child(recorded_pass: str, memory: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return running(
         [sys.executable, str(Path(__file__).with_name("interrupted_child.py")), recorded_pass, str(memory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -136,7 +138,7 @@ def test_sigint_ends_a_call_promptly_and_leaves_the_model_usable(recorded_pass: 
                 assert time.monotonic() - sent < PROMPTLY, (kind, delay)
                 assert json.loads(said()) == {"under_way": 0, "threads": [], "same": True, "delegated": False}
         process.stdin.close()
-        assert process.wait(60) == 0
+        assert process.wait() == 0
     assert len(rs.RolloutMemory(memory)) == 1, "what the whole calls said"
 
 

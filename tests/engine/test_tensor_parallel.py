@@ -1,5 +1,6 @@
 """Two processes that hold one model draft alike, and end alike, whatever their clocks and generators say."""
 
+import contextlib
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from batch_rows import small_model
+from processes import running
 
 RANK = Path(__file__).with_name("tensor_parallel_rank.py")
 
@@ -34,23 +36,21 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "PYTHONWARNINGS": "ignore",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(folder)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    with contextlib.ExitStack() as both:
+        ranks = [
+            both.enter_context(
+                running(
+                    [sys.executable, str(RANK), str(folder)],
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
         for rank in ranks:
-            _, printed = rank.communicate(timeout=400)
+            _, printed = rank.communicate()
             assert rank.returncode == 0, printed[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,17 +1,18 @@
 """The proposer behind vLLM's OpenAI server, asked by the `openai` client; `make test-vllm` runs these where vLLM is."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+from processes import running
 from recorded_texts import token_prompts
 from tokenizers import Tokenizer
 
@@ -45,7 +46,10 @@ class Server:
         environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with log.open("w") as out:
-            self.process = subprocess.Popen([*command, *options], stdout=out, stderr=out, env=environment)
+            self.running = contextlib.ExitStack()
+            self.process = self.running.enter_context(
+                running([*command, *options], stdout=out, stderr=out, env=environment)
+            )
 
     def wait(self):
         for _ in range(STARTS):
@@ -68,11 +72,9 @@ class Server:
         return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
 
     def stop(self):
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        with self.running:
+            self.process.terminate()
+            self.process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,17 @@
 """Servers that listen on free ports: in a thread of the test process, or as users start them."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 
 import httpx
 import uvicorn
-from waiting import wait_for
+from processes import running
+from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.app import create_app
@@ -53,11 +54,8 @@ class Live:
         self._server.install_signal_handlers = lambda: None
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
-        limit = time.monotonic() + 60
-        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
-        while not self._server.started or self.client.get("/health").status_code == 503:
-            assert time.monotonic() < limit
-            time.sleep(0.005)
+        self.client = httpx.Client(base_url=self.url, timeout=HANG_S, trust_env=False)
+        wait_for(lambda: self._server.started and self.client.get("/health").status_code != 503)
 
     def post(self, path, body, **kwargs):
         return self.client.post(path, json=body, **kwargs)
@@ -81,7 +79,7 @@ class Live:
             self.backend.gate.release(100_000)
         self.client.close()
         self._server.should_exit = True
-        self._thread.join(timeout=10)
+        self._thread.join(HANG_S)
 
 
 class Process:
@@ -91,8 +89,9 @@ class Process:
         port = free_port()
         environment = {**os.environ, "RETRIEVE_SPEC_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "retrieve_spec.cli", "serve", "--port", str(port), *map(str, arguments)]
-        self.child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
+        self._running = contextlib.ExitStack()
+        self.child = self._running.enter_context(running(command, env=environment, stderr=subprocess.PIPE, text=True))
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S, trust_env=False)
 
     def health(self):
         """What it says of itself, None before it listens."""
@@ -107,11 +106,12 @@ class Process:
             said = self.health()
             return said and said.status_code == 200 and (not indexed or said.json()["workspace"]["indexed"])
 
-        wait_for(is_ready, 180)
+        wait_for(is_ready)
 
     def stop(self, signum=signal.SIGTERM):
         """End it; what it has written to standard error."""
-        self.child.send_signal(signum)
-        _, said = self.child.communicate(timeout=60)
+        with self._running:
+            self.child.send_signal(signum)
+            _, said = self.child.communicate()
         self.client.close()
         return said

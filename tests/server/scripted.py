@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from waiting import HANG_S
+
 from retrieve_spec.engine.sequence import GenerationReport
 from retrieve_spec.server.backend import DraftHints
 
@@ -128,8 +130,8 @@ class Collector:
         if isinstance(event, Completion):
             self.done.set()
 
-    def result(self, timeout: float = 60.0):
-        assert self.done.wait(timeout), "no completion came"
+    def result(self):
+        assert self.done.wait(HANG_S), "no completion came"
         return self.events[-1]
 
     @property

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from live import Live
-from waiting import wait_for
+from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.run import assemble
@@ -76,7 +76,7 @@ def test_identical_requests_of_two_keys_are_two(shared):
 
     def read(key, lines):
         headers = {b"authorization": b"Bearer " + key}
-        with httpx.stream("POST", shared.url + "/v1/chat/completions", json=chat, headers=headers, timeout=120) as r:
+        with httpx.stream("POST", shared.url + "/v1/chat/completions", json=chat, headers=headers, timeout=HANG_S) as r:
             return list(itertools.islice(filter(None, r.iter_lines()), lines))
 
     with ThreadPoolExecutor() as threads:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from waiting import wait_for
+from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import ServeConfig
 
@@ -26,7 +26,7 @@ async def one_client(number, client, seen):
     for _ in range(KEYS):
         line += rng.choice("abcdef .")
         body = {"input_prefix": f"client = {number}\n", "prompt": line, "input_suffix": "\n", "n_predict": 8}
-        timeout = 0.02 if rng.random() < 0.03 else 120
+        timeout = 0.02 if rng.random() < 0.03 else HANG_S
         try:
             answer = await client.post("/infill", json=body, headers=headers, timeout=timeout)
         except httpx.TimeoutException:

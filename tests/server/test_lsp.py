@@ -9,6 +9,7 @@ import pytest
 from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcRequestCancelled
 from pygls.lsp.client import LanguageClient
+from waiting import HANG_S
 
 from retrieve_spec._version import __version__
 
@@ -33,14 +34,14 @@ class Session:
         client.initialized(lsp.InitializedParams())
         self.open(URI, self.text)
         # Sent while the model is still being loaded: it waits, it is not answered with nothing.
-        first = await asyncio.wait_for(self.request(1, 19), 300)
+        first = await asyncio.wait_for(self.request(1, 19), HANG_S)
         assert first.items
         return self
 
     async def __aexit__(self, *_):
-        await asyncio.wait_for(self.client.shutdown_async(None), 60)
+        await asyncio.wait_for(self.client.shutdown_async(None), HANG_S)
         self.client.exit(None)
-        await asyncio.wait_for(self.client.stop(), 60)
+        await asyncio.wait_for(self.client.stop(), HANG_S)
 
     def open(self, uri, text):
         self.client.text_document_did_open(lsp.DidOpenTextDocumentParams(lsp.TextDocumentItem(uri, "python", 1, text)))
@@ -57,7 +58,7 @@ class Session:
         )
 
     async def complete(self, line, character, **options):
-        return await asyncio.wait_for(self.request(line, character, **options), 60)
+        return await asyncio.wait_for(self.request(line, character, **options), HANG_S)
 
     def change(self, version, text, place=None):
         """Replace the whole document, or put the text at a place."""
@@ -135,12 +136,12 @@ async def test_a_newer_request_ends_the_older_one_and_a_cancelled_one_is_cancell
         await asyncio.sleep(0.05)
         s.change(2, TEXT.replace("ret\n", "retu\n"))
         newer = s.request(1, 20)
-        assert (await asyncio.wait_for(newer, 60)).items
-        assert await asyncio.wait_for(older, 60) is None
+        assert (await asyncio.wait_for(newer, HANG_S)).items
+        assert await asyncio.wait_for(older, HANG_S) is None
         future = s.request(1, 19)
         await asyncio.sleep(0.1)
         (identity,) = [i for i, f in s.client.protocol._request_futures.items() if not f.done()]
         s.client.protocol.notify(lsp.CANCEL_REQUEST, lsp.CancelParams(identity))
         with pytest.raises(JsonRpcRequestCancelled):
-            await asyncio.wait_for(future, 60)
+            await asyncio.wait_for(future, HANG_S)
         assert (await s.complete(1, 18)).items

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from waiting import wait_for
+from waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def test_a_server_that_is_ended_says_so_to_who_waits(processes):
     body = {"n_predict": 1900, "speculative": False}
     with ThreadPoolExecutor(8) as pool:
         for name in "fghijk":  # four are decoded in turns, the others wait: then all are known to have arrived
-            client = httpx.Client(base_url=server.client.base_url, timeout=60, trust_env=False)
+            client = httpx.Client(base_url=server.client.base_url, timeout=HANG_S, trust_env=False)
             other = {**body, "prompt": f"def {name}(x):"}
             answer = pool.submit(client.post, "/completion", json=other, headers={"X-Client-Id": name})
         wait_for(lambda: "retrieve_spec_queue_length 2.0" in server.client.get("/metrics").text)

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from lsprotocol import types as lsp
-from waiting import wait_for
+from processes import running
+from waiting import HANG_S, wait_for
 
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.editors import Remote
@@ -94,29 +95,23 @@ def loading():
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_language_server_ends_while_it_waits_for_the_model(loading, told, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "retrieve_spec.cli", "lsp", "--connect", f"http://127.0.0.1:{loading.server_port}"],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, bufsize=0,
-        env={**os.environ, "RETRIEVE_SPEC_CACHE": str(tmp_path)},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "retrieve_spec.cli", "lsp", "--connect", f"http://127.0.0.1:{loading.server_port}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "bufsize": 0}
+    with running(command, **pipes, env={**os.environ, "RETRIEVE_SPEC_CACHE": str(tmp_path)}) as process:
 
-    def send(method, **rest):
-        body = json.dumps({"jsonrpc": "2.0", "method": method, **rest}).encode()
-        process.stdin.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        def send(method, **rest):
+            body = json.dumps({"jsonrpc": "2.0", "method": method, **rest}).encode()
+            process.stdin.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
 
-    try:
         send("initialize", id=1, params={"processId": None, "rootUri": None, "capabilities": {}})
         send("initialized", params={})
-        assert loading.asked.wait(60)
+        assert loading.asked.wait(HANG_S)
         if told:
             send("shutdown", id=2)
             send("exit")
         else:
             process.stdin.close()
-        process.wait(60)
-    finally:
-        process.kill()
-        process.communicate()
+        process.wait()
 
 
 @pytest.mark.parametrize("wrong", ["localhost:8012", "ftp://x", "http://", "http://x:port"])

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pydantic import ValidationError
-from waiting import wait_for
+from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server import run, schemas
@@ -27,7 +27,7 @@ def head(size, path="/infill"):
 
 
 def answer(connection):
-    connection.settimeout(60)
+    connection.settimeout(HANG_S)
     data = b""
     while chunk := connection.recv(65536):
         data += chunk

@@ -49,7 +49,7 @@ def test_requests_before_the_model_is_there_are_told_so_at_once(processes):
     assert first["loading"]["stage"] and seen[-1].headers["retry-after"] == "1"
     infill = server.client.post("/infill", json={"input_prefix": "", "input_suffix": ""})
     assert infill.status_code == 503
-    wait_for(lambda: answers(200), timeout=300)
+    wait_for(lambda: answers(200))
     assert any("compiles" in said.json()["loading"]["stage"] for said in seen if said and said.status_code == 503)
     said = server.stop(signal.SIGINT)
     assert "bundled model" in said and "--model Qwen/Qwen2.5-Coder-1.5B" in said

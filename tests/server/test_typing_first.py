@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from waiting import wait_for
+from waiting import HANG_S, wait_for
 
 SOURCE = "".join(
     f"def area_{i}(width, height):\n    total = width * height + {i}\n    return total\n\n\n" for i in range(30)
@@ -21,7 +21,7 @@ def test_completions_are_served_in_the_middle_of_a_chat(reference_live, sampling
 
     def talk():
         url = reference_live.url + "/v1/chat/completions"
-        with httpx.stream("POST", url, json={**chat, "stream": True}, timeout=300) as answer:
+        with httpx.stream("POST", url, json={**chat, "stream": True}, timeout=HANG_S) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     told.append(json.loads(line[6:])["choices"][0])

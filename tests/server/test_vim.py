@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import wait_for
+from waiting import HANG_S, wait_for
 
 PLUGIN = os.environ.get("RETRIEVE_SPEC_LLAMA_VIM", "")
 pexpect = pytest.importorskip("pexpect", reason="pexpect drives vim")
@@ -34,7 +34,7 @@ class Vim:
         )
         environment = {**os.environ, "TERM": "xterm", "HOME": str(folder), "no_proxy": "*"}
         command = ["-u", str(rc), "-i", "NONE", *map(str, files)]
-        self.child = pexpect.spawn("vim", command, dimensions=(40, 120), env=environment, timeout=10)
+        self.child = pexpect.spawn("vim", command, dimensions=(40, 120), env=environment, timeout=HANG_S)
         time.sleep(1.0)
 
     def keys(self, text, gap=0.05):
@@ -49,8 +49,8 @@ class Vim:
             while True:
                 self.child.read_nonblocking(65536, timeout=0.01)
 
-    def wait(self, condition, timeout=8.0):
-        wait_for(lambda: self.drain() or condition(), timeout)
+    def wait(self, condition):
+        wait_for(lambda: self.drain() or condition())
 
     def buffer(self):
         """End insert mode and read the buffer."""
@@ -109,7 +109,7 @@ def test_a_file_opened_before_is_drafted_from(live, say, vim, tmp_path):
     editor.keys("GA# edited\x1b")
     editor.keys(":w\r")
     editor.keys(f":e {other}\r", 0.02)
-    editor.wait(lambda: server.service.kept("")["session_tokens"] > 100, timeout=15)
+    editor.wait(lambda: server.service.kept("")["session_tokens"] > 100)
 
 
 def test_while_the_server_is_slow_only_the_newest_line_is_answered(live, say, vim, tmp_path):
@@ -118,7 +118,7 @@ def test_while_the_server_is_slow_only_the_newest_line_is_answered(live, say, vi
     file.write_text("\n")
     editor = vim(server, file)
     editor.keys("ivalue = 1")
-    editor.wait(lambda: any((task.document or "").endswith("value = 1") for task in infills(server)), timeout=15)
+    editor.wait(lambda: any((task.document or "").endswith("value = 1") for task in infills(server)))
     prompts = [task.prompt_ids for task, done in server.done if done.outcome == "done" and not task.warm]
     assert len(prompts) == len(set(prompts))
     assert len(prompts) < len("value = 1")

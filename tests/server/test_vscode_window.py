@@ -1,5 +1,6 @@
 """llama.vscode, as it is released, in a window of VS Code: what is shown while somebody types, and what Tab leaves."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from live import free_port
+from processes import running
 
 FOLDER = Path(os.environ.get("RETRIEVE_SPEC_VSCODE", "/nowhere"))
 EDITOR = FOLDER / "node_modules" / ".bin" / "code-server"
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def editor(tmp_path):
     """Opens a folder in VS Code whose llama.vscode asks a server; returns where."""
-    running = []
+    opened = contextlib.ExitStack()
 
     def open_folder(folder, server):
         data = tmp_path / "vscode"
@@ -39,17 +41,15 @@ def editor(tmp_path):
         )
         port = free_port()
         quiet = ["--auth", "none", "--disable-telemetry", "--disable-update-check", "--disable-workspace-trust"]
-        running.append(subprocess.Popen([*command, *quiet, "--bind-addr", f"127.0.0.1:{port}"]))
+        opened.enter_context(running([*command, *quiet, "--bind-addr", f"127.0.0.1:{port}"]))
         ask = httpx.Client(
             base_url=f"http://127.0.0.1:{port}/", trust_env=False, transport=httpx.HTTPTransport(retries=9)
         )
         ask.get("healthz")
         return f"{ask.base_url}?folder={folder}"
 
-    yield open_folder
-    for process in running:
-        process.terminate()
-        process.wait(20)
+    with opened:
+        yield open_folder
 
 
 def test_ghost_text_is_taken_by_tab(live, say, editor, tmp_path):
@@ -58,9 +58,7 @@ def test_ghost_text_is_taken_by_tab(live, say, editor, tmp_path):
     (folder / "sums.py").write_text("def add(alpha, beta):\n    return alpha + beta\n\n\n")
     server = live(say("return alpha * beta"))
     command = ["node", str(DRIVER), str(FOLDER), editor(folder, server), "sums.py", "def multiply(alpha, beta):\n"]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"CHROMIUM": str(CHROMIUM)}
-    )
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CHROMIUM": str(CHROMIUM)})
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == "return alpha * beta"
     written = (folder / "sums.py").read_text()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from filelock import FileLock
-from waiting import wait_for
+from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.datastore.build import build_datastore
@@ -66,7 +66,7 @@ def workspace(folder, tokenizer, attached):
 @pytest.fixture
 def followed(workspace):
     workspace.start()
-    assert workspace.indexed.wait(60)
+    assert workspace.indexed.wait(HANG_S)
     yield workspace
     workspace.close()
 
@@ -124,7 +124,7 @@ def test_folders_without_text_are_no_store_and_followed_like_others(folder, tmp_
     (empty / "id_rsa").write_text("x\n")
     other = Workspace([empty], ServeConfig(), tokenizer, attached.append)
     other.start()
-    assert other.indexed.wait(60)
+    assert other.indexed.wait(HANG_S)
     assert not attached
     assert other.state() == {"indexed": True, "files": 0, "left_out": {"a secret by its name": 1}}
     (empty / "new.py").write_text("fresh_name = 1\n")
@@ -178,12 +178,12 @@ def test_a_workspace_is_forgotten_while_its_store_is_being_written(folder, works
 
     def slow(*args, **kwargs):
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(HANG_S)
         return sync_datastore(*args, **kwargs)
 
     monkeypatch.setattr(workspace_module, "sync_datastore", slow)
     workspace.start()
-    assert begun.wait(60)
+    assert begun.wait(HANG_S)
     with ThreadPoolExecutor() as threads:
         threads.submit(workspace.forget)
         wait_for(lambda: workspace.state().get("forgotten"))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import running
 
 from retrieve_spec.errors import StoreError
 from retrieve_spec.sources.answers import AnswerMemory, RolloutMemory, answers_by_scope
@@ -169,31 +170,36 @@ for number in range(rounds):
 """
 
 
-def _writer(make: Maker, path: Path, name: int, rounds: int) -> subprocess.Popen[str]:
+def _writer(
+    make: Maker, path: Path, name: int, rounds: int
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     command = [sys.executable, "-c", _WRITER, make.__name__, str(path), str(name), str(rounds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return running(command, stdout=subprocess.PIPE, text=True)
 
 
 @both
 def test_processes_that_are_killed_while_they_save_lose_nothing_that_was_saved(make: Maker, folder: Path) -> None:
     """Four share a file; three are killed at different instants of a save."""
     path = folder / "answers.bin"
-    writers = [_writer(make, path, name, rounds) for name, rounds in enumerate((100_000, 100_000, 100_000, 25))]
-    said = [-1] * 4
-    for name in range(3):  # each has saved before the first is killed
-        out = writers[name].stdout
-        for _ in range(3):
-            said[name] = int(out.readline())
-    for name in range(3):
-        time.sleep(0.02 + 0.007 * name)
-        writers[name].send_signal(signal.SIGKILL)
-        writers[name].wait(60)
-        assert known(make(path)), "it opens, whichever of its contents is there"
-    for name, writer in enumerate(writers):
-        lines = writer.stdout.read().split("\n")[:-1]
-        said[name] = max([said[name], *map(int, lines)])
-        writer.stdout.close()
-    assert writers[3].wait(120) == 0
+    with contextlib.ExitStack() as all_of_them:
+        writers = [
+            all_of_them.enter_context(_writer(make, path, name, rounds))
+            for name, rounds in enumerate((100_000, 100_000, 100_000, 25))
+        ]
+        said = [-1] * 4
+        for name in range(3):  # each has saved before the first is killed
+            out = writers[name].stdout
+            for _ in range(3):
+                said[name] = int(out.readline())
+        for name in range(3):
+            time.sleep(0.02 + 0.007 * name)
+            writers[name].send_signal(signal.SIGKILL)
+            writers[name].wait()
+            assert known(make(path)), "it opens, whichever of its contents is there"
+        for name, writer in enumerate(writers):
+            lines = writer.stdout.read().split("\n")[:-1]
+            said[name] = max([said[name], *map(int, lines)])
+        assert writers[3].wait() == 0
     assert said[3] == 24
     memory = RolloutMemory(path, answers=100_000) if make is rollouts else answers_by_scope(path, "tokenizer", 1 << 20)
     kept = set(map(tuple, known(memory)))
