@@ -59,7 +59,7 @@ from retrieve_spec.datastore.segment import (
     write_tombstones,
 )
 from retrieve_spec.datastore.sources import glob
-from retrieve_spec.datastore.store import Datastore, check_files, check_tokenizer, open_as_written, open_datastore
+from retrieve_spec.datastore.store import Datastore, check_files, check_tokenizer, open_as_written
 from retrieve_spec.errors import BuildError
 
 
@@ -103,10 +103,7 @@ def remove_documents(
         count = sum(len(numbers) for numbers in chosen.values())
         tokens = opened.manifest.tokens - sum(entry.tokens for entry in kept)
         report = publish(work, opened.manifest, kept, (), event, counts=(count, tokens), seconds=watch.seconds)
-        if worn := list(filter(is_worn, kept)):
-            done = rewrite(work, read_manifest(work.store), "compact", worn, workers=1, progress=progress)
-            report = replace(report, segments=done.segments)
-        return report
+        return _rewrite_worn(work, report, progress)
 
 
 def compact_datastore(
@@ -182,7 +179,7 @@ def merge_datastores(
         first = first_manifest(target, tokenizer, config)
         event = begin_change(work, "merge", stores=[str(store) for store in stores])
         if dense is None:
-            return unite(work, first, event, folders, progress)
+            return _rewrite_worn(work, unite(work, first, event, folders, progress), progress)
         shards = list(chain.from_iterable(map(segment_shards, folders, manifests)))
         return grow(work, first, event, shards, config, workers=None, progress=progress)
 
@@ -314,6 +311,16 @@ def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentE
     return kept
 
 
+def _rewrite_worn(work: WorkFolder, report: ChangeReport, progress: bool) -> ChangeReport:
+    """Write anew the segments of which a change, whose report is given, left too little."""
+    manifest = read_manifest(work.store)
+    worn = list(filter(is_worn, manifest.segments))
+    if not worn:
+        return report
+    done = rewrite(work, manifest, "compact", worn, workers=1, progress=progress)
+    return replace(report, segments=done.segments)
+
+
 def is_worn(entry: SegmentEntry) -> bool:
     """Whether so much of a segment is removed that it is written anew; not with a dense index, which takes a model."""
     sizes = [file.bytes for name, file in entry.tombstones.items() if name.endswith(f"-{RANKS}{SUFFIX}")]
@@ -357,8 +364,8 @@ def unite(
 ) -> ChangeReport:
     """Publish a store of the segments of other stores.
 
-    A text that an earlier segment has counts as a copy: it is not listed and not counted as a document. A segment that
-    several stores have is taken once, and what one of them removed of it is removed.
+    A text that an earlier segment has is a copy, which nothing shows. A segment that several stores have is taken once,
+    and what one of them removed of it is removed.
 
     Parameters
     ----------
@@ -370,14 +377,12 @@ def unite(
         Show bars on standard error.
     """
     watch = Stopwatch(progress)
-    opened = [open_datastore(store, tokenizer=work.store / manifest.tokenizer_name) for store in stores]
+    opened = [open_as_written(store) for store in stores]
     removed: dict[str, set[int]] = {}
-    ranks: dict[str, list[NDArray[np.uint32]]] = {}
     for store in opened:
         for entry in store.manifest.segments:
-            found = tombstones_of(store.path, entry)
-            removed.setdefault(entry.name, set()).update(found[DOCUMENTS].tolist())
-            ranks.setdefault(entry.name, []).append(found[RANKS])
+            gone = tombstones_of(store.path, entry)[DOCUMENTS]
+            removed.setdefault(entry.name, set()).update(gone.tolist())
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
     skipped: list[tuple[str, str, str]] = []
@@ -393,8 +398,13 @@ def unite(
             skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
             if len(copies) < len(texts):
                 link_files(store.path / SEGMENTS / entry.name, entry.files, work.path / f"segment-{len(entries):06d}")
-                removals = np.array(sorted(gone), np.uint32), np.unique(np.concatenate(ranks[entry.name]))
-                taken = hiding(work, segment, entry, *removals, np.array(copies, np.uint32))
+                hidden = sorted({*gone, *copies})
+                if hidden:
+                    check_files(store.path, entry)
+                ranks = find_ranks(segment.suffix_array, segment.document_starts, hidden)
+                taken = hiding(
+                    work, segment, entry, np.array(sorted(gone), np.uint32), ranks, np.array(copies, np.uint32)
+                )
                 entries.append(replace(taken, name=f"{len(entries):06d}"))
             advance(sum(file.bytes for file in entry.files.values()))
     if not entries:

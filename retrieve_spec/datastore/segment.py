@@ -5,10 +5,10 @@ pair. The pairs stand in the manifest: what a source was called on the machine t
 segment.
 
 A segment's tombstones, what counts as removed of it, are up to three files of the store, named by what they hold:
-``…-documents.bin``, the numbers of removed documents; ``…-ranks.bin``, where their suffixes stand in its suffix array;
-and ``…-copies.bin``, the numbers of documents whose text another segment has too: those are not listed, but what they
-say may be drafted. A segment with tombstones is mapped privately, and the pages that a removed document touches are
-altered in memory: a removed suffix shows its nearest neighbour in the suffix array instead, so the array stays sorted
+``…-documents.bin``, the numbers of removed documents; ``…-copies.bin``, those of documents whose text another segment
+has too; and ``…-ranks.bin``, where the suffixes of both stand in its suffix array. A segment with tombstones is mapped
+privately, and the pages that such a document touches are altered in memory: its suffixes show their nearest neighbour
+in the suffix array instead, so the array stays sorted
 and as long as it was, every search works as before, and an interval is empty unless a text that is left goes on that
 way. A neighbour's count grows by the suffixes that it stands for. It costs time and memory in proportion to what was
 removed: beyond `MOST_TOKENS` of a segment, a removal writes the segment anew instead.
@@ -272,13 +272,15 @@ def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequ
     sa, starts
         Of the segment.
     numbers
-        The documents, at least one, rising.
+        The documents, rising.
 
     Raises
     ------
     StoreCorruptError
         When the array lacks one of their suffixes.
     """
+    if not (len(numbers) and len(sa)):
+        return _NONE
     first, last = int(starts[numbers[0]]), int(starts[numbers[-1] + 1])
     gone = np.zeros(last - first, np.bool_)
     for number in numbers:
@@ -503,8 +505,8 @@ def open_segment(
     """
     place = os.path.join(folder, "")
     found = {} if tombstones is None else dict(tombstones)
-    gone, ranks = found.get(DOCUMENTS, _NONE), found.get(RANKS, _NONE)
-    hiding = not as_written and len(gone) > 0
+    ranks = found.get(RANKS, _NONE)
+    hiding = not as_written and len(found) > 0
 
     def load(name: str, scattered: bool = False, private: bool = False) -> NDArray[Any]:
         file, dtypes = entry.files.get(name + SUFFIX), _DTYPES.get(name, ("<u4",))
@@ -548,11 +550,11 @@ def open_segment(
     if not 0 <= shown - suffixes < 1 << TOP_SHIFT or (suffixes and not len(segment.tokens)):
         raise StoreCorruptError(f"a text, its {suffixes:,} suffixes and their top table in {folder}", "another size")
     if hiding:
-        _hide(segment, ranks, gone.tolist())
+        _hide(segment, ranks)
     return segment
 
 
-def _hide(segment: Segment, ranks: NDArray[np.uint32], documents: Iterable[int]) -> None:
+def _hide(segment: Segment, ranks: NDArray[np.uint32]) -> None:
     """Let the indexes of a segment, mapped privately, not show removed documents, whose suffixes have these ranks.
 
     Raises
@@ -574,7 +576,7 @@ def _hide(segment: Segment, ranks: NDArray[np.uint32], documents: Iterable[int])
         top[sampled >> TOP_SHIFT] = sa_top_table(tokens, np.repeat(sa[sampled], 1 << TOP_SHIFT), segment.bits)
     if ngrams is not None:
         altered += [ngrams.slots, ngrams.succ_tokens, ngrams.succ_counts]
-        for number in documents:
+        for number in segment.removed:
             forget_document(segment.text_ids(number), ngrams.slots, ngrams.succ_tokens, ngrams.succ_counts)
     for array in altered:
         array.flags.writeable = False

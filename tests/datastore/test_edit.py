@@ -146,7 +146,7 @@ def build(folder, tokenizer, texts):
     return folder / "s"
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(TEXTS, st.data())
 @pytest.mark.parametrize("most", [1 << 17, 0])
 def test_only_what_is_left_is_found_and_drafted(places, tokenizer, most, texts, data):
@@ -162,17 +162,17 @@ def test_only_what_is_left_is_found_and_drafted(places, tokenizer, most, texts, 
     assert sorted(contents(store).values()) == sorted(left)
     assert most or not any(entry.tombstones for entry in opened.manifest.segments)  # written anew
     assert opened.manifest.tokens == sum(map(len, left))
-    encode = {character: tokenizer.encode(character).ids[0] for character in "abc"}
-    followed = naive.contexts([[encode[c] for c in text] for text in left], 5)
-    check_ngrams(opened, followed, encode.values())
+    (table,) = opened.ngrams
+    check_ngrams(table, tokenizer, left)
     check_search(opened, left, data.draw(st.text("abc", min_size=1, max_size=12)))
 
 
-def check_ngrams(opened, followed, alphabet):
-    """Every context of the text that is left has its counts, and no other continuation."""
-    (table,) = opened.ngrams
+def check_ngrams(table, tokenizer, texts):
+    """Every context of some texts of a, b and c has its counts, and no other continuation."""
+    encode = {character: tokenizer.encode(character).ids[0] for character in "abc"}
+    followed = naive.contexts([[encode[c] for c in text] for text in texts], 5)
     for context in [(), *followed]:
-        for first in alphabet:
+        for first in encode.values():
             found = table.look_up(naive.context_hash((first, *context[-4:])))
             expected = followed.get((first, *context[-4:]), Counter())
             if found is not None:
@@ -221,6 +221,24 @@ def test_a_text_that_two_stores_have_is_listed_once_and_goes_from_both(tokenizer
     verify_datastore(tmp_path / "n")
     assert search_datastore(open_datastore(tmp_path / "n"), "the cat sat").matched < 5
     assert sorted(contents(tmp_path / "n")) == ["one.txt", "two.txt"]
+
+
+def test_a_text_that_merged_stores_share_is_found_and_counted_once(tokenizer, tmp_path):
+    shared = "abcabcabbabc"
+    for name, own in (("one", "cabcabca"), ("two", "bacbacab")):
+        build(tmp_path / name, tokenizer, [shared, own])
+    merged = tmp_path / "m"
+    merge_datastores(merged, [tmp_path / "one" / "s", tmp_path / "two" / "s"])
+    verify_datastore(merged)
+    opened, left = open_datastore(merged), [shared, "cabcabca", "bacbacab"]
+    for query in ("abc", "cab", "ab", "a", "babc"):
+        check_search(opened, left, query)
+        following = dict(search_datastore(opened, query).continuations)
+        assert following == Counter(
+            text[i + len(query)] for text in left for i in range(len(text) - len(query)) if text.startswith(query, i)
+        )
+    for table, texts in zip(opened.ngrams, ([shared, "cabcabca"], ["bacbacab"]), strict=True):
+        check_ngrams(table, tokenizer, texts)
 
 
 def test_merging_links_files_and_takes_a_segment_once(tokenizer, texts, records, tmp_path):
