@@ -16,6 +16,7 @@ import click
 
 from retrieve_spec._version import __version__
 from retrieve_spec.errors import RetrieveSpecError
+from retrieve_spec.processors import limit_threads
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 INTERRUPTED = 130
@@ -141,6 +142,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> NoReturn:
     """Entry point of the `retrieve-spec` program."""
+    limit_threads()
     sys.exit(run())
 
 

@@ -55,7 +55,9 @@ TOKENIZER = click.option(
     help="Model folder, tokenizer.json, hub id, 'smollm2' or 'reference'.",
 )
 _F = TypeVar("_F", bound=Callable[..., Any])
-_WORKERS = click.option("--workers", type=WholeRange(min=1), metavar="N", help="Processes; all CPUs by default.")
+_WORKERS = click.option(
+    "--workers", type=WholeRange(min=1), metavar="N", help="Processes; as many as the machine has room for by default."
+)
 
 
 def _source_options(command: _F) -> _F:
@@ -253,14 +255,15 @@ def merge(out: Path | str, stores: tuple[Path | str, ...], quiet: bool, as_json:
 
 @click.command(short_help="Rewrite a datastore without removed documents.")
 @STORE
+@_WORKERS
 @QUIET
 @JSON
-def compact(store: Path | str, quiet: bool, as_json: bool) -> None:
+def compact(store: Path | str, workers: int | None, quiet: bool, as_json: bool) -> None:
     """Rewrite a datastore into the segments that a build would make, without the text of removed documents."""
     from retrieve_spec.datastore.edit import compact_datastore
 
     with _bars(quiet, _has_dense(store)):
-        report = compact_datastore(store, progress=not quiet)
+        report = compact_datastore(store, workers=workers, progress=not quiet)
     print_report(report, store, as_json)
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 import retrieve_spec
+from retrieve_spec.processors import processes
 
 REFERENCE = Path(retrieve_spec.__file__).parent / "reference"
 WORKER_BYTES = 3 << 30
@@ -39,9 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Processes of `pytest -n auto`: one for each processor and each 3 GB of memory, eight at most."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(processors, memory // WORKER_BYTES, 8))
+    return min(processes(WORKER_BYTES), 8)
 
 
 @pytest.hookimpl(optionalhook=True)

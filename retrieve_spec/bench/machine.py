@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from retrieve_spec.processors import processors
+
 BUSY_LOAD = 0.5
 """Load per core at the start above which it is said."""
 BUSY_OTHERS = 0.05
@@ -27,7 +29,7 @@ def machine_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": processors(),
         "torch_threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0,
         "python": platform.python_version(),

@@ -54,7 +54,7 @@ from retrieve_spec.datastore.manifest import (
 )
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.segment import Row, Segment, hidden_of, open_segment, tombstones_of, write_segment
-from retrieve_spec.datastore.sources import Recipe, Source, SourceFile, file_shards, list_files
+from retrieve_spec.datastore.sources import SHARD_BYTES, Recipe, Source, SourceFile, file_shards, list_files
 from retrieve_spec.datastore.store import Datastore, check_files, open_as_written, open_datastore
 from retrieve_spec.errors import (
     BuildError,
@@ -63,11 +63,16 @@ from retrieve_spec.errors import (
     StoreNotFoundError,
     TokenizerMismatchError,
 )
+from retrieve_spec.processors import processes
 
 SPAWN_WORK = 1 << 23
 """Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
 SHARD_TOKENS = 1 << 21
 """Tokens of a segment that are read at once."""
+_TOKEN_BYTES = 4
+"""Bytes of text that a token has, roughly."""
+_INDEXING_BYTES = 25
+"""Bytes of memory that indexing a segment takes, for each of its tokens."""
 _PIECE, _PIECES = 1 << 24, 8
 """Entries that each of several segments has at least, and segments that a text is divided into without need."""
 _SMALL_SHARE = 16
@@ -104,8 +109,9 @@ def build_datastore(
     max_tokens
         Stop before the document that would exceed this.
     workers
-        Processes that read, encode and index; all CPUs by default. The store is the same for any number. Large builds
-        start them, so a script calls this below ``if __name__ == "__main__":``.
+        Processes that read, encode and index; by default as many as this process may use processors, and as its memory
+        has room for. The store is the same for any number. Large builds start them, so a script calls this below
+        ``if __name__ == "__main__":``.
     part
         ``(rank, count)``: read only one of `count` parts of the sources, numbered from 0. Many machines make a store
         each, which `merge_datastores` joins.
@@ -410,6 +416,12 @@ def small_size(limit: int) -> int:
     return min(limit, _PIECES * _PIECE) // _SMALL_SHARE
 
 
+def _segment_size(total: int, limit: int) -> float:
+    """Entries of each of the segments that so many entries are divided into, where one has at most `limit`."""
+    shared = 1 << (min(_PIECES, max(1, total // _PIECE)).bit_length() - 1)
+    return total / max(shared, -(-total // limit))
+
+
 class Choice:
     """Goes through shards in order and chooses documents: each text once, up to a limit of tokens.
 
@@ -445,9 +457,9 @@ class Choice:
         A longer document is a segment by itself. As few as that allows, or more, so that cores can share the indexing:
         a power of two up to `_PIECES`, as long as each has `_PIECE` entries.
         """
-        total = sum(int(lengths.sum(dtype=np.int64)) + len(lengths) for _, _, lengths in self._chosen)
-        shared = 1 << (min(_PIECES, max(1, total // _PIECE)).bit_length() - 1)
-        size = total / max(shared, -(-total // limit))
+        size = _segment_size(
+            sum(int(lengths.sum(dtype=np.int64)) + len(lengths) for _, _, lengths in self._chosen), limit
+        )
         segments: list[SegmentCut] = []
         at = 0
         for shard, numbers, lengths in self._chosen:
@@ -526,7 +538,7 @@ def grow(
     config
         What to keep, and limits.
     workers, progress
-        Processes at most (None: all CPUs), and whether to show bars.
+        Processes at most (None: as many as the machine has room for), and whether to show bars.
     known
         Content hashes that count as duplicates.
     kept
@@ -536,16 +548,17 @@ def grow(
     staying = manifest.segments if kept is None else kept
     choice = Choice(known, event.get("max_tokens"))
     job = _Job(work.path, work.store / manifest.tokenizer_name, config, event["at"])
-    with closing(Workers(workers or os.cpu_count() or 1)) as pool:
-        size = sum(map(_bytes, shards))
+    size = sum(map(_bytes, shards))
+    segment_bytes = int(_INDEXING_BYTES * _segment_size(max(size // _TOKEN_BYTES, 1), config.segment_tokens))
+    with closing(Workers(workers or processes(segment_bytes))) as pool:
         with watch.stage("reading", size or None, "B") as advance:
-            for done in _read(pool, job, shards, choice, size):
+            for done in _read(pool, job, shards, choice):
                 advance(done)
         cut = choice.cut(config.segment_tokens)
         tokens = sum(part.tokens for part in cut)
         entries: list[SegmentEntry] = []
         with watch.stage("indexing", tokens, "tok") as advance:
-            for entry in pool.run(partial(index_segment, job), list(enumerate(cut)), 4 * tokens):
+            for entry in pool.run(partial(index_segment, job), list(enumerate(cut)), _TOKEN_BYTES * tokens):
                 advance(entry.tokens)
                 entries.append(entry)
     if not entries and not staying:
@@ -569,17 +582,19 @@ def _bytes(shard: Shard) -> int:
     return sum(file.size for file in shard if not file.skip)
 
 
-def _read(pool: Workers, job: _Job, shards: Sequence[Shard], choice: Choice, size: int) -> Iterator[int]:
-    """Read shards and choose among their documents; with a limit of tokens, only as many as are needed.
+def _read(pool: Workers, job: _Job, shards: Sequence[Shard], choice: Choice) -> Iterator[int]:
+    """Read shards and choose among their documents; with a limit of tokens, not many more than are needed.
 
     Yields the bytes of one after the other.
     """
-    step = len(shards) if choice.most is None else 4 * pool.count
-    for first in range(0, len(shards), max(step, 1)):
+    step = len(shards)
+    if choice.most is not None:
+        step = max(1, min(4 * pool.count, _TOKEN_BYTES * choice.most // SHARD_BYTES))
+    for first in range(0, len(shards), step or 1):
         if choice.full:
             return
         group = shards[first : first + step]
-        done = pool.run(partial(read_shard, job), list(enumerate(group, first)), size)
+        done = pool.run(partial(read_shard, job), list(enumerate(group, first)), sum(map(_bytes, group)))
         for shard, read in zip(group, done, strict=True):
             choice.take(read)
             choice.skipped += read.skipped

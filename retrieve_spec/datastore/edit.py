@@ -109,6 +109,7 @@ def remove_documents(
 def compact_datastore(
     path: str | os.PathLike[str],
     *,
+    workers: int | None = None,
     progress: bool = False,
 ) -> ChangeReport:
     """Rewrite a datastore into the segments that a build would make, without the text of removed documents.
@@ -119,8 +120,8 @@ def compact_datastore(
     ----------
     path
         Folder of the store.
-    progress
-        Show bars on standard error.
+    workers, progress
+        As for `build_datastore`.
 
     Raises
     ------
@@ -130,7 +131,7 @@ def compact_datastore(
         When another process is writing to it.
     """
     with changing(path, "compact") as (work, manifest):
-        return rewrite(work, manifest, "compact", manifest.segments, workers=None, progress=progress)
+        return rewrite(work, manifest, "compact", manifest.segments, workers=workers, progress=progress)
 
 
 def merge_datastores(
@@ -151,7 +152,7 @@ def merge_datastores(
     stores
         Folders of the stores, or addresses of remotes, in order.
     progress
-        As for `compact_datastore`.
+        As for `build_datastore`.
 
     Raises
     ------
@@ -221,10 +222,8 @@ def retokenize_datastore(
         Folder of the store.
     tokenizer
         The tokenizer to convert to (anything `load_tokenizer` takes).
-    workers
-        Processes that decode, encode and index; all CPUs by default.
-    progress
-        As for `compact_datastore`.
+    workers, progress
+        As for `build_datastore`.
 
     Raises
     ------

@@ -31,6 +31,7 @@ from retrieve_spec.datastore.remote import local_folder
 from retrieve_spec.datastore.segment import TABLE, Document, Segment, open_segment, tombstones_of
 from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
 from retrieve_spec.kernels.source_table import ORIGIN_BITS
+from retrieve_spec.processors import memory
 
 log = logging.getLogger("retrieve_spec")
 
@@ -264,7 +265,7 @@ def check_tokenizer(folder: Path, manifest: Manifest, tokenizer: Any) -> None:
 
 
 SHARE = 0.25
-"""Part of the machine's memory that is asked for at most; stores beyond that are read as they are used."""
+"""Part of the memory that is asked for at most; stores beyond that are read as they are used."""
 _STEP = 1 << 17
 
 
@@ -278,7 +279,7 @@ def read_ahead(stores: Sequence[Datastore]) -> None:
     """
     if not hasattr(os, "posix_fadvise"):
         return
-    most_bytes = int(SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    most_bytes = SHARE * memory()
     files = sorted(
         (file.bytes, store.path / SEGMENTS / segment.name / name)
         for store in stores

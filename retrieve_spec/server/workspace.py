@@ -215,7 +215,8 @@ class Workspace:
         if after is None or not after.manifest.documents:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif after is not before and _texts(before) - _texts(after):
-            compact_datastore(self.folder)  # else the text of what was deleted, or became secret, stands in the files
+            # Else the text of what was deleted, or became secret, stands in the files.
+            compact_datastore(self.folder, workers=1)
 
     def _opened(self) -> Datastore | None:
         """The store as it is, None where there is none that can be used; opened where it is not what it was."""

@@ -231,7 +231,7 @@ def test_one_process_and_two_write_the_same_bytes(tokenizer, many, tmp_path):
         report = build_datastore(store, str(many), tokenizer, config=SMALL, workers=workers)
         add_documents(store, str(tmp_path), workers=workers)
         retokenize_datastore(store, byte_tokenizer(offset=300), workers=workers)
-        compact_datastore(store)
+        compact_datastore(store, workers=workers)
         verify_datastore(store)
         found.append((report.skipped, read_manifest(store).content, digest(store)))
     assert found[0][:2] == found[1][:2]
@@ -240,6 +240,16 @@ def test_one_process_and_two_write_the_same_bytes(tokenizer, many, tmp_path):
     differing = {name for name in found[0][2] if found[0][2][name] != found[1][2].get(name)}
     assert differing <= {"manifest.json"}  # names the folder of the store
     assert len(contents(tmp_path / "s1")) == 27
+
+
+def test_no_more_processes_than_there_is_room_for(many, tokenizer, tmp_path, monkeypatch):
+    needed = []
+    monkeypatch.setattr(build, "ProcessPoolExecutor", None)
+    monkeypatch.setattr(build, "processes", lambda each: needed.append(each) or 1)
+    build_datastore(tmp_path / "s", str(many), tokenizer)
+    add_documents(tmp_path / "s", str(tmp_path / "many"), config=StoreConfig(segment_tokens=10))
+    compact_datastore(tmp_path / "s")
+    assert needed[0] > 250 >= needed[1] > 0, "memory of the tokens of one segment"
 
 
 def die(job, given):

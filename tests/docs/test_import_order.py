@@ -8,7 +8,7 @@ import retrieve_spec
 
 PACKAGE = Path(retrieve_spec.__file__).parent
 ORDER = [
-    {"_version", "errors", "openmp"},
+    {"_version", "errors", "openmp", "processors"},
     {"config", "model_layers"},
     {"model_files"},
     {"kernels"},
