@@ -1,5 +1,8 @@
 """Fixtures every room may use."""
 
+import contextlib
+import ctypes
+import gc
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -16,6 +19,8 @@ from retrieve_spec.processors import processes
 
 REFERENCE = Path(retrieve_spec.__file__).parent / "reference"
 WORKER_BYTES = 3 << 30
+FREED_BYTES = 256 << 20
+"""Memory that a process gathers before it is looked for what can be freed."""
 SLOW = 3
 """How many times the limit of pyproject.toml a test marked slow may take, unless it says otherwise."""
 
@@ -58,6 +63,31 @@ def _processes_end() -> Iterator[None]:
     children = {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
     left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in children - kept}
     assert left == {}, "tests left these processes"
+
+
+@pytest.fixture(scope="session")
+def _settled() -> list[int]:
+    """[Bytes that the process had when it was last looked at what can be freed.]"""
+    return [_resident()]
+
+
+@pytest.fixture(autouse=True)
+def _models_are_freed(_settled: list[int]) -> Iterator[None]:
+    """Free the models of tests that are over before they gather: they are cycles, which Python seldom looks for."""
+    yield
+    if _resident() - _settled[0] > FREED_BYTES:
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # another system's library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        _settled[0] = _resident()
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has now; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 @pytest.fixture(autouse=True)

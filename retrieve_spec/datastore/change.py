@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -125,6 +125,9 @@ def writer(store: Path) -> Iterator[WorkFolder]:
         work = WorkFolder(store)
         try:
             yield work
+        except BaseException:
+            work.abandon()
+            raise
         finally:
             if fresh and not (store / MANIFEST).exists() and not work.pulled.exists():
                 shutil.rmtree(store, ignore_errors=True)  # nothing came of it: leave no folder
@@ -231,6 +234,13 @@ class WorkFolder:
     def end(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Delete what a change that failed has written, but for what was pulled: it may have filled the disk."""
+        with suppress(OSError):
+            keep_only(self.path, {self.pulled.name})
+            drop_stale_files(self.store, existing_manifest(self.store))
+            self.path.rmdir()
 
 
 def put_files(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:

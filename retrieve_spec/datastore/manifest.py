@@ -290,7 +290,10 @@ def explain_write_errors(store: Path) -> Iterator[None]:
     except RetrieveSpecError:  # some are OSErrors too
         raise
     except OSError as error:
-        remedy = "Check permissions and free space, or choose another place; a store that was there is as it was."
+        remedy = (
+            "Check permissions and free space, or choose another place; what was written is deleted, and a store that "
+            "was there is as it was."
+        )
         raise BuildError(f"to write to {store}", str(error), remedy) from error
 
 

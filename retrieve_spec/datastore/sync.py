@@ -8,10 +8,8 @@ once.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -40,11 +38,9 @@ from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.segment import text_hash
 from retrieve_spec.datastore.sources import Source, SourceFile, file_shards, list_files
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_as_written, open_segments
+from retrieve_spec.datastore.watching import changes
 from retrieve_spec.errors import BuildError, StoreLockedError
 
-LOOK_MS = 3000
-"""How often folders are looked through where the system tells of no changes."""
-log = logging.getLogger("retrieve_spec")
 STATE = "sync.json"
 FOLLOWED_BYTES = 1 << 20
 """Largest file that enters from a folder that is followed."""
@@ -327,48 +323,17 @@ def watch_folders(
 ) -> None:
     """Synchronise a store, and again whenever something in the folders changes, until interrupted.
 
-    While another process is writing to the store it waits. Raises as `changes` and `sync_datastore` do.
+    `tell` is called with the first report, and with those that differ from the one before. While another process is
+    writing to the store it waits. Raises as `changes` and `sync_datastore` do.
     """
     inside, due = folder_of(path, "sync").resolve(), True
+    told: tuple[int, object] | None = None
     for changed in changes([_root(folder) for folder in folders]):
         due |= not all(place.is_relative_to(inside) for place in changed)
         if due:
             with suppress(StoreLockedError):
                 report = sync_datastore(path, folders, **options)
                 due = False
-                tell(report)
-
-
-def changes(folders: Sequence[Path], stop: threading.Event | None = None) -> Iterator[set[Path]]:
-    """What changed in some folders: an empty set once they are watched, then one twice a second at least.
-
-    Where a limit of the system on watches is used up, which is logged with the command that raises it, the folders are
-    looked through every few seconds instead.
-
-    Raises
-    ------
-    BuildError
-        When watchfiles is not installed.
-    OSError, RuntimeError
-        When the folders cannot be watched, or the name of a file is not Unicode: what else changed then is not told.
-    """
-    try:
-        from watchfiles import watch
-    except ImportError as error:
-        raise BuildError(
-            "to watch folders", "watchfiles is not installed", "Run: pip install 'retrieve-spec[serve]'"
-        ) from error
-    how: dict[str, Any] = {"stop_event": stop, "debounce": 400, "rust_timeout": 500, "yield_on_timeout": True}
-    for polling in (None, True):
-        try:
-            for found in watch(*folders, **how, force_polling=polling, poll_delay_ms=LOOK_MS):
-                yield {Path(place) for _, place in found}
-            return
-        except (OSError, RuntimeError) as error:
-            if polling or not any(sign in str(error) for sign in ("watch limit", "Too many open files")):
-                raise
-            log.warning(
-                "the system's watches are used up, so folders are looked through every %d s; to raise the limits: "
-                "sudo sysctl fs.inotify.max_user_watches=1048576 fs.inotify.max_user_instances=1024",
-                LOOK_MS // 1000,
-            )
+                before, told = told, (read_manifest(inside).generation, report.skipped)
+                if told != before:
+                    tell(report)

@@ -27,7 +27,8 @@ from retrieve_spec.datastore.edit import compact_datastore
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.store import Datastore, open_datastore
-from retrieve_spec.datastore.sync import changes, sync_datastore
+from retrieve_spec.datastore.sync import sync_datastore
+from retrieve_spec.datastore.watching import changes
 from retrieve_spec.errors import (
     NothingToIndexError,
     ServeError,

@@ -1,9 +1,11 @@
 """What goes wrong outside of the library: a clear error each, and nothing half written."""
 
+import errno
 import gzip
 import json
 import os
 import secrets
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from folders import write
 from test_build import contents
 
 from retrieve_spec.datastore import build, sources
+from retrieve_spec.datastore import change as change_module
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import by_reason
+from retrieve_spec.datastore.edit import compact_datastore
 from retrieve_spec.datastore.entry_filter import zstd
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.inspection import verify_datastore, write_catalog
@@ -22,16 +26,49 @@ from retrieve_spec.datastore.sync import sync_datastore
 from retrieve_spec.errors import BuildError
 
 
-def test_a_build_on_a_full_disk_leaves_no_folder(texts, tokenizer, tmp_path):
+@contextmanager
+def full_disk():
+    """Larger files fail as they do on a full disk, which is told."""
     resource = pytest.importorskip("resource", reason="this system has no limit on the size of files")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))  # larger files fail as they do on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
     try:
-        with pytest.raises(BuildError, match="File too large"):
-            build_datastore(tmp_path / "s", str(texts), tokenizer, workers=1)
+        with pytest.raises(BuildError, match=r"File too large.*what was written is deleted"):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_build_on_a_full_disk_leaves_no_folder(texts, tokenizer, tmp_path):
+    with full_disk():
+        build_datastore(tmp_path / "s", str(texts), tokenizer, workers=1)
     assert not (tmp_path / "s").exists()
+
+
+def files_of(store):
+    return {path.relative_to(store) for path in store.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def test_a_change_on_a_full_disk_leaves_nothing_behind(store, tmp_path, monkeypatch):
+    more = write(tmp_path / "more", {"more.txt": "what does not fit any more"})
+    before = files_of(store)
+    changes = (lambda: add_documents(store, str(more)), lambda: compact_datastore(store, workers=1))
+    for change in changes:
+        with full_disk():
+            change()
+        assert files_of(store) == before and not (store / "work").exists()
+
+    def fails(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(change_module, "write_manifest", fails)  # segments are in their places then
+    for change in changes:
+        with pytest.raises(BuildError, match="No space left"):
+            change()
+        assert files_of(store) == before
+    monkeypatch.undo()
+    verify_datastore(store)
+    assert add_documents(store, str(more)).documents == 1
 
 
 def test_names_that_are_no_text_travel_escaped(tokenizer, tmp_path):

@@ -1,6 +1,7 @@
 """Inputs of `generate`: what plain `generate` refuses is refused, and what it answers has the same ids."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +129,9 @@ def difference(plain: Any, ours: Any, variations: Variations, **options: Any) ->
     return found
 
 
+@functools.cache
 def pair(kind: int, recorded_pass: Any) -> tuple[Any, Any]:
+    """A model as it was and accelerated; calls leave both as they are."""
     name, settings = KINDS[kind]
     plain = small_model(name, **settings)
     return plain, rs.accelerate(copy.deepcopy(plain), recorded_pass=recorded_pass, nodes=8)

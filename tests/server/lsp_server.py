@@ -4,7 +4,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.extend(map(str, Path(__file__).parents[:2]))
 
 from scripted import ScriptedBackend
 from transformers import AutoTokenizer

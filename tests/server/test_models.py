@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from waiting import wait_for
+from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError
@@ -86,7 +86,7 @@ def test_who_waits_for_a_model_is_answered_and_only_so_many_may_wait(several):
         assert raw.status_code == 503 and raw.headers["retry-after"] == "1"
         assert s.states["b"] == "loading" and s.said("a") == "I am a"
         s.gate.release(1)
-        assert {one.result(30) for one in asked} == {"I am b"}
+        assert {one.result(HANG_S) for one in asked} == {"I am b"}
     assert s.loads == ["a", "b"]
 
 

@@ -42,7 +42,7 @@ def test_a_server_that_is_ended_says_so_to_who_waits(processes):
         wait_for(lambda: "retrieve_spec_queue_length 2.0" in server.client.get("/metrics").text)
         assert not answer.done()
         errors = server.stop()
-        shown = answer.result(60)
+        shown = answer.result(HANG_S)
     assert shown.status_code == 503, shown.text
     assert "the server is stopping" in shown.text
     assert "Traceback" not in errors

@@ -248,7 +248,7 @@ def test_whoever_is_replaced_by_a_request_that_finds_the_queue_full_is_told(engi
     ask(engine, [520]), ask(engine, [530])
     with pytest.raises(Refusal, match="503"):
         ask(engine, [540], client="me")
-    assert mine.result(5).outcome == "superseded"
+    assert mine.result().outcome == "superseded"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -260,7 +260,7 @@ def test_whoever_waits_for_a_thread_that_ends_is_told_and_nobody_is_let_in(engin
     wait_for(lambda: engine.begun)
     engine.run_when_idle(end)
     held.gate.release(100)
-    assert under_way.result(10).outcome == waiting.result(10).outcome == "failed"
+    assert under_way.result().outcome == waiting.result().outcome == "failed"
     with pytest.raises(Refusal, match="ending"):
         ask(engine, [700])
 
