@@ -51,8 +51,8 @@ _FILES = (
     "id_ecdsa*", "id_ed25519*", "authorized_keys", "known_hosts", "secring.*", ".netrc", "_netrc", ".npmrc", ".pypirc",
     ".htpasswd", ".htdigest", ".pgpass", ".my.cnf", ".mylogin.cnf", ".git-credentials", ".dockercfg",
     ".dockerconfigjson", ".boto", ".s3cfg", ".vault-token", ".vault_pass*", ".terraformrc", "terraform.rc",
-    "credentials", "credentials.*", "credential", "secret", "secrets", "secrets.*", ".secrets*", "*secret*.y*ml",
-    "*secret*.json", "*secret*.toml", "*secret*.ini", "*credential*.json", "*password*.txt", "passwords.*",
+    "credentials", "credential", "secret", "secrets", ".secrets*", "*secret*.y*ml",
+    "*secret*.json", "*secret*.toml", "*secret*.ini", "*credential*.json", "*password*.txt",
     "kubeconfig", "*.kubeconfig", "*.tfstate", "*.tfstate.*", "*.tfvars", "*.tfvars.json", "service-account*.json",
     "service_account*.json", "gha-creds-*.json", "application_default_credentials.json", "google-services.json",
     "googleservice-info.plist", "auth.json", "*.mobileprovision", "wp-config.php", "database.yml", ".msmtprc",
@@ -71,14 +71,51 @@ _CODE = frozenset([".py", ".pyi", ".go", ".rs", ".java", ".kt", ".ts", ".tsx", "
                    ".hpp", ".cs", ".rb", ".php", ".swift", ".scala", ".md", ".rst"])  # fmt: skip
 """Source about secrets is no secret: only other kinds of files count in a folder of secrets."""
 _NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _FILES))
+_WORD = re.compile(r"(?:credentials|secrets|passwords)\..*")
+"""Names of secrets, but for code, as of a module."""
 _COPY = re.compile(r"(?:\.gz|\.zst|\.bak|\.orig|~)+\Z")
 """Ends of names of compressed files and of copies: the name before it counts, too."""
 _SAMPLE = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SAMPLES))
 _GUESSES = frozenset(
-    ["ArtifactoryDetector", "CloudantDetector", "IbmCloudIamDetector", "IbmCosHmacDetector", "IPPublicDetector",
-     "SoftlayerDetector"]
+    ["ArtifactoryDetector", "BasicAuthDetector", "CloudantDetector", "IbmCloudIamDetector", "IbmCosHmacDetector",
+     "IPPublicDetector", "SoftlayerDetector"]
 )  # fmt: skip
-"""Detectors of what has no form of its own: they take several times as long as all others together."""
+"""Detectors of what has no form of its own, which take several times as long as all others together, and of
+passwords in addresses, which are looked at here."""
+_TOKEN = re.compile(
+    "|".join(
+        (
+            r"github_pat_\w{36,}",
+            r"sk-(?:ant|proj|svcacct|admin|or-v1)-[\w-]{20,}",
+            r"hf_[A-Za-z0-9]{30,}", r"api_org_[A-Za-z0-9]{30,}",
+            r"AIza[\w-]{35}", r"GOCSPX-[\w-]{28}", r"ya29\.[\w-]{20,}",  # Google
+            r"gsk_[A-Za-z0-9]{48,}", r"xai-[A-Za-z0-9]{64,}", r"pplx-[A-Za-z0-9]{40,}", r"r8_[A-Za-z0-9]{37}",
+            r"nvapi-[\w-]{60,}", r"lsv2_(?:pt|sk)_[0-9a-f]{32}_[0-9a-f]{10}",
+            r"[sr]k_(?:live|test|prod)_[0-9A-Za-z]{16,}", r"whsec_[0-9A-Za-z+/]{32,}",  # Stripe
+            r"npm_[A-Za-z0-9]{36}", r"rubygems_[0-9a-f]{48}", r"dckr_(?:pat|oat)_[\w-]{27,}",
+            r"xapp-\d-[A-Z0-9]+-\d+-[0-9a-z]{32,}", r"xox[a-z]-[\w-]{24,}",  # Slack
+            r"do[opr]_v1_[0-9a-f]{64}", r"dapi[0-9a-f]{32}", r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}",
+            r"hv[sbr]\.[\w-]{24,}", r"dp\.(?:ct|pt|sa|scim|st)\.[A-Za-z0-9.]{40,}", r"pul-[0-9a-f]{40}",
+            r"gl(?:c_[A-Za-z0-9+/=]{32,}|sa_[A-Za-z0-9]{32}_[0-9A-Fa-f]{8})", r"NRAK-[A-Z0-9]{27}",
+            r"sntry[su]_[\w+/=-]{40,}", r"lin_api_[A-Za-z0-9]{40}", r"ntn_[A-Za-z0-9]{40,}", r"figd_[\w-]{40}",
+            r"ATATT3[\w=-]{100,}", r"PMAK-[0-9a-f]{24}-[0-9a-f]{34}", r"pat[A-Za-z0-9]{14}\.[0-9a-f]{64}",
+            r"sbp_[0-9a-f]{40}", r"sb_secret_[\w-]{22,}", r"tskey-[a-z]+-\w+-\w{20,}", r"HRKU-[\w-]{36,}",
+            r"AGE-SECRET-KEY-1[0-9A-Z]{58}", r"SharedAccessKey=[A-Za-z0-9+/]{40,}",
+            r"BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----",
+        )
+    )
+)  # fmt: skip
+"""Tokens and keys with a form of their own that detect-secrets does not know, as their makers and gitleaks describe."""
+_RANDOM_CHARS, _DIFFERENT = 24, 8
+"""Characters at the end of a token, and how many different ones are no placeholder."""
+_ADDRESS = re.compile(r"://([^\s:/?#\[\]@\"'`,;]+):([^\s:/?#\[\]@\"'`,;]+)@(\[[^\]\s]*\]|[\w.-]*)")
+_NO_HOST = re.compile(
+    r"|(?:.*\.)?(?:localhost|test|example|invalid)|(?:.*\.)?example\.(?:com|org|net)|host\.docker\.internal"
+    r"|127(?:\.\d+){3}|0\.0\.0\.0|::1?|host(?:name)?"
+)
+"""Hosts that are this machine, or none at all (RFC 2606, RFC 6761)."""
+_PLACEHOLDER = re.compile(r"[<{$%].*|[\WxX_]+")
+_NO_PASSWORDS = ("password", "passwd", "passw0rd", "pass", "pwd", "pw", "secret", "changeme", "token", "key", "apikey")
 
 _GENERATED_NAMES = re.compile(
     "|".join(
@@ -95,6 +132,7 @@ _GENERATED_TEXT = re.compile(
     r"\bdo not (?:edit|modify)\b",
     re.IGNORECASE | re.DOTALL,
 )
+_POINTERS = ("version https://git-lfs.github.com/spec/v1\n", "/annex/objects/")
 _HEAD_CHARS = 1000
 _MINIFIED_CHARS = 2000
 _MINIFIED_LINE = 400
@@ -111,12 +149,32 @@ def secret_name(path: str | os.PathLike[str]) -> bool:
         return False
     if not _FOLDERS.isdisjoint(folders) and os.path.splitext(name)[1] not in _CODE:
         return True
+    if os.path.splitext(plain)[1] not in _CODE and _WORD.match(plain):
+        return True
     return bool(_NAME.match(name) or _NAME.match(plain))
 
 
 def secret_text(text: str) -> bool:
-    """Whether a text holds a key or token, as detect-secrets knows them."""
-    return any(True for detector in _detectors() for _ in detector.analyze_string(text))
+    """Whether a text holds a key or token: those that detect-secrets knows, newer ones, and passwords in addresses."""
+    return (
+        any(True for detector in _detectors() for _ in detector.analyze_string(text))
+        or any(_is_token(text, found) for found in _TOKEN.finditer(text))
+        or any(_is_password(*found.groups()) for found in _ADDRESS.finditer(text))
+    )
+
+
+def _is_token(text: str, found: re.Match[str]) -> bool:
+    """Whether what looks like a token begins a word, and is no placeholder such as one of x alone."""
+    inside = found.start() > 0 and (text[found.start() - 1].isalnum() or text[found.start() - 1] == "_")
+    return not inside and len(set(found[0][-_RANDOM_CHARS:])) >= _DIFFERENT
+
+
+def _is_password(user: str, password: str, host: str) -> bool:
+    """Whether an address lets somebody in who reads it: not at this machine, not by what only shows the form."""
+    place = host.lower().strip("[]").removesuffix(".")
+    here = _NO_HOST.fullmatch(place) is not None
+    shown = password.lower() in {user.lower(), *_NO_PASSWORDS} or _PLACEHOLDER.fullmatch(password) is not None
+    return not (here or shown)
 
 
 @cache
@@ -140,7 +198,7 @@ def generated_text(name: str, text: str) -> bool:
 
 PARTS = ("ignored", "generated", "secrets")
 """Parts of the filter that can be switched off."""
-RULES = f"{__version__} 5"
+RULES = f"{__version__} 6"
 """Name of these rules; the number changes with what they let in: nothing said under others counts."""
 MAX_BYTES = 256 << 10
 
@@ -223,6 +281,8 @@ class EntryFilter:
             return Reason.EMPTY
         if "\0" in text:
             return Reason.BINARY
+        if text.startswith(_POINTERS):
+            return Reason.POINTER
         if "secrets" not in self._admit and secret_text(text):
             return Reason.SECRET_TEXT
         generated = name and "generated" not in self._admit and generated_text(name, text)

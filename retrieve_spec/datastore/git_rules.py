@@ -27,7 +27,7 @@ NEVER = frozenset(
 )  # fmt: skip
 """Folders that are never looked into; so are virtual environments and datastores, whatever they are called."""
 _MACHINERY = frozenset([".git", ".hg", ".svn", "__pycache__"])
-"""Folders that are no part of what a user sees, and not counted where they are left out."""
+"""What is no part of what a user sees, and not counted where it is left out; `.git` of a worktree is a file."""
 _BUILT = frozenset(["dist", "build", "target"])
 """Folders that are looked into only where git is asked."""
 _ENVIRONMENT = "pyvenv.cfg"
@@ -50,6 +50,8 @@ class Reason(StrEnum):
     ENCODING = "neither UTF-8 nor UTF-16 with a byte order mark"
     UNREADABLE = "unreadable"
     EMPTY = "empty"
+    POINTER = "a pointer of Git LFS or git-annex"
+    WORKTREE = "another worktree of a checkout here"
     LICENCE = "under a licence that is not allowed"
     NO_LICENCE = "under no known licence"
 
@@ -81,11 +83,11 @@ def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
     everything
         Whether ignore files and the names of folders count for nothing.
     """
-    return _walk(str(root), None if everything else _rules_of(root), top=True)
+    return _walk(str(root), None if everything else _rules_of(root), root, top=True)
 
 
-def _walk(folder: str, rules: Rules | None, *, top: bool = False) -> Iterator[Entry]:
-    """`look_through` of a folder under some rules; no rules: all of it."""
+def _walk(folder: str, rules: Rules | None, root: Path, *, top: bool = False) -> Iterator[Entry]:
+    """`look_through` of a folder below `root` under some rules; no rules: all of it."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -100,12 +102,15 @@ def _walk(folder: str, rules: Rules | None, *, top: bool = False) -> Iterator[En
             yield os.path.join(folder, ""), Reason.TOOLS
             return
         if rules is not None and ".git" in names:
-            yield from look_through(Path(folder))
+            if _is_second_worktree(Path(folder), root):
+                yield os.path.join(folder, ""), Reason.WORKTREE
+            else:
+                yield from look_through(Path(folder))
             return
     rules = rules and rules.inside(folder)
     for entry in entries:
         is_folder = entry.is_dir(follow_symlinks=False)
-        if is_folder and entry.name in _MACHINERY:
+        if entry.name in _MACHINERY:
             continue
         left = None
         if rules is not None and is_folder and entry.name in rules.tools:
@@ -115,9 +120,22 @@ def _walk(folder: str, rules: Rules | None, *, top: bool = False) -> Iterator[En
         if not is_folder:
             yield entry.path, left
         elif left is None:
-            yield from _walk(entry.path, rules)
+            yield from _walk(entry.path, rules, root)
         else:
             yield os.path.join(entry.path, ""), left
+
+
+def _is_second_worktree(folder: Path, root: Path) -> bool:
+    """Whether a folder with a `.git` is a linked worktree of a checkout that `root` is in, or that is in it."""
+    try:
+        with open(folder / ".git", encoding="utf-8", errors="surrogateescape", opener=open_regular) as file:
+            own = folder / file.readline().removeprefix("gitdir:").strip()
+    except OSError:  # a checkout of its own
+        return False
+    if own.parent.name != "worktrees":  # of a submodule
+        return False
+    main = own.parents[2].resolve()
+    return main.is_relative_to(root) or root.is_relative_to(main)
 
 
 def checkout_of(folder: Path) -> Path | None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from identify.identify import license_id, tags_from_filename
+from identify.vendor.licenses import LICENSES
 from license_expression import ExpressionError, get_spdx_licensing
 
 from retrieve_spec.datastore.git_rules import Reason, checkout_of
@@ -24,8 +26,9 @@ from retrieve_spec.errors import BuildError
 _HEAD_CHARS = 8192
 _MOST_BYTES = 256 << 10
 _SPDX = re.compile(
-    r"^[^\w\n]*SPDX-License-Identifier:[ \t]*(.*?)(?:[ \t]*\*\))?[^\w+)\n]*$", re.IGNORECASE | re.MULTILINE
+    r"^[^\w\n\"'`]*SPDX-License-Identifier:[ \t]*(.*?)(?:[ \t]*\*\))?[^\w+)\n]*$", re.IGNORECASE | re.MULTILINE
 )
+_QUOTES = re.compile(r'"""|\'\'\'|`+')
 _LICENCE_FILE = re.compile(
     r"(?:licen[cs]es?|copying\d*|unlicense|eula)(?:[-_. ].*)?|.*[-_.]licen[cs]e(?:\.(?:txt|md|rst|html|rtf))?",
     re.IGNORECASE,
@@ -44,6 +47,17 @@ _STATED = {
     "zlib/libpng license": "Zlib",
 }
 """Names that packages give for one licence."""
+_COPYRIGHT = re.compile(r"^\s*(?:copyright|\(c\)) .*$", re.IGNORECASE | re.MULTILINE)
+_MEANING = frozenset(
+    ["academic", "agreement", "any", "attribution", "ban", "charge", "commercial", "commercially", "consent",
+     "derivative", "distribute", "education", "educational", "ethical", "evaluation", "evil", "except", "excluding",
+     "exclusively", "fee", "forbidden", "free", "good", "government", "harm", "hereby", "internal", "limited", "may",
+     "merge", "military", "modify", "must", "no", "non", "noncommercial", "nonprofit", "not", "only", "payment",
+     "permitted", "person", "personal", "prior", "private", "profit", "prohibited", "provided", "publish", "purpose",
+     "purposes", "redistribute", "research", "restricted", "restriction", "revocable", "revoke", "royalty", "sell",
+     "shall", "solely", "sublicense", "terminate", "unless", "use", "without", "written"]
+)  # fmt: skip
+"""Words that decide what a licence allows: where it has more or fewer of them, it is another one."""
 UNKNOWN = ""
 _spdx = cache(get_spdx_licensing)
 
@@ -100,8 +114,20 @@ def _is_allowed(allowed: Sequence[str], licence: Any) -> bool:
 
 def own_licence(text: str) -> str | None:
     """Expression of a text's own SPDX lines, `UNKNOWN` where they are not understood, None without any."""
-    found = [canonical(line) for line in _SPDX.findall(text[:_HEAD_CHARS])]
+    head = text[:_HEAD_CHARS]
+    found = [canonical(line[1]) for line in _SPDX.finditer(head) if not _is_quoted(head[: line.start()])]
     return _all_of(found) if found else None
+
+
+def _is_quoted(before: str) -> bool:
+    """Whether what comes after some text stands in a string, or a block of code, with which no text begins."""
+    opened, start = "", 0
+    for quotes in _QUOTES.finditer(before):
+        if not opened:
+            opened, start = quotes[0], quotes.start()
+        elif quotes[0] == opened:
+            opened = ""
+    return bool(opened) and re.search(r"^\s*\w", before[:start], re.MULTILINE) is not None
 
 
 def _all_of(found: Sequence[str], join: str = " AND ") -> str:
@@ -172,6 +198,20 @@ def _file_licence(path: Path, top: Path) -> str:
         place = path.resolve(strict=True)
         if not place.is_file() or place.stat().st_size > _MOST_BYTES or not place.is_relative_to(top):
             return UNKNOWN
-        return canonical(license_id(str(place)) or UNKNOWN)
+        found = license_id(str(place)) or UNKNOWN
+        return canonical(found) if found and _means(place.read_text("utf-8"), _texts()[found]) else UNKNOWN
     except (OSError, ValueError, RuntimeError):
         return UNKNOWN
+
+
+@cache
+def _texts() -> dict[str, str]:
+    """Texts of licences by identifier."""
+    return dict(LICENSES)
+
+
+def _means(text: str, licence: str) -> bool:
+    """Whether a text that is nearly that of a licence has the same words that matter; names may differ."""
+    counts = (Counter(re.findall(r"[a-z]+", _COPYRIGHT.sub("", each).lower())) for each in (text, licence))
+    ours, wanted = ({word: count[word] for word in _MEANING} for count in counts)
+    return ours == wanted

@@ -59,7 +59,19 @@ def test_a_list_of_licences_has_identifiers():
     ("text", "licence"),
     [
         *((TEXTS[name], canonical(name)) for name in ["MIT", "Apache-2.0", "BSD-3-Clause", "GPL-3.0", "MPL-2.0"]),
+        (MIT.replace("MIT License", "The MIT License (MIT)") + "\n", "MIT"),
+        (TEXTS["BSD-3-Clause"].replace("the copyright holder nor", "Acme Inc. nor"), "BSD-3-Clause"),
         *((text, "") for text in ["", "MIT", MIT + TEXTS["ISC"], MIT + "\nOnly for academic use, not by others." * 4]),
+        *(
+            (MIT.replace(ours, theirs), "")
+            for ours, theirs in [
+                ("without restriction", "for noncommercial purposes only"),
+                ("without restriction", "for non-commercial purposes"),
+                ("and/or sell", "and"),
+                ("subject to the following conditions", "except for military use, subject to the following conditions"),
+                ("free of charge", "for a fee"),
+            ]
+        ),
     ],
 )
 def test_only_known_texts_are_recognised(tmp_path, text, licence):
@@ -87,6 +99,12 @@ def test_names_of_licence_files(name, is_one):
         ("// SPDX-License-Identifier: MIT\n// SPDX-License-Identifier: ISC\n", "ISC AND MIT"),
         ("<!-- SPDX-License-Identifier: nonsense! -->\n", ""),
         ('line = "SPDX-License-Identifier: MIT"\n', None),
+        ('lines = [\n    "SPDX-License-Identifier: GPL-3.0",\n    "# SPDX-License-Identifier: GPL-3.0",\n]\n', None),
+        ('HEAD = """\n# SPDX-License-Identifier: GPL-3.0\n"""\n', None),
+        ("const head = `\n// SPDX-License-Identifier: GPL-3.0\n`;\n", None),
+        ("Put this first:\n```\nSPDX-License-Identifier: GPL-3.0\n```\n", None),
+        ('x = """a"""\n# SPDX-License-Identifier: MIT\n', "MIT"),
+        ('#!/usr/bin/python\n"""A module.\n\nSPDX-License-Identifier: MIT\n"""\n', "MIT"),
     ],
 )
 def test_own_lines(text, licence):
