@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retrieve_spec.config import cache_dir
-from retrieve_spec.errors import ConfigError, ModelNotFoundError, in_a_line
+from retrieve_spec.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, in_a_line
 
 if TYPE_CHECKING:
+    from gguf import GGUFReader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -120,12 +123,118 @@ PACKAGED = {model.name: model for model in (SMOLLM2,)}
 """Models that come inside packages, by name."""
 
 
+_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
+"""How llama.cpp ends the names of a split file's parts, before `.gguf`."""
+_UNSPLIT = "Give the file as it was published: parts are named …-00001-of-00002.gguf."
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """The files that make up a GGUF file: itself, or all parts of a split one, of which any may be named.
+
+    Raises
+    ------
+    ModelNotFoundError
+        A part is missing.
+    """
+    named = _PART.search(path.stem)
+    if named is None:
+        return [path]
+    count = int(named[2])
+    parts = [path.with_name(f"{path.stem[: named.start()]}-{no:05}-of-{count:05}.gguf") for no in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        remedy = f"Put all parts into {path.parent}, or download them again."
+        raise ModelNotFoundError(f"the {count} parts of {path.name}", f"no {_first_of(missing)}", remedy)
+    return parts
+
+
+def _first_of(names: list[str], most: int = 3) -> str:
+    """Names in a line, of which some are counted only where there are many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def gguf_key(path: Path) -> list[Any]:
+    """What is kept of a GGUF file goes by; errors are those of `gguf_parts`."""
+    found = [(part.resolve(), part.stat()) for part in gguf_parts(path)]
+    return ["every weight", *([str(part), status.st_size, status.st_mtime_ns] for part, status in found)]
+
+
 def gguf_folder(path: Path) -> Path:
-    """The folder of a GGUF file, unpacked if this is the first time that it is named; errors are those of `unpack`."""
-    found = path.stat()
-    of = [str(path.resolve()), found.st_size, found.st_mtime_ns]
-    folder = cache_dir() / "models" / f"{path.stem}-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:12]}"
+    """The folder of a GGUF file, unpacked if this is the first time that it is named.
+
+    Errors are those of `gguf_parts` and `unpack`.
+    """
+    first = gguf_parts(path)[0]
+    key = hashlib.sha256(json.dumps(gguf_key(path)).encode()).hexdigest()
+    folder = cache_dir() / "models" / f"{first.stem}-{key[:12]}"
     return folder if folder.exists() else unpack(path, folder)
+
+
+@contextlib.contextmanager
+def _in_one_file(path: Path) -> Iterator[Path]:
+    """A GGUF file whose parts are joined, for the block, if it is split.
+
+    Raises
+    ------
+    UnsupportedModelError
+        It is truncated or damaged, or has other parts than its names say.
+    ConfigError
+        The cache, where parts are joined, cannot be written.
+    """
+    from gguf import GGUFReader
+
+    parts, readers = gguf_parts(path), list[GGUFReader]()
+    for part in parts:
+        try:
+            readers.append(GGUFReader(part))
+        except Exception as error:  # whatever its reader meets where bytes are missing
+            raise UnsupportedModelError(
+                f"a whole GGUF file in {part.name}", in_a_line(error), "Download or copy it again."
+            ) from error
+    for no, (part, reader) in enumerate(zip(parts, readers, strict=True)):
+        of = _number(reader, "split.no", 0), _number(reader, "split.count", 1)
+        if of != (no, len(parts)) and (len(parts) > 1 or of[1] > 1):
+            got = f"part {of[0] + 1} of {of[1]}"
+            raise UnsupportedModelError(f"part {no + 1} of {len(parts)} in {part.name}", got, _UNSPLIT)
+    tensors = sum(len(reader.tensors) for reader in readers)
+    if tensors != (said := _number(readers[0], "split.tensors.count", tensors)):
+        raise UnsupportedModelError(f"{said} tensors in {path.name}", str(tensors), "Download or copy its parts again.")
+    if len(parts) == 1:
+        yield path
+        return
+    with contextlib.ExitStack() as kept:
+        with _writing_to_cache(sum(part.stat().st_size for part in parts)):
+            folder = kept.enter_context(_new_folder(cache_dir() / "models"))
+            _join(readers, folder / path.name)
+        yield folder / path.name
+
+
+def _number(reader: GGUFReader, key: str, otherwise: int) -> int:
+    field = reader.get_field(key)
+    return otherwise if field is None else int(field.contents())
+
+
+def _join(readers: list[GGUFReader], path: Path) -> None:
+    """Write one GGUF file that has the metadata of the first of some, and the tensors of all."""
+    from gguf import GGUFValueType, GGUFWriter
+
+    architecture = "general.architecture"
+    left_out = ("GGUF.", "split.", "general.alignment")  # the writer aligns by the default
+    fields = {key: field for key, field in readers[0].fields.items() if not key.startswith(left_out)}
+    writer = GGUFWriter(path, fields.pop(architecture).contents())
+    for key, field in fields.items():
+        kind = field.types[0]
+        if kind != GGUFValueType.ARRAY or len(field.data):  # the writer has no empty arrays
+            writer.add_key_value(key, field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None)
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    for tensor in tensors:
+        data = tensor.data
+        writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        writer.write_tensor_data(tensor.data)
+    writer.close()
 
 
 def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -137,48 +246,96 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises
     ------
     ModelNotFoundError
-        A package that reads GGUF files is missing.
+        A package that reads GGUF files is missing, or a part of a split file.
+    UnsupportedModelError
+        The file is damaged, or lacks weights of its model.
+    ConfigError
+        The file is split, and the cache, where its parts are joined for a while, cannot be written.
     """
     if missing := [name for name in GGUF_READERS if find_spec(name) is None]:
         got = f"{', '.join(missing)} not installed"
         raise ModelNotFoundError(f"to read {path.name}", got, f"Run: pip install {' '.join(GGUF_READERS)}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import quantization_config as formats
 
     log.info("unpacking %s, once", path)
     # Later releases of Transformers leave weights packed where they have a kernel for it.
     dense = {"quantization_config": formats.GgufConfig(dequantize=True)} if hasattr(formats, "GgufConfig") else {}
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True, **dense)
+    with _in_one_file(path) as file:
+        # Its whole path: Transformers takes a bare name for a file of the current folder, where there is one.
+        source: dict[str, Any] = {"gguf_file": str(file.absolute()), "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+        model = with_all_weights(file.parent, path.name, **source, **dense)
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     return model, tokenizer
 
 
-def unpack(path: Path, folder: Path) -> Path:
-    """Write what `read_gguf` reads of a file, as Transformers keeps it; the folder.
+def with_all_weights(source: str | Path, name: str, **options: Any) -> PreTrainedModel:
+    """A causal language model by `from_pretrained`, which draws weights at random where a checkpoint lacks them.
+
+    Parameters
+    ----------
+    source
+        A folder, or a hub id.
+    name
+        What the checkpoint is called in an error.
+    options
+        Of `from_pretrained`.
 
     Raises
     ------
-    ModelNotFoundError
-        As of `read_gguf`.
-    ConfigError
-        The cache cannot be written.
+    UnsupportedModelError
+        The checkpoint lacks weights of the model, or has some of another shape.
     """
-    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
 
+    model, found = AutoModelForCausalLM.from_pretrained(
+        source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    wrong = [f"none for {_first_of(sorted(found['missing_keys']))}"] if found["missing_keys"] else []
+    if others := sorted(key for key, *_ in found["mismatched_keys"]):
+        wrong.append(f"others than its config says for {_first_of(others)}")
+    if wrong:
+        remedy = "Download or copy the model again, with all of its files."
+        raise UnsupportedModelError(f"every weight of the model in {name}", ", ".join(wrong), remedy)
+    return model
+
+
+def unpack(path: Path, folder: Path) -> Path:
+    """Write what `read_gguf` reads of a file, as Transformers keeps it; the folder.
+
+    Errors are those of `read_gguf`, and ConfigError where the cache cannot be written.
+    """
     model, tokenizer = read_gguf(path)
 
     def save(folder: Path) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    try:
+    with _writing_to_cache(4 * model.num_parameters()):
         make_folder(folder, save)
-    except (OSError, SafetensorError) as error:
-        remedy = f"Set RETRIEVE_SPEC_CACHE to a folder with {4 * model.num_parameters() / 1e9:.1f} GB of space."
-        raise ConfigError("a cache that can be written", in_a_line(error), remedy) from error
     return folder
+
+
+@contextlib.contextmanager
+def _writing_to_cache(size: int) -> Iterator[None]:
+    """Raise ConfigError where the block, which writes so many bytes to the cache, cannot write them."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        remedy = f"Set RETRIEVE_SPEC_CACHE to a folder with {size / 1e9:.1f} GB of space."
+        raise ConfigError("a cache that can be written", in_a_line(error), remedy) from error
+
+
+@contextlib.contextmanager
+def _new_folder(parent: Path) -> Iterator[Path]:
+    """A folder for the block in a folder that is made if need be."""
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=parent) as made:
+        yield Path(made)
 
 
 def make_folder(folder: Path, save: Callable[[Path], None]) -> None:
@@ -189,11 +346,10 @@ def make_folder(folder: Path, save: Callable[[Path], None]) -> None:
     OSError
         It cannot be written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as made:
-        save(Path(made) / "model")
+    with _new_folder(folder.parent) as made:
+        save(made / "model")
         try:
-            (Path(made) / "model").rename(folder)
+            (made / "model").rename(folder)
         except OSError:
             if not folder.exists():
                 raise

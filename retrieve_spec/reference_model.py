@@ -23,7 +23,7 @@ from retrieve_spec.errors import (
     nearest,
     require,
 )
-from retrieve_spec.model_files import PACKAGED, gguf_folder, make_folder, read_gguf
+from retrieve_spec.model_files import PACKAGED, gguf_folder, gguf_key, make_folder, read_gguf, with_all_weights
 from retrieve_spec.openmp import survive_forks
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def load_model(
     ----------
     name
         `"reference"` for the bundled model, `"smollm2"` for the one that `retrieve-spec models install smollm2`
-        installs, a folder that `save_pretrained` wrote, a GGUF file (unpacked once: the folder is kept in the cache),
-        or a Hugging Face hub id.
+        installs, a folder that `save_pretrained` wrote, a GGUF file or any part of a split one (unpacked once: the
+        folder is kept in the cache), or a Hugging Face hub id.
     dtype
         `"auto"` (as stored; the bundled model in float32 on a CPU), `"float32"`, `"bfloat16"` or `"float16"`.
     device
@@ -72,13 +72,12 @@ def load_model(
     ModelNotFoundError
         Nothing by that name, on disk or on the hub; or its package, or one that reads its file, is missing.
     UnsupportedModelError
-        The checkpoint is not a causal language model, or one that cannot be quantised.
+        The checkpoint is not a causal language model, lacks weights of its model, or cannot be quantised.
     ConfigError
         An unknown dtype or format of weights, a device that is not there, or that cannot use them, or a cache that
         cannot be written.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     survive_forks()
     target = _device(device)
@@ -96,7 +95,7 @@ def load_model(
     config, tokenizer = _config_and_tokenizer(name, source, options)
     with _explained(name):
         if quantize is None:
-            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=wanted, **options)
+            model = with_all_weights(source, name, config=config, dtype=wanted, **options)
         else:
             model = _quantised(source, config, options, quantize)
     with torch.no_grad():
@@ -107,8 +106,6 @@ def load_model(
 
 def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], quantize: str) -> PreTrainedModel:
     """A model with packed weights, from the cache where it was made before."""
-    from transformers import AutoModelForCausalLM
-
     from retrieve_spec.quantized import WeightOnlyConfig
 
     if getattr(config, "quantization_config", None) is not None:
@@ -118,23 +115,22 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     of = str(place.resolve()) if place.is_dir() else source, getattr(config, "_commit_hash", None), sorted(files)
     folder = _packed_folder(quantize, *of)
     if folder.exists():
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        return with_all_weights(folder, source, local_files_only=True)
     wanted = WeightOnlyConfig(QUANTISED[quantize])
-    model = AutoModelForCausalLM.from_pretrained(source, config=config, quantization_config=wanted, **options)
+    model = with_all_weights(source, source, config=config, quantization_config=wanted, **options)
     _keep(model, folder, model.save_pretrained)
     return model
 
 
 def _packed_gguf(file: Path, quantize: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """What is in a GGUF file, with packed weights; its tokenizer is kept with these, since it takes long to read."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from retrieve_spec.quantized import WeightOnlyConfig, pack_model
 
-    found = file.stat()
-    folder = _packed_folder(quantize, str(file.resolve()), found.st_size, found.st_mtime_ns)
+    folder = _packed_folder(quantize, *gguf_key(file))
     if folder.exists():
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        model = with_all_weights(folder, file.name, local_files_only=True)
         return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model, tokenizer = read_gguf(file)
     pack_model(model, WeightOnlyConfig(QUANTISED[quantize]))
@@ -196,6 +192,10 @@ def _config_and_tokenizer(
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     """Turn what Transformers says of a name into errors of this library."""
+    from pickle import UnpicklingError
+
+    from safetensors import SafetensorError
+
     try:
         yield
     except RetrieveSpecError:
@@ -203,7 +203,7 @@ def _explained(name: str) -> Iterator[None]:
     except (OSError, KeyError) as error:
         got = in_a_line(error).rstrip(".")
         raise ModelNotFoundError(f"to load model and tokenizer {name!r}", got, HUB_REMEDY) from error
-    except ValueError as error:
+    except (ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         raise UnsupportedModelError(
             f"to load {name!r} as a causal language model", in_a_line(error), "Give another checkpoint."
         ) from error

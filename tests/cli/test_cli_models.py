@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from retrieve_spec import cli, model_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer
-from retrieve_spec.errors import ModelNotFoundError
+from retrieve_spec.errors import ModelNotFoundError, RetrieveSpecError, UnsupportedModelError
 from retrieve_spec.model_files import SMOLLM2
 from retrieve_spec.reference_model import load_model
 
@@ -45,16 +46,43 @@ def test_another_file_in_the_package_is_refused(cache: Path, tmp_path: Path, mon
     assert not cache.exists()
 
 
-@pytest.fixture
-def gguf(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bundled model as a GGUF file."""
     for package in model_files.GGUF_READERS:
         pytest.importorskip(package)
-    subprocess.run([sys.executable, EXPORT, str(tmp_path / "reference.gguf")], check=True)
-    return str(tmp_path / "reference.gguf")
+    path = tmp_path_factory.mktemp("gguf") / "reference.gguf"
+    subprocess.run([sys.executable, EXPORT, str(path)], check=True)
+    return str(path)
 
 
-def test_a_gguf_file_is_unpacked_once(gguf: str, cache: Path) -> None:
+def write_part(source: str, path: Path, tensors: slice, no: int | None = None, count: int = 1) -> Path:
+    """Some tensors of a GGUF file; with a number, as llama.cpp splits it: the first part alone has its metadata."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    reader = GGUFReader(source)
+    writer = GGUFWriter(path, "llama")
+    for key, field in () if no else reader.fields.items():
+        kind = field.types[0]
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            below = field.types[-1] if kind == GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), kind, below)
+    if no is not None:
+        writer.add_uint16("split.no", no)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+    for tensor in reader.tensors[tensors]:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_is_unpacked_once(gguf: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / Path(gguf).name).write_bytes(b"another file of that name in the current folder")
+    monkeypatch.chdir(tmp_path)
     own, tokenizer = load_model(device="cpu")
     load_model(gguf, device="cpu")
     (kept,) = (cache / "models").iterdir()
@@ -65,6 +93,71 @@ def test_a_gguf_file_is_unpacked_once(gguf: str, cache: Path) -> None:
     assert torch.equal(same("def add(a, b):", return_tensors="pt")["input_ids"], ids)
     assert torch.equal(model(ids).logits, own(ids).logits)
     assert load_tokenizer(gguf).get_vocab() == load_tokenizer("reference").get_vocab()
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_any_part_of_a_split_gguf_file_stands_for_all(
+    gguf: str, cache: Path, tmp_path: Path, quantize: str | None
+) -> None:
+    cuts = [slice(0, 0), slice(0, 20), slice(20, None)]  # llama.cpp's first part may be without tensors
+    parts = [write_part(gguf, tmp_path / f"r-{no + 1:05}-of-00003.gguf", cut, no, 3) for no, cut in enumerate(cuts)]
+    found = [load_model(str(part), device="cpu", quantize=quantize)[0] for part in parts[1:]]
+    assert len(list((cache / ("quantized" if quantize else "models")).iterdir())) == 1
+    own, _ = load_model(gguf, device="cpu", quantize=quantize)
+    for model in found:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(own.parameters(), model.parameters(), strict=True))
+
+
+def test_a_gguf_file_without_some_weights_is_refused_and_nothing_kept(gguf: str, cache: Path, tmp_path: Path) -> None:
+    first = write_part(gguf, tmp_path / "r-00001-of-00002.gguf", slice(0, 20), 0, 2)
+    wrong = {first: "no r-00002-of-00002.gguf"}
+    wrong[write_part(gguf, tmp_path / "renamed.gguf", slice(0, 20), 0, 2)] = "got part 1 of 2"
+    wrong[write_part(gguf, tmp_path / "lacking.gguf", slice(1, None))] = "none for lm_head.weight, model.embed_tokens"
+    wrong[tmp_path / "cut.gguf"] = "expected a whole GGUF file"
+    (tmp_path / "cut.gguf").write_bytes(Path(gguf).read_bytes()[:-100])
+    wrong[tmp_path / "empty.gguf"] = "expected a whole GGUF file"
+    (tmp_path / "empty.gguf").touch()
+    for path, what in wrong.items():
+        for quantize in (None, "int4"):
+            with pytest.raises(RetrieveSpecError, match=what):
+                load_model(str(path), device="cpu", quantize=quantize)
+    write_part(gguf, tmp_path / "r-00002-of-00002.gguf", slice(30, None), 1, 2)
+    with pytest.raises(UnsupportedModelError, match=r"tensors in r-00001-of-00002\.gguf"):
+        load_model(str(first), device="cpu")
+    assert not cache.exists()
+
+
+def saved(folder: Path, **options: Any) -> Path:
+    model, tokenizer = load_model(device="cpu")
+    model.save_pretrained(folder, **options)
+    tokenizer.save_pretrained(folder)
+    return folder / "model.safetensors"
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_a_folder_without_some_weights_is_refused_and_nothing_kept(
+    tmp_path: Path, cache: Path, quantize: str | None
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    for folder, change, what in (
+        ("lacking", lambda weights: weights.pop(name), f"none for {name}"),
+        ("short", lambda weights: weights.update({name: weights[name][:-2].contiguous()}), f"says for {name}"),
+    ):
+        file = saved(tmp_path / folder)
+        weights = load_file(file)
+        change(weights)
+        save_file(weights, file, metadata={"format": "pt"})
+        with pytest.raises(UnsupportedModelError, match=what):
+            load_model(str(tmp_path / folder), device="cpu", quantize=quantize)
+    saved(tmp_path / "shards", max_shard_size="10MB")
+    shard = sorted((tmp_path / "shards").glob("model-*"))[1]
+    shard.unlink()
+    file = saved(tmp_path / "cut")
+    file.write_bytes(file.read_bytes()[:-100])
+    for folder, what in (("shards", shard.name), ("cut", "not fully covered")):
+        with pytest.raises(RetrieveSpecError, match=what):
+            load_model(str(tmp_path / folder), device="cpu", quantize=quantize)
+    assert not cache.exists()
 
 
 @pytest.mark.slow
