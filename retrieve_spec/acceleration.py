@@ -97,7 +97,8 @@ def accelerate(
     original = model.__dict__.get("generate")
     if _is_ours(original):  # of an accelerated model this is a copy of
         original = model.__dict__.get(BEFORE)
-    model.__dict__[BEFORE] = original
+    if original is not None:
+        model.__dict__[BEFORE] = original
     model.__dict__["generate"] = types.MethodType(generate, model)
     return wrapper
 

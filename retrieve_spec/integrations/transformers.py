@@ -105,7 +105,7 @@ def _prepare(model: Any, tokenizer: Any, given: dict[str, Any]) -> None:
             model.speculation.prepared_with = given
         with suppress(AttributeError):  # a model's repository may have this as its generate: what is left to the
             if model.__dict__.get(BEFORE).func is generate:  # original is left to the class's
-                model.__dict__[BEFORE] = None
+                del model.__dict__[BEFORE]
 
 
 def _decode(model: Any, input_ids: Any, own: dict[str, Any], arguments: dict[str, Any]) -> Any:

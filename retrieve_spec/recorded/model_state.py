@@ -1,27 +1,57 @@
 """Model state: what a recording stands for, noted so that a later change is noticed.
 
 Noted are the modules with their classes, training modes, hooks and patched forwards, the attention implementation of
-their configs, what `peft` keeps of adapters, and of every tensor which it is, its type, shape and device. The numbers
-inside parameters and buffers are not, as a recording reads the live tensors; those of other tensors are by their
-version counters. Whatever else is changed, `invalidate()` is told of.
+their configs, plain attributes that stand on them (numbers, texts, functions and the like, and lists of these: what
+adapters are switched by), and of every tensor which it is, its type, shape and device. The numbers inside parameters
+and buffers are not, as a recording reads the live tensors; those of other tensors are by their version counters.
+Whatever else is changed, `invalidate()` is told of.
 """
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection, Iterator
-from typing import Any
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_wide
 
-_FOLLOWED = (
-    "_modules", "_forward_hooks", "_forward_pre_hooks",
-    "_active_adapter", "_disable_adapters", "merged_adapters", "scaling",
-)  # fmt: skip
-"""Attributes of modules in which torch has what they run, and layers of `peft` what they do with their weights."""
+_FOLLOWED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
+"""Attributes of every module in which torch has what it runs."""
+_OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = frozenset({
+    str, bytes, bool, int, float, complex, types.NoneType, torch.dtype, torch.device, torch.Size,
+    types.FunctionType, types.BuiltinFunctionType,
+})  # fmt: skip
+_LISTS = frozenset({list, tuple, set, frozenset, dict})
+_LONGEST = 64
+"""Entries of a list that is followed at most."""
+Attribute = tuple[type, str]
+"""A class of modules, and the name of an attribute of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a model was found to be.
+
+    Attributes
+    ----------
+    parts
+        Modules, their classes, and what torch has these run.
+    values
+        Plain attributes, by the number of the module and the name.
+    tensors
+        Parameters, buffers, and tensors that are attributes, likewise.
+    """
+
+    parts: list[Any]
+    values: dict[tuple[int, str], Any]
+    tensors: dict[tuple[int, str], torch.Tensor | None]
 
 
 class ModelState:
@@ -32,49 +62,66 @@ class ModelState:
     model
         The model as it is now.
     unfollowed
-        Names of tensors that its forward replaces: what it keeps of a text.
+        Attributes that its forward replaces: what it keeps of a text, or counts.
     """
 
-    def __init__(self, model: nn.Module, unfollowed: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, unfollowed: Collection[Attribute] = ()) -> None:
         self._model, self._unfollowed = model, frozenset(unfollowed)
-        parts, self._names, self._found = self._look()
-        self._parts = [copy.copy(part) if isinstance(part, (dict, list)) else part for part in parts]
-        self._tensors = list({id(tensor): tensor for tensor in self._found if tensor is not None}.values())
+        self._modules = list(model.modules())
+        self._classes = list(map(type, self._modules))
+        self._slots = {cls: _slots_of(cls) for cls in self._classes}
+        look = self._look()
+        values = {key: copy.copy(value) for key, value in look.values.items()}
+        self._seen = _Look(
+            [copy.copy(p) if isinstance(p, (dict, list)) else p for p in look.parts], values, look.tensors
+        )
+        self._tensors = list({id(tensor): tensor for tensor in look.tensors.values() if tensor is not None}.values())
         weights = set(map(id, (*model.parameters(), *model.buffers())))
         self._others = [tensor for tensor in self._tensors if id(tensor) not in weights]
         self._versions = list(map(version_of, self._others))
         self._kinds, self._places = list(map(kind, self._tensors)), list(map(place, self._tensors))
-        self._modules = list(model.modules())
-        self._classes = list(map(type, self._modules))
-        self._lives = list(self._containers())
+        replaced = {name for _, name in self._unfollowed}
+        self._partly = [m for m in self._modules if self._slots[type(m)] or not replaced.isdisjoint(vars(m))]
+        self._attributes = list(map(self._attributes_of, self._partly))
+        self._lives = [*self._containers(), *(value for value in look.values.values() if type(value) in _LISTS)]
         self._copies = list(map(copy.copy, self._lives))
 
     def _containers(self) -> Iterator[Any]:
-        """The dictionaries and lists that a look reads."""
+        """The dictionaries that every look reads; of modules in `_partly`, a part of their own is read."""
         yield from (torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks)
+        partly = set(map(id, self._partly))
         for module in self._modules:
             own = vars(module)
-            yield own
-            kept = (own.get(name) for name in (*_FOLLOWED, "_parameters", "_buffers"))
-            yield from (container for container in kept if isinstance(container, (dict, list)))
+            if id(module) not in partly:
+                yield own
+            yield from (own[name] for name in (*_FOLLOWED, "_parameters", "_buffers"))
             yield getattr(own.get("config"), "__dict__", {})
 
-    def _look(self) -> tuple[list[Any], list[tuple[int, str]], list[torch.Tensor | None]]:
-        """What modules are beside their tensors; the numbers of modules that have a tensor, with its name; these."""
+    def _attributes_of(self, module: nn.Module) -> dict[str, Any]:
+        """A module's attributes but for those that its forward replaces."""
+        cls = type(module)
+        attributes = vars(module) | {name: getattr(module, name, None) for name in self._slots.get(cls, ())}
+        return {name: value for name, value in attributes.items() if (cls, name) not in self._unfollowed}
+
+    def _look(self) -> _Look:
+        """See what the model is now."""
         modules = list(self._model.modules())
-        parts: list[Any] = [modules, torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks]
-        names, tensors = list[tuple[int, str]](), list[torch.Tensor | None]()
+        look = _Look([modules, torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks], {}, {})
         for number, module in enumerate(modules):
-            own = vars(module)
+            own, cls = vars(module), type(module)
             attention = getattr(own.get("config"), "_attn_implementation", None)
-            parts += (type(module), own["training"], own.get("forward"), attention)
-            parts += [own[name] for name in _FOLLOWED if name in own]
-            attributes = [entry for entry in own.items() if isinstance(entry[1], torch.Tensor)]
-            for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items(), *attributes):
-                if name not in self._unfollowed:
-                    names.append((number, name))
-                    tensors.append(tensor)
-        return parts, names, tensors
+            look.parts.extend((cls, own["training"], own.get("forward"), attention, *(own[name] for name in _FOLLOWED)))
+            for name, value in self._attributes_of(module).items():
+                if name in _OF_TORCH:
+                    continue
+                if isinstance(value, torch.Tensor):
+                    look.tensors[number, name] = value
+                elif _is_plain(value):
+                    look.values[number, name] = value
+            for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
+                if (cls, name) not in self._unfollowed:
+                    look.tensors[number, name] = tensor
+        return look
 
     def holds(self) -> bool:
         """Whether the model's forward still reads what it read, wherever its tensors lie now."""
@@ -87,22 +134,24 @@ class ModelState:
     def _is_untouched(self) -> bool:
         """Whether nothing has changed where a look would read, which takes a seventh of the time of a look."""
         try:
-            return self._lives == self._copies and list(map(type, self._modules)) == self._classes
+            same = self._lives == self._copies and list(map(type, self._modules)) == self._classes
+            return same and list(map(self._attributes_of, self._partly)) == self._attributes
         except Exception:  # what compares two tensors or arrays has no truth value
             return False
 
     def _is_alike(self) -> bool:
-        parts, names, found = self._look()
-        alike = parts == self._parts and names == self._names and all(map(operator.is_, found, self._found))
+        look, seen = self._look(), self._seen
+        alike = look.parts == seen.parts and look.values == seen.values and not _changed(look.tensors, seen.tensors)
         if alike:  # what changed is not followed, and need not be looked into again
             self._copies = list(map(copy.copy, self._lives))
+            self._attributes = list(map(self._attributes_of, self._partly))
         return alike
 
-    def replaced(self) -> set[str]:
-        """Names of tensors that are others than they were, that went, or that were not there."""
-        _, names, found = self._look()
-        now, then = dict(zip(names, found, strict=True)), dict(zip(self._names, self._found, strict=True))
-        return {key[1] for key in now.keys() | then.keys() if now.get(key) is not then.get(key)}
+    def replaced(self) -> set[Attribute]:
+        """Tensors and plain attributes that are others than they were, that went, or that were not there."""
+        look, seen = self._look(), self._seen
+        changed = _changed(look.tensors, seen.tensors) | _changed(look.values, seen.values, operator.eq)
+        return {(type(look.parts[0][number]), name) for number, name in changed}
 
     def has_moved(self) -> bool:
         """Whether a tensor has another storage than before; then what kept its address must not use it."""
@@ -113,6 +162,31 @@ class ModelState:
         """Whether every tensor that another state knows is known here: it could be that state again."""
         known = {id(tensor) for tensor in self._tensors}
         return all(id(tensor) in known for tensor in other._tensors)
+
+
+_Key = TypeVar("_Key")
+
+
+def _changed(
+    now: Mapping[_Key, Any], then: Mapping[_Key, Any], same: Callable[[Any, Any], bool] = operator.is_
+) -> set[_Key]:
+    """The keys under which two mappings differ."""
+    missing = object()
+    return {key for key in now.keys() | then.keys() if not same(now.get(key, missing), then.get(key, missing))}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, a function or the like, or a short list of these."""
+    if type(value) in _LISTS:
+        entries = value.values() if type(value) is dict else value
+        return len(entries) <= _LONGEST and all(type(entry) in _PLAIN or isinstance(entry, Enum) for entry in entries)
+    return type(value) in _PLAIN or isinstance(value, Enum)
+
+
+def _slots_of(cls: type) -> list[str]:
+    """Attributes of a class's objects that are not in their dictionaries."""
+    declared = (vars(base).get("__slots__", ()) for base in cls.__mro__)
+    return [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
 
 
 def kind(tensor: torch.Tensor) -> Any:

@@ -25,7 +25,7 @@ from retrieve_spec.kernels.number_formats import LIKE
 from retrieve_spec.kernels.row_programs import CAN_RUN, row_product, serves
 from retrieve_spec.recorded.kv_buffer import cache_windows
 from retrieve_spec.recorded.layer_copies import copied_layers
-from retrieve_spec.recorded.model_state import ModelState
+from retrieve_spec.recorded.model_state import Attribute, ModelState
 from retrieve_spec.recorded.packed_pass import PassGraphs, why_not_triton
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, check_recordable, has_adapters_of_a_call
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
@@ -387,7 +387,7 @@ class VerifierFactory:
         """Probe the model, and record it if it may be."""
         before = ModelState(self._model)
         finding = self._find_mode(self._model)
-        kept = before.replaced()  # of a text: a forward sets them
+        kept = before.replaced()  # of a text, or counted: a forward sets them
         self._disturb_texts(kept)
         recording, why = try_recording(self._model, finding, self._config, self._layer)
         if self._config.exact and recording is None and finding.mode != "plain":
@@ -398,10 +398,10 @@ class VerifierFactory:
         finding.texts.clear()
         return known
 
-    def _disturb_texts(self, names: Collection[str]) -> None:
+    def _disturb_texts(self, replaced: Collection[Attribute]) -> None:
         """Let other numbers stand in what the model keeps of texts, so that a recording that reads them disagrees."""
         for module, name, value in held_by(self._model):
-            if name in names:
+            if (type(module), name) in replaced:
                 setattr(module, name, value + 1)
 
     def _row_layers(self, finding: Finding) -> RowLayers | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.nn.utils import parametrize
 
 import retrieve_spec as rs
 from retrieve_spec.recorded.model_state import ModelState
+from retrieve_spec.recorded.verifier_factory import VerifierFactory
 
 
 def _counted_entry(model: Any, where: str) -> None:
@@ -232,6 +234,75 @@ def test_numbers_read_from_tensors_are_followed() -> None:
     check(model)
     scaled.shift += 0.5
     check(model)
+
+
+class Strength(enum.Enum):
+    HALF = 0.5
+    DOUBLE = 2.0
+
+
+class Switched(nn.Module):
+    """Another activation by each plain attribute, as adapters that are written by hand are switched; counts calls."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slot: float | None = None
+        self.name: str | None = "a"
+        self.scales = {"a": 1.0, "b": 0.4}
+        self.active = ["a"]
+        self.strength = Strength.DOUBLE
+        self.form = nn.functional.silu
+        self.calls, self._number, self.is_off = 0, 1, False
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.is_off:
+            return x
+        scale = self.scales.get(self.name or "", 3.0) * self.strength.value * self.number
+        scale *= 1.0 if self.slot is None else self.slot
+        return self.form(x) * scale * len(self.active) * getattr(self, "later", 1.0)
+
+
+ATTRIBUTES: dict[str, Callable[[Switched], object]] = {
+    "a text": lambda part: setattr(part, "name", "b"),
+    "nothing": lambda part: setattr(part, "name", None),
+    "a bool": lambda part: setattr(part, "is_off", True),
+    "a number behind a property": lambda part: setattr(part, "number", 2),
+    "an enum": lambda part: setattr(part, "strength", Strength.HALF),
+    "a function": lambda part: setattr(part, "form", torch.tanh),
+    "an entry of a dict": lambda part: part.scales.update(a=2.0),
+    "an entry of a list": lambda part: part.active.append("b"),
+    "another list": lambda part: setattr(part, "active", ["a", "b", "c"]),
+    "a slot": lambda part: setattr(part, "slot", 0.5),
+    "one that was not there": lambda part: setattr(part, "later", 0.7),
+}
+
+
+@pytest.mark.parametrize("change", ATTRIBUTES)
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+def test_plain_attributes_of_modules_are_followed(
+    change: str, recorded_pass: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    part = model.model.layers[1].mlp.act_fn = nn.Sequential(Switched())
+    rs.accelerate(model, nodes=8, recorded_pass=recorded_pass)
+    kind = "recorded" if recorded_pass == "always" else "model's own"
+    before = check(model, kind)
+    with monkeypatch.context() as patched:
+        patched.setattr(VerifierFactory, "_examine", lambda _: pytest.fail("the model is examined again"))
+        check(model, kind)  # though calls are counted
+    ATTRIBUTES[change](part[0])
+    assert not torch.equal(check(model, kind), before)
 
 
 def test_a_model_that_nobody_holds_goes() -> None:
