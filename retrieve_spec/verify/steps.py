@@ -229,22 +229,26 @@ class StepVerifier:
         return None if steps is None else steps.cache
 
 
+_MISSING = object()
+
+
 @contextlib.contextmanager
 def keeping_texts(model: nn.Module) -> Iterator[None]:
-    """Put back what modules keep of a text, tensors or nothing, when the block ends."""
-    before = [
-        (module, {name: value for name, value in vars(module).items() if value is None or _is_tensor(value)})
-        for module in model.modules()
-    ]
+    """Put back what modules keep of a text, tensors or nothing, when the block ends; and their buffers."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         yield
     finally:
-        for module, values in before:
-            for name in [name for name, value in vars(module).items() if _is_tensor(value) and name not in values]:
-                delattr(module, name)
-            for name, value in values.items():
-                if vars(module).get(name, before) is not value:
-                    setattr(module, name, value)
+        for module, attributes, buffers in before:
+            module._buffers.update(buffers)  # dynamic rotary frequencies are replaced by those of another length
+            for name in attributes.keys() | vars(module).keys():
+                was, value = attributes.get(name, _MISSING), vars(module).get(name, _MISSING)
+                if was is value or not (_is_tensor(was) or _is_tensor(value)):
+                    continue
+                if was is _MISSING:
+                    delattr(module, name)
+                else:
+                    setattr(module, name, was)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -130,6 +130,17 @@ def test_another_attention_is_followed_where_passes_are_the_models_own() -> None
 
 
 @pytest.mark.parametrize("recorded_pass", ["always", "off"])
+def test_tokens_that_the_model_got_are_said(recorded_pass: str) -> None:
+    model = accelerate(build("llama"), recorded_pass)
+    kind = "recorded" if recorded_pass == "always" else "model's own"
+    check(model, kind)
+    model.resize_token_embeddings(VOCAB + 30)
+    with torch.no_grad():
+        model.lm_head.weight[VOCAB:] = 3.0 * model.lm_head.weight[:30]
+    assert (check(model, kind)[:, 20:] >= VOCAB).any()
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
 def test_tokens_that_the_model_lost_are_not_drafted(recorded_pass: str) -> None:
     """Though a memory of earlier answers has them."""
     model = rs.accelerate(build("llama"), session=True, nodes=8, recorded_pass=recorded_pass)
@@ -234,6 +245,18 @@ def test_numbers_read_from_tensors_are_followed() -> None:
     check(model)
     scaled.shift += 0.5
     check(model)
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+@pytest.mark.parametrize("lengths", [(40, 70), (70, 100, 70), (90, 66, 20)])
+def test_dynamic_frequencies_stay_those_of_the_longest_text(recorded_pass: str, lengths: tuple[int, ...]) -> None:
+    """Until a short text comes: what the model says depends on the texts before."""
+    settings = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model, twin = (build("llama", max_position_embeddings=64, rope_parameters=settings) for _ in range(2))
+    rs.accelerate(model, nodes=8, recorded_pass=recorded_pass)
+    for length in lengths:
+        ours, plain = (one.generate(ids(length), max_new_tokens=30, do_sample=False) for one in (model, twin))
+        assert torch.equal(ours, plain)
 
 
 class Strength(enum.Enum):
