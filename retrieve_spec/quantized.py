@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from retrieve_spec.errors import UnsupportedModelError, require
 from retrieve_spec.kernels.row_programs import CAN_RUN, packed_product, row_product
-from retrieve_spec.kernels.vector_code import GROUP, GROUP_BYTES, LANES, has_bfloat16_products
+from retrieve_spec.kernels.vector_code import GROUP, GROUP_BYTES, LANES
 
 METHOD = "retrieve_spec"
 _LEAST = 1e-7
@@ -235,11 +235,10 @@ def product_times() -> dict[str, int]:
     half, short = rows.to(torch.bfloat16), weight.to(torch.bfloat16)
     float16_rows, float16 = rows.half(), weight.half()
     byte, four = pack(weight, 8), pack(weight, 4)
-    lying = row_product if has_bfloat16_products() else torch.nn.functional.linear
     products: dict[str, Callable[[], torch.Tensor]] = {
         "float32": lambda: row_product(rows, weight),
-        "bfloat16": lambda: lying(half, short),
-        "float16": lambda: torch.nn.functional.linear(float16_rows, float16),
+        "bfloat16": lambda: row_product(half, short),
+        "float16": lambda: row_product(float16_rows, float16),
         "int8": lambda: packed_product(half, byte),
         "int4": lambda: packed_product(half, four),
     }

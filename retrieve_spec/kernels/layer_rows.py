@@ -1,6 +1,6 @@
-"""Row work on a CPU, in float32 and bfloat16: what a decoder layer does besides products and attention, one call each.
+"""Row work on a CPU: what a decoder layer does besides products and attention, one call each.
 
-The twin of `retrieve_spec.kernels.triton_rows`: each kernel rounds to bfloat16 where the operations it stands for do,
+The twin of `retrieve_spec.kernels.triton_rows`: each kernel rounds to the rows' format where the operations it stands for do,
 so results differ at most where a sum is added up in another order.
 """
 

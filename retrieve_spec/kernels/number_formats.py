@@ -1,6 +1,7 @@
-"""Kernels over float32 and over bfloat16, written once.
+"""Kernels over float32, bfloat16 and float16, written once.
 
-A kernel takes one number of the format, `like`: a float32, or a uint16 that stands for the bits of bfloat16.
+A kernel takes one number of the format, `like`: a float32, a uint16 that stands for the bits of bfloat16, or an int16
+that stands for those of float16.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import config, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner
-from retrieve_spec.kernels.views import view_f32, view_u16
+from retrieve_spec.kernels.views import view_f32, view_i16, view_u16
 
-LIKE = {torch.float32: np.float32(0.0), torch.bfloat16: np.uint16(0)}
+LIKE = {torch.float32: np.float32(0.0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 """By type of tensor, a number of the format."""
 _NAN = np.uint16(0x7FC0)
 
@@ -26,19 +28,30 @@ def bytes_of(like: Any) -> int:
     return int(like.itemsize)
 
 
+def is_bfloat16(like: Any) -> bool:
+    """Whether a number is one of bfloat16."""
+    return isinstance(like, np.uint16)
+
+
 def view_numbers(address: int, size: int, like: Any) -> NDArray[Any]:
     """(size,) numbers at an address."""
-    return view_f32(address, size) if isinstance(like, np.float32) else view_u16(address, size)
+    if isinstance(like, np.float32):
+        return view_f32(address, size)
+    return view_u16(address, size) if is_bfloat16(like) else view_i16(address, size)
 
 
 def wide(number: Any) -> np.float32:
     """A number as float32."""
-    return number if isinstance(number, np.float32) else _wide(number)
+    if isinstance(number, np.float32):
+        return number
+    return _wide(number) if is_bfloat16(number) else np.float32(number.view(np.float16))
 
 
 def narrow(number: np.float32, like: Any) -> Any:
     """The nearest number of the format, of two as near the even one."""
-    return number if isinstance(like, np.float32) else _narrow(number)
+    if isinstance(like, np.float32):
+        return number
+    return _narrow(number) if is_bfloat16(like) else np.float16(number).view(np.int16)
 
 
 @inner
@@ -55,21 +68,52 @@ def _narrow(number: np.float32) -> np.uint16:
 
 if not config.DISABLE_JIT:
 
+    @intrinsic
+    def _wide_half(_context: Any, _bits: Any) -> Any:
+        """Bits of float16 as float32."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+        return types.float32(types.int16), codegen
+
+    @intrinsic
+    def _narrow_half(_context: Any, _number: Any) -> Any:
+        """Bits of the float16 nearest to a float32."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+        return types.int16(types.float32), codegen
+
     @overload(bytes_of, strict=False)
     def _bytes_of(like: Any) -> Any:
         size = 4 if like is types.float32 else 2
         return lambda like: size
 
+    @overload(is_bfloat16, strict=False)
+    def _is_bfloat16(like: Any) -> Any:
+        answer = like is types.uint16
+        return lambda like: answer
+
     @overload(view_numbers, strict=False, jit_options={"_nrt": True})  # type: ignore[typeddict-unknown-key]
     def _view_numbers(address: Any, size: Any, like: Any) -> Any:
         if like is types.float32:
             return lambda address, size, like: view_f32(address, size)
-        return lambda address, size, like: view_u16(address, size)
+        if like is types.uint16:
+            return lambda address, size, like: view_u16(address, size)
+        return lambda address, size, like: view_i16(address, size)
 
     @overload(wide, strict=False)
     def _wide_of(number: Any) -> Any:
-        return (lambda number: number) if number is types.float32 else lambda number: _wide(number)
+        if number is types.float32:
+            return lambda number: number
+        return (lambda number: _wide(number)) if number is types.uint16 else lambda number: _wide_half(number)
 
     @overload(narrow, strict=False)
     def _narrow_to(number: Any, like: Any) -> Any:
-        return (lambda number, like: number) if like is types.float32 else lambda number, like: _narrow(number)
+        if like is types.float32:
+            return lambda number, like: number
+        if like is types.uint16:
+            return lambda number, like: _narrow(number)
+        return lambda number, like: _narrow_half(number)

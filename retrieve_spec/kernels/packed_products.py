@@ -14,22 +14,22 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner, part
-from retrieve_spec.kernels.number_formats import bytes_of, wide
-from retrieve_spec.kernels.vector_code import (
-    BLOCKS,
-    GROUP,
-    GROUP_BYTES,
-    LANES,
-    LYING,
-    block_product,
-    here,
-    tile_product,
-)
+from retrieve_spec.kernels.number_formats import bytes_of, is_bfloat16, wide
+from retrieve_spec.kernels.vector_code import GROUP, GROUP_BYTES, LANES, LEAST_TILE, LYING, block_product, tile_product
+from retrieve_spec.kernels.vector_units import unit_here
 from retrieve_spec.kernels.views import view_f32, view_i8, view_i32, view_u16
 
 _GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
-_add_bytes, _add_pairs = here()
-_product, _tile = block_product(_add_bytes), tile_product(_add_pairs)
+_VECTORS = unit_here()
+BLOCKS = _VECTORS.blocks
+"""Rows that products by packed weights compute at once."""
+_MOST, _WIDTH, _PARTS = BLOCKS[-1], _VECTORS.lanes, LANES // _VECTORS.lanes
+_TALLEST, _TALLEST_OF_BFLOAT16, _WIDEST = max(_VECTORS.tiles), max(_VECTORS.bfloat16_tiles), _VECTORS.tiles[1]
+_AHEAD = 4096
+"""Bytes that are asked for before they are needed: memory answers in the time of some groups."""
+_SHARES = 4
+"""Passes over a panel's weights that share asking memory for the next panel."""
+_product, _tile = block_product(_VECTORS), tile_product(_VECTORS)
 
 
 @inner
@@ -48,7 +48,7 @@ def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, q: int, sc
     At addresses: the row; bytes, scales and sums of all rows, block behind block, each (groups, rows). With 4 bits
     sums are scaled, float32; with 8, whose weights lie 128 too high, they are int32 and -128 times as large.
     """
-    first = row // BLOCKS[-1] * BLOCKS[-1]
+    first = row // _MOST * _MOST
     block = block_of(rows - first)
     for group in range(groups):
         place = first * groups + group * block + row - first
@@ -88,17 +88,24 @@ def multiply_panel(
 
     Of weights that lie, `q` are the rows themselves, and groups have 64 bytes.
     """
-    first = 0
     if bits == LYING:
         _multiply_lying(weight + 64 * begin * groups, rows, groups, q, bias, out, stride, like)
         return
-    weight += begin // LANES * groups * (_GROUP_BYTES_4 if bits == 4 else _GROUP_BYTES_8)
+    panel_bytes = groups * (_GROUP_BYTES_4 if bits == 4 else _GROUP_BYTES_8)
+    weight += begin // LANES * panel_bytes
+    shares = min(-(-rows // _MOST) * _PARTS, _SHARES)
+    ahead, number = weight + (panel_bytes if shares > 1 else _AHEAD), 0
+    first = 0
     while first < rows:
         block, at = block_of(rows - first), first * groups
-        _product(
-            like, bits, block, weight, q + GROUP * at, scales + 4 * at, sums + 4 * at, groups, bias,
-            out + first * stride, stride,
-        )  # fmt: skip
+        for some in range(0, LANES, _WIDTH):
+            asked = ahead + number * panel_bytes // shares if number < shares else weight
+            _product(
+                like, bits, block, weight + 4 * some, weight + 64 * bits + 2 * some, q + GROUP * at, scales + 4 * at,
+                sums + 4 * at, groups, asked, 64 // shares if number < shares else 0, bias + 2 * some,
+                out + first * stride + 2 * some, stride,
+            )  # fmt: skip
+            number += 1
         first += block
 
 
@@ -108,16 +115,17 @@ def _multiply_lying(weight: int, rows: int, chunks: int, x: int, bias: int, out:
 
     Meanwhile memory brings the next ones: as it takes its time, up to four tiles share asking for them.
     """
-    row_bytes, size, tiles = 64 * chunks, bytes_of(like), (rows + 1) // 4
-    block, width = (4, 4) if tiles else (rows, LANES // rows)
+    row_bytes, size, tallest = 64 * chunks, bytes_of(like), _TALLEST_OF_BFLOAT16 if is_bfloat16(like) else _TALLEST
+    tiles = rows // tallest + (rows % tallest == 3)
+    block, width = (tallest, LEAST_TILE) if tiles else (rows, _WIDEST // rows)
     asking = min(max(tiles, 1), 4 if tiles > 3 else 2)
     for first in range(0, LANES, width):
         ours, ahead = weight + first * row_bytes, weight + (first + width) * row_bytes
         for row in range(0, rows, block):
             count, asks = min(rows - row, block), row < asking * block
             _tile(
-                like, 4 if count == 3 else count, count - 1, ours, x + row * row_bytes, row_bytes, chunks,
-                ahead + row // asking * row_bytes, 64 // asking if asks else 0, bias + first * size,
+                like, tallest if count == 3 else count, count - 1, ours, x + row * row_bytes, row_bytes, chunks,
+                ahead + row // block * width * row_bytes // asking, 64 // asking if asks else 0, bias + first * size,
                 out + row * stride + first * size, stride,
             )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Programs over the rows of a pass on a CPU: what decoder layers do, in one call.
 
-A program is a list of steps over rows of float32 or bfloat16: products, normalisations, gates, rotary embeddings,
-attention. Each rounds where the operation that it stands for does (`retrieve_spec.kernels.layer_rows`). Torch's threads
-run it in one parallel region, and take parts of each step until there are none left.
+A program is a list of steps over rows of float32, bfloat16 or float16: products, normalisations, gates, rotary
+embeddings, attention. Each rounds where the operation that it stands for does (`retrieve_spec.kernels.layer_rows`).
+Torch's threads run it in one parallel region, and take parts of each step until there are none left.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.layer_rows import gate_row, normalise_rows, rotate_heads
 from retrieve_spec.kernels.number_formats import LIKE, bytes_of
 from retrieve_spec.kernels.packed_products import (
+    BLOCKS,
     bits_of,
     multiply_panel,
     quantise_row,
@@ -38,12 +39,13 @@ from retrieve_spec.kernels.tree_attention import (
     attention_parts,
     keep_row,
 )
-from retrieve_spec.kernels.vector_code import BLOCKS, GROUP, LANES, LYING, reads_halves
+from retrieve_spec.kernels.vector_code import GROUP, LANES, LYING
+from retrieve_spec.kernels.vector_units import UNITS, has_bfloat16_products
 from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
 from retrieve_spec.openmp import libgomp_of
 
-CAN_RUN = not config.DISABLE_JIT and reads_halves()
-"""Whether programs can be run: not where nothing is compiled, or scales cannot be read."""
+CAN_RUN = not config.DISABLE_JIT and bool(UNITS)
+"""Whether programs can be run: not where nothing is compiled, nor on an x86 CPU without AVX2."""
 _PARTS = 8
 """Parts of a product for each thread, so that none waits long for another."""
 _PATIENCE = 1 << 12
@@ -196,10 +198,17 @@ def _run_bfloat16(address: int) -> None:
     _run(address, np.uint16(0))
 
 
+def _run_float16(address: int) -> None:
+    _run(address, np.int16(0))
+
+
+_RUNS = {torch.float32: _run_float32, torch.bfloat16: _run_bfloat16, torch.float16: _run_float16}
+
+
 @functools.cache
-def _in_c(single: bool) -> Any:
-    """`_run` as a C function, over float32 or bfloat16."""
-    return cfunc("void(int64)", cache=True, error_model="numpy")(_run_float32 if single else _run_bfloat16)
+def _in_c(dtype: torch.dtype) -> Any:
+    """`_run` as a C function, over rows of a format."""
+    return cfunc("void(int64)", cache=True, error_model="numpy")(_RUNS[dtype])
 
 
 @functools.cache
@@ -282,11 +291,11 @@ class RowProgram:
     Parameters
     ----------
     dtype
-        Of the rows: float32 or bfloat16.
+        Of the rows: float32, bfloat16 or float16.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._size = dtype.itemsize
+        self._dtype, self._size = dtype, dtype.itemsize
         self._steps: list[tuple[int, ...]] = []
         self._row_bytes: list[int] = [0, 0]  # by place, of buffers
         self._given: list[int] = []
@@ -385,7 +394,7 @@ class RowProgram:
         at += begin
         at[ZEROS] = self._zeros.ctypes.data
         at[self._given] = 0, *addresses
-        run_in_threads(_in_c(self._size == 4), numbers, threads)
+        run_in_threads(_in_c(self._dtype), numbers, threads)
 
 
 @functools.lru_cache(256)
@@ -415,6 +424,14 @@ def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Product of (…, k) rows with a weight (n, k) of their format that programs serve, and (n,) added."""
     return _product(x, weight, bias, LYING)
+
+
+def is_fast_for_many(dtype: torch.dtype) -> bool:
+    """Whether programs multiply many rows of a format, as those of prompts, as fast as torch does.
+
+    Torch puts matrices of bfloat16 together for the instructions that some CPUs have for these.
+    """
+    return dtype != torch.bfloat16 or not has_bfloat16_products()
 
 
 def serves(weight: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Attention of the rows of a pass over float32 or bfloat16 keys and values on a CPU, drafts' trees included.
+"""Attention of the rows of a pass over keys and values on a CPU, drafts' trees included.
 
 Queries of one head of keys are served some at a time. A query's result is the same bit for bit whatever stands beside
 it, and wherever the rows it sees lie: products of a key have one order, shares are added up as whole numbers, and
@@ -15,21 +15,24 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.layer_rows import exp
-from retrieve_spec.kernels.number_formats import bytes_of, narrow, view_numbers
-from retrieve_spec.kernels.packed_products import block_of
-from retrieve_spec.kernels.vector_code import BLOCKS, LANES, here, mix_block, score_block
+from retrieve_spec.kernels.number_formats import bytes_of, is_bfloat16, narrow, view_numbers, wide
+from retrieve_spec.kernels.packed_products import BLOCKS, block_of
+from retrieve_spec.kernels.vector_code import LANES, mix_block, score_block
+from retrieve_spec.kernels.vector_units import unit_here
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
 TEXT_FIELDS = 5
 """Of a text: its first row in the pass, how many it has, and the addresses of (rows, rows) bool who of them sees whom,
 of (layers, 4) int64: the addresses of keys and values (heads, capacity, width), capacity, rows held before, and of
 (rows,) int64 positions of its rows, counted from the first of them."""
-QUERIES = BLOCKS[-1]
+QUERIES = 16
 """Queries that are served at once. For each a thread needs scratch for `LANES` numbers of four bytes, two vectors of
 the heads' width, and one number for each row that its text holds, the pass's own included."""
 _UNIT = np.float32(1 << 40)
 """Shares are added up in parts of one by so many."""
-_score = score_block(here()[1])
+_VECTORS = unit_here()
+_MOST, _WIDTH, _HAS_PAIRS = BLOCKS[-1], _VECTORS.lanes, _VECTORS.add_pairs is not None
+_score, _mix = score_block(_VECTORS), mix_block(_VECTORS)
 
 
 @inner
@@ -53,6 +56,22 @@ def _copy(of: int, to: int, count: int, like: Any) -> None:
     given, copied = view_numbers(of, count, like), view_numbers(to, count, like)
     for i in range(count):  # an assigned slice is compiled with what it says of shapes that differ: seconds
         copied[i] = given[i]
+
+
+@inner
+def _lay_query(of: int, to: int, chunks: int, apart: int, like: Any) -> None:
+    """Copy a query for products with keys, in chunks of 64 bytes of a key, so many bytes apart: as bfloat16 where these
+    are multiplied by pairs, else as float32."""
+    size = bytes_of(like)
+    numbers = 64 // size
+    for chunk in range(chunks):
+        at, here = of + 64 * chunk, to + apart * chunk
+        if _HAS_PAIRS and is_bfloat16(like):
+            _copy(at, here, numbers, like)
+        else:
+            given, laid = view_numbers(at, numbers, like), view_f32(here, numbers)
+            for i in range(numbers):
+                laid[i] = wide(given[i])
 
 
 @part
@@ -125,7 +144,7 @@ def attend_part(
     place, h, begin = view_i64(places + 32 * layer, 4), number % kv_heads, number // kv_heads * QUERIES
     keys, values, held = place[0] + size * d * h * place[2], place[1] + size * dv * h * place[2], place[3]
     count = min(QUERIES, groups * rows - begin)
-    last, block = held + (begin + count - 1) // groups + 1, block_of(count)
+    last = held + (begin + count - 1) // groups + 1
     depths, start, whole = view_i64(by_text[text, 4], rows), 0, held  # keys looked at, and those that all queries see
     if window:
         least, most = depths[begin // groups], np.int64(0)
@@ -134,14 +153,22 @@ def attend_part(
         start = min(max(held + least - window + 1, 0), held) // LANES * LANES
         whole = held if held + most < window else start
     stride = -(-last // LANES) * LANES
-    asks, mixed, chunks = scratch, scratch + size * QUERIES * d, size * d // 64
+    chunks, query_bytes = size * d // 64, size * d if _HAS_PAIRS and is_bfloat16(like) else 4 * d
+    asks, mixed = scratch, scratch + 4 * QUERIES * d
     scores = mixed + 4 * QUERIES * dv
-    for q in range(count):
-        head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
-        for chunk in range(chunks):
-            _copy(queries + size * head * d + 64 * chunk, asks + 64 * (chunk * block + q), 64 // size, like)
-    for j in range(start, last, LANES):  # what lies behind the last row is looked at and not used
-        _score(like, block, keys + size * d * j, size * d, asks, chunks, scores + 4 * j, 4 * stride)
+    for first_query in range(0, count, _MOST):
+        block, laid = block_of(count - first_query), asks + query_bytes * first_query
+        for q in range(first_query, min(first_query + block, count)):
+            head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
+            chunk_bytes = query_bytes // chunks
+            _lay_query(
+                queries + size * head * d, laid + chunk_bytes * (q - first_query), chunks, chunk_bytes * block, like
+            )
+        for j in range(start, last, _WIDTH):  # what lies after the last row is looked at and not used
+            _score(
+                like, block, keys + size * d * j, size * d, laid, chunks, scores + 4 * (stride * first_query + j),
+                4 * stride,
+            )  # fmt: skip
     for q in range(count):
         row, own = (begin + q) // groups, view_f32(scores + 4 * q * stride, last)
         if softcap:
@@ -149,8 +176,13 @@ def attend_part(
         _hide(own, start, held, window, row, view_u8(seen + rows * row, rows), depths)
         view_f32(asks + 4 * q, 1)[0] = np.float32(1.0) / _share(own[start:], np.float32(1.0) if softcap else scale)
     for i in range(0, dv, LANES):
-        of, to = values + size * (dv * start + i), mixed + 4 * i
-        mix_block(like, block, scores + 4 * start, 4 * stride, of, size * dv, whole - start, last - whole, to, 4 * dv)
+        of = values + size * (dv * start + i)
+        for first_query in range(0, count, _MOST):
+            of_query, to = scores + 4 * (stride * first_query + start), mixed + 4 * (dv * first_query + i)
+            _mix(
+                like, block_of(count - first_query), of_query, 4 * stride, of, size * dv, whole - start, last - whole,
+                to, 4 * dv,
+            )  # fmt: skip
     for q in range(count):
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
         factor, sums = view_f32(asks + 4 * q, 1)[0], view_f32(mixed + 4 * q * dv, dv)

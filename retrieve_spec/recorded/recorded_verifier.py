@@ -15,7 +15,7 @@ from retrieve_spec.attention import TreeMask, attend, attend_by_rows, row_depths
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.kernels.row_programs import RowTexts
+from retrieve_spec.kernels.row_programs import RowTexts, is_fast_for_many
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_pass import EXACT_ROWS, LaidOut, PackedPass, PassGraphs, packs, shape_of
@@ -392,7 +392,7 @@ def run_pass(
     if (
         recorded.attends_rows
         and (
-            recorded.row_dtype == torch.float32
+            is_fast_for_many(recorded.row_dtype)
             or rows <= _FEW_ROWS * len(laid)
             or recorded.exact
             or any(text.drafts for text in laid)
@@ -411,8 +411,8 @@ def run_pass(
 
 
 _FEW_ROWS = 64
-"""Bfloat16 rows of a text without drafts, on average, up to which a recorded pass attends by itself: of more, torch's
-products of matrices do. So that drafts change no bit, passes with any attend by themselves, and so do exact ones."""
+"""Rows of a text without drafts, on average, up to which a recorded pass attends by itself although torch is faster for
+many. So that drafts change no bit, passes with any attend by themselves, and so do exact ones."""
 
 
 def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:

@@ -17,8 +17,8 @@ from torch import fx
 from retrieve_spec.attention import LayerRule
 from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.packed_products import bits_of
-from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, Step, serves
-from retrieve_spec.kernels.vector_code import GROUP, LANES, LYING, has_bfloat16_products
+from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, Step, is_fast_for_many, serves
+from retrieve_spec.kernels.vector_code import GROUP, LANES, LYING
 
 aten = torch.ops.aten
 PACKED_PRODUCT = torch.ops.retrieve_spec.packed_product.default
@@ -42,7 +42,7 @@ def fuse_rows(graph: fx.Graph, dtype: torch.dtype, rules: Sequence[LayerRule] = 
     graph
         A graph with its attention open.
     dtype
-        Of the rows: float32 or bfloat16.
+        Of the rows.
     rules
         What every layer's attention does, to run it in segments too. What the graph is given as the attention is a
         `RowTexts` then.
@@ -139,10 +139,10 @@ class Segment:
     def _serves(self, linear: Node) -> bool:
         """Whether a product with weights as they lie is one that programs have a step for, and fast.
 
-        Of bfloat16 those of many rows, as of prompts that attend otherwise, are not.
+        Those of prompts, which attend otherwise, have many rows.
         """
         weight = linear.args[1]
-        fast = self._dtype == torch.float32 or (len(self._rules) > 0 and has_bfloat16_products())
+        fast = len(self._rules) > 0 or is_fast_for_many(self._dtype)
         return fast and weight.op == "placeholder" and serves(weight.meta["val"])
 
     def _products(self) -> list[Node]:

@@ -13,27 +13,41 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import config, njit
+from numba import njit
 
-from retrieve_spec.kernels import row_programs
+from retrieve_spec.kernels import row_programs, vector_units
 from retrieve_spec.kernels.number_formats import LIKE
 from retrieve_spec.kernels.packed_products import unpack
-from retrieve_spec.kernels.row_programs import ZEROS, RowProgram, RowTexts, Step, packed_product, padded, row_product
+from retrieve_spec.kernels.row_programs import (
+    CAN_RUN,
+    ZEROS,
+    RowProgram,
+    RowTexts,
+    Step,
+    packed_product,
+    padded,
+    row_product,
+)
 from retrieve_spec.kernels.vector_code import (
     GROUP,
+    GROUP_BYTES,
+    LEAST_TILE,
     LYING,
-    add_bytes,
-    add_pairs,
     block_product,
-    here,
     score_block,
     tile_product,
 )
+from retrieve_spec.kernels.vector_units import VectorUnit, portable
 from retrieve_spec.quantized import pack
 
-BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-3}}
-pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="its instructions have no form in Python")
+FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EVERY = pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
+CLOSE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-4},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-3},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-3},
+}
+pytestmark = pytest.mark.skipif(not CAN_RUN, reason="programs do not run here")
 
 
 def rounded_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +85,7 @@ def test_products_are_those_of_what_weights_and_rows_are_rounded_to(
     torch.testing.assert_close(result.double(), wanted + (0 if bias is None else bias), rtol=2**-8, atol=1e-4)
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("outputs", [16, 41, 48])
 def test_a_row_is_the_same_beside_any_others_with_weights_that_lie(dtype: torch.dtype, outputs: int) -> None:
     torch.manual_seed(0)
@@ -110,19 +124,21 @@ def test_what_is_added_may_lie_otherwise_and_there_may_be_no_rows(rows: int) -> 
     torch.testing.assert_close(packed.float(), result, rtol=0.05, atol=0.5)
 
 
+UNITS = [*vector_units.UNITS, portable(4), portable(8), portable(16)]
+EVERY_UNIT = pytest.mark.parametrize("unit", UNITS, ids=[f"{i}-{unit.lanes}" for i, unit in enumerate(UNITS)])
+
+
 @functools.cache
-def multiplying(portable: bool) -> tuple[Any, Any, Any]:
-    """Products by packed weights, by keys and by weights that lie, compiled once: by operations that every CPU has, or
-    by what this one has."""
-    adds = (add_bytes, add_pairs) if portable else here()
-    product, score, tile = block_product(adds[0]), score_block(adds[1]), tile_product(adds[1])
+def multiplying(unit: VectorUnit) -> tuple[Any, Any, Any]:
+    """Products by packed weights, by keys and by weights that lie, compiled once for a unit."""
+    product, score, tile = block_product(unit), score_block(unit), tile_product(unit)
 
     @njit
     def multiply(
-        like: Any, bits: int, rows: int, weight: int, x: int, scales: int, sums: int, groups: int, bias: int, out: int,
-        stride: int,
+        like: Any, bits: int, rows: int, weight: int, factors: int, x: int, scales: int, sums: int, groups: int,
+        ahead: int, step: int, bias: int, out: int, stride: int,
     ) -> None:  # fmt: skip
-        product(like, bits, rows, weight, x, scales, sums, groups, bias, out, stride)
+        product(like, bits, rows, weight, factors, x, scales, sums, groups, ahead, step, bias, out, stride)
 
     @njit
     def multiply_keys(
@@ -141,52 +157,72 @@ def multiplying(portable: bool) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_cpu_adds_up_the_same_numbers(bits: int) -> None:
-    """What this CPU has an instruction for, and operations that all have, with the largest numbers there are."""
-    random = np.random.default_rng(0)
-    for extreme in (False, True):
-        levels = random.integers(0, 2, (16, 96)) * 2.0 - 1 if extreme else random.standard_normal((16, 96))
-        weight = pack(torch.from_numpy(levels), bits)
-        x = torch.from_numpy(np.where(random.random((4, 96)) < 0.5, -1.0, 1.0) if extreme else levels[:4])
-        x = x.to(torch.bfloat16)
-        whole, step = (part.transpose(0, 1).contiguous() for part in rounded_rows(x))
-        sums = step * whole.sum(-1, keepdim=True) if bits == 4 else (-128 * whole.sum(-1)).int()
-        out, bias = torch.empty(4, 16, dtype=torch.bfloat16), torch.randn(16).to(torch.bfloat16)
-        arrays = (weight, whole.to(torch.int8), step, sums)
-        packed, *others = (array.data_ptr() for array in arrays)
-        multiplying(portable=True)[0](LIKE[x.dtype], bits, 4, packed, *others, 3, bias.data_ptr(), out.data_ptr(), 32)
-        assert torch.equal(out, packed_product(x, weight, bias))
+@pytest.mark.parametrize("extreme", [False, True])
+def test_every_unit_adds_up_the_same_numbers(bits: int, extreme: bool) -> None:
+    """By what this CPU has instructions for, and by operations that all have, with the largest numbers there are."""
+    random, size = np.random.default_rng(0), 64 * bits
+    weight = random.integers(0, 256, (3, GROUP_BYTES[bits]), np.uint8)
+    whole = random.integers(-127, 128, (16, 3, GROUP), np.int8)
+    if extreme:
+        weight[:, :size] = random.choice(np.array([0, 1, 0x80, 0xF0, 0x0F, 0xFF], np.uint8), (3, size))
+        whole = random.choice(np.array([-127, 127], np.int8), whole.shape)
+    factors = random.standard_normal((3, GROUP_BYTES[bits] - size >> 1))
+    weight[:, size:] = factors.astype(np.float16).view(np.uint8)
+    step, bias = random.random((16, 3), np.float32), torch.randn(16).to(torch.bfloat16)
+    x = torch.from_numpy(whole * step[..., None].astype(np.float64)).flatten(1)
+    wanted = x @ unpack(torch.from_numpy(weight).view(16, -1), 96).double().T + bias
+    given = None
+    for unit in UNITS:
+        out = torch.zeros(16, 16, dtype=torch.bfloat16)
+        for rows in unit.blocks:
+            added = whole[:rows].sum(-1, dtype=np.int32)
+            sums = step[:rows] * added.astype(np.float32) if bits == 4 else -128 * added
+            arrays = [array.swapaxes(0, 1).copy() for array in (whole[:rows], step[:rows], sums)]
+            for first in range(0, 16, unit.lanes):
+                multiplying(unit)[0](
+                    LIKE[out.dtype], bits, rows, weight.ctypes.data + 4 * first, weight.ctypes.data + size + 2 * first,
+                    *(array.ctypes.data for array in arrays), 3, weight.ctypes.data, 0, bias.data_ptr() + 2 * first,
+                    out.data_ptr() + 2 * first, 32,
+                )  # fmt: skip
+            torch.testing.assert_close(out[:rows].double(), wanted[:rows], rtol=2**-8, atol=0.05)
+            given = out[:rows] if given is None or len(given) < rows else given
+            assert torch.equal(out[:rows], given[:rows])
 
 
-@pytest.mark.parametrize(("told", "runs"), [("NUMBA_ENABLE_AVX=0", True), ("NUMBA_CPU_NAME=generic", False)])
-def test_what_numba_is_told_to_leave_out_is_left_out(told: str, runs: bool) -> None:
+@pytest.mark.parametrize("told", ["NUMBA_ENABLE_AVX=0", "NUMBA_CPU_NAME=generic"])
+def test_what_numba_is_told_to_leave_out_is_left_out(told: str) -> None:
     """LLVM ends the process over an instruction that it has no leave to use."""
     program = (
         "import platform; from retrieve_spec.kernels.row_programs import CAN_RUN\n"
-        "from retrieve_spec.kernels.vector_code import add_bytes, add_pairs, here\n"
-        "assert here() == (add_bytes, add_pairs)\n"
-        f"assert CAN_RUN is {runs} or platform.machine() not in ('x86_64', 'AMD64')"
+        "assert not CAN_RUN or platform.machine() not in ('x86_64', 'AMD64')"
     )
     name, _, said = told.partition("=")
-    subprocess.run([sys.executable, "-c", program], env=os.environ | {name: said}, check=True)
+    others = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_CPU")}
+    subprocess.run([sys.executable, "-c", program], env=others | {name: said}, check=True)
 
 
-@BOTH
-@pytest.mark.parametrize("portable", [False, True])
-def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, portable: bool) -> None:
+@EVERY_UNIT
+@EVERY
+def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, unit: VectorUnit) -> None:
     """By what this CPU has an instruction for, and by operations that all have; with weights, and with keys."""
     torch.manual_seed(0)
     weight, bias = torch.randn(16, 96).to(dtype), torch.randn(32).to(dtype)
-    (_, multiply_keys, multiply_lying), size = multiplying(portable), dtype.itemsize
-    for rows in (1, 2, 4, 8, 12, 16):
+    (_, multiply_keys, multiply_lying), size = multiplying(unit), dtype.itemsize
+    tiles = unit.bfloat16_tiles if dtype == torch.bfloat16 else unit.tiles
+    asked = dtype if dtype == torch.bfloat16 and unit.add_pairs else torch.float32
+    for rows in unit.blocks:
         x = torch.randn(rows, 96).to(dtype)
         wanted = x.double() @ weight.double().T
         chunks, scores = 96 * size // 64, torch.empty(rows, 16)
-        laid = x.view(rows, chunks, -1).transpose(0, 1).contiguous()
-        multiply_keys(LIKE[dtype], rows, weight.data_ptr(), 96 * size, laid.data_ptr(), chunks, scores.data_ptr(), 64)
+        laid = x.to(asked).view(rows, chunks, -1).transpose(0, 1).contiguous()
+        for first in range(0, 16, unit.lanes):
+            multiply_keys(
+                LIKE[dtype], rows, weight[first:].data_ptr(), 96 * size, laid.data_ptr(), chunks,
+                scores[:, first:].data_ptr(), 64,
+            )  # fmt: skip
         torch.testing.assert_close(scores.double(), wanted, **CLOSE[torch.float32])
-        for count, asks in itertools.product({min(rows, 2), min(rows, 4), 4}, (True, False)):
-            last, width = min(rows, count) - 1, 16 // count if asks else 4
+        for count, asks in itertools.product(tiles, (True, False)):
+            last, width = min(rows, count) - 1, tiles[count] if asks else LEAST_TILE
             results = torch.full((count, 16), torch.nan, dtype=dtype)
             for first in range(0, 16, width):
                 multiply_lying(
@@ -194,11 +230,11 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, portable: bool) -> 
                     weight.data_ptr(), 64 if asks else 0, bias[first:].data_ptr(), results[:, first:].data_ptr(),
                     16 * size,
                 )  # fmt: skip
-            there = torch.arange(count).clamp(max=last)  # those behind the last row are that one again
+            there = torch.arange(count).clamp(max=last)  # those after the last row are that one again
             torch.testing.assert_close(results.double(), wanted[there] + bias[:16], **CLOSE[dtype])
 
 
-@BOTH
+@EVERY
 def test_steps_of_a_program_do_what_torch_does(dtype: torch.dtype) -> None:
     """A layer's products, sums, norms and gates; buffers are used again."""
     torch.manual_seed(0)
@@ -269,7 +305,7 @@ def drafted(random: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndar
     window=st.sampled_from([0, 1, 5, 30, 75]),
     softcap=st.sampled_from([0.0, 3.0]),
     threads=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from(list(FORMATS.values())),
 )
 def test_rows_attend_to_what_they_see(
     seed: int, rows: list[int], held: int, kv_heads: int, groups: int, widths: tuple[int, int], window: int,

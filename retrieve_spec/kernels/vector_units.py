@@ -1,0 +1,305 @@
+"""Vector units: the registers and instructions of the CPU that Numba compiles for, for products.
+
+One description of each product (`retrieve_spec.kernels.vector_code`) serves all of them. A unit says how wide its
+registers are, how many results they hold at once, and how it multiplies bytes and pairs of bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from numba.core.registry import cpu_target
+
+from retrieve_spec.kernels.vector_ir import (
+    BYTE,
+    FLOAT,
+    SHORT,
+    WORD,
+    call,
+    constant,
+    lanes_of,
+    load,
+    multiply_add,
+    splat,
+    vector,
+)
+
+Word = Callable[[int, int], Any]
+"""Of a row and a place, four bytes of that row's group in every lane."""
+AddGroup = Callable[[Any, int, Callable[[int], Any], list[Any], Word], list[Any]]
+"""Adds the products of a group of weights with bytes of rows to each row's sums. Takes the builder, the bits of a
+weight, what loads one of as many vectors of weights, the rows' sums (words) to start from, and the rows' bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class VectorUnit:
+    """What products are compiled for.
+
+    Parameters
+    ----------
+    lanes
+        Numbers of 32 bits in a register.
+    add_group
+        How it multiplies bytes.
+    blocks
+        Numbers of rows that products of bytes, and attention, compute at once.
+    tiles
+        By number of rows that products by unpacked weights compute at once, how many rows of weights they take.
+    bfloat16_tiles
+        The same of bfloat16.
+    add_pairs
+        Adds two products of bfloat16 to each of some sums in one instruction; None where there is none.
+    is_signed
+        Whether it multiplies signed bytes by signed ones, instead of unsigned ones by signed ones.
+    multiplies_by_lane
+        Whether its instructions multiply by one lane of a register.
+    """
+
+    lanes: int
+    add_group: AddGroup
+    blocks: tuple[int, ...] = (1, 2, 4)
+    tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
+    bfloat16_tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
+    add_pairs: Callable[..., Any] | None = None
+    is_signed: bool = False
+    multiplies_by_lane: bool = False
+
+    def word(self, builder: Any, address: Any, index: int, kind: Any) -> Any:
+        """One of several numbers of 32 bits at an address, in every lane."""
+        if not self.multiplies_by_lane:
+            return splat(builder, load(builder, address, 4 * index, kind, 4), self.lanes)
+        four = load(builder, address, 16 * (index // 4), vector(kind, 4), 4)
+        return builder.shuffle_vector(four, four, lanes_of([index % 4] * self.lanes))
+
+
+def _nibbles(builder: Any, bytes_: Any) -> tuple[Any, Any]:
+    """The lower and the upper halves of bytes."""
+    shorts = builder.bitcast(bytes_, vector(SHORT, bytes_.type.count // 2))
+    upper = builder.bitcast(builder.lshr(shorts, constant(shorts.type, 4)), bytes_.type)
+    low = constant(bytes_.type, 15)
+    return builder.and_(bytes_, low), builder.and_(upper, low)
+
+
+def _fours(builder: Any, bits: int, weights: Callable[[int], Any]) -> list[Any]:
+    """The weights of a group as bytes: eight times four along a row."""
+    if bits == 8:
+        return [weights(i) for i in range(8)]
+    halves = [_nibbles(builder, weights(i)) for i in range(4)]
+    return [low for low, _ in halves] + [high for _, high in halves]
+
+
+def group_by_fours(add_bytes: Callable[..., Any]) -> AddGroup:
+    """Products of groups on a unit that adds four products of bytes to a word (`add_bytes`)."""
+
+    def add_group(builder: Any, bits: int, weights: Callable[[int], Any], sums: list[Any], word: Word) -> list[Any]:
+        fours, sums = _fours(builder, bits, weights), list(sums)
+        for row in range(len(sums)):
+            for i, four in enumerate(fours):
+                sums[row] = add_bytes(builder, sums[row], four, word(row, i))
+        return sums
+
+    return add_group
+
+
+def group_by_pairs(multiply: str, widen: str, follow_sign: Callable[..., Any]) -> AddGroup:
+    """Products of groups on a unit that adds two products of unsigned bytes with signed ones to 16 bits.
+
+    No sum leaves these. Of weights of four bits it is one of 16 products with seven bits, at most. A signed weight
+    gives its sign to what it is multiplied by, and two products are added up.
+
+    Parameters
+    ----------
+    multiply
+        LLVM's name of the instruction that multiplies bytes, and adds pairs.
+    widen
+        Of that which multiplies 16 bits by 16 bits, and adds pairs.
+    follow_sign
+        Of a builder, bytes and other ones: the first, negative where the others are.
+    """
+
+    def add_products(builder: Any, total: Any, weights: Any, word: Any) -> Any:
+        """Sums of products in 16 bits; `total` is None before the first."""
+        products = call(builder, multiply, vector(SHORT, weights.type.count // 2), weights, word)
+        return products if total is None else builder.add(total, products)
+
+    def add_widened(builder: Any, sums: Any, shorts: Any) -> Any:
+        return builder.add(sums, call(builder, widen, sums.type, shorts, constant(shorts.type, 1)))
+
+    def add_group(builder: Any, bits: int, weights: Callable[[int], Any], sums: list[Any], word: Word) -> list[Any]:
+        fours, sums = _fours(builder, bits, weights), list(sums)
+        for row in range(len(sums)):
+            shorts = None
+            for i, four in enumerate(fours):
+                given = builder.bitcast(word(row, i), four.type)
+                if bits == 4:
+                    shorts = add_products(builder, shorts, four, given)
+                    continue
+                size = call(builder, f"llvm.abs.v{four.type.count}i8", four.type, four, ir.IntType(1)(0))
+                shorts = add_products(builder, None, size, follow_sign(builder, given, four))
+                sums[row] = add_widened(builder, sums[row], shorts)
+            if bits == 4:
+                sums[row] = add_widened(builder, sums[row], shorts)
+        return sums
+
+    return add_group
+
+
+def _follow_sign_avx2(builder: Any, given: Any, others: Any) -> Any:
+    return call(builder, "llvm.x86.avx2.psign.b", given.type, given, others)
+
+
+def _follow_sign(builder: Any, given: Any, others: Any) -> Any:
+    """The same in operations that every CPU has."""
+    nothing = constant(given.type, 0)
+    return builder.select(builder.icmp_signed("<", others, nothing), builder.sub(nothing, given), given)
+
+
+def _add_bytes_by(name: str, builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """Sums, each with 4 products of unsigned with signed bytes added: by an x86 instruction of two vectors of words."""
+    return call(builder, name, sums.type, sums, builder.bitcast(weights, sums.type), activations)
+
+
+def _add_signed_bytes(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """The same of signed bytes (Arm's dot products)."""
+    name, bytes_ = "llvm.aarch64.neon.sdot.v4i32.v16i8", vector(BYTE, 16)
+    return call(builder, name, sums.type, sums, builder.bitcast(weights, bytes_), builder.bitcast(activations, bytes_))
+
+
+def add_bytes(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """Sums, each with 4 products of unsigned with signed bytes added, in operations that every CPU has."""
+    lanes = sums.type.count
+    shorts, wide = vector(SHORT, 2 * lanes), vector(WORD, 2 * lanes)
+    eight = constant(shorts, 8)
+    weights, activations = builder.bitcast(weights, shorts), builder.bitcast(activations, shorts)
+    evens = builder.and_(weights, constant(shorts, 255)), builder.shl(activations, eight)
+    odds = builder.lshr(weights, eight), activations
+    for ours, theirs in (evens, odds):
+        products = builder.mul(builder.sext(ours, wide), builder.sext(builder.ashr(theirs, eight), wide))
+        for first in (0, 1):
+            picked = lanes_of(range(first, 2 * lanes, 2))
+            sums = builder.add(sums, builder.shuffle_vector(products, products, picked))
+    return sums
+
+
+def _add_pairs_avx512(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """16 sums, each with 2 products of bfloat16 added; the first is not rounded by itself."""
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, sums, weights, activations)
+
+
+def portable(lanes: int) -> VectorUnit:
+    """Operations that every CPU has."""
+    return VectorUnit(lanes, group_by_fours(add_bytes))
+
+
+def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
+    """The units of a CPU with some of LLVM's features, fastest first."""
+    narrow = {"tiles": {1: 8, 2: 4, 3: 4}, "bfloat16_tiles": {1: 8, 2: 4}}  # 16 registers
+    if not is_x86:
+        if has("dotprod"):
+            by_lane = group_by_fours(_add_signed_bytes)
+            yield VectorUnit(4, by_lane, is_signed=True, multiplies_by_lane=True)
+        yield portable(4)
+        return
+    if not all(map(has, ("avx2", "fma", "f16c"))):
+        return
+    if has("avx512bw") and has("avx512vl"):
+        pairs, wide = _add_pairs_avx512 if has("avx512bf16") else None, (1, 2, 4, 8, 12, 16)
+        if has("avx512vnni"):
+            fours = group_by_fours(partial(_add_bytes_by, "llvm.x86.avx512.vpdpbusd.512"))
+            yield VectorUnit(16, fours, wide, add_pairs=pairs)
+        by_pairs = group_by_pairs("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512", _follow_sign)
+        yield VectorUnit(16, by_pairs, (1, 2, 4, 8), add_pairs=pairs, is_signed=True)
+    if has("avxvnni"):
+        fours = group_by_fours(partial(_add_bytes_by, "llvm.x86.avx512.vpdpbusd.256"))
+        yield VectorUnit(8, fours, **narrow)
+    by_pairs = group_by_pairs("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd", _follow_sign_avx2)
+    yield VectorUnit(8, by_pairs, is_signed=True, **narrow)
+
+
+def _here() -> list[VectorUnit]:
+    """Units of the CPU that Numba compiles for: it may be told to leave out what this one has."""
+    machine, _, features = cpu_target.target_context.codegen().magic_tuple()
+    named = {feature.removeprefix("+") for feature in features.split(",") if feature.startswith("+")}
+    return list(units_of(named.__contains__, machine.startswith(("x86", "i"))))
+
+
+UNITS = _here()
+"""Units that this process can use, fastest first; none on an x86 CPU without AVX2."""
+
+
+def unit_here() -> VectorUnit:
+    """The unit that products are compiled for."""
+    return UNITS[0] if UNITS else portable(4)
+
+
+def has_bfloat16_products() -> bool:
+    """Whether there is an instruction for products of bfloat16."""
+    return unit_here().add_pairs is not None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A format of numbers in memory, as products read and write them.
+
+    Parameters
+    ----------
+    kind
+        LLVM's type of what lies in memory.
+    size
+        Bytes of a number.
+    """
+
+    kind: Any
+    size: int
+
+    def load(self, builder: Any, address: Any, lanes: int) -> Any:
+        """Numbers that lie one after another, as floats."""
+        return self.widened(builder, load(builder, address, 0, vector(self.kind, lanes)))
+
+    def widened(self, builder: Any, numbers: Any) -> Any:
+        """Numbers of the format as floats."""
+        floats = vector(FLOAT, numbers.type.count)
+        if self.kind == FLOAT:
+            return numbers
+        if self.kind == SHORT:
+            words = builder.zext(numbers, vector(WORD, floats.count))
+            return builder.bitcast(builder.shl(words, constant(words.type, 16)), floats)
+        return builder.fpext(numbers, floats)
+
+    def narrowed(self, builder: Any, floats: Any) -> Any:
+        """Floats as the nearest numbers of the format, of two as near the even one."""
+        lanes = floats.type.count
+        if self.kind == FLOAT:
+            return floats
+        if self.kind != SHORT:
+            return builder.fptrunc(floats, vector(self.kind, lanes))
+        words = vector(WORD, lanes)
+        bits = builder.bitcast(floats, words)
+        even = builder.and_(builder.lshr(bits, constant(words, 16)), constant(words, 1))
+        rounded = builder.add(builder.add(bits, even), constant(words, 0x7FFF))
+        return builder.trunc(builder.lshr(rounded, constant(words, 16)), vector(SHORT, lanes))
+
+    def in_words(self, builder: Any, words: Any) -> list[Any]:
+        """Floats of the first, and of the second, number in each of some words of 32 bits."""
+        lanes = words.type.count
+        floats, sixteen = vector(FLOAT, lanes), constant(words.type, 16)
+        if self.kind == FLOAT:
+            return [builder.bitcast(words, floats)]
+        if self.kind == SHORT:
+            upper = builder.and_(words, constant(words.type, 0xFFFF0000))
+            return [builder.bitcast(each, floats) for each in (builder.shl(words, sixteen), upper)]
+        shorts, halves = vector(SHORT, lanes), vector(self.kind, lanes)
+        both = (builder.trunc(each, shorts) for each in (words, builder.lshr(words, sixteen)))
+        return [builder.fpext(builder.bitcast(each, halves), floats) for each in both]
+
+
+def add_pairs(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """Sums, each with two products of pairs of bfloat16 added, in operations that every CPU has."""
+    pairs = Numbers(SHORT, 2)
+    for ours, theirs in zip(pairs.in_words(builder, weights), pairs.in_words(builder, activations), strict=True):
+        sums = multiply_add(builder, ours, theirs, sums)
+    return sums
