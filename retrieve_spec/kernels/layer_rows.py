@@ -1,7 +1,7 @@
 """Row work on a CPU: what a decoder layer does besides products and attention, one call each.
 
-The twin of `retrieve_spec.kernels.triton_rows`: each kernel rounds to the rows' format where the operations it stands for do,
-so results differ at most where a sum is added up in another order.
+The twin of `retrieve_spec.kernels.triton_rows`: each kernel rounds to the rows' format where the operations it
+stands for do, so results differ at most where a sum is added up in another order.
 """
 
 from __future__ import annotations

@@ -67,6 +67,11 @@ def prefetch(builder: Any, address: Any) -> None:
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, WORD(0), WORD(3), WORD(1))
 
 
+def keep_order(builder: Any) -> None:
+    """Read what is read after this place anew: LLVM would keep it, and run out of registers."""
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+
+
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """`a · b + c` of floats, rounded once."""
     return call(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
 from numba.core.registry import cpu_target
 
 from retrieve_spec.kernels.vector_ir import (
@@ -21,6 +20,7 @@ from retrieve_spec.kernels.vector_ir import (
     WORD,
     call,
     constant,
+    keep_order,
     lanes_of,
     load,
     multiply_add,
@@ -105,11 +105,11 @@ def group_by_fours(add_bytes: Callable[..., Any]) -> AddGroup:
     return add_group
 
 
-def group_by_pairs(multiply: str, widen: str, follow_sign: Callable[..., Any]) -> AddGroup:
+def group_by_pairs(multiply: str, widen: str) -> AddGroup:
     """Products of groups on a unit that adds two products of unsigned bytes with signed ones to 16 bits.
 
-    No sum leaves these. Of weights of four bits it is one of 16 products with seven bits, at most. A signed weight
-    gives its sign to what it is multiplied by, and two products are added up.
+    No sum leaves these: it is one of 16 products of four bits with seven, at most. Weights of 8 bits are their lower
+    halves and 16 times their upper ones.
 
     Parameters
     ----------
@@ -117,45 +117,30 @@ def group_by_pairs(multiply: str, widen: str, follow_sign: Callable[..., Any]) -
         LLVM's name of the instruction that multiplies bytes, and adds pairs.
     widen
         Of that which multiplies 16 bits by 16 bits, and adds pairs.
-    follow_sign
-        Of a builder, bytes and other ones: the first, negative where the others are.
     """
 
-    def add_products(builder: Any, total: Any, weights: Any, word: Any) -> Any:
-        """Sums of products in 16 bits; `total` is None before the first."""
-        products = call(builder, multiply, vector(SHORT, weights.type.count // 2), weights, word)
-        return products if total is None else builder.add(total, products)
-
-    def add_widened(builder: Any, sums: Any, shorts: Any) -> Any:
-        return builder.add(sums, call(builder, widen, sums.type, shorts, constant(shorts.type, 1)))
+    def add_halves(builder: Any, halves: list[Any], factor: int, sums: list[Any], word: Word) -> list[Any]:
+        """Sums with the products of eight times four bits of weights added, so many times."""
+        added, shorts = [], vector(SHORT, halves[0].type.count // 2)
+        for row, before in enumerate(sums):
+            total = None
+            for i, half in enumerate(halves):
+                products = call(builder, multiply, shorts, half, builder.bitcast(word(row, i), half.type))
+                total = products if total is None else builder.add(total, products)
+            words = call(builder, widen, before.type, total, constant(shorts, factor))
+            added.append(builder.add(before, words))
+        return added
 
     def add_group(builder: Any, bits: int, weights: Callable[[int], Any], sums: list[Any], word: Word) -> list[Any]:
-        fours, sums = _fours(builder, bits, weights), list(sums)
-        for row in range(len(sums)):
-            shorts = None
-            for i, four in enumerate(fours):
-                given = builder.bitcast(word(row, i), four.type)
-                if bits == 4:
-                    shorts = add_products(builder, shorts, four, given)
-                    continue
-                size = call(builder, f"llvm.abs.v{four.type.count}i8", four.type, four, ir.IntType(1)(0))
-                shorts = add_products(builder, None, size, follow_sign(builder, given, four))
-                sums[row] = add_widened(builder, sums[row], shorts)
-            if bits == 4:
-                sums[row] = add_widened(builder, sums[row], shorts)
-        return sums
+        if bits == 4:
+            return add_halves(builder, _fours(builder, bits, weights), 1, sums, word)
+        lower = [_nibbles(builder, weights(i))[0] for i in range(8)]
+        sums = add_halves(builder, lower, 1, sums, word)
+        keep_order(builder)
+        upper = [_nibbles(builder, weights(i))[1] for i in range(8)]
+        return add_halves(builder, upper, 16, sums, word)
 
     return add_group
-
-
-def _follow_sign_avx2(builder: Any, given: Any, others: Any) -> Any:
-    return call(builder, "llvm.x86.avx2.psign.b", given.type, given, others)
-
-
-def _follow_sign(builder: Any, given: Any, others: Any) -> Any:
-    """The same in operations that every CPU has."""
-    nothing = constant(given.type, 0)
-    return builder.select(builder.icmp_signed("<", others, nothing), builder.sub(nothing, given), given)
 
 
 def _add_bytes_by(name: str, builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
@@ -211,13 +196,13 @@ def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
         if has("avx512vnni"):
             fours = group_by_fours(partial(_add_bytes_by, "llvm.x86.avx512.vpdpbusd.512"))
             yield VectorUnit(16, fours, wide, add_pairs=pairs)
-        by_pairs = group_by_pairs("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512", _follow_sign)
-        yield VectorUnit(16, by_pairs, (1, 2, 4, 8), add_pairs=pairs, is_signed=True)
+        by_pairs = group_by_pairs("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
+        yield VectorUnit(16, by_pairs, (1, 2, 4, 8), add_pairs=pairs)
     if has("avxvnni"):
         fours = group_by_fours(partial(_add_bytes_by, "llvm.x86.avx512.vpdpbusd.256"))
         yield VectorUnit(8, fours, **narrow)
-    by_pairs = group_by_pairs("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd", _follow_sign_avx2)
-    yield VectorUnit(8, by_pairs, is_signed=True, **narrow)
+    by_pairs = group_by_pairs("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
+    yield VectorUnit(8, by_pairs, **narrow)
 
 
 def _here() -> list[VectorUnit]:

@@ -110,7 +110,9 @@ def compile_program(
     _open_rows(graph)
     run_rows = None
     if row_kernels is layer_rows and CAN_RUN:
-        dtype = next((weight.dtype for weight in weights if weight.dtype in (torch.bfloat16, torch.float16)), torch.float32)
+        dtype = next(
+            (weight.dtype for weight in weights if weight.dtype in (torch.bfloat16, torch.float16)), torch.float32
+        )
         whole = fx.Graph()
         whole.output(whole.graph_copy(graph, {}))
         if fuse_rows(whole, dtype, rules, exact):

@@ -22,7 +22,6 @@ import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
 from retrieve_spec.kernels.packed_products import GROUP, unpack
 from retrieve_spec.kernels.row_programs import CAN_RUN
-from retrieve_spec.kernels.vector_code import has_bfloat16_products
 from retrieve_spec.quantized import Int8Embedding, PackedLinear, WeightOnlyConfig, pack, pack_model
 from retrieve_spec.reference_model import load_model, reference_path
 
@@ -96,9 +95,7 @@ def test_packed_models_are_kept(tmp_path: Path, cache: Path, quantize: str, tied
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_drafts_change_no_bit_of_a_text(tmp_path: Path, bits: int) -> None:
-    """Rows of a pass are the same whatever stands beside them: in bfloat16 (0), too, where a pass is a program."""
-    if not bits and not has_bfloat16_products():
-        pytest.skip("bfloat16 products are torch's here")
+    """Rows of a pass are the same whatever stands beside them: in bfloat16 (0), too."""
     folder = save_llama(tmp_path / "model", tied=True, head_dim=32)
     given: dict[str, Any] = {"quantization_config": WeightOnlyConfig(bits)} if bits else {}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **given).eval()

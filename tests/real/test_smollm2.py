@@ -12,7 +12,6 @@ from waiting import wait_for
 import retrieve_spec as rs
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.kernels.row_programs import CAN_RUN
-from retrieve_spec.kernels.vector_code import has_bfloat16_products
 from retrieve_spec.reference_model import load_model
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -135,8 +134,6 @@ def test_samples(chat: Chat) -> None:
 @pytest.mark.skipif(not CAN_RUN, reason="nothing is compiled")
 @pytest.mark.parametrize("form", [{"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}], ids=str)
 def test_drafts_change_no_bit(smollm2: str, form: dict[str, str]) -> None:
-    if "dtype" in form and not has_bfloat16_products():
-        pytest.skip("no programs over bfloat16 weights here")
     chat = Chat(smollm2, **form)
     for prompt in PROMPTS[3::12]:
         assert chat.ours(prompt) == chat.ours(prompt, draft="off")

@@ -11,20 +11,11 @@ from small_decoders import VOCAB, build, ids
 
 from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.row_programs import CAN_RUN, RowTexts
-from retrieve_spec.kernels.vector_code import has_bfloat16_products
 from retrieve_spec.recorded.kv_buffer import KVBuffer
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="nothing is compiled")
-FORMATS = [
-    pytest.param(torch.float32, id="float32"),
-    pytest.param(
-        torch.bfloat16,
-        id="bfloat16",
-        marks=pytest.mark.skipif(not has_bfloat16_products(), reason="no programs over bfloat16 weights"),
-    ),
-]
-BOTH = pytest.mark.parametrize("dtype", FORMATS)
+EVERY = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def recorded(dtype: torch.dtype, **extra: Any) -> tuple[Any, RecordedPass]:
@@ -40,7 +31,7 @@ def logits_of(run: RecordedPass, tokens: torch.Tensor) -> torch.Tensor:
     return run.run(tokens, torch.arange(rows)[None], texts)[0][0]
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 48, 64, 80])
 def test_heads_of_other_widths_than_vectors_have_are_left_alone(head_dim: int, dtype: torch.dtype) -> None:
     model, run = recorded(dtype, head_dim=head_dim)
@@ -53,7 +44,7 @@ def test_heads_of_other_widths_than_vectors_have_are_left_alone(head_dim: int, d
         )
 
 
-@BOTH
+@EVERY
 def test_exact_passes_are_programs_where_all_products_are(dtype: torch.dtype) -> None:
     for vocab in (VOCAB, 208):
         model = build("llama", dtype, hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=vocab)
