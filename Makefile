@@ -14,13 +14,15 @@ KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py)
 CENSUS_TESTS = tests/conformance tests/hammer
 REAL_TESTS = tests/real
 KERNEL_TESTS = $(shell grep -lP "from retrieve_spec\.kernels(\.| import )(?!triton)|import naive_|from naive_" -r tests --include="test_*.py" --exclude-dir=real)
+CPU_TESTS = tests/kernels/test_row_programs.py tests/kernels/test_layer_rows_kernels.py tests/recorded/test_row_segments.py
+AVX2 = +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt
 THREAD_TESTS = $(shell grep -l "pytest\.mark\.threads" -r tests --include="test_*.py")
 # As many processes as tests/conftest.py finds room for, which share the tests out among themselves.
 BESIDE = -n auto --dist worksteal
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-real test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-cpus test-arm test-real test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -35,7 +37,7 @@ test: setup-test
 	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(KILL_TESTS:%=--ignore=%) $(CENSUS_TESTS:%=--ignore=%) $(REAL_TESTS:%=--ignore=%) $(ARGS)
 
 ## make test-all    the tests and every suite that needs no other environment, as CI runs them
-test-all: test test-threads test-kills test-census test-nojit test-real
+test-all: test test-threads test-kills test-census test-nojit test-cpus test-real
 
 ## make test-threads tests that want as many threads as the machine has, one at a time
 test-threads: setup-test
@@ -52,6 +54,17 @@ test-census: setup-test
 ## make test-nojit  the kernels' tests with the compiler off, which hides some errors
 test-nojit: setup-test
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -q $(BESIDE) -m "not threads" $(sort $(KERNEL_TESTS)) $(ARGS)
+
+## make test-cpus  the tests of kernels with vector code, compiled for CPUs with less than this one has (x86)
+test-cpus: setup-test
+	@test "$$(uname -m)" = x86_64 || exit 0; for cpu in znver3 haswell generic; do \
+		features=$$(test $$cpu = generic || echo $(AVX2)); echo "$$cpu $$features"; \
+		NUMBA_CPU_NAME=$$cpu NUMBA_CPU_FEATURES=$$features ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+		NUMBA_CACHE_DIR=$(VENV)/numba-$$cpu $(BIN)/python -m pytest -q $(CPU_TESTS) $(ARGS) || exit 1; done
+
+## make test-arm   vector code for Arm in an emulator (Debian: qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross)
+test-arm: setup-test
+	$(BIN)/python -m pytest -q -rs tests/kernels/test_vector_code_on_arm.py $(ARGS)
 
 ## make test-real   a chat model of 135 M parameters says with drafts what it says without (it is installed if it can be)
 test-real: setup-test

@@ -163,7 +163,7 @@ class PassConfig:
     cuda_graphs
         Replay passes on a GPU as captured graphs, one per number of rows in `graph_rows`.
     fused_rows
-        Run normalisation, rotary embeddings and gates of 16-bit models (on a CPU of bfloat16) in one call each.
+        Run normalisation, rotary embeddings and gates in one call each.
     graph_rows
         Rows of a pass (roots, pieces of prompts and drafted nodes of all texts) are padded to the next of these.
     min_parameters

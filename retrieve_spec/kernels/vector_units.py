@@ -61,7 +61,7 @@ class VectorUnit:
 
     lanes: int
     add_group: AddGroup
-    blocks: tuple[int, ...] = (1, 2, 4)
+    blocks: tuple[int, ...] = (1, 2, 3, 4)
     tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
     bfloat16_tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
     add_pairs: Callable[..., Any] | None = None

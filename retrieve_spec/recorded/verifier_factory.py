@@ -22,7 +22,7 @@ from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.number_formats import LIKE
-from retrieve_spec.kernels.row_programs import CAN_RUN, row_product, serves
+from retrieve_spec.kernels.row_programs import CAN_RUN, is_fast_for_many, row_product, serves
 from retrieve_spec.recorded.kv_buffer import cache_windows
 from retrieve_spec.recorded.layer_copies import copied_layers
 from retrieve_spec.recorded.model_state import Attribute, ModelState
@@ -209,7 +209,7 @@ class RowLayers:
     Parameters
     ----------
     model
-        A float32 model on a CPU; others have no such layers.
+        A model on a CPU; others have no such layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -239,7 +239,7 @@ class RowLayers:
 
 
 def _is_fast(weight: torch.Tensor) -> bool:
-    return weight.dtype == torch.float32 and serves(weight)
+    return is_fast_for_many(weight.dtype) and serves(weight)
 
 
 def _handing(module: nn.Linear, threads: set[int]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from llvmlite import binding, ir
+from cross_compiled import loops_of, unit_of
 from numba import config, types
 
 from retrieve_spec.kernels.vector_code import block_product, mix_block, score_block, tile_product
-from retrieve_spec.kernels.vector_units import VectorUnit, units_of
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="its instructions have no form in Python")
-AVX2 = "+avx2,+fma,+f16c"
-CPUS = {
-    "haswell": ("x86_64-unknown-linux-gnu", "haswell", AVX2),
-    "avxvnni": ("x86_64-unknown-linux-gnu", "alderlake", f"{AVX2},+avxvnni"),
-    "skylake": ("x86_64-unknown-linux-gnu", "skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512vl"),
-    "zen4": ("x86_64-unknown-linux-gnu", "znver4", f"{AVX2},+avx512f,+avx512bw,+avx512vl,+avx512vnni,+avx512bf16"),
-    "arm": ("aarch64-unknown-linux-gnu", "generic", "+neon,+fullfp16"),
-    "dotprod": ("aarch64-unknown-linux-gnu", "neoverse-n1", "+neon,+fullfp16,+dotprod"),
-}
 STACK = re.compile(r"\(%rsp|\(%rbp|\[sp[,\]]")
-
-
-def loops_of(product: Any, like: Any, cpu: str) -> list[list[str]]:
-    """The instructions of the inner loops of a product that is compiled for a CPU, longest first."""
-    triple, name, features = CPUS[cpu]
-    binding.initialize_all_targets()
-    binding.initialize_all_asmprinters()
-    machine = binding.Target.from_triple(triple).create_target_machine(name, features, opt=3)
-    word, code = ir.IntType(64), product._defn
-    count = code.__code__.co_argcount - 2
-    module = ir.Module()
-    module.triple, module.data_layout = triple, str(machine.target_data)
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [word] * (count + 1)), "product")
-    builder = ir.IRBuilder(function.append_basic_block())
-    _, codegen = code(None, like, *[types.int64] * count)
-    codegen(SimpleNamespace(get_dummy_value=lambda: None), builder, None, function.args)
-    builder.ret_void()
-    compiled = binding.parse_assembly(str(module))
-    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(compiled, passes)
-    loops = []
-    for block in re.split(r"\n(?=\.LBB)", machine.emit_assembly(compiled)):
-        label, *lines = block.split("\n")
-        label = label.split(":")[0]
-        lines = [line.strip() for line in lines if line.startswith("\t") and not line.startswith("\t.")]
-        if any(line.endswith(label) for line in lines):
-            loops.append(lines[: 1 + max(i for i, line in enumerate(lines) if line.endswith(label))])
-    return sorted(loops, key=len, reverse=True)
-
-
-def unit_of(cpu: str) -> VectorUnit:
-    """The fastest unit of a CPU."""
-    triple, _, features = CPUS[cpu]
-    return next(units_of({feature[1:] for feature in features.split(",")}.__contains__, triple.startswith("x86")))
 
 
 def count(loop: list[str], instruction: str) -> int:
