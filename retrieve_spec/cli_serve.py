@@ -132,6 +132,23 @@ def need_extra() -> None:
     "--origin", "origins", multiple=True, metavar="URL", help="A browser origin that may call (none may by default)."
 )
 @click.option(
+    "--allow-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name under which a server without keys may be called, besides this machine's own; for a proxy in front.",
+)
+@click.option(
+    "--path-prefix", default="", metavar="PATH", help="The path under which a proxy passes requests on, as /llm."
+)
+@click.option(
+    "--max-body-mib",
+    default=_DEFAULTS.max_body_bytes >> 20,
+    show_default=True,
+    type=WholeRange(min=1),
+    help="Largest request accepted.",
+)
+@click.option(
     "--ctx-size", default=0, type=WholeRange(min=0), metavar="N", help="Tokens used of the model's positions (all)."
 )
 @click.option(
@@ -198,6 +215,9 @@ def serve(
     port: int,
     key_file: Path | None,
     origins: tuple[str, ...],
+    allowed_hosts: tuple[str, ...],
+    path_prefix: str,
+    max_body_mib: int,
     ctx_size: int,
     fim_window: int,
     prefix_share: float,
@@ -227,6 +247,10 @@ def serve(
         host=host,
         port=port,
         origins=origins,
+        allowed_hosts=allowed_hosts,
+        path_prefix=path_prefix,
+        max_body_bytes=max_body_mib << 20,
+        bodies_bytes=max(_DEFAULTS.bodies_bytes, max_body_mib << 20),
         ctx_size=ctx_size,
         fim_window=fim_window,
         prefix_share=prefix_share,

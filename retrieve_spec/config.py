@@ -224,7 +224,7 @@ class ServeConfig:
     prefill_chunk
         Prompt tokens read between two passes, so that reading can be cancelled and holds nobody up.
     max_body_bytes
-        Largest request accepted.
+        Largest request accepted of who may call; what a conversation may have is for the model's positions to say.
     bodies_bytes
         Bytes of large requests that may be held while they are being read, over all connections.
     body_s
@@ -243,6 +243,10 @@ class ServeConfig:
         SPDX identifiers of the licences under which a workspace's files are drafted from; any where there are none.
     origins
         Browser origins that may call; none by default.
+    allowed_hosts
+        Names besides this machine's own under which a server without keys may be called.
+    path_prefix
+        A path under which a proxy passes requests on, as `/llm`; it may be there or not.
     """
 
     host: str = "127.0.0.1"
@@ -256,8 +260,8 @@ class ServeConfig:
     max_queue: int = 32
     tool_format: str | None = None
     prefill_chunk: int = 256
-    max_body_bytes: int = 4 << 20
-    bodies_bytes: int = 64 << 20
+    max_body_bytes: int = 64 << 20
+    bodies_bytes: int = 256 << 20
     body_s: float = 30.0
     stale_s: float = 3.0
     deadline_s: float = 0.0
@@ -266,6 +270,8 @@ class ServeConfig:
     workspace_bytes: int = 16_000_000
     workspace_licences: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    path_prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def create_app(models: Models, *, keys: Sequence[bytes] = ()) -> FastAPI:
 def _middleware(models: Models, keys: Sequence[bytes]) -> list[Middleware]:
     config = models.config
     middleware = [
-        Middleware(Guard, keys=keys, origins=config.origins, host=config.host, unready=models.unready),
+        Middleware(Guard, keys=keys, config=config, unready=models.unready),
         Middleware(Counted, metrics=models.metrics),
     ]
     if config.origins:

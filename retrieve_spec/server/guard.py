@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -27,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from retrieve_spec.errors import ServeError
 
 if TYPE_CHECKING:
+    from retrieve_spec.config import ServeConfig
     from retrieve_spec.server.jobs import Completion, Task
     from retrieve_spec.server.queueing import RequestQueue
 
@@ -56,11 +58,37 @@ class Refusal(HTTPException):
 
     def response(self, path: str = "") -> JSONResponse:
         """The answer, in the dialect of the path that was asked."""
-        body: dict[str, Any] = {"error": {"code": self.status_code, "message": self.detail, "type": self.kind}}
+        return JSONResponse(self._body(path), self.status_code, self.headers)
+
+    def _body(self, path: str) -> dict[str, Any]:
         if path.startswith("/v1/messages"):
             kind = _ANTHROPIC.get(self.status_code, "api_error" if self.status_code >= 500 else "invalid_request_error")
-            body = {"type": "error", "error": {"type": kind, "message": self.detail}}
-        return JSONResponse(body, self.status_code, self.headers)
+            return {"type": "error", "error": {"type": kind, "message": self.detail}}
+        if path.startswith("/api/"):
+            return {"error": self.detail}
+        return {"error": {"code": self.status_code, "message": self.detail, "type": self.kind}}
+
+
+class TooLong(Refusal):
+    """A prompt that does not fit, told in the words by which a dialect's clients know that, and shorten it."""
+
+    def __init__(self, tokens: int, n_ctx: int) -> None:
+        super().__init__(400, f"prompt is too long: {tokens} tokens > {n_ctx - 1} maximum")
+        self._tokens, self._n_ctx = tokens, n_ctx
+
+    def _body(self, path: str) -> dict[str, Any]:
+        body, tokens, n_ctx = super()._body(path), self._tokens, self._n_ctx
+        if not path.startswith(("/v1/messages", "/api/")):
+            openai = path.startswith(("/v1/", "/chat/"))
+            body["error"] |= {
+                "code": "context_length_exceeded" if openai else 400,
+                "type": "invalid_request_error" if openai else "exceed_context_size_error",
+                "message": f"This model's maximum context length is {n_ctx} tokens. However, your prompt has {tokens}"
+                " tokens. Please reduce its length.",
+                "n_prompt_tokens": tokens,
+                "n_ctx": n_ctx,
+            }
+        return body
 
 
 async def refused(request: Request, error: Exception) -> Response:
@@ -76,7 +104,7 @@ async def refused(request: Request, error: Exception) -> Response:
 class Problem(BaseModel):
     """What went wrong; Anthropic's dialect has no code."""
 
-    code: int | None = None
+    code: int | str | None = None
     message: str
     type: str
 
@@ -204,9 +232,29 @@ class _BoundedRequest(Request):
     def _checked(self) -> BaseModel:
         try:
             fields = pydantic_core.from_json(self._read, allow_inf_nan=False)
-        except ValueError as error:
-            raise Refusal(400, f"the body is not JSON: {error}") from error
+        except ValueError:
+            fields = _without_surrogates(self._read)
         return checked(self.schema, fields)
+
+
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+
+
+def _without_surrogates(body: bytes) -> Any:
+    """JSON in which halves of characters, as a client leaves where it cuts a text, are U+FFFD.
+
+    Raises
+    ------
+    Refusal
+        400: it is none even so.
+    """
+    text = _ESCAPE.sub(lambda found: "\\ufffd" if found[1] else found[0], body.decode("utf-8", "replace"))
+    try:
+        return pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from error
 
 
 class BoundedRoute(APIRoute):
@@ -285,22 +333,20 @@ class Guard:
     app
         What it guards.
     keys
-        Accepted API keys; none: no key is asked for.
-    origins
-        Browser origins that may call, as browsers write them.
-    host
-        Where the server listens; on a loopback address the Host header must name one too, so that a page cannot
-        reach the server under a name of its own (DNS rebinding).
+        Accepted API keys; none: no key is asked for, and the Host header must name this machine or one of the allowed
+        hosts, so that a page cannot reach the server under a name of its own (DNS rebinding).
+    config
+        Browser origins that may call, as browsers write them, allowed hosts, and the path under which a proxy has it.
     unready
         Gives what everything is answered with until the server is ready, None from then on.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[bytes], origins: Sequence[str], host: str,
-        unready: Callable[[], Response | None],
-    ) -> None:  # fmt: skip
-        self._app, self._keys, self._origins, self._unready = app, tuple(keys), frozenset(origins), unready
-        self._local = is_loopback(host)
+        self, app: ASGIApp, keys: Sequence[bytes], config: ServeConfig, unready: Callable[[], Response | None]
+    ) -> None:
+        self._app, self._keys, self._unready = app, tuple(keys), unready
+        self._origins, self._hosts = frozenset(config.origins), frozenset(map(str.lower, config.allowed_hosts))
+        self._prefix = "/" + config.path_prefix.strip("/") if config.path_prefix.strip("/") else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a refused request, pass the others on."""
@@ -309,22 +355,27 @@ class Guard:
             return
         if scope["method"] == "HEAD":  # the connection leaves out what a GET answers with
             scope = {**scope, "method": "GET"}
+        if self._prefix and f"{scope['path']}/".startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix) or "/"}
         answer: ASGIApp | None = self._unready()
         if answer is None and (refusal := self._refuse(scope["path"], Headers(scope=scope))) is not None:
             answer = refusal.response(scope["path"])
         await (answer or self._app)(scope, receive, send)
 
     def _refuse(self, path: str, headers: Headers) -> Refusal | None:
-        origin = headers.get("origin")
-        if origin is not None and origin not in self._origins:
+        origin, host = headers.get("origin"), headers.get("host", "localhost")
+        if origin is not None and origin not in self._origins and origin.partition("://")[2] != host:
             return Refusal(403, f"browser pages of {origin} may not call this server (--origin allows one)", "origin")
         if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             return Refusal(403, "browser pages of other sites may not call this server", "origin")
-        if self._local and not is_loopback(_host_name(headers.get("host", "localhost"))):
-            return Refusal(403, "the Host header does not name this machine", "host")
+        if not self._keys and not self._is_ours(_host_name(host)):
+            return Refusal(403, "the Host header does not name this machine (--allow-host allows another name)", "host")
         if self._keys and path not in OPEN_PATHS and not self._known(headers):
             return Refusal(401, "a valid API key is required (Authorization: Bearer …)", "authentication_error")
         return None
+
+    def _is_ours(self, host: str) -> bool:
+        return is_loopback(host) or host.lower() in self._hosts
 
     def _known(self, headers: Headers) -> bool:
         given = given_key(headers)

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from retrieve_spec.acceleration import accelerate
@@ -274,16 +275,21 @@ def server_settings(app: Any) -> Any:
         access_log=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
+        ws="none",
     )
 
 
 HEAD_S = 20.0
 """Seconds a client may take from the connection, or from a request's first byte, to the end of the headers."""
 HEAD_BYTES = 64 << 10
+_OFFER = frozenset({b"upgrade", b"http2-settings", b"connection"})
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's HTTP connection, with a bound of time and of bytes on what comes before a body."""
+    """uvicorn's HTTP connection, with a bound of time and of bytes on what comes before a body.
+
+    An offer to go on in another protocol, as every Java client makes (`Upgrade: h2c`), is ignored, which HTTP allows.
+    """
 
     _timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -318,7 +324,34 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is here; the time of a body is bounded where it is read."""
         self._stop_waiting()
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is here; after an offer the parser says so without having read a body."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as offer:
+            if self.parser.get_method() == b"CONNECT":
+                self._refuse(b"405 Method Not Allowed")
+                return
+            head, self.parser = self._head_without_offer(), HttpRequestParser(self)
+            self.data_received(head + data[offer.args[0] :])
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _head_without_offer(self) -> bytes:
+        """The head that has been read, without what offers another protocol."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name not in _OFFER]
+        closes = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
+        return b"\r\n".join([*lines, *([b"connection: close"] if closes else []), b"", b""])
 
     def shutdown(self) -> None:
         """The server ends, and with it a stream under way; an answer that comes as a whole is still sent."""
