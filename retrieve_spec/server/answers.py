@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrieve_spec.server.jobs import Completion, Delta
+from retrieve_spec.server.reading import AnswerReader, Thought
 from retrieve_spec.server.sampling import TokenLogProb
-from retrieve_spec.server.schemas import Common, OpenAIOptions
+from retrieve_spec.server.schemas import ChatRequest, Common, OpenAIOptions
 from retrieve_spec.server.service import Prepared, Service
 from retrieve_spec.server.text import with_texts
-from retrieve_spec.server.tools import CallParser, ToolCall
+from retrieve_spec.server.tools import ToolCall
 
 Events = list[dict[str, Any]]
+Shown = Thought | str | dict[str, Any]
+"""What an answer is made of: thoughts, text, and calls of tools as chats have them."""
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -93,8 +96,8 @@ class Answer(ABC):
     tells_superseded = False
 
     def __init__(self, service: Service, request: Common, prepared: Sequence[Prepared]) -> None:
-        self._written, self._make_parser = request.written, prepared[0].parser
-        self._parsers: dict[int, CallParser] = {}
+        self._written, self._make_reader = request.written, prepared[0].reader
+        self._readers: dict[int, AnswerReader] = {}
         self._calls = Counter[int]()  # by text
 
     def begin(self, index: int) -> Events:
@@ -121,19 +124,26 @@ class Answer(ABC):
         """The event of a text that failed."""
         return {"error": {"code": 500, "message": error, "type": "server_error"}}
 
-    def _said(self, text: str, index: int = 0, *, last: bool = False) -> list[str | dict[str, Any]]:
-        """What further characters of a text come to: texts, and calls of tools as chats have them."""
-        if self._make_parser is None:
+    def _said(self, text: str, index: int = 0, *, last: bool = False) -> list[Shown]:
+        """What further characters of a text come to."""
+        if self._make_reader is None:
             return [self._written(text)] if text else []
-        parser = self._parsers.setdefault(index, self._make_parser())
-        found = [*parser.feed(text), *(parser.finish() if last else ())]
-        return [self._call(part, index) if isinstance(part, ToolCall) else self._written(part) for part in found]
+        if index not in self._readers:
+            self._readers[index] = self._make_reader()
+        reader = self._readers[index]
+        return [self._shown(part, index) for part in [*reader.feed(text), *(reader.finish() if last else ())]]
 
-    def _spoken(self, done: Completion, index: int = 0) -> tuple[str, Events]:
-        """All that a text says, and all calls in it."""
+    def _shown(self, part: Thought | str | ToolCall, index: int) -> Shown:
+        if isinstance(part, ToolCall):
+            return self._call(part, index)
+        return Thought(self._written(part.text)) if isinstance(part, Thought) else self._written(part)
+
+    def _spoken(self, done: Completion, index: int = 0) -> tuple[str, str, Events]:
+        """All that a text thinks, all that it says, and all calls in it."""
         said = self._said(done.text, index, last=True)
-        calls = [part for part in said if not isinstance(part, str)]
-        return "".join(part for part in said if isinstance(part, str)), calls
+        calls = [part for part in said if isinstance(part, dict)]
+        thought = "".join(part.text for part in said if isinstance(part, Thought))
+        return thought, "".join(part for part in said if isinstance(part, str)), calls
 
     def _call(self, call: ToolCall, index: int) -> dict[str, Any]:
         """A call, with an id of nine letters and digits: templates of Mistral's models take no other."""
@@ -144,7 +154,7 @@ class Answer(ABC):
 
 
 class ItemizedAnswer(Answer):
-    """An answer that is a row of items, each of text or a call, which follow one another in a stream, too."""
+    """An answer that is a row of items, each a thought, text or a call, which follow one another in a stream, too."""
 
     _under_way = ""
 
@@ -153,16 +163,17 @@ class ItemizedAnswer(Answer):
         return self._told(self._said(delta.text))
 
     def end(self, done: Completion, index: int) -> Events:
-        """Events at the end of the text, which is one item at least."""
+        """Events at the end of the text, which is one item of text or a call at least."""
         rest = self._told(self._said("", last=True))
-        rest += [] if self._under_way else self._opened("")
+        if self._under_way in ("", "thought"):
+            rest += [*(self._closed() if self._under_way else ()), *self._opened("")]
         return [*rest, *self._closed(done), *self._last(done)]
 
-    def _told(self, said: Sequence[str | dict[str, Any]]) -> Events:
-        """Events for texts and calls."""
+    def _told(self, said: Sequence[Shown]) -> Events:
+        """Events for thoughts, texts and calls."""
         events = Events()
         for part in said:
-            kind = "text" if isinstance(part, str) else "call"
+            kind = "text" if isinstance(part, str) else "thought" if isinstance(part, Thought) else "call"
             if kind == "call" or self._under_way != kind:
                 events += self._closed() if self._under_way else []
                 events += self._opened(part)
@@ -171,12 +182,12 @@ class ItemizedAnswer(Answer):
         return events
 
     @abstractmethod
-    def _opened(self, part: str | dict[str, Any]) -> Events:
-        """Events of an item that begins with a text, or is a call."""
+    def _opened(self, part: Shown) -> Events:
+        """Events of an item that begins with a thought or a text, or is a call."""
 
     @abstractmethod
-    def _added(self, part: str | dict[str, Any]) -> dict[str, Any]:
-        """The event of what a text goes on with, or of what a call is given."""
+    def _added(self, part: Shown) -> dict[str, Any]:
+        """The event of what a thought or a text goes on with, or of what a call is given."""
 
     @abstractmethod
     def _closed(self, done: Completion | None = None) -> Events:
@@ -276,6 +287,7 @@ class OpenAIAnswer(Answer):
         super().__init__(service, request, prepared)
         self._chat, self._samples, self._fields = chat, request.n or 1, request.response_fields
         self._predicted = prepared[0].predicted_tokens
+        self._begins_with = None if isinstance(request, ChatRequest) and request.offered else ""
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._logprobs = None if request.wanted_logprobs() is None else service.logprobs
         self._echoed = [text for text in echoed for _ in range(self._samples)] or [""] * len(prepared)
@@ -292,12 +304,13 @@ class OpenAIAnswer(Answer):
         """The answer without streaming."""
         choices = []
         for index, done in enumerate(finished):
-            text, calls = self._spoken(done, index)
+            thought, text, calls = self._spoken(done, index)
             body: dict[str, Any] = {"index": index}
             body["logprobs"] = self._log_probabilities(done.logprobs, index)
             body["finish_reason"] = finish_reason(done, called=bool(calls))
             if self._chat:
                 body["message"] = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
+                body["message"] |= {"reasoning_content": thought} if thought else {}
                 body["message"] |= {"tool_calls": calls} if calls else {}
             else:
                 body["text"] = self._echoed[index] + text
@@ -327,7 +340,7 @@ class OpenAIAnswer(Answer):
     def begin(self, index: int) -> Events:
         """Events before any text."""
         if self._chat:
-            return [self._chunk({"role": "assistant", "content": None if self._make_parser else ""}, index)]
+            return [self._chunk({"role": "assistant", "content": self._begins_with}, index)]
         return [self._chunk({"text": self._echoed[index]}, index)] if self._echoed[index] else []
 
     def delta(self, delta: Delta, index: int) -> Events:
@@ -339,11 +352,13 @@ class OpenAIAnswer(Answer):
         return chunks
 
     def _chunks(self, text: str, index: int, *, last: bool = False) -> Events:
-        """Events for texts and calls: of a call its name first, then its arguments."""
+        """Events for thoughts, texts and calls: of a call its name first, then its arguments."""
         first, parts = self._calls[index], list[dict[str, Any]]()
         for said in self._said(text, index, last=last):
             if isinstance(said, str):
                 parts.append({"content" if self._chat else "text": said})
+            elif isinstance(said, Thought):
+                parts.append({"reasoning_content": said.text})
             else:
                 name, arguments = said["function"]["name"], said["function"]["arguments"]
                 parts.append({"tool_calls": [{"index": first, **said, "function": {"name": name, "arguments": ""}}]})

@@ -102,10 +102,11 @@ async def detokenize(body: schemas.DetokenizeRequest, service: Meant) -> Respons
 
 
 @router.post("/apply-template", responses=errors(400, 408, 413, 503))
-async def template(body: schemas.TemplateRequest, service: Meant) -> Response:
+async def template(body: schemas.TemplateRequest, request: Request, service: Meant) -> Response:
     """The prompt of a conversation."""
-    ids = await asyncio.to_thread(service.prompts.chat, body.messages, **body.rendering())
-    return JSONResponse({"prompt": service.codec.decode(ids)})
+    prompt = await asyncio.to_thread(service.prompts.chat, body.messages, body.offered_tools, **body.rendering())
+    told = completions.left_out_header(request, body.left_out)
+    return JSONResponse({"prompt": service.codec.decode(prompt.token_ids)}, headers=told)
 
 
 @router.get("/v1/models")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Meant
 from retrieve_spec.server.prompts import FimParts
 from retrieve_spec.server.service import Caller, Prepared, Service
+
+log = logging.getLogger("retrieve_spec.server")
 
 _OPENAI_TOKENS = 16
 _FIM_TOKENS = 128
@@ -97,12 +100,7 @@ async def converse(service: Service, request: Request, body: schemas.ChatRequest
     """What a model says in a conversation, as one of the dialects has it."""
     wanted, who = first(body.max_completion_tokens, body.max_tokens, body.n_predict, -1), caller(request, body)
     who = who if who.explicit else replace(who, client=None)
-
-    def prepare() -> list[Prepared]:
-        prompt = service.prompts.chat(body.messages, **body.rendering())
-        return [replace(service.raw(prompt, body, who, wanted), parser=service.call_parser(body))]
-
-    return await respond(service, request, body, prepare, write)
+    return await respond(service, request, body, lambda: [service.chat(body, who, wanted)], write)
 
 
 async def respond(
@@ -112,12 +110,26 @@ async def respond(
     samples = body.n or 1 if isinstance(body, schemas.OpenAIOptions) else 1
     stream = await opened(service, lambda: [one for item in prepare() for one in item.samples(samples)])
     answer = write(service, body, stream.prepared)
+    told = left_out_header(request, body.left_out)
     if body.stream:
-        return EventStream(_events(service, stream, answer))
+        return EventStream(_events(service, stream, answer), told)
     finished = await _collect(request, stream)
     if not answer.tells_superseded and any(done.outcome == "superseded" for done in finished):
         raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
-    return JSONResponse(answer.whole(finished))
+    return JSONResponse(answer.whole(finished), headers=told)
+
+
+_MOST_NAMES = 2000
+"""Characters of the header that names what was left out."""
+
+
+def left_out_header(request: Request, names: Sequence[str]) -> dict[str, str]:
+    """The header, and a line of the log, that names what a request asked for and did not get."""
+    if not names:
+        return {}
+    told = ", ".join(names)[:_MOST_NAMES]
+    log.info("left out of a request to %s: %s", request.url.path, told)
+    return {"x-retrieve-spec-ignored": told}
 
 
 async def _events(service: Service, stream: Stream, answer: Answer) -> AsyncGenerator[bytes, None]:
@@ -183,8 +195,10 @@ _HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Bu
 class EventStream(StreamingResponse):
     """Server-sent events that a generator makes; it is closed at the end, or where the client goes away."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], media_type: str = "text/event-stream"
+    ) -> None:
+        super().__init__(events, headers={**_HEADERS, **headers}, media_type=media_type)
         self.events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -86,11 +86,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text that became certain with one pass, and the tokens of the pass, with their log-probabilities if asked for."""
+    """Text that became certain with one pass, and the tokens of the pass, with their log-probabilities if asked for.
+
+    ``cached_tokens`` of the prompt did not have to be read.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogProb, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -218,7 +222,7 @@ class Job:
         scanner = self._scanner
         if scanner.shown or self._told:
             told = tuple(scanner.shown_ids[: self._told])
-            waiter.sink(Delta(scanner.text[: scanner.shown], told, self._logprobs(0, self._told)))
+            waiter.sink(self._delta(scanner.text[: scanner.shown], told, self._logprobs(0, self._told)))
         self.waiters.append(waiter)
 
     def start(self) -> None:
@@ -310,7 +314,10 @@ class Job:
             logprobs = self._logprobs(self._told, self._told + len(tokens))
             self._told += len(tokens)
             for waiter in self.waiters if text or tokens else ():
-                waiter.sink(Delta(text, tokens, logprobs))
+                waiter.sink(self._delta(text, tokens, logprobs))
+
+    def _delta(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogProb, ...]) -> Delta:
+        return Delta(text, tokens, logprobs, self.done.cached_tokens)
 
     def _logprobs(self, first: int, end: int) -> tuple[TokenLogProb, ...]:
         """What was noted of tokens that are shown; nothing is begun then, so that they are all that were said."""

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.chat_template import ChatTemplate
+from retrieve_spec.server.guard import Refusal, TooLong
+from retrieve_spec.server.history import Turn
+from retrieve_spec.server.reading import THOUGHTS, Thinking, thinking_after
 from retrieve_spec.server.sampling import Beginnings
-from retrieve_spec.server.schemas import Common, ExtraChunk, Message
-from retrieve_spec.server.text import TextCodec
-from retrieve_spec.server.tools import with_tools_told
+from retrieve_spec.server.schemas import Common, ExtraChunk
+from retrieve_spec.server.text import HiddenText, TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as token ids, and what is to be thought after it."""
+
+    token_ids: list[int]
+    thinking: Thinking = field(default_factory=Thinking)
 
 
 class Prompts:
@@ -22,67 +32,53 @@ class Prompts:
     def __init__(self, codec: TextCodec, fim: FimVocabulary | None, n_ctx: int) -> None:
         self.codec, self.fim, self.n_ctx = codec, fim, n_ctx
         self.most_chars = n_ctx * codec.longest
+        self.template = ChatTemplate(codec.tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; one that cannot fit is refused by its length, before it is encoded.
 
         Raises
         ------
-        Refusal
-            400: too long.
+        TooLong
+            400.
         """
         self._fits(len(text))
         return self.codec.encode_prompt(text, add_special_tokens=add_special_tokens)
 
     def _fits(self, size: int) -> None:
         if size > self.most_chars:
-            raise Refusal(
-                400,
-                f"the prompt has {size} characters; the model reads {self.n_ctx} tokens, which are at most"
-                f" {self.most_chars} characters",
-                "exceed_context",
-            )
+            raise TooLong(-(-size // self.codec.longest), self.n_ctx)
 
-    def chat(self, messages: Sequence[Message], /, **rendering: Any) -> list[int]:
-        """Token ids of a conversation, by the model's own template where it has one.
+    def chat(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), /, **rendering: Any) -> ChatPrompt:
+        """Return a conversation as a prompt, by the model's own template where it has one.
 
         Parameters
         ----------
-        messages
-            The turns.
+        turns, tools
+            What has been said, and what may be called.
         **rendering
-            Arguments of `apply_chat_template`: tools, whether to begin a turn of the model's or to go on with the last
-            one, and variables of the template's own.
+            Arguments of `apply_chat_template`: whether to begin a turn of the model's or to go on with the last one,
+            and variables of the template's own.
 
         Raises
         ------
         Refusal
             400: too long, or the template refuses the turns.
         """
-        turns = [m.as_turn() for m in messages]
-        if not self.shows_tools:
-            turns = with_tools_told(turns, rendering.pop("tools", None) or ())
-        if self.template:
-            return self.encode(self._templated(turns, **rendering), add_special_tokens=False)
-        self._fits(sum(len(turn["content"]) for turn in turns))
-        return self._plain_chat(turns, **rendering)
-
-    @property
-    def template(self) -> str:
-        """The model's chat template, of several all; "" without one."""
-        return str(getattr(self.codec.tokenizer, "chat_template", None) or "")
-
-    @property
-    def shows_tools(self) -> bool:
-        """Whether the template has a place for tools."""
-        return "tools" in self.template
-
-    def _templated(self, turns: Sequence[dict[str, Any]], /, **rendering: Any) -> str:
-        how = {"add_generation_prompt": True, **rendering, "tokenize": False}
+        if not self.template.text:
+            turns = self.template.shaped(turns, tools)
+            self._fits(sum(len(turn["content"]) for turn in turns))
+            return ChatPrompt(self._plain_chat(turns, **rendering))
+        said = turns[-1]["content"] if rendering.get("continue_final_message") else ""
+        hidden = HiddenText(self.codec, kept_in_answers=[tag for tags in THOUGHTS for tag in (tags.opens, tags.close)])
+        turns, tools = hidden.of_turns(turns), hidden.of(tools)
         try:
-            return str(self.codec.tokenizer.apply_chat_template(turns, **how))
+            prompt = self.template.render(turns, tools, **rendering)
         except Exception as error:  # templates raise what they like
             raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
+        thinking = thinking_after(prompt, self.template.traits.thoughts, said)
+        self._fits(len(prompt))
+        return ChatPrompt(hidden.encoded(prompt), thinking)
 
     def _plain_chat(
         self,

@@ -17,6 +17,7 @@ from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler
 from retrieve_spec.sampling.guides import EXTRA, GrammarProcessor, json_grammar, problem_of, read_vocabulary
 from retrieve_spec.sampling.samplers import LogProbSampler
 from retrieve_spec.server.guard import Refusal
+from retrieve_spec.server.reading import Thinking, after_thoughts
 from retrieve_spec.server.text import TextCodec
 from retrieve_spec.server.tools import ToolFormat, calls_grammar
 
@@ -296,8 +297,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocabulary = cache(partial(read_vocabulary, tokenizer, sorted(end_ids)))
 
-    def of(self, request: Common) -> str:
-        """The grammar of what a request asks for; empty where it asks for any text.
+    def of(self, request: Common, thinking: Thinking) -> str:
+        """The grammar of what a request asks for, after its thoughts; empty where it asks for any text.
 
         Raises
         ------
@@ -308,22 +309,24 @@ class Grammars:
         if schema is None:
             return ""
         vocabulary = self._read_vocabulary(name)
-        return self._valid(json_grammar(schema), name, vocabulary)
+        return self._valid(after_thoughts(json_grammar(schema), thinking, self._mark), name, vocabulary)
 
-    def of_calls(self, fmt: ToolFormat, schemas: Mapping[str, Any], *, several: bool) -> str:
-        """The grammar of calls of functions, given the JSON schemas of their arguments.
+    def of_calls(self, fmt: ToolFormat, schemas: Mapping[str, Any], thinking: Thinking, *, several: bool) -> str:
+        """The grammar of calls of functions after the thoughts, given the JSON schemas of their arguments.
 
         Raises
         ------
         Refusal
             400: as above.
         """
-        vocabulary, added = self._read_vocabulary("tool_choice"), self._tokenizer.get_added_vocab()
+        vocabulary = self._read_vocabulary("tool_choice")
+        grammar = calls_grammar(fmt, schemas, self._mark, several=several)
+        return self._valid(after_thoughts(grammar, thinking, self._mark), "tools", vocabulary)
 
-        def mark(text: str) -> str:
-            return f"<[{added[text]}]>" if text in added else json.dumps(text)
-
-        return self._valid(calls_grammar(fmt, schemas, mark, several=several), "tools", vocabulary)
+    def _mark(self, text: str) -> str:
+        """A text in a grammar: as a token where it is one that steers the model."""
+        added = self._tokenizer.get_added_vocab()
+        return f"<[{added[text]}]>" if text in added else json.dumps(text)
 
     def _valid(self, grammar: str, name: str, vocabulary: Any) -> str:
         if problem := problem_of(grammar, vocabulary):

@@ -1,16 +1,15 @@
 """Requests as clients send them.
 
-A field of a request is optional unless its dialect demands it. Unknown fields pass, but for those that ask for what is
-not served: they are refused by name.
+A field of a request is optional unless its dialect demands it. Unknown fields pass. Of what is not served, that which
+would change what the answer means is refused by name; the rest is left out and told of.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-import pydantic_core
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -27,6 +26,7 @@ from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
 from retrieve_spec.server.guard import UNSUPPORTED
+from retrieve_spec.server.history import chat_tools, chat_turns, only
 from retrieve_spec.server.sampling import SamplerName
 from retrieve_spec.server.text import line_end, with_line_feeds
 from retrieve_spec.server.tools import referenced
@@ -60,53 +60,55 @@ class Asked(Lenient):
     model: Any = None
 
 
-class Part(Lenient):
-    """A piece of what is said, which has text."""
+class TextPart(Lenient):
+    """A piece of a predicted output."""
 
+    type: Literal["text"] | None = "text"
     text: Text = ""
 
 
-class TextPart(Part):
-    """A piece of a message or of a predicted output."""
-
-    type: Literal["text"] | None = "text"
-
-
-def text_of(content: str | Sequence[Part] | None) -> str:
-    """The text of a content that may come in pieces."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
-class Spoken(Lenient):
-    """What somebody says, or will say."""
-
-    content: Text | Items[TextPart] | None = None
-
-    def as_text(self) -> str:
-        """Its text."""
-        return text_of(self.content)
-
-
-class Prediction(Spoken):
+class Prediction(Lenient):
     """The text a client expects (OpenAI's predicted outputs)."""
 
     content: Text | Items[TextPart]
     type: str | None = "content"
 
+    def as_text(self) -> str:
+        """Its text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
 
 class Refusing(Asked):
-    """A request in which what is not served, but would change the answer, is refused by name."""
+    """A request in which what is not served, but would change what the answer means, is refused by name."""
 
-    _also: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    _refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Further fields that are not served in a dialect, with values that ask for nothing."""
+    _asks: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Likewise, of fields that are left out."""
+    _left_out: list[str] = PrivateAttr(default_factory=list)
 
-    @model_validator(mode="before")
+    @property
+    def left_out(self) -> list[str]:
+        """The names of what the client asks for and does not get."""
+        return self._left_out
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _is_served(cls, fields: Any) -> Any:
-        names = unserved(fields, cls.model_fields, cls._also) if isinstance(fields, dict) else []
+    def _is_served(cls, fields: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(fields, dict):
+            return check(fields)
+        names = unserved(fields, cls.model_fields, cls._refused)
         if names:
             given = {"names": ", ".join(names)}
             raise PydanticCustomError(UNSUPPORTED, "not served here: {names}; leave it out", given)
+        left_out = [name for name, neutral in cls._asks.items() if not _asks_nothing(fields.get(name), neutral)]
+        request = check(cls._translated(fields, left_out))
+        request._left_out = left_out
+        return request
+
+    @classmethod
+    def _translated(cls, fields: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
+        """Return the fields of a request as its schema has them, and add the names of what is left out to the list."""
         return fields
 
 
@@ -294,61 +296,37 @@ class Function(_Whole):
 
 
 class Tool(_Whole):
-    """A function with its type, the only one there is."""
+    """A function with its type, the only one that is offered."""
 
     type: Literal["function"]
     function: Function
 
 
-class CalledFunction(_Whole):
-    """A function and what it was given: an object, as it is or spelled in JSON."""
-
-    name: Text
-    arguments: dict[str, Any] | Text = "{}"
-
-    @field_validator("arguments")
-    @classmethod
-    def _are_an_object(cls, given: dict[str, Any] | str) -> dict[str, Any]:
-        read = pydantic_core.from_json(given or "{}") if isinstance(given, str) else given
-        if not isinstance(read, dict):
-            raise ValueError("not the JSON of an object")
-        return read
-
-
-class MadeCall(_Whole):
-    """A call in a conversation."""
-
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(Spoken):
-    """One turn of a conversation; what else is said of it goes to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    tool_calls: Annotated[Items[MadeCall], Field(max_length=256)] | None = None
-    function_call: None = None
-    audio: None = None
-
-    def as_turn(self) -> dict[str, Any]:
-        """The turn as chat templates read it."""
-        said = {name: value for name, value in self.model_dump().items() if value not in (None, [])}
-        return {**said, "content": self.as_text()}
-
-
-class Conversation(Lenient):
+class Conversation(Refusing):
     """Messages, and how they become a prompt."""
 
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=1024)]
-    tools: Annotated[Items[Tool], Field(max_length=256)] | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Text | None = None
+    enable_thinking: StrictBool | None = Field(None, description="Whether the chat template is to let the model think.")
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = Field(
         None, description="Go on with the last message; if it is an assistant's, unless this is false."
     )
+
+    @classmethod
+    def _translated(cls, fields: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
+        messages, tools, choice = (fields.get(name) for name in ("messages", "tools", "tool_choice"))
+        if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+            fields = {**fields, "messages": chat_turns(messages, left_out)}
+        if isinstance(tools, list):
+            fields = {**fields, "tools": chat_tools(tools, left_out)}
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed = choice["allowed_tools"] if isinstance(choice.get("allowed_tools"), dict) else choice
+            fields = {**fields, "tools": only(fields.get("tools"), allowed), "tool_choice": allowed.get("mode", "auto")}
+        return super()._translated(fields, left_out)
 
     @property
     def offered(self) -> dict[str, Tool]:
@@ -365,27 +343,40 @@ class Conversation(Lenient):
         """The one function that must be called."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
 
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that may be called, as a chat template reads them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.offered.values()]
+
     def rendering(self) -> dict[str, Any]:
-        """Arguments of `Prompts.chat`: besides the template's own, tools and what stands at the end."""
+        """Further arguments of `Prompts.chat`: variables of the template's own, and what stands at the end."""
         last, begins = self.messages[-1], self.add_generation_prompt
-        begun = last.role == "assistant" and not (last.tool_calls or begins)
+        begun = last["role"] == "assistant" and not ("tool_calls" in last or begins)
         goes_on = begun if self.continue_final_message is None else self.continue_final_message
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.offered.values()]
         return {
+            **self._thinking(),
             **(self.chat_template_kwargs or {}),
-            **({"tools": tools} if tools else {}),
             "add_generation_prompt": begins is not False and not goes_on,
             "continue_final_message": goes_on,
         }
 
+    def _thinking(self) -> dict[str, Any]:
+        """Variables by which chat templates know whether, and how much, to think."""
+        effort, thinks = self.reasoning_effort, self.enable_thinking
+        if thinks is None and effort is not None:
+            thinks = effort != "none"
+        told = {} if effort is None else {"reasoning_effort": effort}
+        return told if thinks is None else {**told, "enable_thinking": thinks, "thinking": thinks}
+
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         names, last = [tool.function.name for tool in self.tools or ()], self.messages[-1]
+        called = "tool_calls" in last
         if len(set(names)) < len(names):
             raise ValueError("tools: two have the same name")
         if (self.tool_choice == "required" and not names) or self.named not in (None, *names):
             raise ValueError("tool_choice: there is no such tool among tools")
-        if self.continue_final_message and (last.role != "assistant" or last.tool_calls or self.add_generation_prompt):
+        if self.continue_final_message and (last["role"] != "assistant" or called or self.add_generation_prompt):
             raise ValueError(
                 "continue_final_message: the last message is to be an assistant's, without tool_calls, and"
                 " add_generation_prompt left out"
@@ -397,6 +388,8 @@ class Conversation(Lenient):
 
 class ChatRequest(Conversation, OpenAIOptions):
     """`POST /v1/chat/completions`."""
+
+    _asks = {"web_search_options": ()}
 
     @classmethod
     def _line_end(cls, fields: dict[str, Any]) -> str:
@@ -437,7 +430,7 @@ class DetokenizeRequest(Asked):
     tokens: Items[TokenId]
 
 
-class TemplateRequest(Conversation, Refusing):
+class TemplateRequest(Conversation):
     """`POST /apply-template`."""
 
 
@@ -460,7 +453,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "modalities": (["text"],),
     "audio": (),
-    "web_search_options": (),
     # vLLM and others
     "repetition_penalty": (1,),
     "length_penalty": (1,),

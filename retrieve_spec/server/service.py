@@ -19,7 +19,7 @@ from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints
-from retrieve_spec.server.guard import Metrics, Refusal
+from retrieve_spec.server.guard import Metrics, Refusal, TooLong
 from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.prompts import (
     FimAssembler,
@@ -29,6 +29,7 @@ from retrieve_spec.server.prompts import (
     unknown_format,
 )
 from retrieve_spec.server.queueing import RequestQueue
+from retrieve_spec.server.reading import NO_THOUGHTS, AnswerReader, Thinking
 from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, LogProbWriter, Sampling
 from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest, OpenAIOptions
 from retrieve_spec.server.text import StopRules, TextCodec
@@ -75,7 +76,7 @@ class Prepared:
     task: Task
     truncated: bool = False
     predicted_tokens: int = 0
-    parser: Callable[[], CallParser] | None = None
+    reader: Callable[[], AnswerReader] | None = None
 
     def samples(self, count: int) -> list[Prepared]:
         """The task as often as it is asked for, each time with a seed of its own; none replaces another."""
@@ -373,7 +374,26 @@ class Service:
         )
         return Prepared(task, prompt.truncated, len(expected))
 
-    def raw(self, prompt: str | Sequence[int], request: Common, caller: Caller, wanted: int) -> Prepared:
+    def chat(self, request: ChatRequest, caller: Caller, wanted: int) -> Prepared:
+        """A task for the model's next turn in a conversation."""
+        prompt = self.prompts.chat(request.messages, request.offered_tools, **request.rendering())
+        prepared = self.raw(prompt.token_ids, request, caller, wanted, prompt.thinking)
+        schemas = request.argument_schemas
+        fmt = self._known_tool_format() if schemas else None
+
+        def reader() -> AnswerReader:
+            return AnswerReader(prompt.thinking.begun, CallParser(fmt, schemas) if fmt else None)
+
+        return replace(prepared, reader=reader)
+
+    def raw(
+        self,
+        prompt: str | Sequence[int],
+        request: Common,
+        caller: Caller,
+        wanted: int,
+        thinking: Thinking = NO_THOUGHTS,
+    ) -> Prepared:
         """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing.
 
         Raises
@@ -392,10 +412,7 @@ class Service:
             raise Refusal(400, f"token id {max(ids)} is not in the vocabulary of {self.backend_vocabulary} tokens")
         room = self.backend.n_ctx - len(ids)
         if room < 1:
-            limit = self.backend.n_ctx
-            raise Refusal(
-                400, f"the prompt has {len(ids)} tokens; the model reads at most {limit - 1}", "exceed_context"
-            )
+            raise TooLong(len(ids), self.backend.n_ctx)
         memory, cursor = self.memory(caller.scope), self.prompts.cursor(ids)
         expected = self.prompts.expected(request)
         if cursor is None:
@@ -403,7 +420,8 @@ class Service:
         else:
             before, after = cursor
             document, shown, who = self.codec.decode(before), [*after, *before], caller
-        task = self._task(ids, request, wanted, who, document=document, hints=memory.hints(shown, expected))
+        hints = memory.hints(shown, expected)
+        task = self._task(ids, request, wanted, who, document=document, hints=hints, thinking=thinking)
         return Prepared(task, predicted_tokens=len(expected))
 
     def no_fim(self) -> str:
@@ -424,6 +442,7 @@ class Service:
         hints: Callable[[], DraftHints],
         document: str | None,
         begun: str = "",
+        thinking: Thinking = NO_THOUGHTS,
     ) -> Task:
         """What is asked of the queue; ``document`` is the text at whose end somebody types, None where nobody does."""
         late, typing = request.t_max_predict_ms, document is not None
@@ -438,7 +457,7 @@ class Service:
                 late / 1000 if late is not None and late > 0 else None,
                 begun,
             ),
-            replace(self._sampling(request), begun=begun),
+            replace(self._sampling(request, thinking), begun=begun),
             hints,
             scope=caller.scope,
             typing=typing,
@@ -459,7 +478,7 @@ class Service:
         typed = self.config.infill_deadline_s if isinstance(request, InfillRequest) else None
         return self.config.deadline_s or typed
 
-    def _sampling(self, request: Common) -> Sampling:
+    def _sampling(self, request: Common, thinking: Thinking) -> Sampling:
         """How tokens are chosen; without a seed every answer is another sample."""
         seed = request.seed if request.seed is not None and request.seed >= 0 else secrets.randbelow(_MAX_SEED)
         sampling = Sampling(
@@ -469,7 +488,7 @@ class Service:
             request.min_p or 0.0,
             DEFAULT_CHAIN if request.samplers is None else tuple(request.samplers),
             seed,
-            self._grammar(request),
+            self._grammar(request, thinking),
             logprobs=request.wanted_logprobs(),
         )
         if isinstance(request, OpenAIOptions):
@@ -485,32 +504,27 @@ class Service:
             )
         return replace(sampling, seed=0) if sampling.greedy else sampling
 
-    def _grammar(self, request: Common) -> str:
-        """What the answer must be: JSON, or calls of tools; empty for any text."""
+    def _grammar(self, request: Common, thinking: Thinking) -> str:
+        """What the answer must be behind its thoughts: JSON, or calls of tools; empty for any text."""
         if not isinstance(request, ChatRequest) or not (request.named or request.tool_choice == "required"):
-            return self.grammars.of(request)
+            return self.grammars.of(request, thinking)
         schemas = request.argument_schemas
         if request.named:
             schemas = {request.named: schemas[request.named]}
         several = not request.named and request.parallel_tool_calls is not False
-        return self.grammars.of_calls(self._known_tool_format(), schemas, several=several)
+        return self.grammars.of_calls(self._known_tool_format(), schemas, thinking, several=several)
 
-    def call_parser(self, request: ChatRequest) -> Callable[[], CallParser] | None:
-        """What makes a parser for each answer of a request, None where no tools are offered.
+    def _known_tool_format(self) -> ToolFormat:
+        """How the model writes calls.
 
         Raises
         ------
         Refusal
-            400: nobody knows how the model writes calls.
+            400: nobody knows.
         """
-        schemas = request.argument_schemas
-        return partial(CallParser, self._known_tool_format(), schemas) if schemas else None
-
-    def _known_tool_format(self) -> ToolFormat:
-        """How the model writes calls."""
-        if not self.prompts.shows_tools:
+        if not self.prompts.template.traits.tools:
             return HERMES
-        fmt = find_tool_format(self.prompts.template, self.config.tool_format)
+        fmt = find_tool_format(self.prompts.template.text, self.config.tool_format)
         if fmt is None:
             raise Refusal(
                 400,

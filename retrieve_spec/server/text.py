@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import monotonic
 from typing import Any, Literal
 
@@ -44,6 +45,16 @@ def with_line_feeds(value: Any) -> Any:
     return with_texts(value, lambda text: text.replace("\r\n", "\n"))
 
 
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """What finds the longest of some texts; vocabularies have a thousand, few of which begin like anything."""
+    by_start = dict[str, list[str]]()
+    for text in sorted(filter(None, texts), key=len, reverse=True):
+        by_start.setdefault(text[:3], []).append(re.escape(text[3:]))
+    starts = sorted(by_start, key=len, reverse=True)
+    cases = [f"{re.escape(start)}(?:{'|'.join(by_start[start])})" for start in starts]
+    return re.compile(f"({'|'.join(cases) or '(?!)'})")
+
+
 class TextCodec:
     """The two ways a server reads text, and the one way it writes it, by a tokenizer with a Rust backend.
 
@@ -54,11 +65,11 @@ class TextCodec:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         described = json.loads(tokenizer.backend_tokenizer.to_str())
-        described["added_tokens"] = [
-            token
-            for token in described.get("added_tokens") or []
-            if not (token["special"] or _CONTROL.match(token["content"]))
-        ]
+        added = described.get("added_tokens") or []
+        controls = [token for token in added if token["special"] or _CONTROL.match(token["content"])]
+        described["added_tokens"] = [token for token in added if token not in controls]
+        self.controls = _any_of([token["content"] for token in controls])
+        """Finds control tokens that are spelled in a text."""
         described["post_processor"] = None
         described["truncation"] = described["padding"] = None
         self.plain_description = json.dumps(described)
@@ -131,6 +142,57 @@ def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False)
 
 
 StopType = Literal["none", "eos", "limit", "word"]
+
+
+class HiddenText:
+    """Control tokens that are spelled in what people and tools say: hidden from a template, and encoded as text.
+
+    Parameters
+    ----------
+    codec
+        Text codec of the model.
+    kept_in_answers
+        Those that stay what they are where the model said them, for its template to find.
+    """
+
+    def __init__(self, codec: TextCodec, kept_in_answers: Sequence[str] = ()) -> None:
+        self._codec, self._kept = codec, frozenset(kept_in_answers)
+        self._mark = f"hidden{uuid.uuid4().hex}"
+        self._spelled: list[str] = []
+
+    def of_turns(self, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the turns of a conversation without them."""
+        return [
+            {**self.of(turn), "content": with_texts(turn["content"], self._in_an_answer)}
+            if turn["role"] == "assistant"
+            else self.of(turn)
+            for turn in turns
+        ]
+
+    def of(self, value: Any) -> Any:
+        """Return a JSON value without them."""
+        return with_texts(value, partial(self._codec.controls.sub, self._placeholder))
+
+    def _in_an_answer(self, text: str) -> str:
+        return self._codec.controls.sub(lambda m: m[0] if m[0] in self._kept else self._placeholder(m), text)
+
+    def _placeholder(self, found: re.Match[str]) -> str:
+        self._spelled.append(found[0])
+        return f"{self._mark}n{len(self._spelled) - 1}n"
+
+    def encoded(self, prompt: str) -> list[int]:
+        """Return the token ids of what a template made of it, in which only its own control tokens are such."""
+        if not self._spelled:
+            return self._codec.encode_prompt(prompt, add_special_tokens=False)
+        ids, read = list[int](), ""
+        for piece in self._codec.controls.split(prompt):
+            if self._mark not in piece:
+                read += piece
+                continue
+            text = re.sub(f"{self._mark}n([0-9]+)n", lambda found: self._spelled[int(found[1])], piece)
+            ids += [*self._codec.encode_prompt(read, add_special_tokens=False), *self._codec.encode(text)]
+            read = ""
+        return [*ids, *self._codec.encode_prompt(read, add_special_tokens=False)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,99 +11,32 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
-from pydantic import Discriminator, Field, StrictBool, Tag
+from pydantic import Field, PrivateAttr, StrictBool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from retrieve_spec.server.answers import Events, ItemizedAnswer, finish_reason
-from retrieve_spec.server.completions import ANSWERS, converse
+from retrieve_spec.server.answers import Events, ItemizedAnswer, Shown, finish_reason
+from retrieve_spec.server.completions import ANSWERS, converse, left_out_header
 from retrieve_spec.server.guard import BoundedRoute, checked
+from retrieve_spec.server.history import Names, message_tools, message_turns, response_tools, response_turns
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Meant
+from retrieve_spec.server.reading import Thought
 from retrieve_spec.server.schemas import (
     ChatRequest,
-    FunctionName,
     Items,
     Lenient,
     Number,
-    Part,
     Refusing,
     ResponseFormat,
     Share,
-    Spoken,
     Text,
-    TextPart,
-    text_of,
 )
 from retrieve_spec.server.service import Prepared, Service
 
 router = APIRouter(route_class=BoundedRoute)
 
 _REASONS = {"eos": "end_turn", "word": "stop_sequence"}
-
-
-class TextBlock(TextPart):
-    """A piece of text."""
-
-    type: Literal["text"]
-
-
-class ToolUse(Lenient):
-    """A call of a tool."""
-
-    type: Literal["tool_use"]
-    id: Text
-    name: Text
-    input: dict[str, Any]
-
-    def as_call(self) -> dict[str, Any]:
-        """The same as in a chat."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
-
-
-class ToolResult(Lenient):
-    """What came of a call."""
-
-    type: Literal["tool_result"]
-    tool_use_id: Text
-    content: Text | Items[TextBlock] | None = None
-
-    def as_turn(self) -> dict[str, Any]:
-        """The same as in a chat."""
-        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": text_of(self.content)}
-
-
-Block = Annotated[TextBlock | ToolUse | ToolResult, Field(discriminator="type")]
-
-
-class Turn(Lenient):
-    """A message."""
-
-    role: Literal["system", "user", "assistant"]
-    content: Text | Items[Block]
-
-    def as_turns(self) -> list[dict[str, Any]]:
-        """The same in a chat, where what came of each call is a turn."""
-        blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-        results = [block.as_turn() for block in blocks if isinstance(block, ToolResult)]
-        calls = [block.as_call() for block in blocks if isinstance(block, ToolUse)]
-        text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
-        said = {"role": self.role, "content": text, **({"tool_calls": calls} if calls else {})}
-        return [*results, *([said] if text or calls or not results else [])]
-
-
-class MessagesTool(Lenient):
-    """What a model may call."""
-
-    type: Literal["custom"] | None = None
-    name: FunctionName
-    description: Text | None = None
-    input_schema: dict[str, Any]
-
-    def as_tool(self) -> dict[str, Any]:
-        """The same as in a chat."""
-        told = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **told, "parameters": self.input_schema}}
 
 
 class ToolChoice(Lenient):
@@ -119,22 +52,38 @@ class ToolChoice(Lenient):
         return named if self.type == "tool" else {"any": "required"}.get(self.type, self.type)
 
 
+class ThinkingOptions(Lenient):
+    """Whether the model is to think first."""
+
+    type: Text
+
+
+class OutputFormat(Lenient):
+    """What the answer is to be."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputOptions(Lenient):
+    """What the answer is to be, and how much effort it is worth."""
+
+    format: OutputFormat | None = None
+    effort: Text | None = None
+
+
 class CountRequest(Refusing):
     """`POST /v1/messages/count_tokens`."""
 
-    _also: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "thinking": ({"type": "disabled"},),
-        "mcp_servers": (),
-        "container": (),
-        "context_management": (),
-        "output_format": (),
-        "output_config": (),
-    }
+    _asks: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": (), "container": (), "context_management": ()}
 
-    messages: Annotated[Items[Turn], Field(min_length=1, max_length=1024)]
-    system: Text | Items[TextPart] | None = None
-    tools: Annotated[Items[MessagesTool], Field(max_length=256)] | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
+    system: Text | Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputOptions | None = None
+    output_format: OutputFormat | None = None
 
     def as_chat(self, **fields: Any) -> ChatRequest:
         """The same as a chat, with further fields of its own.
@@ -144,18 +93,35 @@ class CountRequest(Refusing):
         Refusal
             400: it is none.
         """
-        system, choice = text_of(self.system), self.tool_choice
-        head = [{"role": "system", "content": system}] if system else []
+        left_out, choice, output = list(self.left_out), self.tool_choice, self.output_config or OutputOptions()
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        wanted = self.output_format or output.format
         fields |= {
-            "messages": [*head, *(turn for message in self.messages for turn in message.as_turns())],
-            "tools": [tool.as_tool() for tool in self.tools or ()],
+            "messages": [*head, *message_turns(self.messages, left_out)],
+            "tools": message_tools(self.tools or (), left_out),
+            "reasoning_effort": output.effort,
+            "enable_thinking": None if self.thinking is None else self.thinking.type != "disabled",
+            "response_format": None if wanted is None else {"type": "json_schema", "schema": wanted.schema_},
         }
         if choice is not None:
             fields |= {
                 "tool_choice": choice.as_choice(),
                 "parallel_tool_calls": not choice.disable_parallel_tool_use,
             }
-        return checked(ChatRequest, fields)
+        return as_chat(fields, left_out)
+
+
+def as_chat(fields: dict[str, Any], left_out: list[str]) -> ChatRequest:
+    """Return a chat that tells of what was left out in its translation, too.
+
+    Raises
+    ------
+    Refusal
+        400: it is none.
+    """
+    chat = checked(ChatRequest, fields)
+    chat.left_out[:0] = left_out
+    return chat
 
 
 class MessagesRequest(CountRequest):
@@ -180,6 +146,8 @@ class MessageAnswer(ItemizedAnswer):
     def __init__(self, service: Service, request: ChatRequest, prepared: Sequence[Prepared]) -> None:
         super().__init__(service, request, prepared)
         self._number = -1  # of the block under way
+        self._prompt_tokens = len(prepared[0].task.prompt_ids)
+        self._begun = False
         self._head: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -188,30 +156,45 @@ class MessageAnswer(ItemizedAnswer):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": len(prepared[0].task.prompt_ids), "output_tokens": 0},
         }
 
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
         """The message."""
         (done,) = finished
-        text, calls = self._spoken(done)
-        content = [] if calls and not text else [{"type": "text", "text": text}]
+        thought, text, calls = self._spoken(done)
+        content: Events = [_thinking(thought)] if thought else []
+        content += [] if calls and not text else [{"type": "text", "text": text}]
         content += [_tool_use(call, json.loads(call["function"]["arguments"])) for call in calls]
         return {**self._head, "content": content, **self._ended(done), "usage": _usage(done)}
 
-    def begin(self, index: int) -> Events:
-        """Events before any text."""
-        return [{"type": "message_start", "message": self._head}]
+    def delta(self, delta: Delta, index: int) -> Events:
+        """Events for what one pass made certain; the first has how much of the prompt was in a cache."""
+        return [*self._start(delta.cached_tokens), *super().delta(delta, index)]
 
-    def _opened(self, part: str | dict[str, Any]) -> Events:
+    def end(self, done: Completion, index: int) -> Events:
+        """Events at the end."""
+        return [*self._start(done.cached_tokens), *super().end(done, index)]
+
+    def _start(self, cached: int) -> Events:
+        if self._begun:
+            return []
+        self._begun = True
+        usage = _usage(Completion(prompt_tokens=self._prompt_tokens, cached_tokens=cached))
+        return [{"type": "message_start", "message": {**self._head, "usage": usage}}]
+
+    def _opened(self, part: Shown) -> Events:
         self._number += 1
         if isinstance(part, str):
             return [self._block("start", content_block={"type": "text", "text": ""})]
+        if isinstance(part, Thought):
+            return [self._block("start", content_block=_thinking(""))]
         return [self._block("start", content_block=_tool_use(part, {})), self._given("")]
 
-    def _added(self, part: str | dict[str, Any]) -> dict[str, Any]:
+    def _added(self, part: Shown) -> dict[str, Any]:
         if isinstance(part, str):
             return self._block("delta", delta={"type": "text_delta", "text": part})
+        if isinstance(part, Thought):
+            return self._block("delta", delta={"type": "thinking_delta", "thinking": part.text})
         return self._given(part["function"]["arguments"])
 
     def _given(self, arguments: str) -> dict[str, Any]:
@@ -242,6 +225,11 @@ def _tool_use(call: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given}
 
 
+def _thinking(text: str) -> dict[str, Any]:
+    """A thought, without the signature by which Anthropic knows its own."""
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
 def _usage(done: Completion) -> dict[str, int]:
     """Token counts; what was in a cache is no input there."""
     return {
@@ -259,122 +247,52 @@ async def messages(body: MessagesRequest, request: Request, service: Meant) -> R
 
 
 @router.post("/v1/messages/count_tokens", responses=ANSWERS)
-async def count(body: CountRequest, service: Meant) -> Response:
+async def count(body: CountRequest, request: Request, service: Meant) -> Response:
     """How many tokens a conversation has as a prompt."""
     chat = body.as_chat()
-    ids = await asyncio.to_thread(service.prompts.chat, chat.messages, **chat.rendering())
-    return JSONResponse({"input_tokens": len(ids)})
+    prompt = await asyncio.to_thread(service.prompts.chat, chat.messages, chat.offered_tools, **chat.rendering())
+    told = left_out_header(request, chat.left_out)
+    return JSONResponse({"input_tokens": len(prompt.token_ids)}, headers=told)
 
 
-class InputPart(Part):
-    """A piece of text."""
-
-    type: Literal["input_text", "output_text"]
-
-
-class MessageItem(Lenient):
-    """A message."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Items[InputPart]
-
-    def as_turn(self) -> dict[str, Any]:
-        """The same in a chat."""
-        return {"role": self.role, "content": text_of(self.content)}
-
-
-class CallItem(Lenient):
-    """A call of a function."""
-
-    type: Literal["function_call"]
-    call_id: Text
-    name: Text
-    arguments: Text
-
-    def as_turn(self) -> dict[str, Any]:
-        """The same in a chat."""
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-class OutputItem(Lenient):
-    """What came of a call."""
-
-    type: Literal["function_call_output"]
-    call_id: Text
-    output: Text | Items[InputPart]
-
-    def as_turn(self) -> dict[str, Any]:
-        """The same in a chat."""
-        return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
-
-
-def _kind(item: Any) -> Any:
-    return (item.get("type") or "message") if isinstance(item, dict) else "message"
-
-
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")],
-    Discriminator(
-        _kind,
-        custom_error_type="input_item",
-        custom_error_message="only items of type message, function_call and function_call_output are served",
-    ),
-]
-
-
-class FunctionTool(Lenient):
-    """A function that may be called."""
-
-    type: Literal["function"]
-    name: FunctionName
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-
-    def as_tool(self) -> dict[str, Any]:
-        """The same in a chat."""
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
-
-
-class NamedTool(Lenient):
-    """The function that is to be called."""
-
-    type: Literal["function"]
-    name: Text
-
-
-class TextOptions(Spoken):
+class TextOptions(Lenient):
     """What the text is to be."""
 
     format: ResponseFormat | None = None
 
 
+class ReasoningOptions(Lenient):
+    """How much the model is to think."""
+
+    effort: Text | None = None
+
+
 class ResponsesRequest(Refusing):
     """`POST /v1/responses`."""
 
-    _also: ClassVar[dict[str, tuple[Any, ...]]] = {
+    _refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "previous_response_id": (),
         "conversation": (),
         "prompt": (),
         "background": (False,),
+    }
+    _asks: ClassVar[dict[str, tuple[Any, ...]]] = {
         "truncation": ("disabled",),
         "include": (["reasoning.encrypted_content"],),
     }
 
-    input: Text | Annotated[Items[InputItem], Field(min_length=1, max_length=1024)]
+    input: Text | Annotated[Items[dict[str, Any]], Field(min_length=1)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     stream: StrictBool | None = None
     temperature: Number | None = None
     top_p: Share | None = None
     text: TextOptions | None = None
-    tools: Annotated[Items[FunctionTool], Field(max_length=256)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
+    _names: Names = PrivateAttr(default_factory=dict)
 
     def as_chat(self) -> ChatRequest:
         """The same as a chat.
@@ -384,34 +302,41 @@ class ResponsesRequest(Refusing):
         Refusal
             400: it is none.
         """
-        choice: Any = self.tool_choice
-        if isinstance(choice, NamedTool):
-            choice = {"type": "function", "function": {"name": choice.name}}
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        left_out = list(self.left_out)
+        tools, self._names = response_tools(self.tools or (), items, left_out)
+        head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         wanted = None if self.text is None or self.text.format is None else self.text.format.model_dump(by_alias=True)
         fields = {
             **self.model_dump(include={"stream", "temperature", "top_p", "parallel_tool_calls"}),
-            "messages": self._turns(),
+            "messages": [*head, *response_turns(items, self._names, left_out)],
             "max_tokens": self.max_output_tokens,
             "response_format": wanted,
-            "tools": [tool.as_tool() for tool in self.tools or ()],
-            "tool_choice": choice,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "tools": tools,
+            "tool_choice": self._choice(),
         }
-        return checked(ChatRequest, fields)
+        return as_chat(fields, left_out)
 
-    def _turns(self) -> list[dict[str, Any]]:
-        """The conversation as a chat's messages; calls stand in the turn whose text they follow."""
-        turns: list[dict[str, Any]] = []
-        if self.instructions:
-            turns.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*turns, {"role": "user", "content": self.input}]
-        for item in self.input:
-            turn, last = item.as_turn(), turns[-1] if turns else {}
-            if isinstance(item, CallItem) and last.get("role") == "assistant":
-                turns[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *turn["tool_calls"]]}
-            else:
-                turns.append(turn)
-        return turns
+    def _choice(self) -> Any:
+        """Which tools are to be called, as in a chat."""
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            return {"type": "function", "function": {"name": self._offered(choice)}}
+        if isinstance(choice, dict) and isinstance(choice.get("tools"), list):
+            named = [{"name": self._offered(one)} for one in choice["tools"] if isinstance(one, dict)]
+            return {**choice, "tools": named}
+        return choice
+
+    def _offered(self, tool: dict[str, Any]) -> str:
+        """The name under which a function is offered."""
+        namespace, name = tool.get("namespace"), str(tool.get("name"))
+        return self._names.get((namespace if isinstance(namespace, str) else None, name), name)
+
+    def named(self, offered: str) -> dict[str, str]:
+        """The name of a function that is offered, with the namespace in which its client knows it."""
+        found = next((place for place, name in self._names.items() if name == offered), (None, offered))
+        return {"name": found[1], **({} if found[0] is None else {"namespace": found[0]})}
 
 
 class ResponseAnswer(ItemizedAnswer):
@@ -421,7 +346,7 @@ class ResponseAnswer(ItemizedAnswer):
         self, service: Service, chat: ChatRequest, prepared: Sequence[Prepared], request: ResponsesRequest
     ) -> None:
         super().__init__(service, chat, prepared)
-        self._number = 0
+        self._number, self._named = 0, request.named
         self._output: Events = []
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -474,40 +399,54 @@ class ResponseAnswer(ItemizedAnswer):
         head = {**self._head, "status": "in_progress", "output": [], "usage": None}
         return [self._event("response.created", response=head), self._event("response.in_progress", response=head)]
 
-    def _opened(self, part: str | dict[str, Any]) -> Events:
-        item = _message("") if isinstance(part, str) else _call(part, "")
+    def _opened(self, part: Shown) -> Events:
+        if isinstance(part, dict):
+            self._output.append(self._call_item(part))
+            return [self._item_event("added", dict(self._output[-1]))]
+        item = _reasoning() if isinstance(part, Thought) else _message()
         self._output.append(item)
-        shown = {**item, "content": []} if isinstance(part, str) else dict(item)
-        added = self._event("response.output_item.added", output_index=len(self._output) - 1, item=shown)
-        begun = [self._of_item("content_part.added", content_index=0, part=_part(""))] if isinstance(part, str) else []
-        return [added, *begun]
+        return [
+            self._item_event("added", {**item, "content": []}),
+            self._of_item("content_part.added", content_index=0, part=dict(item["content"][0])),
+        ]
 
-    def _added(self, part: str | dict[str, Any]) -> dict[str, Any]:
-        if isinstance(part, str):
-            self._output[-1]["content"][0]["text"] += part
-            return self._of_item("output_text.delta", content_index=0, delta=part, logprobs=[])
-        self._output[-1]["arguments"] = given = part["function"]["arguments"]
-        return self._of_item("function_call_arguments.delta", delta=given)
+    def _call_item(self, call: dict[str, Any]) -> dict[str, Any]:
+        told = {"call_id": call["id"], **self._named(call["function"]["name"]), "arguments": ""}
+        return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", **told}
+
+    def _added(self, part: Shown) -> dict[str, Any]:
+        item = self._output[-1]
+        if isinstance(part, dict):
+            item["arguments"] = part["function"]["arguments"]
+            return self._of_item("function_call_arguments.delta", delta=item["arguments"])
+        if isinstance(part, Thought):
+            item["content"][0]["text"] += part.text
+            return self._of_item("reasoning_text.delta", content_index=0, delta=part.text)
+        item["content"][0]["text"] += part
+        return self._of_item("output_text.delta", content_index=0, delta=part, logprobs=[])
 
     def _closed(self, done: Completion | None = None) -> Events:
         item = self._output[-1]
         item["status"] = "completed"
-        if item["type"] == "message":
-            if done is not None and finish_reason(done) != "stop":  # with it the answer was cut off
-                item["status"] = "incomplete"
-            (part,) = item["content"]
-            ended = [
-                self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=[]),
-                self._of_item("content_part.done", content_index=0, part=part),
-            ]
-        else:
+        if item["type"] == "function_call":
             given = {"name": item["name"], "arguments": item["arguments"]}
-            ended = [self._of_item("function_call_arguments.done", **given)]
-        return [*ended, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
+            return [self._of_item("function_call_arguments.done", **given), self._item_event("done", item)]
+        if done is not None and finish_reason(done) != "stop":  # with it the answer was cut off
+            item["status"] = "incomplete"
+        (part,) = item["content"]
+        told: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        return [
+            self._of_item(f"{part['type']}.done", content_index=0, text=part["text"], **told),
+            self._of_item("content_part.done", content_index=0, part=part),
+            self._item_event("done", item),
+        ]
 
     def _last(self, done: Completion) -> Events:
         response = self._ended(done)
         return [self._event(f"response.{response['status']}", response=response)]
+
+    def _item_event(self, what: str, item: dict[str, Any]) -> dict[str, Any]:
+        return self._event(f"response.output_item.{what}", output_index=len(self._output) - 1, item=item)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event about the last item."""
@@ -519,18 +458,16 @@ class ResponseAnswer(ItemizedAnswer):
         return self._event("error", code="server_error", message=error, param=None)
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _message() -> dict[str, Any]:
+    """A message that has just begun."""
+    head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
+    return {**head, "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]}
 
 
-def _message(text: str) -> dict[str, Any]:
-    head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-    return {**head, "status": "in_progress", "content": [_part(text)]}
-
-
-def _call(call: dict[str, Any], arguments: str) -> dict[str, Any]:
-    told = {"call_id": call["id"], "name": call["function"]["name"], "arguments": arguments}
-    return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", **told}
+def _reasoning() -> dict[str, Any]:
+    """A thought that has just begun."""
+    head = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "status": "in_progress", "summary": []}
+    return {**head, "content": [{"type": "reasoning_text", "text": ""}], "encrypted_content": None}
 
 
 @router.post("/v1/responses", responses=ANSWERS)

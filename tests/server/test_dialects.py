@@ -58,9 +58,12 @@ def test_a_streamed_message_is_the_whole_one(server, fields, text, reason, word)
     kinds = [event["type"] for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    assert events[0]["message"]["usage"]["input_tokens"] == sum(
-        whole["usage"][name] for name in ("input_tokens", "cache_read_input_tokens")
-    )
+    begun, ended = events[0]["message"]["usage"], events[-2]["usage"]
+    assert begun == {**ended, "output_tokens": 0} and ended["cache_read_input_tokens"] > 0
+    read = [
+        sum(usage[name] for name in ("input_tokens", "cache_read_input_tokens")) for usage in (whole["usage"], ended)
+    ]
+    assert read[0] == read[1]
     streamed = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
     assert streamed == whole["content"][0]["text"] and text in (None, streamed)
     assert events[-2]["delta"] == {"stop_reason": reason, "stop_sequence": word}

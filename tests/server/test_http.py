@@ -256,7 +256,7 @@ def test_a_page_that_may_call_can_read_that_its_key_is_wrong(pages):
 
 def test_browser_pages_of_other_origins_are_refused(pages):
     pages.headers["Authorization"] = "Bearer one"
-    for headers in (EVIL, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"}):
+    for headers in (EVIL, {"Sec-Fetch-Site": "cross-site"}):
         assert pages.post("/infill", json=INFILL, headers=headers).status_code == 403
     good = pages.post("/infill", json=INFILL, headers=PAGE)
     assert (good.status_code, good.headers["access-control-allow-origin"]) == (200, PAGE["Origin"])

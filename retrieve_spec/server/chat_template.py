@@ -1,0 +1,266 @@
+"""Chat templates: what one takes is found out by rendering a few turns, and conversations are given to it so."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2s
+from itertools import product
+from typing import Any
+
+from retrieve_spec.server.history import Turn, joined
+from retrieve_spec.server.reading import THOUGHTS, ThoughtTags
+from retrieve_spec.server.tools import with_tools_told
+
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_LONG, _SHORT = "call_0123456789abcdefghij", "012345678"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "It."}}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a template takes.
+
+    Attributes
+    ----------
+    system, developer, both
+        Whether it shows turns of that role as such, and one of each in one conversation.
+    tools
+        Whether it has a place for tools.
+    alternates
+        Whether user and assistant must take turns.
+    short_ids
+        Whether ids of calls must have nine letters and digits.
+    text_arguments
+        Whether arguments of calls must be spelled in JSON.
+    thoughts
+        The tags in which it expects the model to think, where it knows of thoughts in a history.
+    """
+
+    system: bool = True
+    developer: bool = False
+    both: bool = False
+    tools: bool = False
+    alternates: bool = False
+    short_ids: bool = False
+    text_arguments: bool = False
+    thoughts: ThoughtTags | None = None
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Parameters
+    ----------
+    tokenizer
+        Its template may be exchanged at any time.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._traits = lru_cache(maxsize=4)(self._tried)
+
+    @property
+    def text(self) -> str:
+        """The template, of several all; "" without one."""
+        return str(getattr(self._tokenizer, "chat_template", None) or "")
+
+    @property
+    def traits(self) -> Traits:
+        """What it takes."""
+        return self._traits(self.text)
+
+    def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], /, **how: Any) -> str:
+        """Return the prompt of a conversation; calls that the template refuses stand one by one, or are told as text.
+
+        Raises
+        ------
+        Exception
+            Whatever the template raises.
+        """
+        given = {**how, "tools": list(tools)} if tools and self.traits.tools else how
+        forms = list[Callable[[Sequence[Turn]], list[Turn]]]()
+        if any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns):
+            forms += [one_by_one, _told]
+        if all(turn["role"] != "user" for turn in turns):
+            forms.append(_asking)
+        for form in forms:
+            try:
+                return self._rendered(self.shaped(turns, tools), **given)
+            except Exception:  # templates raise what they like
+                turns = form(turns)
+        return self._rendered(self.shaped(turns, tools), **given)
+
+    def _rendered(self, turns: Sequence[Turn], /, **how: Any) -> str:
+        text = self._tokenizer.apply_chat_template(turns, **{"add_generation_prompt": True, **how, "tokenize": False})
+        return str(text)
+
+    def shaped(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Turn]:
+        """Return a conversation as the template takes it; without a place for tools, the system message lists them."""
+        traits = self.traits
+        shaped = instructed(turns, traits)
+        if not traits.tools:
+            shaped = with_tools_told(shaped, tools)
+        if not traits.system and shaped[0]["role"] == "system":
+            shaped = alternating([{**shaped[0], "role": "user"}, *shaped[1:]])
+        if traits.alternates:
+            shaped = alternating(shaped)
+        return [_with_calls(turn, traits) for turn in shaped]
+
+    def _tried(self, template: str) -> Traits:
+        """What the template does with a few turns of each kind."""
+        if not template:
+            return Traits()
+        calls = self._calls_taken()
+        system: Turn = {"role": "system", "content": "instruct-"}
+        return Traits(
+            system=bool(self._takes("system") and (not calls or self._shows(system, *_called(calls), tools=[_TOOL]))),
+            developer=bool(self._takes("developer")) and self._knows_developers(),
+            both=bool(self._takes("system", "developer")),
+            tools="tools" in template,
+            alternates=not self._shows({"role": "user", "content": "first-"}, {"role": "user", "content": "-second"}),
+            thoughts=next((tags for tags in THOUGHTS if tags.close in template and self._knows_thoughts(tags)), None),
+            **calls,
+        )
+
+    def _shows(self, *turns: Turn, **how: Any) -> str:
+        """The prompt of some turns; "" where the template refuses them, or leaves out what one says."""
+        text = self._tried_with(*turns, **how)
+        return text if all(turn["content"] in text for turn in turns) else ""
+
+    def _tried_with(self, *turns: Turn, **how: Any) -> str:
+        try:
+            return self._rendered(turns, **how)
+        except Exception:  # templates raise what they like
+            return ""
+
+    def _takes(self, *roles: str) -> str:
+        first = ({"role": role, "content": f"{number}-instruct"} for number, role in enumerate(roles))
+        return self._shows(*first, {"role": "user", "content": "-ask"})
+
+    def _knows_developers(self) -> bool:
+        """Whether they are more to it than some role, whose name it writes in front of whatever that says."""
+        return self._takes("stranger").replace("stranger", "developer") != self._takes("developer")
+
+    def _knows_thoughts(self, tags: ThoughtTags) -> bool:
+        """Whether it shows what was thought of a call, or takes thoughts out of what was said before."""
+        asked: Turn = {"role": "user", "content": "ask"}
+        call = {"id": _SHORT, "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+        called: Turn = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "-mused-"}
+        said: Turn = {"role": "assistant", "content": f"{tags.opens}-mused-{tags.close}said"}
+        if "-mused-" in self._tried_with(asked, called, {"role": "tool", "content": "seen", "tool_call_id": _SHORT}):
+            return True
+        past = self._tried_with(asked, said, asked)
+        return "said" in past and "-mused-" not in past
+
+    def _calls_taken(self) -> dict[str, bool]:
+        """In which form it takes calls; as they come where it takes none of these."""
+        for short_ids, text_arguments in product((False, True), repeat=2):
+            form = {"short_ids": short_ids, "text_arguments": text_arguments}
+            if self._shows(*_called(form), tools=[_TOOL]):
+                return form
+        return {}
+
+
+def _called(form: Mapping[str, bool]) -> list[Turn]:
+    """A question, a call in one of the forms of `Traits`, and what came of it."""
+    call = {"id": _LONG, "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+    turns: list[Turn] = [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "seen", "tool_call_id": _LONG, "name": "look"},
+    ]
+    traits = Traits(short_ids=form["short_ids"], text_arguments=form["text_arguments"])
+    return [_with_calls(turn, traits) for turn in turns]
+
+
+def instructed(turns: Sequence[Turn], traits: Traits) -> list[Turn]:
+    """Return a conversation with all instructions in its first turn, those of a developer after the system's.
+
+    Templates show a system message that stands elsewhere in its place, nowhere, or refuse it. A developer is the system
+    where a template does not know it.
+    """
+    roles = {turn["role"] for turn in turns}
+    own = traits.developer and (traits.both or "system" not in roles)
+    first, others = dict[str, Turn](), list[Turn]()
+    for turn in turns:
+        role = turn["role"] if own or turn["role"] != "developer" else "system"
+        if role in ("system", "developer"):
+            turn = {**turn, "role": role}
+            first[role] = joined(first[role], turn) if role in first else turn
+        else:
+            others.append(turn)
+    return [*(first[role] for role in ("system", "developer") if role in first), *others]
+
+
+def one_by_one(turns: Sequence[Turn]) -> list[Turn]:
+    """Return a conversation in which what came of a call follows it, and no turn makes two."""
+    shaped, left = list[Turn](), list(turns)
+    while left:
+        said = left.pop(0)
+        calls = said.get("tool_calls") or [None]
+        for number, call in enumerate(calls):
+            turn = said if number == 0 else {"role": "assistant", "content": ""}
+            shaped.append(turn if call is None else {**turn, "tool_calls": [call]})
+            came = (at for at, other in enumerate(left) if call and other.get("tool_call_id") == call["id"])
+            shaped += [left.pop(at) for at in [next(came, -1)] if at >= 0]
+    return shaped
+
+
+def _told(turns: Sequence[Turn]) -> list[Turn]:
+    return with_tools_told(turns, ())
+
+
+def _asking(turns: Sequence[Turn]) -> list[Turn]:
+    return [*turns, {"role": "user", "content": ""}]
+
+
+def alternating(turns: Sequence[Turn]) -> list[Turn]:
+    """Return a conversation in which user and assistant take turns: those in a row are joined, missing ones empty."""
+    shaped = list[Turn]()
+    for turn in turns:
+        role, before = turn["role"], shaped[-1]["role"] if shaped else "system"
+        if role == before and role in ("user", "assistant"):
+            shaped[-1] = joined(shaped[-1], turn)
+            continue
+        if (role, before) == ("user", "tool"):
+            shaped.append({"role": "assistant", "content": ""})
+        elif role == "assistant" and before in ("system", "developer"):
+            shaped.append({"role": "user", "content": ""})
+        shaped.append(turn)
+    return shaped
+
+
+def _with_calls(turn: Turn, traits: Traits) -> Turn:
+    """A turn with the ids and arguments of its calls in the form that a template takes."""
+    changed = dict(turn)
+    if traits.short_ids and "tool_call_id" in turn:
+        changed["tool_call_id"] = _short(turn["tool_call_id"])
+    if calls := turn.get("tool_calls"):
+        changed["tool_calls"] = [_formed(call, traits) for call in calls]
+    return changed
+
+
+def _formed(call: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
+    function, formed = call["function"], dict(call)
+    if traits.short_ids:
+        formed["id"] = _short(call["id"])
+    if traits.text_arguments:
+        formed["function"] = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return formed
+
+
+def _short(call_id: Any) -> str:
+    """An id as templates of Mistral's models take it: the same for a call and what came of it, in every request."""
+    known = str(call_id)
+    return known if _SHORT_ID.fullmatch(known) else blake2s(known.encode(), digest_size=5).hexdigest()[:9]

@@ -1,0 +1,326 @@
+"""Conversations of every dialect as turns that chat templates read.
+
+Nothing that stands in a history is refused: its client sends it again with every request. What has no text becomes a
+named placeholder, or nothing, and its name is noted for the answer's header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2s
+from typing import Any
+
+import pydantic_core
+
+Turn = dict[str, Any]
+"""A message as chat templates read it: a `role`, its `content` as text, and what else it has."""
+Tool = dict[str, Any]
+"""A function that is offered, as chat completions spell it."""
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_TEXT_FIELDS = dict.fromkeys(("text", "input_text", "output_text", "summary_text", "reasoning_text"), "text") | {
+    "refusal": "refusal"
+}
+"""By kind of a content's part, the field that has its text."""
+_THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
+_HOSTED = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_call"}
+)
+"""Calls that OpenAI's servers run themselves: their results are not in the history."""
+_CHANGING_LINE = re.compile(r"\A\s*(x-[\w-]+-header):[^\n]*\n*", re.ASCII | re.IGNORECASE)
+"""A line that agents put in front of their instructions, another with each request: no prompt would begin like the
+one before."""
+
+
+def read_arguments(given: Any) -> dict[str, Any]:
+    """Return what a function was given as an object; what is none stands in it as `input`."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            given = pydantic_core.from_json(given) if given.strip() else {}
+    if isinstance(given, dict):
+        return given
+    return {} if given is None else {"input": given}
+
+
+def read_content(content: Any, place: str, left_out: list[str]) -> tuple[str, str]:
+    """Return the text of a content, whole or in parts of any dialect, and the thoughts in it."""
+    texts, thoughts = [], []
+    for part in content if isinstance(content, list) else [] if content is None else [content]:
+        if isinstance(part, dict) and _kind(part) in _THOUGHTS:
+            thoughts.append(_thought(part, place, left_out))
+        else:
+            texts.append(_part_text(part, place, left_out))
+    return "".join(texts), "\n".join(filter(None, thoughts))
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    """What a part, or an item, is; its name goes into prompts and headers."""
+    return re.sub(r"[^\w.-]+", "_", str(part.get("type") or "text"), flags=re.ASCII)[:64]
+
+
+def _part_text(part: Any, place: str, left_out: list[str]) -> str:
+    """The text of a part; a placeholder for pictures and the like."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        return json.dumps(part)
+    kind = _kind(part)
+    source = part.get("source")
+    told = part.get(_TEXT_FIELDS.get(kind, "text"))
+    if not isinstance(told, str) and kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        told = source.get("data")
+    if isinstance(told, str):
+        return told
+    if isinstance(content := part.get("content"), str | list):  # results of searches, documents in blocks
+        return read_content(content, place, left_out)[0]
+    left_out.append(f"{place} ({kind})")
+    name = next((part[key] for key in ("tool_name", "name", "filename") if isinstance(part.get(key), str)), "")
+    return f"[{kind.removeprefix('input_').removesuffix('_url')}{' ' * bool(name)}{name}]"
+
+
+def _thought(part: Mapping[str, Any], place: str, left_out: list[str]) -> str:
+    """The text of a thought; "" where its client has it encrypted."""
+    parts = part.get("thinking") or part.get("content") or part.get("summary") or part.get("text")
+    if not parts:
+        left_out.append(f"{place} ({_kind(part)})")
+    return read_content(parts, place, left_out)[0]
+
+
+def _call(name: Any, given: Any, call_id: Any, place: str) -> dict[str, Any]:
+    """A call as chats have it; without an id of its own it is called by its place."""
+    known = call_id if isinstance(call_id, str) and call_id else blake2s(place.encode(), digest_size=4).hexdigest()
+    return {"id": known, "type": "function", "function": {"name": str(name), "arguments": read_arguments(given)}}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def chat_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[Turn]:
+    """Return the turns of a chat's messages; further fields go to the chat template as they are.
+
+    Raises
+    ------
+    ValueError
+        A message has no role.
+    """
+    turns = list[Turn]()
+    for number, message in enumerate(messages):
+        place, role = f"messages.{number}", message.get("role")
+        if not isinstance(role, str):
+            raise ValueError(f'"{place}.role": expected who speaks: system, user, assistant or tool')
+        if role not in _ROLES:
+            role = "tool" if role == "function" else _unknown_role(role, place, left_out)
+        if role in ("system", "developer"):
+            turns += _system_turns(role, message, place, left_out)
+        else:
+            turns.append(_chat_turn(role, message, place, left_out))
+    return turns
+
+
+def _unknown_role(role: str, place: str, left_out: list[str]) -> str:
+    left_out.append(f"{place}.role ({_kind({'type': role})})")
+    return "user"
+
+
+def _system_turns(role: str, message: Mapping[str, Any], place: str, left_out: list[str]) -> Iterator[Turn]:
+    """The parts of instructions as turns of their own, without a line that changes with each request."""
+    content = message.get("content")
+    others = {key: value for key, value in message.items() if key not in ("role", "content")}
+    for part in content if isinstance(content, list) else [content]:
+        text, _ = read_content(part, place, left_out)
+        if changing := _CHANGING_LINE.match(text):
+            left_out.append(f"{place} ({changing[1]})")
+            text = text[changing.end() :]
+        if text:
+            yield {**others, "role": role, "content": text}
+
+
+def _chat_turn(role: str, message: Mapping[str, Any], place: str, left_out: list[str]) -> Turn:
+    text, thought = read_content(message.get("content"), place, left_out)
+    known = ("role", "content", "tool_calls", "function_call", "audio", "refusal", "reasoning", "reasoning_content")
+    turn: Turn = {key: value for key, value in message.items() if key not in known and value not in (None, [])}
+    thoughts = (thought, message.get("reasoning_content"), message.get("reasoning"))
+    thought = next((one for one in thoughts if isinstance(one, str) and one), "")
+    if message.get("audio") and not text:
+        text = _part_text({"type": "audio"}, place, left_out)
+    refusal = message.get("refusal")
+    calls = _chat_calls(message, place)
+    return {
+        "role": role,
+        **turn,
+        "content": text or (refusal if isinstance(refusal, str) else ""),
+        **({"reasoning_content": thought} if thought else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _chat_calls(message: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """The calls in a message, those of custom tools and of the time before there were tools among them."""
+    given, calls = message.get("tool_calls"), []
+    for number, one in enumerate(given if isinstance(given, list) else []):
+        called = _object(_object(one).get("function") or _object(one).get("custom"))
+        arguments = called.get("arguments", called.get("input"))
+        calls.append(_call(called.get("name"), arguments, _object(one).get("id"), f"{place}.tool_calls.{number}"))
+    if old := _object(message.get("function_call")):
+        calls.append(_call(old.get("name"), old.get("arguments"), None, f"{place}.function_call"))
+    return calls
+
+
+def message_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[Turn]:
+    """Return the turns of Anthropic's messages, where what came of each call is a turn."""
+    turns = list[Turn]()
+    for number, message in enumerate(messages):
+        place, content = f"messages.{number}", message.get("content")
+        blocks = content if isinstance(content, list) else [content]
+        results = [block for block in map(_object, blocks) if block.get("type") == "tool_result"]
+        calls = [block for block in map(_object, blocks) if block.get("type") == "tool_use"]
+        others = [block for block in blocks if block is not None and block not in (*results, *calls)]
+        for block in results:
+            text, _ = read_content(block.get("content"), place, left_out)
+            turns.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        said: Turn = {"role": message.get("role"), "content": others}
+        if calls:
+            made = [_call(block.get("name"), block.get("input"), block.get("id"), place) for block in calls]
+            said["tool_calls"] = made
+        if others or calls or not results:
+            turns.append(said)
+    return turns
+
+
+def response_turns(items: Sequence[Mapping[str, Any]], names: Names, left_out: list[str]) -> list[Turn]:
+    """Return the turns of a response's input items; what an assistant says and calls in a row is one turn."""
+    turns, thought = list[Turn](), ""
+    for number, item in enumerate(items):
+        place, kind = f"input.{number}", _kind(item) if item.get("type") else "message"
+        if kind == "reasoning":
+            thought = "\n".join(filter(None, (thought, _thought(item, place, left_out))))
+            continue
+        turn = _item_turn(item, kind, names, place, left_out)
+        if turn and thought and turn["role"] == "assistant":
+            turn["reasoning_content"], thought = thought, ""
+        if turn and turn["role"] == "assistant" and turns and turns[-1]["role"] == "assistant":
+            turns[-1] = joined(turns[-1], turn)
+        elif turn:
+            turns.append(turn)
+    return turns
+
+
+def _item_turn(item: Mapping[str, Any], kind: str, names: Names, place: str, left_out: list[str]) -> Turn:
+    """The turn of an item; empty for what says nothing to the model."""
+    call_id = item.get("call_id") or item.get("id")
+    if kind == "message":
+        content = item.get("content")
+        if item.get("role") not in ("system", "developer"):
+            content = read_content(content, place, left_out)[0]
+        return {"role": item.get("role"), "content": content}
+    if kind.endswith("_output"):
+        return {"role": "tool", "tool_call_id": call_id, "content": _output_text(item, place, left_out)}
+    if kind.endswith("_call") and kind not in _HOSTED:
+        given = next((item[key] for key in ("arguments", "input", "action", "operation") if key in item), None)
+        namespace, name = item.get("namespace"), str(item.get("name") or kind.removesuffix("_call"))
+        offered = names.get((namespace if isinstance(namespace, str) else None, name), name)
+        return {"role": "assistant", "content": "", "tool_calls": [_call(offered, given, call_id, place)]}
+    if kind != "additional_tools":  # which are among those that are offered
+        left_out.append(f"{place} ({kind})")
+    return {}
+
+
+def _output_text(item: Mapping[str, Any], place: str, left_out: list[str]) -> str:
+    output = item.get("output", item.get("content"))
+    if isinstance(output, list) and all("type" in _object(part) for part in output):
+        return read_content(output, place, left_out)[0]
+    return output if isinstance(output, str) else "" if output is None else json.dumps(output, ensure_ascii=False)
+
+
+def joined(first: Turn, second: Turn) -> Turn:
+    """Return two turns of one role as one."""
+    turn = {**second, **first}
+    for name in ("content", "reasoning_content"):
+        texts = [one[name] for one in (first, second) if one.get(name)]
+        if texts or name == "content":
+            turn[name] = "\n\n".join(texts)
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        turn["tool_calls"] = calls
+    return turn
+
+
+# ── tools ──
+
+Names = dict[tuple[str | None, str], str]
+"""By namespace and name of a function, the name under which it is offered."""
+
+
+def chat_tools(tools: Sequence[Any], left_out: list[str]) -> list[Any]:
+    """Return the functions among a chat's tools."""
+    kept = list[Any]()
+    for number, tool in enumerate(tools):
+        kind = _object(tool).get("type") or "function"
+        if isinstance(kind, str) and kind != "function":
+            left_out.append(f"tools.{number} ({_kind({'type': kind})})")
+        else:
+            kept.append({**tool, "type": kind} if isinstance(tool, dict) else tool)
+    return kept
+
+
+def only(tools: Any, allowed: Mapping[str, Any]) -> list[Any]:
+    """Return those of a chat's tools that a choice of `allowed_tools` names."""
+    listed = allowed.get("tools")
+    named = [_object(one) for one in (listed if isinstance(listed, list) else [])]
+    names = [_object(one.get("function")).get("name", one.get("name")) for one in named]
+    return [tool for tool in tools or () if _object(_object(tool).get("function")).get("name") in names]
+
+
+def message_tools(tools: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[Tool]:
+    """Return the tools of Anthropic's dialect that a client describes itself."""
+    kept = list[Tool]()
+    for number, tool in enumerate(tools):
+        if tool.get("type") not in (None, "custom"):
+            left_out.append(f"tools.{number} ({_kind(tool)})")
+        else:
+            kept.append(_function(tool.get("name"), {**tool, "parameters": tool.get("input_schema") or {}}))
+    return kept
+
+
+def response_tools(
+    tools: Sequence[Any], items: Sequence[Mapping[str, Any]], left_out: list[str]
+) -> tuple[list[Tool], Names]:
+    """Return the functions among a response's tools and those that items of its input add, and how each is called."""
+    added = [tool for item in items if isinstance(own := item.get("tools"), list) for tool in own]
+    kept, names = list[Tool](), Names()
+    for tool, namespace in _functions(tools, "tools", left_out):
+        kept.append(_function(_offered(tool.get("name"), namespace, names), tool))
+    for tool, namespace in _functions(added, "input.tools", left_out):
+        if (namespace, str(tool.get("name"))) not in names:
+            kept.append(_function(_offered(tool.get("name"), namespace, names), tool))
+    return kept, names
+
+
+def _functions(
+    tools: Sequence[Any], place: str, left_out: list[str], namespace: str | None = None
+) -> Iterator[tuple[Mapping[str, Any], str | None]]:
+    """Functions among tools, with the name of the namespace around them."""
+    for number, tool in enumerate(tools):
+        here, known = f"{place}.{number}", _object(tool)
+        if known.get("type") == "namespace" and isinstance(known.get("tools"), list):
+            yield from _functions(known["tools"], f"{here}.tools", left_out, str(known.get("name")))
+        elif (known.get("type") or "function") == "function":
+            yield known, namespace
+        else:
+            left_out.append(f"{here} ({_kind(known)})")
+
+
+def _offered(name: Any, namespace: str | None, names: Names) -> Any:
+    """The name under which a function is offered: its own, unless another namespace has one of that name."""
+    offered = f"{namespace}__{name}" if namespace is not None and name in names.values() else name
+    names[(namespace, str(name))] = offered
+    return offered
+
+
+def _function(name: Any, tool: Mapping[str, Any]) -> Tool:
+    """A function as chats have it."""
+    told = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
+    return {"type": "function", "function": {"name": name, **told}}

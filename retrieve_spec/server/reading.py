@@ -1,0 +1,159 @@
+"""Answers as they come, divided into thoughts, text and calls of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from retrieve_spec.server.tools import CallParser, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtTags:
+    """How one family of models encloses its thoughts."""
+
+    opens: str
+    close: str
+
+
+THOUGHTS = (
+    ThoughtTags("<think>", "</think>"),
+    ThoughtTags("[THINK]", "[/THINK]"),
+    ThoughtTags("<seed:think>", "</seed:think>"),
+    ThoughtTags("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """What a prompt and its chat template say of thoughts.
+
+    Attributes
+    ----------
+    begun
+        The tags of a thought that the prompt has opened.
+    may_begin
+        Those of the thought with which the answer may begin, as the template expects.
+    """
+
+    begun: ThoughtTags | None = None
+    may_begin: ThoughtTags | None = None
+
+
+def thinking_after(prompt: str, known: ThoughtTags | None, said: str) -> Thinking:
+    """What is to be thought after a prompt.
+
+    ``known`` are the tags that the template expects, ``said`` is what the model has said already of this answer.
+    """
+    end = prompt.rstrip()
+    begun = next(
+        (tags for tags in THOUGHTS if end.endswith(tags.opens) or said.rfind(tags.opens) > said.rfind(tags.close)), None
+    )
+    over = begun is not None or said or (known is not None and end.endswith(known.close))
+    return Thinking(begun, None if over else known)
+
+
+NO_THOUGHTS = Thinking()
+
+
+def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str]) -> str:
+    """Return a grammar of llguidance (its JSON, or Lark's notation) that begins where the thoughts end.
+
+    ``mark`` spells a text in the grammar: as a token where it is one that steers the model.
+    """
+    tags = thinking.begun or thinking.may_begin
+    if tags is None:
+        return grammar
+    answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    close = mark(tags.close)
+    is_token = close.startswith("<[")  # which is no part of any text
+    thought = f"thought: /(?s:.*)/ {close}" if is_token else f"thought[suffix={close}]: /(?s:.*)/"
+    begins = f"{mark(tags.opens)} thought" if thinking.begun is None else "thought"
+    start = f"start: ({begins} /[ \\n]{{0,4}}/){'?' if thinking.begun is None else ''} @answer"
+    lark = "\n".join(["%llguidance {}", start, thought])
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}]})
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of what a model thinks before it answers."""
+
+    text: str
+
+
+Said = Thought | str | ToolCall
+
+
+class AnswerReader:
+    """Divides an answer into thoughts, text and calls, the same wherever it is cut into pieces.
+
+    A thought stands at the beginning, and blanks around it are left out; calls are looked for after it.
+
+    Parameters
+    ----------
+    begun
+        The tags of a thought that the prompt has opened.
+    calls
+        Finds calls; None where no tools are offered.
+    """
+
+    def __init__(self, begun: ThoughtTags | None, calls: CallParser | None) -> None:
+        self._calls = calls
+        self._tags = begun
+        self._state: Literal["start", "thought", "gap", "answer"] = "start" if begun is None else "thought"
+        self._held = ""
+        self._thought_told = False
+
+    def feed(self, text: str) -> list[Said]:
+        """What became certain with more of the answer."""
+        return list(self._certain(text, ended=False))
+
+    def finish(self) -> list[Said]:
+        """What was held back, when nothing more comes."""
+        return list(self._certain("", ended=True))
+
+    def _certain(self, text: str, *, ended: bool) -> Iterator[Said]:
+        self._held += text
+        if self._state == "start":
+            self._begin(ended)
+        if self._state == "thought":
+            yield from self._thought(ended)
+        if self._state == "gap":
+            self._held = self._held.lstrip()
+            self._state = "answer" if self._held else "gap"
+        answer = ""
+        if self._state == "answer":
+            answer, self._held = self._held, ""
+        if self._calls is not None:
+            yield from self._calls.feed(answer)
+            yield from self._calls.finish() if ended else ()
+        elif answer:
+            yield answer
+
+    def _begin(self, ended: bool) -> None:
+        """Tell from the first signs whether the answer begins with a thought."""
+        first = self._held.lstrip()
+        self._tags = next((tags for tags in THOUGHTS if first.startswith(tags.opens)), None)
+        if self._tags is not None:
+            self._state, self._held = "thought", first.removeprefix(self._tags.opens)
+        elif ended or not any(tags.opens.startswith(first) for tags in THOUGHTS):
+            self._state = "answer"
+
+    def _thought(self, ended: bool) -> Iterator[Thought]:
+        """The certain part of a thought, without the blanks around all of it."""
+        assert self._tags is not None
+        close, thought = self._tags.close, self._held
+        end = thought.find(close)
+        if end >= 0:
+            self._state, thought, rest = "gap", thought[:end], thought[end + len(close) :]
+        elif not ended:
+            begun = next((size for size in range(len(close) - 1, 0, -1) if thought.endswith(close[:size])), 0)
+            thought = thought[: len(thought) - begun]
+        said = thought.rstrip()
+        self._held = rest if end >= 0 else self._held[len(said) :]
+        said = said if self._thought_told else said.lstrip()
+        if said:
+            self._thought_told = True
+            yield Thought(said)

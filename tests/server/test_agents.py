@@ -1,0 +1,92 @@
+"""Agents: their first requests, and those after a call, are answered whatever the model's chat template takes."""
+
+import json
+import re
+
+import pytest
+from first_requests import ASKED, CLIENTS, RULES
+from templates import FAMILIES
+
+CALL = {"name": "exec", "arguments": {"cmd": "ls"}}
+CALLS = {
+    "llama3": json.dumps({"name": "exec", "parameters": CALL["arguments"]}),
+    "mistral": f"[TOOL_CALLS] [{json.dumps(CALL)}]",
+}
+"""A call as models of a family write it; of the others, within tags."""
+CAME = r"a\.py(?:\n|\\n)b\.py"
+
+
+@pytest.fixture(params=FAMILIES)
+def agent(request, served, templated):
+    """A server whose model calls a function twice and then answers, with the template of a family."""
+    templated.chat_template = FAMILIES[request.param]
+    call = CALLS.get(request.param, f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>")
+    thought = "I must look.</think>\n" if request.param == "qwen3.5" else ""
+
+    def say(prompt):
+        came = len(re.findall(CAME, prompt))
+        return thought + (call if came < 2 else "There are two.")
+
+    return served(say, 7)
+
+
+def streamed(server, client, body):
+    """The answer of a stream, as its client puts it together."""
+    with server.client.stream("POST", client.path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        blocks = "".join(response.iter_text()).strip().split("\n\n")
+    events = [json.loads(line[6:]) for block in blocks for line in block.split("\n") if line.startswith("data: {")]
+    if client.path == "/v1/responses":
+        return events[-1]["response"]
+    if client.path == "/v1/messages":
+        return {"content": message_content(events)}
+    message = {"role": "assistant", "content": "", "tool_calls": []}
+    for delta in (choice["delta"] for event in events for choice in event["choices"]):
+        message["content"] += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                message["tool_calls"].append(call)
+            else:
+                message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+    return {"choices": [{"message": {key: value for key, value in message.items() if value}}]}
+
+
+def message_content(events):
+    content = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            content.append(dict(event["content_block"]))
+        elif event["type"] == "content_block_delta":
+            (name,) = event["delta"].keys() - {"type"}
+            content[-1][name] = content[-1].get(name, "") + event["delta"][name]
+    return [
+        {
+            **{key: value for key, value in block.items() if key != "partial_json"},
+            "input": json.loads(block["partial_json"]),
+        }
+        if block["type"] == "tool_use"
+        else block
+        for block in content
+    ]
+
+
+def test_an_agent_makes_two_calls_and_ends(agent):
+    for client in CLIENTS:
+        turns = []
+        for ask in (lambda client, body: agent.post(client.path, body).json(), lambda *it: streamed(agent, *it)):
+            body, made = client.body, []
+            for _ in range(3):
+                answer = ask(client, body)
+                made.append(client.calls(answer))
+                body = client.after(body, answer)
+                prompt = agent.service.codec.decode(agent.backend.prompts[-1])
+                assert RULES in prompt and ASKED in prompt, (client.path, prompt)
+            turns.append(made)
+        called = [("exec", {"cmd": "ls"})]
+        assert turns[0] == turns[1] == ([called, called, []] if "tools" in client.body else [[], [], []]), client
+
+
+def test_what_is_left_out_is_told(agent):
+    for client in CLIENTS:
+        told = agent.post(client.path, client.body).headers.get("x-retrieve-spec-ignored", "")
+        assert told.split(", ") == (client.left_out or [""])

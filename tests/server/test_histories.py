@@ -1,0 +1,282 @@
+"""Histories: what stands in one is never refused, in any dialect, and what has no text is told of."""
+
+import json
+
+import pytest
+from templates import FAMILIES, HERMES
+
+USER = {"role": "user", "content": "Go on."}
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+NAMES = "x-retrieve-spec-ignored"
+
+
+def called(arguments, name="f"):
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def block(*blocks, role="user"):
+    return {"role": role, "content": list(blocks)}
+
+
+PAST = [
+    # (path, history, what the model reads of it, what is told of)
+    (CHAT, [{"role": "assistant", "content": None, "tool_calls": [called("[")]}], '{"input": "["}', ""),
+    (CHAT, [{"role": "assistant", "content": "", "tool_calls": [called("[1]")]}], '{"input": [1]}', ""),
+    (CHAT, [{"role": "assistant", "content": "", "tool_calls": [called(None)]}], '"f", "arguments": {}', ""),
+    (CHAT, [{"role": "assistant", "content": "", "tool_calls": [called("null")]}], '"f", "arguments": {}', ""),
+    (CHAT, [{"role": "assistant", "content": "", "tool_calls": [called("")]}], '"f", "arguments": {}', ""),
+    (CHAT, [{"role": "assistant", "function_call": {"name": "g", "arguments": '{"a": 1}'}}],
+     '"g", "arguments": {"a"', ""),
+    (CHAT, [{"role": "function", "name": "g", "content": "came"}], "came", ""),
+    (CHAT, [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "p", "input": "x"}}]}],
+     '{"name": "p", "arguments": {"input": "x"}}', ""),
+    (CHAT, [block({"type": "image_url", "image_url": {"url": "data:"}})], "[image]", "messages.0 (image_url)"),
+    (CHAT, [block({"type": "input_audio", "input_audio": {}})], "[audio]", "messages.0 (input_audio)"),
+    (CHAT, [{"role": "assistant", "content": None, "refusal": "I will not."}], "I will not.", ""),
+    (CHAT, [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}], "No.", ""),
+    (CHAT, [{"role": "critic", "content": "Hm."}], "user\nHm.", "messages.0.role (critic)"),
+    (CHAT, [{"role": "assistant", "audio": {"id": "a"}}], "[audio]", "messages.0 (audio)"),
+    (MESSAGES, [block({"type": "image", "source": {}}, {"type": "text", "text": "x"})], "[image]x",
+     "messages.0 (image)"),
+    (MESSAGES, [block({"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "said"},
+                      role="assistant")], "assistant\nsaid", ""),
+    (MESSAGES, [block({"type": "redacted_thinking", "data": "xx"}, {"type": "text", "text": "said"}, role="assistant")],
+     "assistant\nsaid", "messages.0 (redacted_thinking)"),
+    (MESSAGES, [block({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": {}}]})],
+     "[image]", "messages.0 (image)"),
+    (MESSAGES, [block({"type": "tool_result", "tool_use_id": "1",
+                       "content": [{"type": "tool_reference", "tool_name": "look"}]})],
+     "[tool_reference look]", "messages.0 (tool_reference)"),
+    (MESSAGES, [block({"type": "tool_use", "id": "1", "name": "f", "input": "x"}, role="assistant")],
+     '"arguments": {"input": "x"}', ""),
+    (MESSAGES, [block({"type": "document", "source": {"type": "text", "data": "a page"}})], "a page", ""),
+    (MESSAGES, [block({"type": "document", "source": {"type": "base64"}, "title": "t"})], "[document]",
+     "messages.0 (document)"),
+    (MESSAGES, [block({"type": "server_tool_use", "name": "web_search", "input": {}}, {"type": "text", "text": "found"},
+                      role="assistant")], "[server_tool_use web_search]found", "messages.0 (server_tool_use)"),
+    (MESSAGES, [block({"type": "search_result", "content": [{"type": "text", "text": "hit"}]})], "hit", ""),
+    (RESPONSES, [{"type": "reasoning", "summary": [], "encrypted_content": "x"}], "", "input.0 (reasoning)"),
+    (RESPONSES, [{"type": "item_reference", "id": "msg_1"}], "", "input.0 (item_reference)"),
+    (RESPONSES, [{"type": "web_search_call", "id": "w", "action": {"query": "q"}}], "", "input.0 (web_search_call)"),
+    (RESPONSES, [{"type": "local_shell_call", "call_id": "1", "action": {"command": ["ls"]}},
+                 {"type": "local_shell_call_output", "call_id": "1", "output": "came"}],
+     '{"name": "local_shell", "arguments": {"command": ["ls"]}}', ""),
+    (RESPONSES, [{"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "*** Begin"},
+                 {"type": "custom_tool_call_output", "call_id": "1", "output": "done"}],
+     '{"name": "apply_patch", "arguments": {"input": "*** Begin"}}', ""),
+    (RESPONSES, [{"type": "shell_call_output", "call_id": "1", "output": [{"stdout": "came", "stderr": ""}]}],
+     '"stdout": "came"', ""),
+    (RESPONSES, [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}], '{"input": "["}', ""),
+    (RESPONSES, [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}], "No.", ""),
+    (RESPONSES, [block({"type": "input_image", "image_url": "data:"})], "[image]", "input.0 (input_image)"),
+    (RESPONSES, [block({"type": "input_file", "filename": "a.pdf"})], "[file a.pdf]", "input.0 (input_file)"),
+    (RESPONSES, [{"type": "compaction", "encrypted_content": "x"}], "", "input.0 (compaction)"),
+    (RESPONSES, [{"type": ["a"], "role": "user"}], "", "input.0 (_a_)"),
+    (RESPONSES, [{"type": "of tomorrow", "id": "1"}], "", "input.0 (of_tomorrow)"),
+]  # fmt: skip
+
+
+def asked(path, history):
+    if path == RESPONSES:
+        return {"input": [*history, USER]}
+    return {"messages": [*history, USER], **({"max_tokens": 9} if path == MESSAGES else {})}
+
+
+def test_every_item_is_read_or_told_of(served):
+    server = served("said")
+    for path, history, read, told in PAST:
+        answer = server.post(path, asked(path, history))
+        assert (answer.status_code, answer.headers.get(NAMES, "")) == (200, told), (history, answer.text)
+        prompt = server.service.codec.decode(server.backend.prompts[-1])
+        assert read in prompt and "Go on." in prompt, (history, prompt)
+
+
+def test_thoughts_of_the_past_reach_templates_that_show_them(served, templated):
+    templated.chat_template = FAMILIES["qwen3"]
+    server = served("said")
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    for path, history in (
+        (CHAT, [{"role": "assistant", "content": "", "reasoning_content": "I muse", "tool_calls": [called({})]}]),
+        (CHAT, [{"role": "assistant", "content": "", "reasoning": "I muse", "tool_calls": [called({})]}]),
+        (MESSAGES, [block({"type": "thinking", "thinking": "I muse", "signature": ""}, use, role="assistant")]),
+        (RESPONSES, [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "I muse"}]}, call]),
+        (RESPONSES, [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "I muse"}]}, call]),
+    ):
+        assert server.post(path, asked(path, history)).status_code == 200
+        prompt = server.service.codec.decode(server.backend.prompts[-1])
+        assert "<think>\nI muse\n</think>\n\n<tool_call>" in prompt, (history, prompt)
+
+
+def test_what_asks_for_more_is_left_out_and_told(served):
+    server = served("said")
+    tools = [
+        {"type": "function", "function": {"name": "f"}},
+        {"type": "web_search"},
+        {"type": "mcp", "server_url": "u"},
+    ]
+    asks = [
+        (CHAT, {"tools": tools, "web_search_options": {}}, "tools.1 (web_search), tools.2 (mcp)"),
+        (CHAT, {"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
+        (MESSAGES, {"context_management": {}, "mcp_servers": [{"url": "u"}]}, "mcp_servers"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, ""),
+        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 (bash_20250124)"),
+        (RESPONSES, {"truncation": "auto", "include": ["message.output_text.logprobs"]}, "truncation, include"),
+        (
+            RESPONSES,
+            {"tools": [{"type": "custom", "name": "p"}, {"type": "function", "name": "f"}]},
+            "tools.0 (custom)",
+        ),
+    ]
+    for path, fields, told in asks:
+        answer = server.post(path, {**asked(path, []), **fields})
+        assert (answer.status_code, answer.headers.get(NAMES, "")) == (200, told), answer.text
+    counted = server.post(f"{MESSAGES}/count_tokens", {"messages": [USER], "thinking": {"type": "adaptive"}, "tools": [
+        {"type": "web_search_20250305", "name": "web_search"}]})  # fmt: skip
+    assert counted.status_code == 200 and counted.headers[NAMES] == "tools.0 (web_search_20250305)"
+
+
+def test_only_allowed_tools_are_offered(served):
+    server = served("said")
+    chat_tools = [{"type": "function", "function": {"name": name}} for name in ("first", "second")]
+    tools = [{"type": "function", "name": name} for name in ("first", "second")]
+    named = {"type": "function", "name": "second"}
+    chat_choice = {"type": "allowed_tools", "allowed_tools": {
+        "mode": "auto", "tools": [{"type": "function", "function": {"name": "second"}}]}}  # fmt: skip
+    for path, fields in (
+        (CHAT, {"tools": chat_tools, "tool_choice": chat_choice}),
+        (RESPONSES, {"tools": tools, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [named]}}),
+    ):
+        assert server.post(path, {**asked(path, []), **fields}).status_code == 200
+        prompt = server.service.codec.decode(server.backend.prompts[-1])
+        assert "second" in prompt and "first" not in prompt
+
+
+def test_functions_of_a_namespace_are_called_by_its_name(served):
+    said = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
+    space = {"type": "namespace", "name": "others", "tools": [{"type": "function", "name": "f"},
+                                                               {"type": "function", "name": "only"}]}  # fmt: skip
+    tools = [{"type": "function", "name": "f"}, space]
+    expected = {"f": ("f", None), "others__f": ("f", "others"), "only": ("only", "others")}
+    for name, known in expected.items():
+        server = served(said % name)
+        (call,) = server.post(RESPONSES, {**asked(RESPONSES, []), "tools": tools}).json()["output"]
+        assert (call["name"], call.get("namespace")) == known
+        came = {"type": "function_call_output", "call_id": call["call_id"], "output": "x"}
+        server.post(RESPONSES, {**asked(RESPONSES, [call, came]), "tools": tools})
+        assert f'"name": "{name}", "arguments"' in server.service.codec.decode(server.backend.prompts[-1])
+
+
+def test_more_tools_and_messages_than_one_counts(served):
+    server = served("said")
+    server.service.backend.n_ctx = server.service.prompts.n_ctx = 1 << 20
+    server.service.prompts.most_chars = 1 << 30
+    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(300)]
+    body = {"messages": [USER] * 1500, "tools": tools}
+    assert server.post(CHAT, body).status_code == 200
+
+
+# ── instructions ──
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_instructions_stand_first_whoever_gives_them(served, templated, family):
+    templated.chat_template = FAMILIES[family]
+    server = served("said")
+    turns = [{"role": "user", "content": "First."}, {"role": "assistant", "content": "Yes."}, USER]
+    for path, body in (
+        (CHAT, {"messages": [{"role": "developer", "content": "Rule 1."}, *turns[:2],
+                             {"role": "system", "content": "Rule 2."}, USER]}),
+        (RESPONSES, {"instructions": "Rule 1.", "input": [{"role": "developer", "content": "Rule 2."}, *turns]}),
+        (MESSAGES, {"max_tokens": 9, "system": "Rule 1.",
+                    "messages": [*turns[:2], {"role": "system", "content": "Rule 2."}, USER]}),
+    ):  # fmt: skip
+        assert server.post(path, body).status_code == 200, path
+        prompt = server.service.codec.decode(server.backend.prompts[-1])
+        assert prompt.count("Rule 1.\n\nRule 2.") == 1 and "developer" not in prompt
+        assert prompt.index("Rule 2.") < prompt.index("First.")
+
+
+def test_a_developer_stays_one_where_the_template_knows_developers(served, templated):
+    templated.chat_template = HERMES.replace(
+        "{{ message.role }}", "{{ '!developer!' if message.role == 'developer' else message.role }}"
+    )
+    server = served("said")
+    said = [{"role": "developer", "content": "Rule 2."}, {"role": "system", "content": "Rule 1."}, USER]
+    server.post(CHAT, {"messages": said})
+    prompt = server.service.codec.decode(server.backend.prompts[-1])
+    assert "system\nRule 1.<|im_end|>\n<|im_start|>!developer!\nRule 2.<|im_end|>" in prompt
+
+
+def test_a_line_that_changes_with_every_request_is_left_out(served):
+    server = served("said")
+    for number, name in ((1, "x-anthropic-billing-header"), (2, "x-anthropic-billing-header")):
+        line = f"{name}: cc_version=2.{number};"
+        systems = [{"type": "text", "text": line}, {"type": "text", "text": "Be brief. " * 50}]
+        body = {**asked(MESSAGES, []), "system": systems}
+        answer = server.post(MESSAGES, body)
+        assert answer.headers[NAMES] == f"messages.0 ({name})"
+    assert answer.json()["usage"]["input_tokens"] == 1
+    joined = {"messages": [{"role": "system", "content": f"{line}\nBe brief."}, USER]}
+    prompt = server.post("/apply-template", joined).json()["prompt"]
+    assert "billing" not in prompt and "system\nBe brief." in prompt
+
+
+# ── text that is none ──
+
+
+def test_half_a_character_is_a_replacement_character(served):
+    server = served("said")
+    for spelled, read in (
+        (b"a \\ud83d b", "a � b"), (b"\\ude00", "�"), (b"\\\\ud83d", "\\ud83d"),
+        (b"\\ud83d\\ude00", "😀"), (b"\\ud83d\\ud83d\\ude00", "�😀"),
+    ):  # fmt: skip
+        content = b'{"messages": [{"role": "user", "content": "<%s>"}], "user": "\\ud800"}' % spelled
+        assert server.client.post(CHAT, content=content).status_code == 200
+        assert f"<{read}>" in server.service.codec.decode(server.backend.prompts[-1])
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_dialects_words(served):
+    server = served("said")
+    server.service.backend.n_ctx = server.service.prompts.n_ctx = 64
+    long = {"role": "user", "content": "word " * 200}
+    for path in (CHAT, RESPONSES):
+        answer = server.post(path, {"messages": [long], "input": [long]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length is 64 tokens" in error["message"]
+    answer = server.post(MESSAGES, {"max_tokens": 9, "messages": [long]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    count = server.post(f"{MESSAGES}/count_tokens", {"messages": [long]}).json()["input_tokens"]
+    assert error["message"] == f"prompt is too long: {count} tokens > 63 maximum"
+    error = server.post("/completion", {"prompt": "word " * 200}).json()["error"]
+    assert error["type"] == "exceed_context_size_error" and error["n_ctx"] == 64 < error["n_prompt_tokens"]
+
+
+def test_json_of_any_shape_is_answered(served):
+    """What clients may send of a history, wrong in every way, is a 200 or a 400."""
+    server = served("said")
+    odd = [None, 1, "x", [], {}, [1], [None], [{}], {"type": 1}, {"type": {}}, [{"type": [], "text": 1}], True, 1.5]
+    for one in odd:
+        for path, body in (
+            (CHAT, {"messages": [{"role": "user", "content": one}]}),
+            (CHAT, {"messages": [{"role": "assistant", "content": one, "tool_calls": one}, USER]}),
+            (CHAT, {"messages": [{"role": "assistant", "function_call": one, "reasoning": one}, USER]}),
+            (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": one, "function": one}]}, USER]}),
+            (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": one}}]}, USER]}),
+            (CHAT, {"messages": [{"role": "tool", "tool_call_id": one, "content": one}, USER]}),
+            (CHAT, {"messages": [{"role": one, "content": "x"}, USER], "tools": one, "tool_choice": one}),
+            (CHAT, {"messages": [USER], "tool_choice": {"type": "allowed_tools", "allowed_tools": one, "tools": one}}),
+            (MESSAGES, {"max_tokens": 9, "messages": [{"role": "user", "content": [one]}], "system": one}),
+            (MESSAGES, {"max_tokens": 9, "messages": [USER, {"role": "assistant", "content": [
+                {"type": "tool_use", "id": one, "name": one, "input": one}]}, USER], "tools": one, "thinking": one}),
+            (RESPONSES, {"input": [one, USER]}),
+            (RESPONSES, {"input": [{"type": one, "role": one, "content": one}, USER], "tools": one}),
+            (RESPONSES, {"input": [{"type": "function_call", "name": one, "namespace": one, "call_id": one,
+                                    "arguments": one}, USER], "tools": [{"type": "namespace", "tools": one}]}),
+            (RESPONSES, {"input": [{"type": "x_call_output", "output": one}, {"type": "reasoning", "summary": one,
+                                    "content": one}, USER], "tool_choice": one, "tools": [one]}),
+        ):  # fmt: skip
+            answer = server.post(path, json.loads(json.dumps(body)))
+            assert answer.status_code in (200, 400), (body, answer.text)
