@@ -29,7 +29,7 @@ from retrieve_spec.server.backend import Backend
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, check_binding, read_keys
 from retrieve_spec.server.models import Model, Models, named
-from retrieve_spec.server.sampling import InfillProcessor
+from retrieve_spec.server.sampling import InfillProcessor, sampling_of
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.sources.answers import unpacked
@@ -132,6 +132,7 @@ def assemble(
         drafters=kept,
         metrics=metrics,
         end_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
+        chat_sampling=sampling_of(model.generation_config),
         clock=clock,
     )
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)

@@ -106,6 +106,18 @@ class Sampling:
         return {**kwargs, "logits_processor": guides} if guides else kwargs
 
 
+GREEDY = Sampling()
+
+
+def sampling_of(config: Any) -> Sampling:
+    """Return how a model's `generation_config` says that tokens are chosen; greedy where it does not sample."""
+    if not config.do_sample:
+        return GREEDY
+    temperature = 1.0 if config.temperature is None else config.temperature
+    top_p = 1.0 if config.top_p is None else config.top_p
+    return Sampling(temperature, config.top_k or 0, top_p, config.min_p or 0.0)
+
+
 def infill_survivors(
     candidates: Sequence[tuple[int, float, str]], end_ids: frozenset[int], end_of_text: int
 ) -> list[int]:

@@ -30,7 +30,7 @@ from retrieve_spec.server.prompts import (
 )
 from retrieve_spec.server.queueing import RequestQueue
 from retrieve_spec.server.reading import NO_THOUGHTS, AnswerReader, Thinking
-from retrieve_spec.server.sampling import DEFAULT_CHAIN, Beginnings, Grammars, LogProbWriter, Sampling
+from retrieve_spec.server.sampling import DEFAULT_CHAIN, GREEDY, Beginnings, Grammars, LogProbWriter, Sampling
 from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest, OpenAIOptions
 from retrieve_spec.server.text import StopRules, TextCodec
 from retrieve_spec.server.tools import HERMES, CallParser, ToolFormat, find_tool_format
@@ -201,6 +201,8 @@ class Service:
         Counters that several models share; None for counters of its own.
     end_ids
         Tokens that end an answer, besides the tokenizer's.
+    chat_sampling
+        How tokens of a chat are chosen whose request does not say.
     clock
         The queue's seconds.
 
@@ -222,10 +224,11 @@ class Service:
         drafters: Drafters | None = None,
         metrics: Metrics | None = None,
         end_ids: Collection[int] = (),
+        chat_sampling: Sampling = GREEDY,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
-        self.workspace = workspace
+        self.workspace, self.chat_sampling = workspace, chat_sampling
         self.codec, self.backend_vocabulary = TextCodec(tokenizer), len(tokenizer)
         self.fim = find_format(self.codec)
         eos = tokenizer.eos_token_id
@@ -480,12 +483,14 @@ class Service:
 
     def _sampling(self, request: Common, thinking: Thinking) -> Sampling:
         """How tokens are chosen; without a seed every answer is another sample."""
+        unsaid = isinstance(request, ChatRequest) and request.temperature is None and request.samplers is None
+        default = self.chat_sampling if unsaid else GREEDY
         seed = request.seed if request.seed is not None and request.seed >= 0 else secrets.randbelow(_MAX_SEED)
         sampling = Sampling(
-            request.temperature if request.temperature is not None else 0.0,
-            request.top_k or 0,
-            request.top_p if request.top_p is not None else 1.0,
-            request.min_p or 0.0,
+            default.temperature if request.temperature is None else request.temperature,
+            default.top_k if request.top_k is None else request.top_k,
+            default.top_p if request.top_p is None else request.top_p,
+            default.min_p if request.min_p is None else request.min_p,
             DEFAULT_CHAIN if request.samplers is None else tuple(request.samplers),
             seed,
             self._grammar(request, thinking),

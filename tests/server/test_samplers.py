@@ -1,7 +1,8 @@
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from retrieve_spec.server.sampling import InfillProcessor, Sampling, infill_survivors
+from retrieve_spec.server.sampling import InfillProcessor, Sampling, infill_survivors, sampling_of
 
 END = frozenset({0, 5})
 
@@ -45,3 +46,40 @@ def test_the_infill_rule_does_not_end_a_text_that_may_not_end(codec):
     ]
     scores[0, 0] = -9.0
     assert torch.isfinite(processor(torch.zeros((1, 1), dtype=torch.long), scores)[0]).nonzero().tolist() == [[0]]
+
+
+QWEN = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.8, top_k=20)
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "chosen"),
+    [
+        ("/v1/chat/completions", {}, Sampling(0.7, 20, 0.8)),
+        ("/v1/messages", {}, Sampling(0.7, 20, 0.8)),
+        ("/v1/responses", {}, Sampling(0.7, 20, 0.8)),
+        ("/v1/chat/completions", {"top_p": 0.5, "min_p": 0.1}, Sampling(0.7, 20, 0.5, 0.1)),
+        ("/v1/chat/completions", {"temperature": 0.2}, Sampling(0.2)),
+        ("/v1/chat/completions", {"temperature": 0}, Sampling()),
+        ("/v1/chat/completions", {"samplers": []}, Sampling(chain=())),
+        ("/v1/completions", {}, Sampling()),
+        ("/infill", {}, Sampling()),
+    ],
+)
+def test_a_chat_that_does_not_say_samples_as_the_model_is_meant_to(live, say, path, fields, chosen):
+    server = live(say("said"))
+    server.service.chat_sampling = sampling_of(QWEN)
+    body = {"messages": [USER], "input": [USER], "prompt": "x", "input_prefix": "", "input_suffix": "", "max_tokens": 9}
+    if path == "/v1/responses":
+        del body["prompt"]  # there it is one that is kept by the server
+    server.post(path, {**body, **fields})
+    sampling = server.done[-1][0].sampling
+    how = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.chain)
+    assert how == (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, chosen.chain)
+
+
+def test_a_model_that_is_not_meant_to_sample_is_greedy(reference):
+    served, plain, _ = reference
+    assert sampling_of(GenerationConfig(temperature=0.7)).greedy
+    assert sampling_of(GenerationConfig(do_sample=True)) == Sampling(1.0)
+    assert served.chat_sampling == sampling_of(plain.generation_config)
