@@ -88,17 +88,25 @@ class Answer(ABC):
     ----------
     closing
         What a stream ends with.
+    ping
+        What a stream has while there is nothing to say: a comment, which clients of server-sent events skip.
+    media_type
+        What a stream is.
     tells_superseded
         Whether the body says so of a request that was replaced, which is an error otherwise.
     """
 
-    closing = b""
+    closing, ping, media_type = b"", b": ping\n\n", "text/event-stream"
     tells_superseded = False
 
     def __init__(self, service: Service, request: Common, prepared: Sequence[Prepared]) -> None:
         self._written, self._make_reader = request.written, prepared[0].reader
         self._readers: dict[int, AnswerReader] = {}
         self._calls = Counter[int]()  # by text
+
+    def encoded(self, body: dict[str, Any]) -> bytes:
+        """One event of a stream."""
+        return event(body)
 
     def begin(self, index: int) -> Events:
         """Events before any text."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -12,10 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from retrieve_spec._version import __version__
-from retrieve_spec.server import completions, schemas, translations
+from retrieve_spec.server import completions, ollama, schemas, translations
 from retrieve_spec.server.completions import scope_of
 from retrieve_spec.server.guard import BoundedRoute, Counted, Guard, Refusal, errors, refused
 from retrieve_spec.server.models import DEFAULT, Known, Meant, Models
@@ -51,7 +52,7 @@ def create_app(models: Models, *, keys: Sequence[bytes] = ()) -> FastAPI:
         responses=errors(401, 403),
     )
     app.state.models, app.state.room = models, models.config.bodies_bytes
-    for routes in (completions.router, translations.router, router):
+    for routes in (completions.router, translations.router, ollama.router, router):
         app.include_router(routes)
     return app
 
@@ -72,6 +73,16 @@ def _middleware(models: Models, keys: Sequence[bytes]) -> list[Middleware]:
         )
         middleware.insert(0, pages)  # in front, so that the page can read why it is refused
     return middleware
+
+
+_PAGE = Path(__file__).with_name("page.html")
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+
+
+@router.get("/", response_class=HTMLResponse)
+async def page() -> Response:
+    """A page for browsers: what runs, how to connect to it, and live figures."""
+    return HTMLResponse(_PAGE.read_text("utf-8"), headers={"Content-Security-Policy": _POLICY})
 
 
 @router.post("/tokenize", responses=errors(400, 408, 413, 503))

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from retrieve_spec.server import schemas
-from retrieve_spec.server.answers import Answer, LlamaAnswer, OpenAIAnswer, event
+from retrieve_spec.server.answers import Answer, LlamaAnswer, OpenAIAnswer
 from retrieve_spec.server.guard import BoundedRoute, Refusal, errors, given_key
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Meant
@@ -112,7 +112,7 @@ async def respond(
     answer = write(service, body, stream.prepared)
     told = left_out_header(request, body.left_out)
     if body.stream:
-        return EventStream(_events(service, stream, answer), told)
+        return EventStream(_events(service, stream, answer), told, answer.media_type)
     finished = await _collect(request, stream)
     if not answer.tells_superseded and any(done.outcome == "superseded" for done in finished):
         raise Refusal(_CLIENT_CLOSED, "a newer request of this client superseded this one", "superseded")
@@ -139,7 +139,7 @@ async def _events(service: Service, stream: Stream, answer: Answer) -> AsyncGene
     try:
         for index in range(len(stream.prepared)):
             for one in answer.begin(index):
-                yield event(one)
+                yield answer.encoded(one)
         async for said in stream:
             shown: list[dict[str, Any]] = []
             for index, news in said:
@@ -151,9 +151,9 @@ async def _events(service: Service, stream: Stream, answer: Answer) -> AsyncGene
                     finished[index] = news
                     shown += answer.end(news, index)
             if shown or not said:
-                yield b"".join(map(event, shown)) or _PING
+                yield b"".join(map(answer.encoded, shown)) or answer.ping
         for one in answer.close([finished[index] for index in sorted(finished)]):
-            yield event(one)
+            yield answer.encoded(one)
         if answer.closing:
             yield answer.closing
     finally:
@@ -195,9 +195,7 @@ _HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Bu
 class EventStream(StreamingResponse):
     """Server-sent events that a generator makes; it is closed at the end, or where the client goes away."""
 
-    def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], media_type: str = "text/event-stream"
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], media_type: str) -> None:
         super().__init__(events, headers={**_HEADERS, **headers}, media_type=media_type)
         self.events = events
 
@@ -209,8 +207,6 @@ class EventStream(StreamingResponse):
             await self.events.aclose()
 
 
-_PING = b": ping\n\n"
-"""A comment, which clients of server-sent events skip."""
 Said = tuple[int, Delta | Completion]
 """What the queue says, and the number of the task that it is about."""
 

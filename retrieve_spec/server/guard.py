@@ -42,8 +42,9 @@ _ANTHROPIC = {
 """Kinds of errors as Anthropic calls them."""
 UNSUPPORTED = "unsupported_field"
 Schema = TypeVar("Schema", bound=BaseModel)
-OPEN_PATHS = frozenset({"/health", "/v1/health"})
-"""What answers without a key."""
+PAGE = "/"
+OPEN_PATHS = frozenset({PAGE, "/health", "/v1/health"})
+"""What answers without a key; the page asks for one."""
 
 
 class Refusal(HTTPException):
@@ -96,7 +97,10 @@ async def refused(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
         return error.response(request.url.path)
     known = error if isinstance(error, HTTPException) else HTTPException(500, "internal error")
-    refusal = Refusal(known.status_code, f"{request.method} {request.url.path}: {known.detail}")
+    message = f"{request.method} {request.url.path}: {known.detail}"
+    if known.status_code == 404 and request.url.path.startswith("/api/"):
+        message += " (of Ollama's API, tags, show, chat and generate are served; OpenAI's lies under /v1)"
+    refusal = Refusal(known.status_code, message)
     refusal.headers = known.headers or refusal.headers
     return refusal.response(request.url.path)
 
@@ -338,7 +342,7 @@ class Guard:
     config
         Browser origins that may call, as browsers write them, allowed hosts, and the path under which a proxy has it.
     unready
-        Gives what everything is answered with until the server is ready, None from then on.
+        Gives what everything but the page is answered with until the server is ready, None from then on.
     """
 
     def __init__(
@@ -357,7 +361,7 @@ class Guard:
             scope = {**scope, "method": "GET"}
         if self._prefix and f"{scope['path']}/".startswith(f"{self._prefix}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix) or "/"}
-        answer: ASGIApp | None = self._unready()
+        answer: ASGIApp | None = None if scope["path"] == PAGE else self._unready()
         if answer is None and (refusal := self._refuse(scope["path"], Headers(scope=scope))) is not None:
             answer = refusal.response(scope["path"])
         await (answer or self._app)(scope, receive, send)

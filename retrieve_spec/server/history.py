@@ -107,7 +107,7 @@ def chat_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) -> li
     ValueError
         A message has no role.
     """
-    turns = list[Turn]()
+    turns, waiting = list[Turn](), list[str]()
     for number, message in enumerate(messages):
         place, role = f"messages.{number}", message.get("role")
         if not isinstance(role, str):
@@ -117,7 +117,11 @@ def chat_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) -> li
         if role in ("system", "developer"):
             turns += _system_turns(role, message, place, left_out)
         else:
-            turns.append(_chat_turn(role, message, place, left_out))
+            turn = _chat_turn(role, message, place, left_out)
+            if role == "tool" and "tool_call_id" not in turn and waiting:
+                turn["tool_call_id"] = waiting.pop(0)  # Ollama's clients send results in the order of the calls
+            waiting = [call["id"] for call in turn["tool_calls"]] if "tool_calls" in turn else waiting
+            turns.append(turn)
     return turns
 
 

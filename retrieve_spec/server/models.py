@@ -158,7 +158,7 @@ class Models:
             404: there is none of that name.
         """
         for known in self.models:
-            if name in (known, f"{known}-Fast-Apply"):
+            if name in (known, f"{known}-Fast-Apply", f"{known}:latest"):
                 return known
         if name in (None, "", DEFAULT) or not self.several:
             return self.first

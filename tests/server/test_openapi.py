@@ -7,13 +7,13 @@ from importlib.util import find_spec
 import pytest
 from scripted import ScriptedBackend
 
-from retrieve_spec.server import app, completions, translations
+from retrieve_spec.server import app, completions, ollama, translations
 
 
 def test_every_route_is_described(live, say):
     described = live(say("")).client.get("/openapi.json").json()
     aliases = {"/completions", "/chat/completions", "/models", "/v1/health", "/openapi.json"}
-    routes = [route for module in (app, completions, translations) for route in module.router.routes]
+    routes = [route for module in (app, completions, ollama, translations) for route in module.router.routes]
     assert {route.path_format for route in routes} - aliases == set(described["paths"])
     infill = described["paths"]["/infill"]["post"]
     assert "text/event-stream" in infill["responses"]["200"]["content"]

@@ -1,0 +1,284 @@
+"""Ollama's dialect, which some editors speak alone: translations of its requests, and of what is said back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter
+from pydantic import Field, StrictBool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from retrieve_spec.server.answers import Answer, Events, Shown, finish_reason
+from retrieve_spec.server.completions import ANSWERS, caller, converse, respond
+from retrieve_spec.server.guard import BoundedRoute, checked, errors
+from retrieve_spec.server.jobs import Completion, Delta
+from retrieve_spec.server.models import Known, Meant
+from retrieve_spec.server.prompts import FimParts
+from retrieve_spec.server.reading import Thought
+from retrieve_spec.server.schemas import (
+    Asked,
+    ChatRequest,
+    Count,
+    Items,
+    Lenient,
+    Number,
+    OpenAICompletionRequest,
+    Penalty,
+    Refusing,
+    Share,
+    Stops,
+    Text,
+)
+from retrieve_spec.server.service import Prepared, Service
+from retrieve_spec.server.translations import as_chat
+
+VERSION = "0.12.0"
+"""The version of Ollama whose addresses these are; some clients ask for one."""
+
+router = APIRouter(route_class=BoundedRoute)
+
+
+class Options(Lenient):
+    """How tokens are chosen, and when to stop."""
+
+    temperature: Number | None = None
+    top_k: Count | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    stop: Stops = None
+    num_predict: Annotated[int, Field(ge=-2, le=1 << 31)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+    def as_fields(self) -> dict[str, Any]:
+        """The same as OpenAI has it."""
+        fields = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
+        wanted = None if self.num_predict is None else max(self.num_predict, -1)
+        return {**fields, "max_tokens": wanted, "repetition_penalty": self.repeat_penalty}
+
+
+class OllamaRequest(Refusing):
+    """Fields of both kinds of requests for text."""
+
+    stream: StrictBool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: Options | None = None
+    think: StrictBool | Text | None = None
+
+    def as_fields(self) -> dict[str, Any]:
+        """The same as OpenAI has it."""
+        wanted = {"type": "json_object"} if self.format == "json" else {"type": "json_schema", "schema": self.format}
+        thinks = {"enable_thinking": self.think} if isinstance(self.think, bool) else {"reasoning_effort": self.think}
+        return {
+            **(self.options or Options()).as_fields(),
+            **thinks,
+            "stream": self.stream is not False,
+            "response_format": wanted if self.format else None,
+        }
+
+
+class OllamaChatRequest(OllamaRequest):
+    """`POST /api/chat`."""
+
+    messages: Items[dict[str, Any]]
+    tools: Items[dict[str, Any]] | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat.
+
+        Raises
+        ------
+        Refusal
+            400: it is none.
+        """
+        messages = [_message(message) for message in self.messages]
+        return as_chat({**self.as_fields(), "messages": messages, "tools": self.tools}, self.left_out)
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """`POST /api/generate`."""
+
+    _refused: ClassVar[dict[str, tuple[Any, ...]]] = {"template": ()}
+    _asks: ClassVar[dict[str, tuple[Any, ...]]] = {"context": ()}
+
+    prompt: Text = ""
+    suffix: Text | None = None
+    system: Text | None = None
+    raw: StrictBool | None = None
+    images: Items[Any] | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat of one question.
+
+        Raises
+        ------
+        Refusal
+            400: it is none.
+        """
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        asked = _message({"role": "user", "content": self.prompt, "images": self.images})
+        return as_chat({**self.as_fields(), "messages": [*head, asked]}, self.left_out)
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chats have it: pictures are parts of its content."""
+    others = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
+    content, images = message.get("content"), message.get("images")
+    if isinstance(images, list) and images:
+        others["content"] = [{"type": "text", "text": str(content or "")}, *({"type": "image"} for _ in images)]
+    told = {"reasoning_content": message.get("thinking"), "name": message.get("tool_name")}
+    return {**others, **{key: value for key, value in told.items() if value}}
+
+
+class OllamaAnswer(Answer):
+    """An answer in lines of JSON.
+
+    Parameters
+    ----------
+    service, request, prepared
+        The model, and what is answered.
+    chat
+        Whether what is said stands in a message.
+    """
+
+    media_type = "application/x-ndjson"
+    ping = b""
+
+    def __init__(self, service: Service, request: Any, prepared: Sequence[Prepared], chat: bool = True) -> None:
+        super().__init__(service, request, prepared)
+        self._model, self._chat = service.name, chat
+
+    def encoded(self, body: dict[str, Any]) -> bytes:
+        """One line of a stream."""
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+    def _line(self, said: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        """A line with what is said: `content`, `thinking`, `tool_calls`."""
+        if self._chat:
+            said = {"message": {"role": "assistant", "content": "", **said}}
+        else:
+            said = {"response": said.get("content", ""), **{key: said[key] for key in said if key != "content"}}
+        return {"model": self._model, "created_at": datetime.now(UTC).isoformat(), **said, "done": False, **fields}
+
+    def delta(self, delta: Delta, index: int) -> Events:
+        """Lines for what one pass made certain."""
+        return [self._line(_said(part)) for part in self._said(delta.text)]
+
+    def end(self, done: Completion, index: int) -> Events:
+        """Lines at the end."""
+        return [*(self._line(_said(part)) for part in self._said("", last=True)), self._line({}, **_ended(done))]
+
+    def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
+        """The answer without streaming."""
+        (done,) = finished
+        thought, text, calls = self._spoken(done)
+        said: dict[str, Any] = {"content": text, **({"thinking": thought} if thought else {})}
+        if calls:
+            said["tool_calls"] = [call for one in calls for call in _said(one)["tool_calls"]]
+        return self._line(said, **_ended(done))
+
+    def failure(self, error: str) -> dict[str, Any]:
+        """The line of a text that failed."""
+        return {"error": error}
+
+
+def _said(part: Shown) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"content": part}
+    if isinstance(part, Thought):
+        return {"thinking": part.text}
+    function = part["function"]
+    return {"tool_calls": [{"function": {"name": function["name"], "arguments": json.loads(function["arguments"])}}]}
+
+
+def _ended(done: Completion) -> dict[str, Any]:
+    """Why an answer ended, and what it cost, in nanoseconds."""
+    return {
+        "done": True,
+        "done_reason": finish_reason(done),
+        "total_duration": round(1e9 * (done.waited_s + done.setup_s + done.prompt_s + done.predict_s)),
+        "load_duration": 0,
+        "prompt_eval_count": done.prompt_tokens,
+        "prompt_eval_duration": round(1e9 * done.prompt_s),
+        "eval_count": done.predicted,
+        "eval_duration": round(1e9 * done.predict_s),
+    }
+
+
+@router.post("/api/chat", responses=ANSWERS)
+async def chat(body: OllamaChatRequest, request: Request, service: Meant) -> Response:
+    """The next message of a conversation (Ollama's dialect)."""
+    return await converse(service, request, body.as_chat(), OllamaAnswer)
+
+
+@router.post("/api/generate", responses=ANSWERS)
+async def generate(body: OllamaGenerateRequest, request: Request, service: Meant) -> Response:
+    """What follows a prompt, or stands between it and a suffix (Ollama's dialect)."""
+    write = partial(OllamaAnswer, chat=False)
+    if not (body.suffix or body.raw):
+        return await converse(service, request, body.as_chat(), write)
+    asked = checked(OpenAICompletionRequest, {**body.as_fields(), "prompt": body.prompt, "suffix": body.suffix})
+    wanted, who = -1 if asked.max_tokens is None else asked.max_tokens, caller(request, asked)
+
+    def prepare() -> list[Prepared]:
+        if body.suffix:
+            return [service.fill(FimParts(body.prompt, body.suffix), asked, who, wanted)]
+        return [service.raw(body.prompt, asked, who, wanted)]
+
+    return await respond(service, request, asked, prepare, write)
+
+
+def _entry(name: str) -> dict[str, Any]:
+    details = {"format": "safetensors", "family": name, "families": [name], "parameter_size": "",
+               "quantization_level": ""}  # fmt: skip
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": "1970-01-01T00:00:00Z",
+        "size": 0,
+        "digest": "",
+        "details": details,
+    }
+
+
+@router.get("/api/tags")
+async def tags(models: Known) -> Response:
+    """All models."""
+    return JSONResponse({"models": list(map(_entry, models.models))})
+
+
+@router.get("/api/ps")
+async def running(models: Known) -> Response:
+    """Those that are loaded."""
+    return JSONResponse({"models": [_entry(name) for name, model in models.models.items() if model.service]})
+
+
+@router.get("/api/version")
+async def version() -> Response:
+    """The version of Ollama that is spoken."""
+    return JSONResponse({"version": VERSION})
+
+
+@router.post("/api/show", responses=errors(400, 404, 408, 413, 503))
+async def show(body: Asked, service: Meant) -> Response:
+    """What a model can do."""
+    template = service.prompts.template
+    can = {"completion": True, "tools": True, "insert": service.family, "thinking": template.traits.thoughts}
+    info = {"general.architecture": "model", "model.context_length": service.backend.n_ctx}
+    return JSONResponse(
+        {
+            **_entry(service.name),
+            "modelfile": "",
+            "parameters": "",
+            "template": template.text,
+            "model_info": info,
+            "capabilities": [name for name, able in can.items() if able],
+        }
+    )
