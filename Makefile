@@ -22,7 +22,7 @@ BESIDE = -n auto --dist worksteal
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-cpus test-arm test-real test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-cpus test-arm test-real test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp test-agents lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -109,6 +109,13 @@ test-sglang:
 	.venv-sglang/bin/python -m pip install -q --no-deps sglang==0.5.23 $(PIP_ARGS)
 	.venv-sglang/bin/python -m pip install -q msgspec orjson pybase64 pyzmq triton $(PIP_ARGS)
 	.venv-sglang/bin/python -m pytest tests/integrations/test_sglang_contract.py $(ARGS)
+
+## make test-agents Codex, opencode, Qwen Code and aider as they are released, against the server; nothing but this machine is asked
+test-agents: setup-test
+	test -x .agents/node_modules/.bin/codex || npm install --silent --prefix .agents @openai/codex@0.171 opencode-ai@1.18 @qwen-code/qwen-code@0.15
+	node .agents/node_modules/opencode-ai/postinstall.mjs
+	test -x .agents/bin/aider || { "$(PYTHON)" -m venv .agents && .agents/bin/pip install -q aider-chat==0.86.2 $(PIP_ARGS); }
+	RETRIEVE_SPEC_AGENTS=.agents $(BIN)/python -m pytest -rs tests/server/test_agent_clients.py $(ARGS)
 
 ## make test-llama-cpp drafting inside llama-cpp-python, in an environment of its own (pip compiles llama.cpp)
 test-llama-cpp:

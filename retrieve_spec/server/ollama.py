@@ -77,7 +77,7 @@ class OllamaRequest(Refusing):
         wanted = {"type": "json_object"} if self.format == "json" else {"type": "json_schema", "schema": self.format}
         thinks = {"enable_thinking": self.think} if isinstance(self.think, bool) else {"reasoning_effort": self.think}
         return {
-            **(self.options or Options()).as_fields(),
+            **({} if self.options is None else self.options.as_fields()),
             **thinks,
             "stream": self.stream is not False,
             "response_format": wanted if self.format else None,

@@ -82,9 +82,9 @@ def templated(tokenizer):
 def served(live, codec, templated):
     """`served(text)`: a server whose model says it, or what a function makes of the prompt, and is shown tools."""
 
-    def start(said, run=2, **options):
+    def start(said, run=2, n_ctx=4096, **options):
         script = said if callable(said) else lambda prompt: said
-        backend = ScriptedBackend(lambda ids: [*codec.encode(script(codec.decode(ids))), 0], run=run)
+        backend = ScriptedBackend(lambda ids: [*codec.encode(script(codec.decode(ids))), 0], run=run, n_ctx=n_ctx)
         return live(backend, templated, **options)
 
     return start
