@@ -125,7 +125,8 @@ def prepare(
     require(several, "a list of datastores", datastores, f"Give datastores=[{str(datastores)!r}].")
     options_remedy = "Give options by name: draft='auto', …."
     require(isinstance(config, SpeculationConfig | None), "a SpeculationConfig as config", config, options_remedy)
-    require(drafter is None or hasattr(drafter, "propose"), "a drafter", drafter, options_remedy)
+    drafts = drafter is None or callable(getattr(drafter, "propose", None))
+    require(drafts, "a drafter", drafter, options_remedy)
     survive_forks()
     config, known = (config or SpeculationConfig()).with_options(**options), embedded_tokens(model)
     if tokenizer is not None and len(tokenizer) > known:

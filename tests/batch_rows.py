@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import retrieve_spec as rs
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import joining
+from retrieve_spec.engine.text_drafter import TextDrafter
 
 LENGTHS = (5, 17, 1, 11)
 _SMALL: dict[str, Any] = {
@@ -45,15 +46,18 @@ def script(
     drafters: list[ScriptedDrafter] = []
     rows = 0
 
-    def loan(_speculation: Any, draft: Any, *_given: Any) -> Any:
-        nonlocal rows
-        answer, rows = answers[rows % len(answers)], rows + 1
-        if draft == "off":
-            return lambda: "drafting is off", lambda _sequence: None
-        drafters.append(ScriptedDrafter(answer[answer != 0], name))
-        return lambda drafter=drafters[-1]: drafter, lambda _sequence: None
+    class Scripted(TextDrafter):
+        """What drafts for the next row."""
 
-    monkeypatch.setattr(joining, "loan", loan)
+        def __init__(self, made: Any, options: Any, *given: Any, **more: Any) -> None:
+            nonlocal rows
+            super().__init__(made, options, *given, **more | {"may_defer": False})
+            answer, rows = answers[rows % len(answers)], rows + 1
+            if options.draft != "off":
+                drafters.append(ScriptedDrafter(answer[answer != 0], name))
+                self._open = lambda drafter=drafters[-1]: drafter  # type: ignore[method-assign]
+
+    monkeypatch.setattr(joining, "TextDrafter", Scripted)
     return drafters
 
 

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 import retrieve_spec as rs
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
-from retrieve_spec.drafting.drafter import Preparable
-from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.presets import PRESETS, build_drafter
 from retrieve_spec.engine.sequence import GenerationReport
 from retrieve_spec.errors import ConfigError, nearest
@@ -190,13 +188,8 @@ class FreshDrafter:
         self._bigrams: Bigrams | None = None
         self.renew()
 
-    @property
-    def bigrams(self) -> Bigrams | None:
-        """Of the model that answers; another one lets the drafter begin anew."""
-        return self._bigrams
-
-    @bigrams.setter
-    def bigrams(self, bigrams: Bigrams | None) -> None:
+    def use_bigrams(self, bigrams: Bigrams) -> None:
+        """Draft from bigrams of the model that answers; the drafter begins anew."""
         self._bigrams = bigrams
         self.renew()
 
@@ -211,8 +204,7 @@ class FreshDrafter:
 
     def prepare(self) -> None:
         """As `Preparable`; defined here because protocols look at classes (Python 3.12 and newer)."""
-        if isinstance(self.drafter, Preparable):
-            self.drafter.prepare()
+        self.drafter.prepare()
 
     def __getattr__(self, name: str) -> Any:
         if name == "drafter":  # not made yet
@@ -223,9 +215,9 @@ class FreshDrafter:
         if source not in SOURCES:
             remedy = nearest(source, SOURCES) or "Name one of these."
             raise ConfigError(f"a source among {', '.join(SOURCES)}", repr(source), remedy)
-        drafter = self.drafter
-        if not isinstance(drafter, MixtureDrafter):
+        if self._config.draft != AUTO:
             raise ConfigError("the preset auto", "another preset", "Only `auto` can do without a source.")
+        drafter = self.drafter
         for name, value in SOURCES[source].items():
             setattr(drafter.sources, name, value() if isinstance(value, type) else value)
         if source == "context":
@@ -238,7 +230,7 @@ class FreshDrafter:
             drafter.wants_hidden = None
         elif source == "prediction":
             start = drafter.start
-            drafter.start = lambda prompt_ids, prediction_ids=None: start(prompt_ids)  # type: ignore[method-assign]
+            drafter.start = lambda prompt_ids, prediction_ids=None: start(prompt_ids)
 
 
 class Bench:

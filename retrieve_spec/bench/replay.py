@@ -18,7 +18,6 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
-from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.kernels.phrases import BOUNDARY
@@ -203,13 +202,14 @@ def _quantiles(values: NDArray[np.float64]) -> dict[str, float]:
     return {"p50": float(np.median(values)), "p99": float(np.percentile(values, 99))}
 
 
-def _taught(drafter: Any, rows: Iterable[TraceRow]) -> MixtureDrafter:
+def _taught(drafter: Any, rows: Iterable[TraceRow]) -> Any:
     """A drafter that knows the phrases of recorded answers, one request each, and learns no more of them."""
-    if not isinstance(drafter, MixtureDrafter) or drafter.sources.phrases is None:
+    sources = getattr(drafter, "sources", None)
+    if sources is None or sources.phrases is None:
         raise ConfigError("a drafter that drafts from phrases", "another one", "Replay `auto` with its phrases.")
     for row in rows:
         parts = [part for ids, generated in row.segments if generated for part in (ids, np.array([BOUNDARY], np.int32))]
-        drafter.sources.phrases.learn(np.concatenate(parts))
+        sources.phrases.learn(np.concatenate(parts))
     drafter.learns_phrases = False
     return drafter
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.calibration import LENGTH_BUCKETS, length_bucket
 from retrieve_spec.sources.dense import DenseSource
 
-FIRST = 24
+FIRST_QUERIES = 24
 """Compared queries before a gain is believed, that of all buckets together and then that of a bucket by itself."""
 MEMORY = 64.0
 """Compared queries over which the gain is averaged."""
@@ -55,10 +55,10 @@ class QueryGate:
 
     def _expected(self, b: int) -> float:
         """Gain of a bucket; what all have together while it is little known, as if large before anything is known."""
-        if self._seen[b] >= FIRST:
+        if self._seen[b] >= FIRST_QUERIES:
             return float(self._gain[b])
         seen = int(self._seen.sum())
-        return float(self._gain @ self._seen) / seen if seen >= FIRST else np.inf
+        return float(self._gain @ self._seen) / seen if seen >= FIRST_QUERIES else np.inf
 
     def asked(self, match_len: int, seconds: float) -> bool:
         """Take down a query; true when it should be compared."""
@@ -66,7 +66,7 @@ class QueryGate:
         self.queries += 1
         self._asked[b] += 1
         self.seconds += (seconds - self.seconds) / min(self.queries, MEMORY)
-        return bool(self._seen[b] < FIRST or self._asked[b] % COMPARE_EVERY == 0)
+        return bool(self._seen[b] < FIRST_QUERIES or self._asked[b] % COMPARE_EVERY == 0)
 
     def compared(self, match_len: int, gain: float) -> None:
         """Learn how many more tokens were accepted than without the query, less those a wider pass took the time of."""

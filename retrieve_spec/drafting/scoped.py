@@ -53,6 +53,9 @@ class ScopedDrafter:
         self._own: tuple[SessionMemory | None] | None = None  # while it works for a text
         self._scope = ""
 
+    def prepare(self) -> None:
+        """Do what is done once before the first request, such as compiling kernels: published rules do nothing."""
+
     @property
     def own_session(self) -> SessionMemory | None:
         """The session that it has when it works for no text."""

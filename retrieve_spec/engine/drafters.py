@@ -32,6 +32,10 @@ _FEW_CONTEXTS = 1 << 13
 session from the system takes longer than drafting for a short text."""
 
 
+class NotDraftedError(Exception):
+    """A text goes without a drafter; the message says why."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftOptions:
     """How one text is drafted for.
@@ -99,7 +103,7 @@ class Drafters:
         self._calibrations: dict[str, Calibration] = {}  # by preset
         self._opened: dict[int, Drafter] = {}
         self._forgotten: Counter[str | None] = Counter()
-        self._scoped = weakref.WeakSet([given] if isinstance(given, ScopedDrafter) else [])
+        self._scoped: weakref.WeakSet[ScopedDrafter] = weakref.WeakSet(_scoped(given))
         self.sessions = Sessions(config, tokenizer, vocabulary)
         self.rollouts: RolloutMemory | None = config.rollouts
         self._rollouts_calibration: Calibration | None = None
@@ -141,24 +145,30 @@ class Drafters:
     def _name(self, draft: str | None) -> str:
         return self._config.draft if draft is None else draft
 
-    def open(self, options: DraftOptions) -> Drafter | str:
-        """Return a drafter that works for one text until it is closed, or why there is none."""
+    def open(self, options: DraftOptions) -> Drafter:
+        """Return a drafter that works for one text until it is closed.
+
+        Raises
+        ------
+        NotDraftedError
+            There is none; the message says why.
+        """
         with self._lock:
             drafter = self.get(options.draft, options.stores)
             if drafter is None:
-                return "drafting is off"
+                raise NotDraftedError("drafting is off")
             if id(drafter) in self._opened:
-                return "the given drafter is at work for another sequence"
+                raise NotDraftedError("the given drafter is at work for another sequence")
             self._opened[id(drafter)] = drafter
             try:
-                if isinstance(drafter, ScopedDrafter):
-                    drafter.enter(self._memory(drafter, options))
+                for scoped in _scoped(drafter):
+                    scoped.enter(self._memory(drafter, options))
             except BaseException:
                 self.close(drafter)
                 raise
             return drafter
 
-    def _memory(self, drafter: ScopedDrafter, options: DraftOptions) -> TextMemory:
+    def _memory(self, drafter: Drafter, options: DraftOptions) -> TextMemory:
         """What a drafter may remember while it works for a text."""
         session, scope = options.session, options.scope
         if session is True and drafter is not self.given:
@@ -183,8 +193,9 @@ class Drafters:
     def close(self, drafter: Drafter, failed: bool = False) -> None:
         """Take a drafter back; one that failed amid its work is not used again."""
         with self._lock:
-            if self._opened.pop(id(drafter), None) is not None and isinstance(drafter, ScopedDrafter):
-                drafter.leave()
+            if self._opened.pop(id(drafter), None) is not None:
+                for scoped in _scoped(drafter):
+                    scoped.leave()
             for made in self._made.values():
                 if failed:
                     made[:] = [one for one in made if one is not drafter]
@@ -265,7 +276,7 @@ class Drafters:
             tokens = self._config.session_tokens if several else 0
             return Siblings(session, tokens, prompt, self.rollouts, vocabulary)
 
-    def _build(self, name: str, stores: Sequence[Any] = (), contexts: int = MANY_CONTEXTS) -> ScopedDrafter:
+    def _build(self, name: str, stores: Sequence[Any] = (), contexts: int = MANY_CONTEXTS) -> Drafter:
         """Make a drafter of a preset; it learns where all of that preset learn."""
         drafter = build_drafter(
             self._config.with_options(draft=name),
@@ -277,6 +288,11 @@ class Drafters:
         )
         self._scoped.add(drafter)
         return drafter
+
+
+def _scoped(drafter: Drafter | None) -> list[ScopedDrafter]:
+    """The drafter, if it remembers earlier texts."""
+    return [drafter] if isinstance(drafter, ScopedDrafter) else []
 
 
 def _keep(sessions: Sessions, learned: Sequence[Calibration], at_once: bool = True) -> None:

@@ -282,7 +282,7 @@ def sequences_of(
     """
     nodes = dial(speculation.config.nodes if options.nodes is None else options.nodes)
     stores = speculation.open_stores(options.store)
-    drafter = speculation.drafters.get(options.draft, stores)  # an unknown preset is an error now
+    used = speculation.drafters.get(options.draft, stores)  # an unknown preset is an error now
     rows = rows_of(prepared, speculation.interface.cache_name, speculation.new_cache)
     seed, criteria = _seed(prepared, options.seed), prepared.criteria
     if speculation.ranks is not None:
@@ -290,8 +290,10 @@ def sequences_of(
     if together is None and len(rows) > 1:
         together = SharedPrompts(speculation.interface.cache_name)
     verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then interface
-    is_own = drafter is not None and drafter is not speculation.drafters.given
-    may_defer = is_own and drafter.wants_hidden is None and nodes is None
+    # Otherwise somebody watches the drafter, or it must see every pass.
+    may_defer = (
+        nodes is None and used is not None and used is not speculation.drafters.given and used.wants_hidden is None
+    )
     drafters = _text_drafters(speculation, prepared, rows, predictions, options, stores, nodes, may_defer)
     limits = _limits(speculation, prepared, len(rows), nodes)
     made = []

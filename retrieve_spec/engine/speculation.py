@@ -30,10 +30,8 @@ from retrieve_spec.engine.sequence import GenerationReport, Sequence, together
 from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.model_layers import embedded_tokens
-from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sources.recycling import Bigrams
-from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
 from retrieve_spec.verify.probe import read_prompt
@@ -86,8 +84,8 @@ class Speculation:
         known = embedded_tokens(model)
         self.drafters = Drafters(config, datastores, drafter, _model_key(model), tokenizer, known)
         self.engine = Engine(in_step=self.ranks is not None)
-        self._padded: PaddedBatch | None = None
-        self._not_padded = ""
+        self._padded = PaddedBatch(model, passes.finding.interface)
+        self._not_padded: str | None = None  # not tried yet
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -188,20 +186,20 @@ class Speculation:
         """Verifiers for the sequences of one call, which may share passes with others' where they go `together`."""
         with self.engine.alone():  # probing and recording a model that has changed
             first = self._make_verifier()
-            if isinstance(first, RecordedVerifier):
-                return [first, *(first.fresh() for _ in range(count - 1))]
-            made = [first, *(self._make_verifier() for _ in range(count - 1))]
-            for verifier in made if together else ():
-                if isinstance(verifier, HFVerifier) and not self._why_not_padded(verifier):
-                    verifier.batch = self._padded
+            made = [first, *(first.fresh() for _ in range(count - 1))]
+            if together and first.batching == "padded" and not self._why_not_padded():
+                for verifier in made:
+                    verifier.share(self._padded)
             return made
 
-    def _why_not_padded(self, verifier: HFVerifier) -> str:
+    def _why_not_padded(self) -> str:
         """Why texts do not share passes of the model's own forward, which is tried out once."""
-        if self._padded is None or self._padded.interface is not verifier.interface:
-            self._padded = PaddedBatch(verifier.model, verifier.interface)
-            with keeping_texts(verifier.model):  # the call at hand may have been prepared already
-                self._not_padded = why_not_shared(verifier.model, verifier.interface)
+        if self._padded.interface is not self.interface:
+            self._padded = PaddedBatch(self._model, self.interface)
+            self._not_padded = None
+        if self._not_padded is None:
+            with keeping_texts(self._model):  # the call at hand may have been prepared already
+                self._not_padded = why_not_shared(self._model, self.interface)
         return self._not_padded
 
     def ended(self, *sequences: Sequence) -> None:
@@ -221,11 +219,9 @@ class Speculation:
             return "rotary frequencies change with the length of a text"
         with self.engine.alone():
             verifier = self._make_verifier()
-            if isinstance(verifier, RecordedVerifier):
-                return ""
-            if isinstance(verifier, HFVerifier):
-                return self._why_not_padded(verifier)
-            return verifier.reason or "its verifier serves one text"
+            if verifier.batching == "padded":
+                return self._why_not_padded()
+            return "" if verifier.batching == "packed" else verifier.reason or "its verifier serves one text"
 
 
 def open_store(store: Any, tokenizer: Any) -> Datastore:

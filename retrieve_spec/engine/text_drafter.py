@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, RemembersText, VerifiedPass
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.drafters import Drafters, DraftOptions
+from retrieve_spec.engine.drafters import Drafters, DraftOptions, NotDraftedError
 from retrieve_spec.sampling.acceptance import PassLogits
 
 
@@ -72,13 +73,10 @@ class TextDrafter:
         self._is_deferred = self._defers
         return "" if self._is_deferred else self._begin()
 
-    def _open(self) -> Drafter | str:
+    def _open(self) -> Drafter:
         if self._is_forgotten:  # one that is deferred would take in what was said before
-            return "the text of its scope was forgotten meanwhile"
-        drafter = self._drafters.open(self._options)
-        if isinstance(drafter, str):
-            return drafter
-        self._opened = drafter
+            raise NotDraftedError("the text of its scope was forgotten meanwhile")
+        self._opened = drafter = self._drafters.open(self._options)
         return drafter if self._wrap is None else self._wrap(drafter)
 
     @property
@@ -88,14 +86,19 @@ class TextDrafter:
 
     def _begin(self) -> str:
         self._is_deferred = False
-        drafter = self._open()
-        if isinstance(drafter, str):
-            return drafter
+        try:
+            drafter = self._open()
+        except NotDraftedError as why:
+            return str(why)
+        self._read(drafter)
+        self.drafter, self._observed = drafter, []
+        return ""
+
+    def _read(self, drafter: Drafter) -> None:
+        """Let a drafter read the text so far."""
         drafter.start(self._context_ids, self._prediction_ids)
         if self._observed:
             drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.concatenate(self._observed)))
-        self.drafter, self._observed = drafter, []
-        return ""
 
     @property
     def drafts(self) -> bool:
@@ -150,13 +153,13 @@ class TextDrafter:
 
     def _remember(self) -> None:
         """Let a deferred drafter learn from the text; one that cannot has to read all of it."""
-        drafter = self._open()
-        if isinstance(drafter, RemembersText):
-            drafter.remember(np.concatenate(self._observed))
-        elif not isinstance(drafter, str):
-            drafter.start(self._context_ids, self._prediction_ids)
-            drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.concatenate(self._observed)))
-            self.drafter = drafter
+        with contextlib.suppress(NotDraftedError):
+            drafter = self._open()
+            if isinstance(drafter, RemembersText):
+                drafter.remember(np.concatenate(self._observed))
+            else:
+                self._read(drafter)
+                self.drafter = drafter
 
     def keep_answer(self, token_ids: NDArray[np.int64]) -> None:
         """Keep a whole answer (m,) to the prompt for later calls, where they are kept and were not forgotten."""

@@ -2,7 +2,7 @@
 
 A suffix automaton forgets a copied passage at the first token that differs. An alignment goes on: it is a place in the
 text, the outcomes of its last `OUTCOMES` predictions, and the edits by which the copy differed. It begins where the
-newest `ANCHOR` tokens were said before, and ends when fewer than `FEWEST` of its last `RECENT` predictions came true.
+newest `ANCHOR` tokens were said before, and ends when fewer than `FEWEST` of its last `JUDGED` predictions came true.
 
 At a token that differs it *breaks*. Every token from there on that is not the expected one is looked for among the
 `REACH` tokens behind the place of the break: words may have been replaced, put in or left out. Where none is found, the
@@ -11,14 +11,14 @@ what the break has shown so far: instead of which token which one came, how many
 remembered, and how many tokens of the passage they stand for. Where the old token stands again, the edit is expected.
 
 A cursor holds the place (the number of the next expected token; 32 bits), the outcomes (24; the newest is the lowest
-bit, 1 for true), how many tokens have come since the text differed (4; `RECENT` at most) and how many tokens of an edit
-are still to come (3), all 0 for no alignment; and up to three edits ``old << 32 | new << 8 | more << 5 | passed``,
+bit, 1 for true), how many tokens have come since the text differed (4; `JUDGED` at most) and how many tokens of an
+edit are still to come (3), all 0 for no alignment; and up to three edits ``old << 32 | new << 8 | more << 5 | passed``,
 newest first, -1 for none.
 
 ``text`` (WINDOW,) int32 is a ring of the newest tokens, ``places`` (SLOTS,) int32 where the tokens with a hash ended
 last (0: nowhere), ``kept`` (KEPT, WIDTH) int64 the cursors that are followed, with the place where each broke (0: it is
-not broken) and how many tokens have come since, and ``meta`` (META,) int64 the tokens of the text and whether one of
-``kept`` (then the first) has outlived a token that differed: exact contexts know the others.
+not broken) and how many tokens have come since, and ``meta`` (COPY_META,) int64 the tokens of the text and whether one
+of ``kept`` (then the first) has outlived a token that differed: exact contexts know the others.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from retrieve_spec.kernels.source_table import CURSOR
 from retrieve_spec.kernels.views import Record, view_i32, view_i64, view_i64_rows
 
 WINDOW = SLOTS = 1 << 16
-META = 2
+COPY_META = 2
 KEPT = 4
 BROKE, SINCE = CURSOR, CURSOR + 1
 WIDTH = CURSOR + 2
 ANCHOR = 2
 OUTCOMES = 24
-RECENT, FEWEST = 8, 2
+JUDGED, FEWEST = 8, 2
 REACH, LONGEST = 24, 16
 FARTHEST = WINDOW - 64
 """How far back a place may be: what is looked for around it must still be in the ring."""
-_OUTCOMES, _RECENT, LOW = (1 << OUTCOMES) - 1, (1 << RECENT) - 1, 0xFFFFFFFF
+_OUTCOMES, _JUDGED, LOW = (1 << OUTCOMES) - 1, (1 << JUDGED) - 1, 0xFFFFFFFF
 _MORE, _PASSED, _ID = (1 << 3) - 1, (1 << 5) - 1, (1 << 24) - 1
 """The most that an edit has room for."""
 _TO_COME = 1 << 60
@@ -62,7 +62,7 @@ def ones(n: int) -> int:
 @inner
 def _packed(place: int, outcomes: int, same: int, coming: int) -> int:
     """First column of a cursor: place, outcomes, tokens since the text differed, tokens of an edit still to come."""
-    told = np.int64(coming) << 60 | np.int64(min(same, RECENT)) << 56
+    told = np.int64(coming) << 60 | np.int64(min(same, JUDGED)) << 56
     return told | np.int64(outcomes & _OUTCOMES) << 32 | np.int64(place)
 
 
@@ -95,18 +95,18 @@ def _expected(text: NDArray[np.int32], cursors: NDArray[np.int64], c: int) -> tu
 def open_level(copies: Record, cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
     """(handle, match length) of a cursor's level; length -1 where it has none.
 
-    It has one where it says more than exact contexts do: the text differed less than `RECENT` tokens ago, or the next
+    It has one where it says more than exact contexts do: the text differed less than `JUDGED` tokens ago, or the next
     token is a replaced one; not inside an edit. The handle is the expected token, and 2^32 more when it is a replaced
-    one; the length how many of the last `RECENT` predictions came true.
+    one; the length how many of the last `JUDGED` predictions came true.
     """
     none = np.int64(0), np.int64(-1)
     at = cursors[c, 0]
-    if at == 0 or _coming(at) > 0 or at & LOW >= view_i64(copies.meta, META)[0]:
+    if at == 0 or _coming(at) > 0 or at & LOW >= view_i64(copies.meta, COPY_META)[0]:
         return none
     token, column = _expected(view_i32(copies.text, WINDOW), cursors, c)
-    if token < 0 or (column == 0 and _same(at) >= RECENT):
+    if token < 0 or (column == 0 and _same(at) >= JUDGED):
         return none
-    return token | (np.int64(1) << 32 if column > 0 else np.int64(0)), np.int64(ones(_outcomes(at) & _RECENT))
+    return token | (np.int64(1) << 32 if column > 0 else np.int64(0)), np.int64(ones(_outcomes(at) & _JUDGED))
 
 
 @inner
@@ -115,7 +115,7 @@ def evidence(cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]
     last ones differed and whether this one is a replaced one."""
     outcomes = _outcomes(cursors[c, 0])
     in_a_row = ones(outcomes & ~(outcomes + 1))
-    differed = RECENT - ones(outcomes & _RECENT)
+    differed = JUDGED - ones(outcomes & _JUDGED)
     few, some, many = (4, 6, 9) if handle > LOW else (1, 2, 3)
     return in_a_row + 1, np.int64(few if differed <= 1 else some if differed <= 3 else many)
 
@@ -203,7 +203,7 @@ def _follow(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int
         _remember(kept, k, column, (old << 24 | token) << 8 if known else np.int64(-1))
         kept[k, BROKE], kept[k, SINCE] = place, 1
     _look_for(text, kept, k, token, end)
-    if ones(_outcomes(kept[k, 0]) & _RECENT) < FEWEST:
+    if ones(_outcomes(kept[k, 0]) & _JUDGED) < FEWEST:
         kept[k, 0] = 0
 
 
@@ -230,7 +230,7 @@ def _matched(text: NDArray[np.int32], place: int, end: int) -> int:
 @inner
 def _worth(outcomes: int) -> int:
     """Order of alignments: recent predictions that came true, then all."""
-    return ones(outcomes & _RECENT) * (OUTCOMES + 1) + ones(outcomes)
+    return ones(outcomes & _JUDGED) * (OUTCOMES + 1) + ones(outcomes)
 
 
 @inner
@@ -268,7 +268,7 @@ def extend(copies: Record, tokens: NDArray[np.int32], said: int) -> None:
     """Take tokens (n,) into the text of a source: generated ones (1) are followed, others (0) end all alignments."""
     text, places = view_i32(copies.text, WINDOW), view_i32(copies.places, SLOTS)
     kept = view_i64_rows(copies.kept, KEPT, WIDTH)
-    meta = view_i64(copies.meta, META)
+    meta = view_i64(copies.meta, COPY_META)
     if said == 0:
         kept[:] = 0
     for i in range(len(tokens)):
@@ -293,6 +293,6 @@ def extend(copies: Record, tokens: NDArray[np.int32], said: int) -> None:
 def best(copies: Record, cursors: NDArray[np.int64], c: int) -> None:
     """Write the cursor of a source's best alignment."""
     kept = view_i64_rows(copies.kept, 1, WIDTH)
-    found = view_i64(copies.meta, META)[1]
+    found = view_i64(copies.meta, COPY_META)[1]
     for j in range(CURSOR):
         cursors[c, j] = kept[0, j] * found

@@ -10,12 +10,12 @@ an open-addressing hash table over (owner, token) that holds edge indices, -1 wh
 ``meta``, (`META`,) int64: number of states, number of edges, the state of the whole text, the state of its longest
 suffix of at most `COUNTED` tokens, that suffix's length, tokens appended, how counts are kept.
 
-Counts of contexts of at most `COUNTED` tokens are kept in one of two ways. `EXACT`: how often a token followed; lists
-are most recent first. `EXCLUDING`: how often it followed where no longer context knew it (the update exclusion of
-prediction by partial matching), since what a longer one knows is not asked of the shorter one; the most recent
-successor is first in its list, behind it the most frequent come first, as far as `RANKED`. Longer contexts count once
-per distinct continuation. This bounds the work per token on periodic text, where the chain of suffix links is as long
-as the text.
+Counts of contexts of at most `COUNTED` tokens are kept in one of two ways. `COUNT_ALL`: how often a token followed;
+lists are most recent first. `COUNT_EXCLUDING`: how often it followed where no longer context knew it (the update
+exclusion of prediction by partial matching), since what a longer one knows is not asked of the shorter one; the most
+recent successor is first in its list, after it the most frequent come first, as far as `RANKED`. Longer contexts count
+once per distinct continuation. This bounds the work per token on periodic text, where the chain of suffix links is as
+long as the text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LINK, LENGTH, TOKEN, TARGET, COUNT = range(5)
 E_OWNER, E_TOKEN, E_TARGET, E_COUNT, E_NEXT, E_PREV = range(6)
 M_STATES, M_EDGES, M_LAST, M_UPD, M_UPD_LEN, M_TOKENS, M_COUNTS = range(7)
 META = 7
-EXACT, EXCLUDING = 0, 1
+COUNT_ALL, COUNT_EXCLUDING = 0, 1
 COUNTED = 32
 """Longest context whose continuations are counted again."""
 RANKED = 32
@@ -185,7 +185,7 @@ def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token:
     states[state, TOKEN] = min(states[state, TOKEN] - 1, -2)
     states[state, COUNT] += 1
     _list_edge(states, edges, slots, meta, state, token, target, np.int64(1))
-    if meta[M_COUNTS] == EXCLUDING:
+    if meta[M_COUNTS] == COUNT_EXCLUDING:
         _rank(states, edges, state)
 
 
@@ -231,7 +231,7 @@ def _touch(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: in
     edges[e, E_NEXT] = head
     edges[e, E_PREV] = -1
     states[state, TARGET] = e
-    if meta[M_COUNTS] == EXCLUDING:
+    if meta[M_COUNTS] == COUNT_EXCLUDING:
         _rank(states, edges, state)
 
 
@@ -322,7 +322,7 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
     while p >= 0:
         if step(states, edges, slots, p, token) >= 0:
             _touch(states, edges, slots, meta, p, token, more)
-            if meta[M_COUNTS] == EXCLUDING:
+            if meta[M_COUNTS] == COUNT_EXCLUDING:
                 more = np.int64(0)
         p = np.int64(states[p, LINK])
     q = step(states, edges, slots, last, token)

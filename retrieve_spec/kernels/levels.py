@@ -64,6 +64,22 @@ def _long_enough(source: Record, state: int, length: int) -> tuple[int, int]:
     return state, length if length >= source.automaton.shortest else np.int64(-1)
 
 
+@inner
+def _open_stored(
+    source: Record, cursors: NDArray[np.int64], c: int, hashes: NDArray[np.uint64], tail_len: int
+) -> tuple[int, int]:
+    """`open_row` of a source that stores hold."""
+    if source.kind == KIND_EXACT:
+        found = cursors[c, 2] >= source.exact.min_depth and cursors[c, 0] < cursors[c, 1]
+        return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
+    if source.kind == KIND_DENSE:
+        return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
+    table, longest = source.ngram, np.int64(min(tail_len, source.ngram.orders))
+    if table.buckets > 0:
+        longest = np.int64(longest_marked(table.marks, table.buckets, table.words, table.column, hashes, longest))
+    return CLOSED, longest if longest > 0 else np.int64(-1)
+
+
 @door
 def open_row(
     source: Record,
@@ -94,27 +110,12 @@ def open_row(
     if kind == KIND_PREDICTION:
         inside = cursors[c, 1] >= 0 and cursors[c, 0] < source.prediction.length
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
-    if stores is not None:
-        if kind == KIND_NGRAM:
-            longest = np.int64(min(tail_len, source.ngram.orders))
-            if source.ngram.buckets > 0:
-                longest = np.int64(
-                    longest_marked(
-                        source.ngram.marks,
-                        source.ngram.buckets,
-                        source.ngram.words,
-                        source.ngram.column,
-                        hashes,
-                        longest,
-                    )
-                )
-            return CLOSED, longest if longest > 0 else np.int64(-1)
-        if kind == KIND_EXACT:
-            found = cursors[c, 2] >= source.exact.min_depth and cursors[c, 0] < cursors[c, 1]
-            return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
-        if kind == KIND_DENSE:
-            return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
-    return _recycling_level(source, hashes, min(tail_len, phrases.ORDERS if kind == KIND_PHRASES else recycling.ORDERS))
+    if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
+        if kind == KIND_NGRAM or kind == KIND_EXACT or kind == KIND_DENSE:
+            return _open_stored(source, cursors, c, hashes, tail_len)
+    return _recycling_level(
+        source, hashes, min(tail_len, phrases.PHRASE_ORDERS if kind == KIND_PHRASES else recycling.ORDERS)
+    )
 
 
 @inner

@@ -19,7 +19,7 @@ from retrieve_spec.kernels.compiled_code import inner, making, making_door
 from retrieve_spec.kernels.recycling import SET, WAYS, claim, find, mix
 from retrieve_spec.kernels.recycling import seen as observed
 
-ORDERS = 2
+PHRASE_ORDERS = 2
 """Longest context."""
 HALVED_AT = 1 << 12
 """Observations of a context at which its counts are halved."""
@@ -157,7 +157,7 @@ def learn(
     for i in range(1, len(text)):
         token = text[i]
         context = np.uint64(0)
-        for order in range(min(ORDERS, i)):
+        for order in range(min(PHRASE_ORDERS, i)):
             if token < 0 or text[i - 1 - order] < 0:
                 break
             context = mix(context, text[i - 1 - order])

@@ -8,7 +8,7 @@ requests. Where no tokenizer is known, all tokens are of one class.
 
 ``stats`` (vocabulary, 4) int32: 1 + position of the last occurrence (0: never), count, whether it was generated, class.
 ``recent`` (RECENT,) and ``frequent`` (FREQUENT,) int32 token ids, newest first and most frequent first. ``meta``
-(META,) int64: tokens, distinct tokens, recent tokens, frequent tokens, listed tokens, highest id, number of the
+(LIST_META,) int64: tokens, distinct tokens, recent tokens, frequent tokens, listed tokens, highest id, number of the
 list. ``rates`` (2 · RATES,) float32: how often tokens of a cell came, of how many chances. ``factors`` (CLASSES +
 PLACES, 2 · CLASSES) float32: how often tokens of a class came, and were expected by rates alone; behind a class, then
 behind two. A place is both of them, ``16 · older + newer``. ``by_classes`` (PLACES, LISTED) float32: shares at a place,
@@ -34,10 +34,10 @@ CLASSES = 16
 PLACES = CLASSES * CLASSES
 FACTOR_PRIOR = 2.0
 """Expected tokens that the prior of a factor counts for: one behind a class, that behind the newer class behind two."""
-LAST, COUNT, GENERATED, CLASS = range(4)
+LAST, OCCURRENCES, GENERATED, CLASS = range(4)
 STATS = 4
-TOKENS, DISTINCT, NUM_RECENT, NUM_FREQUENT, NUM_LISTED, HIGHEST, VERSION = range(7)
-META = 7
+NUM_TOKENS, DISTINCT, NUM_RECENT, NUM_FREQUENT, NUM_LISTED, HIGHEST, VERSION = range(7)
+LIST_META = 7
 
 
 @inner
@@ -77,8 +77,8 @@ def _to_front(recent: NDArray[np.int32], meta: NDArray[np.int64], token: int, li
 @inner
 def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[np.int64], token: int) -> None:
     """Put a token that was counted once more in its place among the most frequent, if it is one of them."""
-    n, count = meta[NUM_FREQUENT], stats[token, COUNT]
-    if n == FREQUENT and stats[frequent[n - 1], COUNT] > count:
+    n, count = meta[NUM_FREQUENT], stats[token, OCCURRENCES]
+    if n == FREQUENT and stats[frequent[n - 1], OCCURRENCES] > count:
         return
     at = np.int64(0)
     while at < n and frequent[at] != token:
@@ -86,11 +86,11 @@ def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[n
     if at == n:
         if n < FREQUENT:
             meta[NUM_FREQUENT] = n + 1
-        elif stats[frequent[n - 1], COUNT] < count:
+        elif stats[frequent[n - 1], OCCURRENCES] < count:
             at = n - 1
         else:
             return
-    while at > 0 and stats[frequent[at - 1], COUNT] < count:
+    while at > 0 and stats[frequent[at - 1], OCCURRENCES] < count:
         frequent[at] = frequent[at - 1]
         at -= 1
     frequent[at] = token
@@ -113,7 +113,7 @@ def ask_for(listing: Record, token_ids: NDArray[np.int32]) -> None:
 
 @making
 def _meta(listing: Record) -> NDArray[np.int64]:
-    return view_i64(listing.meta, META)
+    return view_i64(listing.meta, LIST_META)
 
 
 @making
@@ -138,28 +138,28 @@ def extend(listing: Record, token_ids: NDArray[np.int32], generated: int) -> Non
     stats, meta = _stats(listing), _meta(listing)
     recent, frequent = view_i32(listing.recent, RECENT), view_i32(listing.frequent, FREQUENT)
     for token in token_ids:
-        meta[TOKENS] += 1
+        meta[NUM_TOKENS] += 1
         if token < 0 or token >= len(stats):
             continue
         n = meta[NUM_RECENT]
         is_recent = n > 0 and stats[token, LAST] > 0 and stats[token, LAST] >= stats[recent[n - 1], LAST]
         _to_front(recent, meta, token, is_recent)
         meta[HIGHEST] = max(meta[HIGHEST], token)
-        meta[DISTINCT] += stats[token, COUNT] == 0
-        stats[token, LAST] = meta[TOKENS]
-        stats[token, COUNT] += 1
+        meta[DISTINCT] += stats[token, OCCURRENCES] == 0
+        stats[token, LAST] = meta[NUM_TOKENS]
+        stats[token, OCCURRENCES] += 1
         stats[token, GENERATED] |= generated
         _rise(stats, frequent, meta, token)
     rates, tokens = view_f32(listing.rates, 2 * RATES), view_i32(listing.tokens, LISTED)
     cells, shares = view_i32(listing.cells, LISTED), view_f32(listing.shares, LISTED)
     n = 0
     total = 0.0
-    now, num_recent = meta[TOKENS] + 1, meta[NUM_RECENT]
+    now, num_recent = meta[NUM_TOKENS] + 1, meta[NUM_RECENT]
     for i in range(num_recent + meta[NUM_FREQUENT]):
         token = recent[i] if i < num_recent else frequent[i - num_recent]
         if i >= num_recent and stats[token, LAST] >= stats[recent[num_recent - 1], LAST]:
             continue  # it is a recent one too
-        age, count = now - stats[token, LAST], stats[token, COUNT]
+        age, count = now - stats[token, LAST], stats[token, OCCURRENCES]
         cell = cell_of(age, count, stats[token, GENERATED])
         prior = 0.7 * count / now + 0.3 / (age + 16.0)
         share = (np.float64(rates[2 * cell]) + RATE_PRIOR * prior) / (np.float64(rates[2 * cell + 1]) + RATE_PRIOR)
@@ -182,7 +182,7 @@ def listed(listing: Record) -> int:
 def evidence(listing: Record) -> tuple[int, int]:
     """(tokens of the text, distinct ones)"""
     meta = _meta(listing)
-    return np.int64(meta[TOKENS]), np.int64(meta[DISTINCT])
+    return np.int64(meta[NUM_TOKENS]), np.int64(meta[DISTINCT])
 
 
 @making

@@ -23,7 +23,7 @@ from retrieve_spec.recorded.recorded_pass import ALL, Attend, RecordedPass
 from retrieve_spec.sampling.acceptance import on_device
 from retrieve_spec.verify.cache import same_rows
 from retrieve_spec.verify.hf import HFVerifier, SignatureModes
-from retrieve_spec.verify.verifier import Mode, PassKind, Ran, SharedPasses, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import Batching, Mode, PassKind, Ran, SharedPasses, VerifierInputs, VerifierOutput
 
 CHUNK = 256
 """Prompt tokens of one recorded pass at most."""
@@ -167,6 +167,11 @@ class RecordedVerifier:
     def _goes_on_as_it_is(self) -> bool:
         """Whether the prompt's rows go behind those of the cache one by one: no padding inside, no windows."""
         return self._in_a_row and not self.recorded.exact and not any(cache_windows(self._cache))
+
+    batching: Batching = "packed"
+
+    def share(self, passes: SharedPasses) -> None:
+        """Share padded passes with others: packed ones need no permission."""
 
     def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
         """See `Verifier.shared_passes`."""

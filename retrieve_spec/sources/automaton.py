@@ -46,7 +46,7 @@ class SuffixAutomaton:
         self.edges: NDArray[np.int32] = np.empty((self._capacity, 6), np.int32)
         self.slots: NDArray[np.int32] = np.empty(_power_of_two(self._capacity * 4 // 3 + 1), np.int32)
         self.meta: NDArray[np.int64] = np.zeros(kernels.META, np.int64)
-        self.meta[kernels.M_COUNTS] = kernels.EXACT if exact else kernels.EXCLUDING
+        self.meta[kernels.M_COUNTS] = kernels.COUNT_ALL if exact else kernels.COUNT_EXCLUDING
         kernels.reset(self.states, self.slots, self.meta)
 
     def __len__(self) -> int:

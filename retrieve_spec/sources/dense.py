@@ -24,7 +24,7 @@ NEIGHBOURS = 50
 """Neighbours asked for, as in DReSD."""
 TEMPERATURE = 0.1
 """A span weighs ``exp(similarity / TEMPERATURE)``; on generated code 0.05 and 0.2 predict hardly worse."""
-SPAN = 32
+SPAN_TOKENS = 32
 """Tokens read behind a neighbour at most."""
 
 
@@ -123,7 +123,7 @@ class DenseSource:
 
     def __init__(self, indexes: DenseIndexes) -> None:
         self.indexes = indexes
-        self.spans: NDArray[np.int32] = np.full((NEIGHBOURS, SPAN + 1), trie.END, np.int32)
+        self.spans: NDArray[np.int32] = np.full((NEIGHBOURS, SPAN_TOKENS + 1), trie.END, np.int32)
         self.similarity: NDArray[np.float32] = np.zeros(NEIGHBOURS, np.float32)
         self.weight: NDArray[np.float32] = np.zeros(NEIGHBOURS, np.float32)
         self.origins: NDArray[np.int64] = np.zeros(NEIGHBOURS, np.int64)
@@ -147,7 +147,7 @@ class DenseSource:
             The token that came; neighbours with another one are dropped.
         """
         near = self.indexes.search(hidden)
-        spans, origins = self.indexes.behind(near, SPAN + 1)
+        spans, origins = self.indexes.behind(near, SPAN_TOKENS + 1)
         kept = np.flatnonzero(spans[:, 0] == token)
         kept = kept[np.lexsort((-near.similarity[kept], *spans[kept].T[::-1]))]
         n = self.count = len(kept)

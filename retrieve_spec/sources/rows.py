@@ -156,7 +156,7 @@ class Alignments:
         self.text: NDArray[np.int32] = np.zeros(alignment.WINDOW, np.int32)
         self.places: NDArray[np.int32] = np.zeros(alignment.SLOTS, np.int32)
         self.kept: NDArray[np.int64] = np.zeros((alignment.KEPT, alignment.WIDTH), np.int64)
-        self.meta: NDArray[np.int64] = np.zeros(alignment.META, np.int64)
+        self.meta: NDArray[np.int64] = np.zeros(alignment.COPY_META, np.int64)
 
     def reset(self) -> None:
         """Begin another text."""

@@ -86,7 +86,7 @@ class Unigrams:
         self.rates, self.factors = rates, factors
         self.tokens: NDArray[np.int32] = np.zeros(kernels.LISTED, np.int32)
         self.shares: NDArray[np.float32] = np.zeros(kernels.LISTED, np.float32)
-        self.meta: NDArray[np.int64] = np.zeros(kernels.META, np.int64)
+        self.meta: NDArray[np.int64] = np.zeros(kernels.LIST_META, np.int64)
         self._cells: NDArray[np.int32] = np.zeros(kernels.LISTED, np.int32)
         self._by_classes: NDArray[np.float32] = np.zeros((kernels.PLACES, kernels.LISTED), np.float32)
         self._versions: NDArray[np.int64] = np.zeros(kernels.PLACES, np.int64)

@@ -35,7 +35,15 @@ from retrieve_spec.verify.positions import DerivedPositions
 from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.shrink import lengths_of
 from retrieve_spec.verify.steps import SingleSteps, StepVerifier, keeping_texts
-from retrieve_spec.verify.verifier import Mode, PassKind, SharedPasses, Verifier, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import (
+    Batching,
+    Mode,
+    PassKind,
+    SharedPasses,
+    Verifier,
+    VerifierInputs,
+    VerifierOutput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +227,12 @@ class HFVerifier:
         """What runs the model."""
         return "model's own" if self._steps is None else "plain"
 
+    batching: Batching = "padded"
+
+    def share(self, passes: SharedPasses) -> None:
+        """See `Verifier.share`."""
+        self.batch = passes
+
     def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
         """See `Verifier.shared_passes`."""
         if self.batch is None or is_reading or not self.batch.takes(self):
@@ -231,7 +245,9 @@ class HFVerifier:
 
     def fresh(self) -> HFVerifier:
         """Another verifier that knows what this one does of the model, for another text."""
-        return HFVerifier(self.model, self.interface, *self._model_mode, self.signatures, self.around)
+        verifier = HFVerifier(self.model, self.interface, *self._model_mode, self.signatures, self.around)
+        verifier.pass_reason = self.pass_reason
+        return verifier
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation; the mode may weaken when the cache cannot be rolled back, or by the kind of call."""

@@ -21,7 +21,15 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.cache import apart
 from retrieve_spec.verify.interface import input_device
 from retrieve_spec.verify.pass_inputs import kwargs_behind
-from retrieve_spec.verify.verifier import CACHE_NAMES, Mode, PassKind, SharedPasses, VerifierInputs, VerifierOutput
+from retrieve_spec.verify.verifier import (
+    CACHE_NAMES,
+    Batching,
+    Mode,
+    PassKind,
+    SharedPasses,
+    VerifierInputs,
+    VerifierOutput,
+)
 
 
 @dataclass(slots=True)
@@ -192,6 +200,15 @@ class StepVerifier:
         """Take on a text, (1, L) long, that was read with these arguments and these outputs."""
         after = kwargs_behind(self.model, outputs, {**model_kwargs, "use_cache": True})
         self._steps, self._held = SingleSteps(self.model, text, after), held_by(self.model)
+
+    batching: Batching = "none"
+
+    def fresh(self) -> StepVerifier:
+        """Another verifier of the model."""
+        return StepVerifier(self.model, self.reason)
+
+    def share(self, passes: SharedPasses) -> None:
+        """Share passes with others: it does not."""
 
     def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
         """Passes that it shares with other texts: none."""

@@ -82,9 +82,9 @@ class Ranks:
         """The first rank's seed; None stays None, as greedy decoding has none on any."""
         return seed if seed is None else int(self.broadcast(lambda: np.array([0, seed]), 2)[1])
 
-    def drafter(self, drafter: Drafter | None) -> Drafter | None:
+    def drafter(self, drafter: Drafter) -> Drafter:
         """A drafter whose trees are those of the first rank's."""
-        return None if drafter is None else _SharedDrafter(drafter, self)
+        return _SharedDrafter(drafter, self)
 
     def criteria(self, criteria: Iterable[Any]) -> list[Any]:
         """Stopping criteria that end a text where the first rank's do."""

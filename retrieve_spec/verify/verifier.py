@@ -109,6 +109,10 @@ class VerifierOutput:
     ran: Ran = Ran.EAGER
 
 
+Batching = Literal["packed", "padded", "none"]
+"""How several texts share passes: one behind the other, side by side with padding, or not at all."""
+
+
 class SharedPasses(Protocol):
     """Passes that the texts of several verifiers can share."""
 
@@ -186,6 +190,16 @@ class Verifier(Protocol):
         want_hidden
             Return the hidden states of this layer too.
         """
+
+    @property
+    def batching(self) -> Batching:
+        """How several texts of the model can share passes."""
+
+    def fresh(self) -> Verifier:
+        """Return another verifier that knows what this one does of the model, for another text."""
+
+    def share(self, passes: SharedPasses) -> None:
+        """Share padded passes with others from now on."""
 
     def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
         """Return the passes that the text can share with others now (equal for those that can), or None.

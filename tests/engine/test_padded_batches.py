@@ -112,14 +112,14 @@ def test_a_pass_that_cannot_be_shared_is_taken_alone(monkeypatch: pytest.MonkeyP
     plain = hybrid.generate(**inputs, **options)
     rs.accelerate(hybrid, recorded_pass="off")
     assert not hybrid.speculation.batching_blocker()
-    whole, calls = PaddedBatch.forward, itertools.count()
+    whole, calls = PaddedBatch.forward_all, itertools.count()
 
     def failing(self: Any, *given: Any) -> Any:
         if next(calls) % 2 == 0:
             raise torch.OutOfMemoryError("too much at once")
         return whole(self, *given)
 
-    monkeypatch.setattr(PaddedBatch, "forward", failing)
+    monkeypatch.setattr(PaddedBatch, "forward_all", failing)
     assert torch.equal(hybrid.generate(**inputs, **options), plain)
     assert next(calls) > 4
 

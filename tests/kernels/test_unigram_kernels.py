@@ -114,4 +114,4 @@ def test_ids_beyond_any_vocabulary_are_not_listed():
     unigrams, _ = pair()
     say(unigrams, np.array([7, 2**31 - 1, 7], np.int32), True)
     assert listed(unigrams) == {7: 1.0}
-    assert unigrams.meta[kernels.TOKENS] == 3
+    assert unigrams.meta[kernels.NUM_TOKENS] == 3
