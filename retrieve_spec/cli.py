@@ -22,32 +22,128 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 
 INTERRUPTED = 130
 
 COMMANDS = {
-    "generate": ("retrieve_spec.cli_generate", "Continue a prompt, drafting from text that can be looked up."),
-    "chat": ("retrieve_spec.cli_chat", "Talk with a chat model in the terminal."),
-    "models": ("retrieve_spec.cli_machine", "List the models that have names here, and install them."),
-    "build": ("retrieve_spec.cli_store", "Build a datastore from files, folders or a recipe."),
-    "add": ("retrieve_spec.cli_store", "Add documents to a datastore."),
-    "remove": ("retrieve_spec.cli_store", "Remove documents from a datastore."),
-    "merge": ("retrieve_spec.cli_store", "Join several datastores into a new one."),
-    "compact": ("retrieve_spec.cli_store", "Rewrite a datastore without removed documents."),
-    "info": ("retrieve_spec.cli_store", "Show what a datastore holds."),
-    "verify": ("retrieve_spec.cli_store", "Check every byte of a datastore."),
-    "search": ("retrieve_spec.cli_store", "Find where a text stands in a datastore."),
-    "push": ("retrieve_spec.cli_store", "Bring a datastore to a remote."),
-    "pull": ("retrieve_spec.cli_store", "Bring a datastore from a remote."),
-    "sync": ("retrieve_spec.cli_store", "Make a datastore say what folders say."),
-    "catalog": ("retrieve_spec.cli_store", "Make the database of a datastore's documents."),
-    "retokenize": ("retrieve_spec.cli_store", "Rewrite a datastore for another tokenizer."),
-    "serve": ("retrieve_spec.cli_serve", "Serve completions to editors over HTTP."),
-    "lsp": ("retrieve_spec.cli_serve", "Serve inline completions as a language server."),
-    "editor": ("retrieve_spec.cli_serve", "Print or write an editor's settings, and try the server."),
-    "doctor": ("retrieve_spec.cli_machine", "Say what this machine and a model allow, and what would be faster."),
-    "forget": ("retrieve_spec.cli_serve", "Delete what is kept about workspaces."),
+    "generate": (
+        "retrieve_spec.cli_generate",
+        "Continue a prompt, drafting from text that can be looked up.",
+        'generate --model smollm2 --chat --prompt "What is a suffix array?" --session answers.bin',
+    ),
+    "chat": (
+        "retrieve_spec.cli_chat",
+        "Talk with a chat model in the terminal.",
+        "chat --model smollm2 --system 'Answer in one sentence.'",
+    ),
+    "models": (
+        "retrieve_spec.cli_machine",
+        "List the models that have names here, and install them.",
+        "models install smollm2",
+    ),
+    "build": (
+        "retrieve_spec.cli_store",
+        "Build a datastore from files, folders or a recipe.",
+        "build mystore src docs/*.md --tokenizer smollm2 --licence MIT,Apache-2.0",
+    ),
+    "add": (
+        "retrieve_spec.cli_store",
+        "Add documents to a datastore.",
+        "add mystore answers.jsonl --field output",
+    ),
+    "remove": (
+        "retrieve_spec.cli_store",
+        "Remove documents from a datastore.",
+        "remove mystore src/old '**/*.log'",
+    ),
+    "merge": (
+        "retrieve_spec.cli_store",
+        "Join several datastores into a new one.",
+        "merge everything mystore s3://bucket/theirs",
+    ),
+    "compact": (
+        "retrieve_spec.cli_store",
+        "Rewrite a datastore without removed documents.",
+        "compact mystore --workers 4",
+    ),
+    "info": (
+        "retrieve_spec.cli_store",
+        "Show what a datastore holds.",
+        "info mystore",
+    ),
+    "verify": (
+        "retrieve_spec.cli_store",
+        "Check every byte of a datastore.",
+        "verify mystore",
+    ),
+    "search": (
+        "retrieve_spec.cli_store",
+        "Find where a text stands in a datastore.",
+        "search mystore 'for i in range('",
+    ),
+    "push": (
+        "retrieve_spec.cli_store",
+        "Bring a datastore to a remote.",
+        "push mystore s3://bucket/mystore",
+    ),
+    "pull": (
+        "retrieve_spec.cli_store",
+        "Bring a datastore from a remote.",
+        "pull s3://bucket/mystore mystore",
+    ),
+    "sync": (
+        "retrieve_spec.cli_store",
+        "Make a datastore say what folders say.",
+        "sync mystore src docs --tokenizer smollm2 --watch",
+    ),
+    "catalog": (
+        "retrieve_spec.cli_store",
+        "Make the database of a datastore's documents.",
+        "catalog mystore",
+    ),
+    "retokenize": (
+        "retrieve_spec.cli_store",
+        "Rewrite a datastore for another tokenizer.",
+        "retokenize mystore --tokenizer reference",
+    ),
+    "serve": (
+        "retrieve_spec.cli_serve",
+        "Serve completions to editors over HTTP.",
+        "serve --model smollm2 --workspace ~/src",
+    ),
+    "lsp": (
+        "retrieve_spec.cli_serve",
+        "Serve inline completions as a language server.",
+        "lsp --connect http://127.0.0.1:8012",
+    ),
+    "editor": (
+        "retrieve_spec.cli_serve",
+        "Print or write an editor's settings, and try the server.",
+        "editor vscode --write",
+    ),
+    "doctor": (
+        "retrieve_spec.cli_machine",
+        "Say what this machine and a model allow, and what would be faster.",
+        "doctor --model smollm2",
+    ),
+    "forget": (
+        "retrieve_spec.cli_serve",
+        "Delete what is kept about workspaces.",
+        "forget ~/src",
+    ),
 }
 BENCH_COMMANDS = {
-    "run": ("retrieve_spec.bench.cli", "Compare methods on prompts, interleaved, and write a report."),
-    "report": ("retrieve_spec.bench.cli", "Write the report of a results folder anew."),
-    "replay": ("retrieve_spec.bench.cli", "Replay recorded answers and count tokens per pass."),
+    "run": (
+        "retrieve_spec.bench.cli",
+        "Compare methods on prompts, interleaved, and write a report.",
+        "bench run --model smollm2 --prompts everyday --out results",
+    ),
+    "report": (
+        "retrieve_spec.bench.cli",
+        "Write the report of a results folder anew.",
+        "bench report results",
+    ),
+    "replay": (
+        "retrieve_spec.bench.cli",
+        "Replay recorded answers and count tokens per pass.",
+        "bench replay answers.jsonl --tokenizer smollm2",
+    ),
 }
 
 
@@ -57,10 +153,10 @@ class LazyGroup(click.Group):
     Parameters
     ----------
     table
-        Module and one-line help by command name; the module has a click command under that name.
+        Module, one-line help and an example by command name; the module has a click command under that name.
     """
 
-    def __init__(self, *args: Any, table: dict[str, tuple[str, str]], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, table: dict[str, tuple[str, str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.table = table
 
@@ -75,6 +171,8 @@ class LazyGroup(click.Group):
         module = importlib.import_module(self.table[cmd_name][0])
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command), f"{module.__name__}.{cmd_name} is not a command"
+        for one in (command, *getattr(command, "commands", {}).values()):
+            one.epilog = f"\b\nExample:\n  retrieve-spec {self.table[cmd_name][2]}"
         return command
 
     def resolve_command(
@@ -88,7 +186,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table, importing none of them."""
-        rows = [(name, text) for name, (_, text) in self.table.items()]
+        rows = [(name, text) for name, (_, text, _) in self.table.items()]
         rows += [(name, command.get_short_help_str(80)) for name, command in sorted(self.commands.items())]
         with formatter.section("Commands"):
             formatter.write_dl(rows)

@@ -79,7 +79,7 @@ def remove_documents(
     path
         Folder of the store.
     documents
-        Paths as the document tables list them, or globs over them.
+        Paths as the document tables list them, or globs over them; or files and folders that the documents came from.
     where
         SQL condition over the catalogue's `documents` table, as ``licence like 'GPL%'``.
     progress
@@ -255,22 +255,29 @@ def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chos
     """
     if not paths and not where:
         raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
-    patterns = [glob(path) for path in paths]
+    patterns, places = [glob(path) for path in paths], [os.path.realpath(path) for path in paths]
     chosen: Chosen = {}
-    rows: Iterable[tuple[str, int, str]] = ((d.segment, d.number, d.path) for d in store.documents())
+    rows: Iterable[tuple[str, int, str, str]] = ((d.segment, d.number, d.path, d.source) for d in store.documents())
     if where:
         with closing(sqlite3.connect(":memory:")) as database:
             list_documents(database, store.documents())
             try:
-                rows = database.execute(f"select segment, number, path from documents where {where}").fetchall()
+                rows = database.execute(f"select segment, number, path, source from documents where {where}").fetchall()
             except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # by version of Python; text that is none
                 raise BuildError(
                     "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
                 ) from error
-    for segment, number, path in rows:
-        if not paths or path in paths or any(pattern.fullmatch(path) for pattern in patterns):
+    for segment, number, path, source in rows:
+        named = path in paths or any(pattern.fullmatch(path) for pattern in patterns)
+        if named or not paths or any(_came_from(place, source, path) for place in places):
             chosen.setdefault(segment, set()).add(number)
     return chosen
+
+
+def _came_from(place: str, source: str, path: str) -> bool:
+    """Whether a document of a source, which is a file or folder, came from a file, or from a folder around it."""
+    whole = os.path.join(source, path.partition("#")[0])
+    return any(one == place or one.startswith(os.path.join(place, "")) for one in (source, whole))
 
 
 def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentEntry]:

@@ -301,7 +301,7 @@ class EntryFilter:
         if "generated" not in self._admit and generated_name(os.path.basename(name)):
             return Reason.GENERATED
         if not stat.S_ISREG(status.st_mode):
-            return Reason.UNREADABLE
+            return Reason.SPECIAL
         if status.st_size > self.max_bytes:
             return Reason.LARGE
         return status
@@ -325,8 +325,9 @@ def open_packed(path: str | Path, compression: str) -> Iterator[Any]:
 
 def reason_of(error: Exception) -> Reason:
     """Why a file is left out whose reading raised an error."""
-    behind_link = isinstance(error, OSError) and error.errno == errno.ELOOP
-    return Reason.LINK if behind_link else Reason.UNREADABLE
+    if not isinstance(error, OSError) or error.errno is None:  # of what unpacks it
+        return Reason.DAMAGED
+    return Reason.LINK if error.errno == errno.ELOOP else Reason.UNREADABLE
 
 
 def decoded(data: bytes) -> str | Reason:

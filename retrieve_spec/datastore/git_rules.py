@@ -49,6 +49,8 @@ class Reason(StrEnum):
     BINARY = "binary"
     ENCODING = "neither UTF-8 nor UTF-16 with a byte order mark"
     UNREADABLE = "unreadable"
+    DAMAGED = "damaged"
+    SPECIAL = "a pipe, socket or device"
     EMPTY = "empty"
     POINTER = "a pointer of Git LFS or git-annex"
     WORKTREE = "another worktree of a checkout here"

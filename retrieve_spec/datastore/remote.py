@@ -102,6 +102,9 @@ class Remote:
     """
 
     def __init__(self, url: str) -> None:
+        if not is_address(url):
+            folder = Path(url).absolute().as_uri()
+            raise BuildError("an address of a remote", repr(url), f"Write {folder} for that folder, or s3://…, hf://….")
         from fsspec.core import url_to_fs  # what only opens folders need not wait for it
 
         try:

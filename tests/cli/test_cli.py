@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -54,10 +55,28 @@ def test_help_of_a_command_imports_no_model_library(command):
 @pytest.mark.parametrize("group", [cli.cli, cli.bench], ids=["top", "bench"])
 def test_the_table_of_commands_says_what_each_command_says(group):
     context = click.Context(group)
-    for name, (_, text) in group.table.items():
+    for name, (_, text, _) in group.table.items():
         command = group.get_command(context, name)
         assert command.name == name
         assert command.get_short_help_str(200) == text
+
+
+EXAMPLES = [example for group in (cli.cli, cli.bench) for *_, example in group.table.values()]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_help_ends_with_an_example_that_can_be_typed(example, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "answers.jsonl").touch()
+    (tmp_path / "src").mkdir()
+    words, command = [word.replace("~", str(tmp_path)) for word in shlex.split(example)], cli.cli
+    for depth in (1, 2):
+        if isinstance(command, cli.LazyGroup):
+            command = command.get_command(click.Context(command), words[depth - 1])
+            name = words[:depth]
+    command.make_context(command.name, words[len(name) :]).close()  # as far as options and arguments are checked
+    assert cli.run([*name, "--help"]) == 0
+    assert capsys.readouterr().out.endswith(f"Example:\n    retrieve-spec {example}\n")
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_records_cut_short(end, tokenizer, tmp_path):
     whole = len(found) - 1
     assert 1 < whole < 40 and "b.txt" in found
     assert all(found[f"a.jsonl{end}#{i + 1}"] == json.loads(rows[i])["text"] for i in range(whole))
-    expected = ("a.jsonl" + (f"{end}" if end else f"#{whole + 1}"), str(Reason.UNREADABLE) if end else "no JSON")
+    expected = ("a.jsonl" + (f"{end}" if end else f"#{whole + 1}"), str(Reason.DAMAGED) if end else "no JSON")
     assert [(path, reason) for path, _, reason in report.skipped] == [expected]
 
 
@@ -181,4 +181,4 @@ def test_all_frames_of_a_compressed_file_are_read(tokenizer, tmp_path):
     write(tmp_path, {"a.txt.zst": content, "b.txt.zst": content[: -len(skipped) - 9]})
     report = build_datastore(tmp_path / "s", str(tmp_path), tokenizer, workers=1)
     assert contents(tmp_path / "s") == {"a.txt.zst": "one " + "two " * 100_000}
-    assert report.skipped_by_reason == {str(Reason.UNREADABLE): 1}
+    assert report.skipped_by_reason == {str(Reason.DAMAGED): 1}

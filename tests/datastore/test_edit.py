@@ -35,6 +35,24 @@ def store(tokenizer, texts, records, tmp_path):
     return path
 
 
+def test_documents_go_by_the_path_that_they_were_built_from(texts, records, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = write(tmp_path / "texts2", {"a.txt": "of another folder"})
+    store = tmp_path / "s"
+    build_datastore(store, [texts.name, str(other), Source(str(records), field="output")], tokenizer)
+    before = set(contents(store))
+    remove_documents(store, ["texts/sub"])
+    assert set(contents(store)) == before - {"sub/d.txt"}
+    remove_documents(store, [str(texts / "c.py"), records.name])
+    assert set(contents(store)) == {"a.txt", "b.txt"}
+    remove_documents(store, [texts.name])
+    assert contents(store) == {"a.txt": "of another folder"}
+    with pytest.raises(BuildError, match="documents that match"):
+        remove_documents(store, ["texts"])
+    remove_documents(store, [f"{other}/"])
+    assert contents(store) == {}
+
+
 def test_remove_everything(store, records):
     remove_documents(store, ["**"])
     assert contents(store) == {}

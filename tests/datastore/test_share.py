@@ -28,6 +28,14 @@ from retrieve_spec.errors import (
 )
 
 
+def test_a_word_is_no_address(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for share in (lambda: push_datastore(store, "word"), lambda: pull_datastore("word", tmp_path / "t")):
+        with pytest.raises(BuildError, match=f"Write {(tmp_path / 'word').as_uri()} for that folder"):
+            share()
+    assert not (tmp_path / "word").exists() and not (tmp_path / "t").exists()
+
+
 def test_only_what_is_missing_travels(store, url, records, tmp_path):
     first = push_datastore(store, url)
     assert (first.version, first.kept) == (1, 0)

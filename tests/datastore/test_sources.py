@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import socket
 from importlib import metadata
 from pathlib import Path
 
@@ -62,15 +63,18 @@ def test_bad_files_are_skipped_with_a_reason(tokenizer, tmp_path):
     broken = {"broken.gz": b"\x1f\x8b not gzip", "broken.txt.zst": b"no zstd"}
     folder = write(tmp_path / "bad", files | broken)
     os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(folder / "socket"))  # whose whole path may be too long
     (folder / "inside.txt").symlink_to(folder / "good.txt")
     assert outcome(read(tokenizer, folder)) == {
         "bomb.txt.gz": Reason.LARGE,  # before it is unpacked
-        "broken.gz": Reason.UNREADABLE,
-        "broken.txt.zst": Reason.UNREADABLE,
+        "broken.gz": Reason.DAMAGED,
+        "broken.txt.zst": Reason.DAMAGED,
         "good.txt": "",
         "huge.txt": Reason.LARGE,
         "inside.txt": Reason.LINK,
-        "pipe": Reason.UNREADABLE,
+        "pipe": Reason.SPECIAL,
+        "socket": Reason.SPECIAL,
     }
 
 
@@ -128,7 +132,7 @@ def test_parquet(tokenizer, tmp_path):
         "f.parquet#1": "no field 'text'",
     }
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
-    assert outcome(read(tokenizer, tmp_path / "bad.parquet")) == {"bad.parquet": "unreadable"}
+    assert outcome(read(tokenizer, tmp_path / "bad.parquet")) == {"bad.parquet": Reason.DAMAGED}
 
 
 @pytest.mark.parametrize("step", [30, 64, 400])

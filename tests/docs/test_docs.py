@@ -51,6 +51,18 @@ def test_every_environment_variable_in_the_code_is_documented():
     assert used <= set(generate_docs.ENVIRONMENT), f"undocumented: {used - set(generate_docs.ENVIRONMENT)}"
 
 
+def test_modules_that_pages_of_the_inside_name_are_there():
+    modules = {f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[!.]*/**/*.py")}
+    for page in ("architecture", "drafting", "verifier"):
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        for name in re.findall(r"(?<![\w/.*…-])\w[\w/]*\.py\b", text):
+            assert any(module.endswith(f"/{name}") for module in modules), f"{page} names {name}"
+
+
+def test_the_first_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_to_files_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
