@@ -47,7 +47,7 @@ test-threads: setup-test
 test-kills: setup-test
 	$(BIN)/python -m pytest -q $(BESIDE) -m "not threads" $(KILL_TESTS) $(ARGS)
 
-## make test-census every model family against plain `generate`, and a short part of the hammer
+## make test-census model families against plain `generate`, a third of them each day (TESTS_PART=all: all), and a short part of the hammer
 test-census: setup-test
 	$(BIN)/python -m pytest -q $(BESIDE) -m "not threads" $(CENSUS_TESTS) $(ARGS)
 

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from datetime import date
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ REFERENCE = Path(retrieve_spec.__file__).parent / "reference"
 WORKER_BYTES = 3 << 30
 FREED_BYTES = 256 << 20
 """Memory that a process gathers before it is looked for what can be freed."""
+PART, PARTS = "TESTS_PART", 3
+"""Environment variable that names the part of rotating tests to run, and how many there are."""
 SLOW = 3
 """How many times the limit of pyproject.toml a test marked slow may take, unless it says otherwise."""
 
@@ -35,7 +38,28 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_report_header() -> str:
+    return f"rotating tests: part {_part()} of {PARTS} ({PART}=all runs all)"
+
+
+def _part() -> str:
+    """Which part of the tests that rotate runs: another one each day, or all."""
+    return os.environ.get(PART) or str(date.today().toordinal() % PARTS + 1)
+
+
+def _rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases of rotating tests that are another day's; one that is asked for alone always runs."""
+    part = _part()
+    cases = [item for item in items if item.get_closest_marker("rotates")]
+    if part == "all" or len(cases) == len(items) < PARTS:
+        return
+    left_out = {item for number, item in enumerate(cases) if number % PARTS != int(part) - 1}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _rotate(config, items)
     limit = float(config.getini("timeout"))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
@@ -52,6 +76,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
     """Workers compute with one thread each: threads of several processes that wait for each other spin for ages."""
     for spec in specs:
+        spec.env[PART] = _part()  # also where the day ends meanwhile
         spec.env["OMP_NUM_THREADS"] = "1"  # before torch is imported there
 
 

@@ -18,7 +18,7 @@ CASES = [
     for attention in family.attention
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.rotates]
 
 
 def ids(length: int, step: int = 37) -> torch.Tensor:

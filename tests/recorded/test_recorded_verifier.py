@@ -33,10 +33,11 @@ def test_output_and_cache_are_those_of_generate(model_type: str, head_dim: int) 
     model = build(model_type, head_dim=head_dim)
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
     plain = model.generate(ids(30), **options)
+    drafter = ScriptedDrafter(plain.sequences[0], vocab=VOCAB)
+    rs.accelerate(model, drafter=drafter, nodes=24, recorded_pass="always")
+    assert isinstance(model.speculation._make_verifier(), RecordedVerifier)
     for script in SCRIPTS:
-        drafter = ScriptedDrafter(plain.sequences[0], script, vocab=VOCAB)
-        rs.accelerate(model, drafter=drafter, nodes=24, recorded_pass="always")
-        assert isinstance(model.speculation._make_verifier(), RecordedVerifier)
+        drafter.turn_to(plain.sequences[0], script)
         ours = model.generate(ids(30), **options)
         assert torch.equal(ours.sequences, plain.sequences), script
         assert (model.speculation.last.tokens_per_pass > 3) == (script == "right")
@@ -44,7 +45,7 @@ def test_output_and_cache_are_those_of_generate(model_type: str, head_dim: int) 
             for layer, wanted in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
                 torch.testing.assert_close(layer.keys, wanted.keys, atol=2e-5, rtol=2e-5)
                 torch.testing.assert_close(layer.values, wanted.values, atol=2e-5, rtol=2e-5)
-        rs.restore(model)
+    rs.restore(model)
     both = torch.cat([ids(30), ids(30).flip(1)])
     wanted = model.generate(both, max_new_tokens=24, do_sample=False)
     rs.accelerate(model, nodes=8, recorded_pass="always")
