@@ -153,7 +153,8 @@ def prepare(
     speculation.engine.threads = threads
     if tokenizer is not None and _reads_bigrams(model, speculation):
         with using(threads):
-            speculation.drafters.bigrams = bigrams_of(model, speculation.verifiers()[0], tokenizer)
+            verifier = speculation.verifiers()[0]
+            speculation.drafters.bigrams = bigrams_of(model, verifier, tokenizer, passes.kept)
         if isinstance(drafter, UsesBigrams):
             drafter.use_bigrams(speculation.drafters.bigrams)
     first = speculation.drafter()  # an unknown preset or a missing source is an error now, not at the first call
@@ -168,7 +169,7 @@ def prepare(
         speculation.say_once(f"passes go through the model's own modules: {passes.pass_reason}")
     if config.nodes == AUTO and config.draft != OFF:
         with using(threads):
-            measure_passes(model, speculation)
+            measure_passes(model, speculation, passes.kept)
 
 
 def _reads_bigrams(model: Any, speculation: Speculation) -> bool:

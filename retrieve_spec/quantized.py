@@ -8,6 +8,7 @@ Importing this module makes the quantiser known: folders that `save_pretrained` 
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -90,6 +91,12 @@ def pack_model(model: Any, config: WeightOnlyConfig) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not kept.intersection(name.split(".")):
             parameter.data = parameter.data.to(torch.bfloat16)
+    with torch.device("meta"):  # buffers that a model makes in its own format are read again in this one
+        like = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+    for name, buffer in like.named_buffers():
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        setattr(owner, last, getattr(owner, last).to(buffer.dtype))
     model.config.dtype = torch.bfloat16
     model.config.quantization_config = config
     model.hf_quantizer = WeightOnlyQuantizer(config)
@@ -123,7 +130,7 @@ def quantize(model: Any, bits: int) -> None:
                 layer = PackedLinear(child, 8 if child is head else bits)
             if layer is not None:
                 packed += child.weight.numel() * (child is not head or not tied)
-                setattr(parent, name, layer)
+                setattr(parent, name, layer.train(child.training))
     if 2 * packed < before:
         raise UnsupportedModelError(
             "a model most of whose weights are linear layers",

@@ -30,6 +30,7 @@ from retrieve_spec.engine.sequence import GenerationReport, Sequence, together
 from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.model_layers import embedded_tokens
+from retrieve_spec.recorded.verdicts import KeptFindings
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.sources.recycling import Bigrams
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache
@@ -274,14 +275,25 @@ _ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
 
 
 @torch.no_grad()
-def measure_passes(model: Any, speculation: Speculation) -> None:
-    """Time passes over chains of a few widths: of the first two at least, of others until time runs out."""
+def measure_passes(model: Any, speculation: Speculation, kept: KeptFindings) -> None:
+    """Begin to know what passes cost, by those of an earlier process on this CPU or by trying some."""
     if speculation.mode in ("plain", "delegated"):
         return
-    seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes
     limits = (speculation.interface.max_positions, speculation.interface.max_slots)
     positions = min((limit for limit in limits if limit), default=_CONTEXT + max(_WIDTHS) + 1)
     context = max(min(_CONTEXT, positions - max(_WIDTHS) - 1), 1)
+    found = kept.seconds if input_device(model).type == "cpu" else {}  # a GPU's first passes compile and capture
+    if not found:
+        found = _time_passes(model, speculation, context, positions)
+        kept.keep_seconds(found)
+    costs = speculation.engine.costs.of(1)
+    costs.begin(context, found)
+    costs.seconds(context, 0)  # takes them in: no call waits for the kernel that does
+
+
+def _time_passes(model: Any, speculation: Speculation, context: int, positions: int) -> dict[int, float]:
+    """Seconds of passes over chains of a few widths: of the first two at least, of others until time runs out."""
+    seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes
     ids = sample_tokens(model, context)
     verifier = speculation.verifiers()[0]
     read_prompt(model, verifier, ids)
@@ -304,33 +316,33 @@ def measure_passes(model: Any, speculation: Speculation) -> None:
             else:
                 began, is_ready = began + took, True
         found[width] = min(times)
-    costs = speculation.engine.costs.of(1)
-    costs.begin(context, found)
-    costs.seconds(context, 0)  # takes them in: no call waits for the kernel that does
     verifier.finish()
+    return found
 
 
-ASKED_SECONDS = 1.0
-"""How long a model is asked each time that it is accelerated, until all its tokens are known."""
+ASKED_SECONDS, ASKED_AGAIN_SECONDS = 1.0, 0.2
+"""How long a model is asked when it is accelerated first, and each time after, until all its tokens are known."""
 _FIRST_NODES, _MOST_NODES, _SHORT = 8, PASS.tree_rows - 1, 0.125
 """Tokens that a CPU is asked for in the first pass; the next ones have four times as many while they take less than so
 many seconds."""
-_NEVER_KEPT = 0.2
+_NEVER_KEPT = 0.1
 """Seconds of asking that are not worth a file."""
 
 
-def bigrams_of(model: Any, verifier: Verifier, tokenizer: Any) -> Bigrams:
+def bigrams_of(model: Any, verifier: Verifier, tokenizer: Any, kept: KeptFindings) -> Bigrams:
     """What a model says after each of its tokens, as far as it is known.
 
     Parameters
     ----------
     model
         A causal language model. It is asked for tokens in the order of their ids, which is that of their frequency in
-        vocabularies of merges, for `ASKED_SECONDS`.
+        vocabularies of merges, for `ASKED_SECONDS`, in later processes for `ASKED_AGAIN_SECONDS`.
     verifier
         Of the model, for trees.
     tokenizer
         The model's, which says what ends a line.
+    kept
+        What passes took in an earlier process: nothing is asked again where one takes longer than there is time.
 
     Returns
     -------
@@ -343,7 +355,9 @@ def bigrams_of(model: Any, verifier: Verifier, tokenizer: Any) -> Bigrams:
         logger.warning("bigrams are not kept: %s", error)
         path = None
     entries, began = _kept(path, embedded_tokens(model)), perf_counter()
-    _ask(model, verifier, _line_end(tokenizer), entries)
+    seconds = ASKED_AGAIN_SECONDS if (entries[:, 0] >= 0).any() else ASKED_SECONDS
+    if max(kept.seconds.values(), default=0.0) < seconds:
+        _ask(model, verifier, _line_end(tokenizer), entries, seconds)
     if path is not None and perf_counter() - began > _NEVER_KEPT:
         with contextlib.suppress(OSError):  # which is logged when the file cannot be written
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -370,10 +384,10 @@ def _kept(path: Path | None, vocabulary: int) -> NDArray[np.int32]:
 
 
 @torch.no_grad()
-def _ask(model: Any, verifier: Verifier, line_end: list[int], entries: NDArray[np.int32]) -> None:
-    """Ask for tokens of which nothing is known, side by side behind two ends of a line, until time is up."""
+def _ask(model: Any, verifier: Verifier, line_end: list[int], entries: NDArray[np.int32], seconds: float) -> None:
+    """Ask for tokens of which nothing is known, side by side behind two ends of a line, for so many seconds."""
     device, missing, k = input_device(model), np.flatnonzero(entries[:, 0] < 0), entries.shape[1] // 2
-    nodes, end = _MOST_NODES if device.type == "cuda" else _FIRST_NODES, perf_counter() + ASKED_SECONDS
+    nodes, end = _MOST_NODES if device.type == "cuda" else _FIRST_NODES, perf_counter() + seconds
     while len(missing) and line_end and perf_counter() < end:
         tokens, began = missing[:nodes].astype(np.int32), perf_counter()
         read_prompt(model, verifier, torch.tensor([line_end], device=device))

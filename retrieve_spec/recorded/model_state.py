@@ -175,6 +175,14 @@ def _changed(
     return {key for key in now.keys() | then.keys() if not same(now.get(key, missing), then.get(key, missing))}
 
 
+def plain_attributes(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
+    """The plain attributes of a model's modules: the number of the module, the name, and the value."""
+    for number, module in enumerate(model.modules()):
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH and _is_plain(value):
+                yield number, name, value
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a value is a number, a text, a function or the like, or a short list of these."""
     if type(value) in _LISTS:

@@ -9,6 +9,7 @@ fails, and the caller uses the model itself.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -234,6 +235,10 @@ class RecordedPass:
         Query heads per key head.
     attends_rows
         Whether it attends by itself, over the texts that it is given, if their keys and values are of `row_dtype`.
+    by_kernels, by_copies
+        Whether kernels stand for what the model does to rows, and some of its layers for others.
+    traced
+        Hash of what was traced, before layers were repeated and kernels put in.
     reads_prompts
         Whether many rows go through it faster than through the model, because programs multiply by most of its weights.
 
@@ -255,6 +260,7 @@ class RecordedPass:
         check_recordable(model)
         recording = _Recording(model, num_layers, layer)
         self.layer, self.exact = layer, exact
+        self.by_kernels, self.by_copies = row_kernels is not None, bool(like)
         self.device = input_device(model)
         with attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet():
             program = self._export_kinds(recording, like) if like else self._export(recording)
@@ -290,6 +296,7 @@ class RecordedPass:
         token = _log.set(recording.log)
         try:
             program = torch.export.export(recording, (ids, positions), dynamic_shapes=shapes, strict=False)
+            self.traced = hashlib.sha256(str(program.graph).encode()).hexdigest()
             graph_passes.check_repeatable(program.graph_module.graph)
             return program
         except (RecordingError, NotImplementedError) as error:

@@ -29,9 +29,10 @@ from retrieve_spec.recorded.model_state import Attribute, ModelState
 from retrieve_spec.recorded.packed_pass import PassGraphs, why_not_triton
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError, check_recordable, has_adapters_of_a_call
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.recorded.verdicts import KeptFindings, Verdict
 from retrieve_spec.verify.cache import GROW_BY_ROWS
-from retrieve_spec.verify.comparison import is_exact, rows_for_one_order, why_not_one_order
-from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.comparison import Rounding, is_exact, rows_for_one_order, why_not_one_order
+from retrieve_spec.verify.hf import HFVerifier, SignatureModes
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache, read_interface
 from retrieve_spec.verify.probe import (
     PROMPT,
@@ -41,7 +42,9 @@ from retrieve_spec.verify.probe import (
     VerificationError,
     check_exact,
     check_verifier,
+    layout_of,
     same_way,
+    way_of_layout,
 )
 from retrieve_spec.verify.shrink import float32_copy, shrunk
 from retrieve_spec.verify.steps import StepVerifier, held_by, keeping_texts
@@ -93,6 +96,22 @@ def try_recording(
         return None, str(error)
 
 
+def record_again(model: Any, finding: Finding, layer: Layer, verdict: Verdict) -> RecordedVerifier:
+    """Record a model as it was in the process that gave a verdict of its recording.
+
+    Raises
+    ------
+    RecordingError
+        It cannot be, or another forward would be recorded than was judged.
+    """
+    kernels = _row_kernels(model) if verdict.by_kernels else None
+    like = copied_layers(model) if verdict.by_copies else []
+    recording = _recorded(model, finding, layer, kernels, verdict.rows, like, verdict.has_graphs)
+    if recording.recorded.traced != verdict.traced:
+        raise RecordingError("another forward was traced")
+    return recording
+
+
 def _rows_of_exact_passes(model: Any) -> int:
     """Fewest rows of an exact pass; 0 where there is none. A GPU's kernels have one order for any number."""
     return rows_for_one_order(model) if input_device(model).type == "cpu" else 1
@@ -121,17 +140,11 @@ def _record(
     model: Any, finding: Finding, layer: Layer, row_kernels: Any, exact: int, like: list[int]
 ) -> RecordedVerifier:
     """A recording that agrees with the model, with CUDA graphs where these do."""
-    windows = cache_windows(new_cache(model))
-    recorded = RecordedPass(model, len(windows), layer, row_kernels, exact, like)
-    for at, (rule, window) in enumerate(zip(recorded.rules, windows, strict=True)):
-        if window and rule.window != window:
-            raise RecordingError(f"the attention of layer {at} does not name the window of its cache")
-    graphs = PassGraphs(recorded) if PASS.cuda_graphs and recorded.device.type == "cuda" else None
-    recording = RecordedVerifier(model, HFVerifier(model, finding.interface), recorded, graphs)
+    recording = _recorded(model, finding, layer, row_kernels, exact, like, PASS.cuda_graphs)
     try:
         check_verifier(model, recording, "tree", finding.texts)
     except VerificationError as error:
-        if graphs is None:
+        if recording.graphs is None:
             raise
         logger.debug("the recorded pass with graphs is not used: %s", error)
         recording.graphs = None
@@ -139,6 +152,21 @@ def _record(
     if exact:
         check_exact(model, recording.fresh, finding.texts)
     return recording
+
+
+def _recorded(
+    model: Any, finding: Finding, layer: Layer, row_kernels: Any, exact: int, like: list[int], graphs: bool
+) -> RecordedVerifier:
+    """A recording, with CUDA graphs if they are wanted and there is such a device."""
+    windows = cache_windows(new_cache(model))
+    recorded = RecordedPass(model, len(windows), layer, row_kernels, exact, like)
+    for at, (rule, window) in enumerate(zip(recorded.rules, windows, strict=True)):
+        if window and rule.window != window:
+            raise RecordingError(f"the attention of layer {at} does not name the window of its cache")
+    own = HFVerifier(model, finding.interface)
+    return RecordedVerifier(
+        model, own, recorded, PassGraphs(recorded) if graphs and recorded.device.type == "cuda" else None
+    )
 
 
 def _check_structure(model: Any, interface: ModelInterface, layer: Layer, exact: int) -> None:
@@ -299,6 +327,8 @@ class VerifierFactory:
     ----------
     finding
         How the model is verified through its own forward, as last seen.
+    kept
+        What is kept of the model between processes.
     """
 
     finding: Finding
@@ -309,7 +339,8 @@ class VerifierFactory:
         self._model, self._config, self._layer, self._find_mode = model, config, layer, find_mode
         self._is_frozen = False
         self._known: list[_Known] = []
-        self._examine()
+        self.kept = KeptFindings(model, config, layer)
+        self._examine(is_first=True)
 
     @property
     def pass_kind(self) -> PassKind:
@@ -367,15 +398,18 @@ class VerifierFactory:
             self._known.insert(0, known)
         return known
 
-    def _examine(self) -> _Known:
-        """Probe the model, record it if it may be, and remember both for its state."""
+    def _examine(self, is_first: bool = False) -> _Known:
+        """Probe the model, record it if it may be, and remember both for its state.
+
+        When a process does so `first`, what an earlier one found may answer.
+        """
         if has_adapters_of_a_call(self._model):  # nothing to remember
             why = "adapters are chosen for this call alone"
             self.finding = Finding("plain", why, read_interface(self._model))
             return _Known(ModelState(self._model), self.finding)
         no_autocast = torch.autocast(input_device(self._model).type, enabled=False)
         with keeping_texts(self._model), no_autocast, sdpa_kernel(_READY_MADE):
-            known = self._find_out()
+            known = (self._found_before() if is_first else None) or self._find_out(is_first)
         self.finding = known.finding
         for other in self._known:
             other.release()
@@ -383,7 +417,7 @@ class VerifierFactory:
         self._known = [known, *others[: STATES - 1]]
         return known
 
-    def _find_out(self) -> _Known:
+    def _find_out(self, is_first: bool) -> _Known:
         """Probe the model, and record it if it may be."""
         before = ModelState(self._model)
         finding = self._find_mode(self._model)
@@ -396,7 +430,62 @@ class VerifierFactory:
         if recording is None and finding.mode != "plain":
             known.layers = self._row_layers(finding)
         finding.texts.clear()
+        if finding.mode == "tree" and not kept and is_first:
+            self._keep(known)
         return known
+
+    def _found_before(self) -> _Known | None:
+        """What a verdict of an earlier process says of the model; None where there is none, or it does not hold."""
+        verdict = self.kept.verdict
+        if verdict is None:
+            return None
+        read = read_interface(self._model)
+        interface = way_of_layout(self._model, read, verdict.layout)
+        if interface is None:
+            return None
+        interface = replace(
+            interface,
+            takes_padding=verdict.takes_padding,
+            takes_pieces=verdict.takes_pieces,
+            max_positions=verdict.max_positions,
+        )
+        rounding = Rounding(self._model.dtype, verdict.exact, verdict.largest, verdict.rms)
+        finding = Finding("tree", "", interface, SignatureModes(rounding))
+        known = _Known(ModelState(self._model), finding)
+        try:
+            check_recorded(self._model, finding, self._config)
+            if verdict.traced:
+                known.recording = record_again(self._model, finding, self._layer, verdict)
+                return known
+        except VerificationError as error:
+            if verdict.traced:
+                return None
+            known.why = str(error)
+        known.layers = RowLayers(self._model) if verdict.has_layers else None
+        return known
+
+    def _keep(self, known: _Known) -> None:
+        """Keep what a probe found for later processes, if there is nothing better to find at another time."""
+        finding, recording = known.finding, known.recording
+        if recording is None:
+            try:
+                check_recorded(self._model, finding, self._config)
+                return  # a trace or its trial failed, for want of memory perhaps
+            except VerificationError:
+                pass
+        way, rounding = finding.interface, finding.signatures.rounding
+        assert rounding is not None  # a tree was tried
+        verdict = Verdict(
+            layout_of(way), way.takes_padding, way.takes_pieces, way.max_positions,
+            rounding.exact, rounding.largest, rounding.rms, has_layers=known.layers is not None,
+        )  # fmt: skip
+        if recording is not None:
+            recorded = recording.recorded
+            verdict = replace(
+                verdict, traced=recorded.traced, by_kernels=recorded.by_kernels, by_copies=recorded.by_copies,
+                rows=recorded.exact, has_graphs=recording.graphs is not None,
+            )  # fmt: skip
+        self.kept.keep(verdict)
 
     def _disturb_texts(self, replaced: Collection[Attribute]) -> None:
         """Let other numbers stand in what the model keeps of texts, so that a recording that reads them disagrees."""

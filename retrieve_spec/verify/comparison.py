@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.quantized import Int8Embedding, PackedLinear
 from retrieve_spec.verify.interface import attention_implementation
 from retrieve_spec.verify.steps import Captured, SingleSteps, ordinary_tokens, prepare_call, sample_tokens
 from retrieve_spec.verify.verifier import Mode, Verifier
@@ -341,18 +342,18 @@ def rows_change_one_another(model: Any) -> str:
 def why_not_one_order(model: Any) -> str:
     """Why rows of a model's passes cannot be computed in one order whatever stands beside them; empty where they may.
 
-    Vectors of elementwise operations end with rows whose width is a multiple of theirs; experts, and layers that are no
-    `torch.nn.Linear`, multiply in ways of their own.
+    Vectors of elementwise operations end with rows whose width is a multiple of theirs. Products with packed weights
+    have one order by themselves; experts, and layers of other kinds, multiply in ways of their own.
     """
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"it is for 16 bits, the model is in {model.dtype}"
-    layers = [module for module in model.modules() if type(module) is nn.Linear]
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    layers = [module for module in model.modules() if type(module) in (nn.Linear, PackedLinear)]
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, Int8Embedding))]
     linear = {id(module.weight) for module in (*layers, *tables)}
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and id(parameter) not in linear:
             return f"{name} is not the weight of a linear layer"
-        if parameter.dtype != model.dtype:
+        if parameter.is_floating_point() and parameter.dtype != model.dtype:
             return f"{name} is in {parameter.dtype}"
     odd = [layer.in_features for layer in layers if layer.in_features % _VECTOR]
     return f"a layer is {odd[0]} wide, which is no multiple of {_VECTOR}" if odd else ""

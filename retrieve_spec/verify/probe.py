@@ -351,11 +351,16 @@ def layout_of(interface: ModelInterface) -> str:
     return f"{sorted(interface.masks)}{way}{bool(interface.places)}{inside}{interface.takes_position_ids}"
 
 
+def way_of_layout(model: Any, interface: ModelInterface, layout: str) -> ModelInterface | None:
+    """The candidate with a layout, None where there is none."""
+    ways = (way for way in candidates(model, interface) if not isinstance(way, str))
+    return next((way for way in ways if layout_of(way) == layout), None)
+
+
 def same_way(copied: Any, interface: ModelInterface) -> ModelInterface:
     """How a copy of a model runs in the way that worked for the model."""
     own = read_interface(copied)
-    ways = (way for way in candidates(copied, own) if not isinstance(way, str))
-    return next((way for way in ways if layout_of(way) == layout_of(interface)), own)
+    return way_of_layout(copied, own, layout_of(interface)) or own
 
 
 def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface | str]:

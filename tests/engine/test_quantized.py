@@ -119,8 +119,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8},
     "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "falcon_h1": {},
 }
-"""Scaled tables that heads are tied to, and layers that are given transposed activations."""
+"""Scaled tables that heads are tied to, layers that are given transposed activations, and factors in buffers."""
 
 
 @pytest.mark.parametrize("bits", [8, 4])

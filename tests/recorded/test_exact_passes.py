@@ -18,6 +18,8 @@ from transformers import (
 )
 
 import retrieve_spec as rs
+from retrieve_spec.kernels.row_programs import CAN_RUN
+from retrieve_spec.quantized import WeightOnlyConfig, pack_model
 from retrieve_spec.verify.comparison import rows_for_one_order
 
 SIZES: dict[str, Any] = {
@@ -30,8 +32,13 @@ GREEDY = {"max_new_tokens": 60, "do_sample": False}
 SAMPLED = {"max_new_tokens": 60, "do_sample": True, "temperature": 1.3, "seed": 5}
 
 
-def made(family: str, dtype: torch.dtype) -> Any:
+def made(family: str, dtype: torch.dtype | int) -> Any:
+    """A random model in a number format, or with so many bits a weight."""
     torch.manual_seed(0)
+    if isinstance(dtype, int):
+        model = made(family, torch.float32)
+        pack_model(model, WeightOnlyConfig(dtype))
+        return model
     if family == "mistral":
         return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=40)).to(dtype).eval()
     return LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).eval()
@@ -57,9 +64,16 @@ def test_passes_of_many_rows_are_of_the_order_of_few() -> None:
     assert model.speculation.last.passes < 10
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        *(pytest.param(bits, marks=pytest.mark.skipif(not CAN_RUN, reason="no products")) for bits in (4, 8)),
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_drafts_do_not_change_a_bit(family: str, dtype: torch.dtype) -> None:
+def test_drafts_do_not_change_a_bit(family: str, dtype: torch.dtype | int) -> None:
     model, drafter = made(family, dtype), ScriptedDrafter([0] * 300)
     rs.accelerate(model, drafter=drafter, nodes=24, recorded_pass="always", exact=True)
     for options in (GREEDY, SAMPLED):
