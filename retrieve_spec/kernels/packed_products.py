@@ -27,6 +27,8 @@ _MOST, _WIDTH, _PARTS = BLOCKS[-1], _VECTORS.lanes, LANES // _VECTORS.lanes
 _TALLEST, _TALLEST_OF_BFLOAT16, _WIDEST = max(_VECTORS.tiles), max(_VECTORS.bfloat16_tiles), _VECTORS.tiles[1]
 _AHEAD = 4096
 """Bytes that are asked for before they are needed: memory answers in the time of some groups."""
+_NEAR = 1 << 18
+"""Bytes of rows that stay in a near cache while weights that lie come by."""
 _SHARES = 4
 """Passes over a panel's weights that share asking memory for the next panel."""
 _product, _tile = block_product(_VECTORS), tile_product(_VECTORS)
@@ -111,23 +113,26 @@ def multiply_panel(
 
 @inner
 def _multiply_lying(weight: int, rows: int, chunks: int, x: int, bias: int, out: int, stride: int, like: Any) -> None:
-    """The same by weights that lie, some at a time, which all rows find in the nearest cache.
+    """The same by weights that lie, some at a time, which many rows find in a near cache, and they these.
 
     Meanwhile memory brings the next ones: as it takes its time, up to four tiles share asking for them.
     """
     row_bytes, size, tallest = 64 * chunks, bytes_of(like), _TALLEST_OF_BFLOAT16 if is_bfloat16(like) else _TALLEST
     tiles = rows // tallest + (rows % tallest == 3)
     block, width = (tallest, LEAST_TILE) if tiles else (rows, _WIDEST // rows)
-    asking = min(max(tiles, 1), 4 if tiles > 3 else 2)
-    for first in range(0, LANES, width):
-        ours, ahead = weight + first * row_bytes, weight + (first + width) * row_bytes
-        for row in range(0, rows, block):
-            count, asks = min(rows - row, block), row < asking * block
-            _tile(
-                like, tallest if count == 3 else count, count - 1, ours, x + row * row_bytes, row_bytes, chunks,
-                ahead + row // block * width * row_bytes // asking, 64 // asking if asks else 0, bias + first * size,
-                out + row * stride + first * size, stride,
-            )  # fmt: skip
+    near = max(_NEAR // row_bytes // block, 1)
+    shares = min(tiles, near)
+    asking = 4 if shares > 3 else 2 if shares > 1 else 1
+    for begin in range(0, rows, near * block):
+        for first in range(0, LANES, width):
+            ours, ahead = weight + first * row_bytes, weight + (first + width) * row_bytes
+            for row in range(begin, min(begin + near * block, rows), block):
+                count, asks = min(rows - row, block), row < asking * block
+                _tile(
+                    like, tallest if count == 3 else count, count - 1, ours, x + row * row_bytes, row_bytes, chunks,
+                    ahead + row // block * width * row_bytes // asking, 64 // asking if asks else 0,
+                    bias + first * size, out + row * stride + first * size, stride,
+                )  # fmt: skip
 
 
 def bits_of(row_bytes: int, groups: int) -> int:

@@ -269,7 +269,7 @@ class RecordedPass:
         self._weights, self.reads_prompts = compiled.weights, compiled.program_share > _MOSTLY
         self.attends_rows = compiled.run_rows is not None
         self._states = [kinds for _, kinds in sorted(recording.log.states.items())]
-        self.row_dtype = self._states[0][0][2] if self._states else None
+        self.row_dtype: Any = self._states[0][0][2] if self._states else None
         recording.log.clear()
         self.groups = recording.log.groups
         if len(self.rules) != num_layers:
