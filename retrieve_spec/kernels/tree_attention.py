@@ -30,6 +30,9 @@ QUERIES = 16
 the heads' width, and one number for each row that its text holds, the pass's own included."""
 _UNIT = np.float32(1 << 40)
 """Shares are added up in parts of one by so many."""
+_BASE = np.float64(3 << 11)
+"""A number whose last bit stands for such a part, and that of its sum with a share, too."""
+_BASE_BITS = np.int64(_BASE.view(np.int64))
 _VECTORS = unit_here()
 _MOST, _WIDTH, _HAS_PAIRS = BLOCKS[-1], _VECTORS.lanes, _VECTORS.add_pairs is not None
 _score, _mix = score_block(_VECTORS), mix_block(_VECTORS)
@@ -113,17 +116,23 @@ def _hide(
             scores[j] = -np.inf
 
 
+@njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})  # as vectors find it
+def _largest(scores: NDArray[np.float32]) -> np.float32:
+    top = np.float32(-np.inf)
+    for j in range(len(scores)):
+        top = max(top, scores[j])
+    return top
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
     """Let scores be shares of the greatest, and add these up; what is not seen has none."""
-    top = np.float32(-np.inf)
+    top, total = _largest(scores), np.int64(0)
     for j in range(len(scores)):
-        top = scores[j] if scores[j] > top else top
-    total = np.int64(0)
-    for j in range(len(scores)):
-        share = exp((scores[j] - top) * scale) if scores[j] > -np.inf else np.float32(0.0)
-        scores[j] = share
-        total += np.int64(share * _UNIT)
+        share = exp((scores[j] - top) * scale)
+        scores[j] = share if scores[j] > -np.inf else np.float32(0.0)
+    for j in range(len(scores)):  # the bits of the sum count units: without AVX-512 no vector becomes whole numbers
+        total += np.float64(np.float64(scores[j]) + _BASE).view(np.int64) - _BASE_BITS
     return np.float32(total) / _UNIT  # type: ignore[no-any-return]
 
 
