@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -238,6 +239,9 @@ def serve(
     Anthropic's /v1/messages, so that llama.vim, llama.vscode, Continue, Zed and minuet work unchanged.
     """
     need_extra()
+    from retrieve_spec.server.early import EarlyListener
+
+    early = EarlyListener(host, port)  # libraries take seconds to import
     begin_loading()
     from retrieve_spec.server.run import serve as run
 
@@ -269,7 +273,7 @@ def serve(
             if models[0] == "reference":
                 click.echo(_BUNDLED, err=True)
 
-    with loading_bars(not quiet):
+    with closing(early), loading_bars(not quiet):
         run(
             models[0],
             config,
@@ -281,6 +285,7 @@ def serve(
             dtype=dtype,
             quantize=quantize,
             device=device,
+            early=early,
             on_listening=say,
             on_loaded=end_loading,
         )

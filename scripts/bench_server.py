@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     files = sorted(find_package("uvicorn").glob("*.py"), key=lambda path: -path.stat().st_size)[:8]
     keys = [key for seed, path in enumerate(files) for key in make_session(path, seed, 6)]
     same = {"stream": False, "n_predict": 16, "t_max_predict_ms": 0, "deadline_ms": 60_000}
-    with tempfile.TemporaryDirectory() as folder, closing(Server(Path(folder), [])) as server:
+    with tempfile.TemporaryDirectory() as folder, closing(Server(Path(folder), ["--max-body-mib", "4"])) as server:
         asked = Crowd(server, [{**key.body, **same} for key in keys])
         memory = []
         with ThreadPoolExecutor(options.clients) as pool:

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, in_a_line
+from retrieve_spec.server.early import loading
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, Refusal
 from retrieve_spec.server.service import Service
@@ -131,12 +132,10 @@ class Models:
         log.info("%s …", stage)
 
     def unready(self) -> JSONResponse | None:
-        """What is answered until the first is loaded, as llama.cpp's server does, and how far it is."""
+        """What is answered until the first is loaded."""
         if self._ready:
             return None
-        loading = {"stage": self._stage, "seconds": round(monotonic() - self._since, 1)}
-        error = {"code": 503, "message": f"Loading model: {self._stage}", "type": "unavailable_error"}
-        return JSONResponse({"error": error, "status": "loading", "loading": loading}, 503, {"Retry-After": "1"})
+        return JSONResponse(loading(self._stage, monotonic() - self._since), 503, {"Retry-After": "1"})
 
     async def start(self) -> None:
         """Load the first."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from retrieve_spec.reference_model import load_model
 from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import Backend
+from retrieve_spec.server.early import EarlyListener
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, check_binding, read_keys
 from retrieve_spec.server.models import Model, Models, named
@@ -36,7 +36,6 @@ from retrieve_spec.sources.answers import unpacked
 
 log = logging.getLogger("retrieve_spec.server")
 
-_BACKLOG = 128
 _FIRST_TOKEN_S = 0.15
 _WINDOW = 2048
 """Tokens around a cursor at least, where the model has room for them."""
@@ -169,31 +168,6 @@ def _fit(backend: Backend, config: ServeConfig) -> ServeConfig:
     return config
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; what is sent to it waits until it is served.
-
-    The protocol is named because asyncio sends small answers at once only on such sockets.
-
-    Raises
-    ------
-    ServeError
-        The address is taken, or is not one of this machine's.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        raise ServeError(
-            f"to listen on {host}, port {port}",
-            error.strerror or str(error),
-            "End what listens there, or choose another with --port.",
-        ) from error
-    return listener
-
-
 def serve(
     model_name: str,
     config: ServeConfig,
@@ -206,6 +180,7 @@ def serve(
     dtype: str = "auto",
     quantize: str | None = None,
     device: str = "auto",
+    early: EarlyListener | None = None,
     on_listening: Callable[[str], None] = lambda url: None,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
@@ -214,6 +189,7 @@ def serve(
     `model_name` and `others` are models as `named` reads them. The first is loaded now, the others when they are first
     asked for; datastores and the session's file are the first's, since they hold its tokens.
 
+    `early` listens already at the address; without it that begins now.
     `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded,
     `on_loaded` when it has been, in the thread that did it.
 
@@ -231,7 +207,7 @@ def serve(
         unpacked(session)
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
-    listener = listen(config.host, config.port)  # a taken address is said now
+    early = EarlyListener(config.host, config.port) if early is None else early  # a taken address is said now
     metrics = Metrics()
 
     def build(name: str, **options: Any) -> Service:
@@ -258,11 +234,11 @@ def serve(
     models = Models(known, config, metrics, on_failure=lambda: setattr(server, "should_exit", True))
     known[models.first].load = build_first
     server = uvicorn.Server(server_settings(create_app(models, keys=keys)))
-    host, port = listener.getsockname()[:2]
+    host, port = early.socket.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     log.info("listening on %s", url)
     on_listening(url)
-    server.run(sockets=[listener])
+    server.run(sockets=[early.release()])
     if models.error is not None:
         raise models.error
 

@@ -15,9 +15,10 @@ from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.server.app import create_app
+from retrieve_spec.server.early import listen
 from retrieve_spec.server.guard import Metrics
 from retrieve_spec.server.models import Models
-from retrieve_spec.server.run import listen, server_settings
+from retrieve_spec.server.run import server_settings
 from retrieve_spec.server.service import Service
 
 

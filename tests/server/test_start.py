@@ -1,14 +1,17 @@
 """What a starting server says: mistakes before the model loads, progress while it does."""
 
 import signal
+import socket
 from pathlib import Path
 
+import httpx
 import pytest
 from waiting import wait_for
 
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.errors import StoreCorruptError, StoreNotFoundError
+from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundError
 from retrieve_spec.server import run
+from retrieve_spec.server.early import EarlyListener
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,25 @@ def test_requests_before_the_model_is_there_are_told_so_at_once(processes):
     said = server.stop(signal.SIGINT)
     assert "bundled model" in said and "--model Qwen/Qwen2.5-Coder-1.5B" in said
     assert "Traceback" not in said
+
+
+def test_the_address_answers_before_libraries_are_imported():
+    early = EarlyListener("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{early.socket.getsockname()[1]}"
+    try:
+        with socket.create_connection(early.socket.getsockname()):  # says nothing, and holds nobody up for long
+            for ask in (httpx.get, httpx.post):
+                said = ask(f"{url}/health", timeout=60, trust_env=False)
+                assert (said.status_code, said.json()["status"]) == (503, "loading")
+                assert said.json()["loading"]["stage"] and said.headers["retry-after"] == "1"
+        with pytest.raises(ServeError, match="listen on"):
+            EarlyListener(*early.socket.getsockname())
+    finally:
+        early.close()
+
+
+def test_a_server_answers_while_it_imports(processes):
+    """What the importing thread leaves of the processor is enough for that."""
+    server = processes()
+    wait_for(lambda: server.health() is not None)
+    assert server.health().json()["loading"]["stage"] == "importing libraries"
