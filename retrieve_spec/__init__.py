@@ -8,7 +8,7 @@ from typing import Any
 from retrieve_spec._version import __version__
 
 _EXPORTS = {
-    "GenerationReport": "retrieve_spec.engine.sequence",
+    "GenerationReport": "retrieve_spec.engine.report",
     "SpeculationConfig": "retrieve_spec.config",
     "accelerate": "retrieve_spec.acceleration",
     "accelerated": "retrieve_spec.acceleration",

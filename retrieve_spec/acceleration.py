@@ -116,25 +116,9 @@ def prepare(
 
     Its `generate` stays, or is the original one again.
     """
-    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
-        raise _no_model(model)
-    names = (str, os.PathLike)
-    has_tokens = tokenizer is None or (hasattr(tokenizer, "__len__") and not isinstance(tokenizer, names))
-    require(has_tokens, "a tokenizer", tokenizer, "Load it with AutoTokenizer.from_pretrained.")
-    several = not isinstance(datastores, names)
-    require(several, "a list of datastores", datastores, f"Give datastores=[{str(datastores)!r}].")
-    options_remedy = "Give options by name: draft='auto', …."
-    require(isinstance(config, SpeculationConfig | None), "a SpeculationConfig as config", config, options_remedy)
-    drafts = drafter is None or callable(getattr(drafter, "propose", None))
-    require(drafts, "a drafter", drafter, options_remedy)
+    _check_arguments(model, tokenizer, datastores, drafter, config)
+    config = (config or SpeculationConfig()).with_options(**options)
     survive_forks()
-    config, known = (config or SpeculationConfig()).with_options(**options), embedded_tokens(model)
-    if tokenizer is not None and len(tokenizer) > known:
-        raise TokenizerMismatchError(
-            f"a tokenizer of at most {known} tokens, as many as the model embeds",
-            f"{len(tokenizer)} tokens ({getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__})",
-            "Load the tokenizer from where the model came from.",
-        )
     if isinstance(getattr(model, "speculation", None), Speculation):
         restore(model)
     read_logits(torch.zeros(1, 2), 1)  # Numba sets itself up and loads a first kernel; what follows is timed without it
@@ -170,6 +154,28 @@ def prepare(
     if config.nodes == AUTO and config.draft != OFF:
         with using(threads):
             measure_passes(model, speculation, passes.kept)
+
+
+def _check_arguments(model: Any, tokenizer: Any, datastores: Any, drafter: Any, config: Any) -> None:
+    """Raise what `accelerate` says of arguments that are something else."""
+    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
+        raise _no_model(model)
+    names = (str, os.PathLike)
+    has_tokens = tokenizer is None or (hasattr(tokenizer, "__len__") and not isinstance(tokenizer, names))
+    require(has_tokens, "a tokenizer", tokenizer, "Load it with AutoTokenizer.from_pretrained.")
+    several = not isinstance(datastores, names)
+    require(several, "a list of datastores", datastores, f"Give datastores=[{str(datastores)!r}].")
+    options_remedy = "Give options by name: draft='auto', …."
+    require(isinstance(config, SpeculationConfig | None), "a SpeculationConfig as config", config, options_remedy)
+    drafts = drafter is None or callable(getattr(drafter, "propose", None))
+    require(drafts, "a drafter", drafter, options_remedy)
+    known = embedded_tokens(model)
+    if tokenizer is not None and len(tokenizer) > known:
+        raise TokenizerMismatchError(
+            f"a tokenizer of at most {known} tokens, as many as the model embeds",
+            f"{len(tokenizer)} tokens ({getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__})",
+            "Load the tokenizer from where the model came from.",
+        )
 
 
 def _reads_bigrams(model: Any, speculation: Speculation) -> bool:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
     from retrieve_spec.datastore.store import Datastore
-    from retrieve_spec.engine.sequence import GenerationReport
+    from retrieve_spec.engine.report import GenerationReport
 
 OFF = "off"
 WARM_UP_TOKENS = 8

@@ -50,7 +50,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 import retrieve_spec as rs
 from retrieve_spec.bench.runner import parting
 from retrieve_spec.drafting.tree import DraftTree
-from retrieve_spec.engine.sequence import GenerationReport
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.sampling.acceptance import RandomSampler, RowText, Warpers, packing, read_logits, read_packed
 from retrieve_spec.sampling.samplers import DeviceSampler, draw, draws_alike
 from retrieve_spec.verify.verifier import VerifierInputs

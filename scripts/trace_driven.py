@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from retrieve_spec.engine.sequence import GenerationReport
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.quantized import WeightOnlyConfig, pack_model
 from retrieve_spec.reference_model import QUANTISED
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs, VerifierOutput

@@ -25,7 +25,7 @@ import retrieve_spec as rs
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.presets import PRESETS, build_drafter
-from retrieve_spec.engine.sequence import GenerationReport
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.errors import ConfigError, nearest
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.recycling import Bigrams

@@ -397,19 +397,19 @@ def unite(
         for store, segment, entry in pairs:
             if entry.name not in removed:
                 continue  # an earlier store has it
-            gone = removed.pop(entry.name)
-            texts = {n: text.tobytes() for n, text in enumerate(segment.documents.hashes) if n not in gone}
+            dropped = removed.pop(entry.name)
+            texts = {n: text.tobytes() for n, text in enumerate(segment.documents.hashes) if n not in dropped}
             copies = [number for number, text in texts.items() if text in known]
             known.update(texts.values())
             skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
             if len(copies) < len(texts):
                 link_files(store.path / SEGMENTS / entry.name, entry.files, work.path / f"segment-{len(entries):06d}")
-                hidden = sorted({*gone, *copies})
+                hidden = sorted({*dropped, *copies})
                 if hidden:
                     check_files(store.path, entry)
                 ranks = find_ranks(segment.suffix_array, segment.document_starts, hidden)
                 taken = hiding(
-                    work, segment, entry, np.array(sorted(gone), np.uint32), ranks, np.array(copies, np.uint32)
+                    work, segment, entry, np.array(sorted(dropped), np.uint32), ranks, np.array(copies, np.uint32)
                 )
                 entries.append(replace(taken, name=f"{len(entries):06d}"))
             advance(sum(file.bytes for file in entry.files.values()))

@@ -19,7 +19,8 @@ from retrieve_spec.config import OFF, dial
 from retrieve_spec.datastore.store import sourced_runs
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.drafters import Drafters, DraftOptions
-from retrieve_spec.engine.sequence import Limits, Sequence
+from retrieve_spec.engine.limits import Limits
+from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.sessions import Siblings
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.text_drafter import TextDrafter

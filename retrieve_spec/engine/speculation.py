@@ -26,7 +26,8 @@ from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.sequence import GenerationReport, Sequence, together
+from retrieve_spec.engine.report import GenerationReport, together
+from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.model_layers import embedded_tokens

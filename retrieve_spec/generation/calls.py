@@ -24,7 +24,8 @@ from transformers import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from retrieve_spec.engine.joining import CallOptions, DelegatedCall, Prepared, sequences_of
-from retrieve_spec.engine.sequence import GenerationReport, Sequence
+from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.generation.request import (

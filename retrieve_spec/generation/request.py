@@ -429,15 +429,21 @@ def _reason_from_captured(model: Any, captured: Captured, interface: ModelInterf
         return alone or _TOO_MANY
     if why := _why_not_shaped(model, captured, interface):
         return why
-    if kwargs.get(interface.mask_name) is not None and _slides_in_its_own_way(kwargs.get(interface.cache_name)):
-        return "the window of the model's cache slides over the padding"
-    positions = kwargs.get(interface.positions_name)
     checkpoints = model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     if kwargs.get("use_cache") is False or checkpoints:
         return "the cache is switched off"
-    length, past = captured.input_ids.shape[1], _past_length(kwargs)
-    if kwargs.get("inputs_embeds") is not None and (past or interface.has_encoder or interface.rope_rescans):
+    takes_embeddings = not (_past_length(kwargs) or interface.has_encoder or interface.rope_rescans)
+    if kwargs.get("inputs_embeds") is not None and not takes_embeddings:
         return "the prompt is given as embeddings"
+    return _reason_from_cache(captured, interface)
+
+
+def _reason_from_cache(captured: Captured, interface: ModelInterface) -> str:
+    """Why a prepared call must be delegated because of its cache, or of how long its text may become."""
+    kwargs = captured.model_kwargs
+    if kwargs.get(interface.mask_name) is not None and _slides_in_its_own_way(kwargs.get(interface.cache_name)):
+        return "the window of the model's cache slides over the padding"
+    length, past, positions = captured.input_ids.shape[1], _past_length(kwargs), kwargs.get(interface.positions_name)
     if past and _holds_past(captured, interface) and past >= length:
         return "the cache already holds the whole prompt"
     reached = length if positions is None else min(length, int(positions.flatten()[-1]) + 1)  # without padding

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.joining import CallOptions, SharedPrompts, sequences_of
-from retrieve_spec.engine.sequence import GenerationReport, Sequence
+from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.generation.calls import delegate, noted, prepare_call, speculation_of
 from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions, setting

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from retrieve_spec.engine.budget import using
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.joining import CopiesRows
-from retrieve_spec.engine.sequence import GenerationReport
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ServeError

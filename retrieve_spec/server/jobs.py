@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from retrieve_spec.engine.sequence import GenerationReport
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.server.backend import Backend, DraftHints, Slot, SlotPool
 from retrieve_spec.server.sampling import Sampling, TokenLogProb
 from retrieve_spec.server.text import StopRules, StopScanner, StopType, TextCodec

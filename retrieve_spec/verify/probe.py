@@ -287,23 +287,31 @@ def _strongest(
         modes: list[Mode] = ["tree", "chain"] if mode == "tree" else [mode]
         for tried in modes:
             problems: list[tuple[float, str]] = []
-            by_tree = tried == "tree" or interface.recurrent
-            for candidate in candidates(model, interface) if by_tree else (interface, unplaced(interface)):
-                if isinstance(candidate, str):
-                    problems.append((math.inf, candidate))
+            for way in _ways(model, interface, tried, padded, layout):
+                if isinstance(way, str):
+                    problems.append((math.inf, way))
                     continue
-                if layout and tried == "tree" and layout_of(candidate) != layout:
-                    continue
-                for pieces in (True, False):
-                    way = replace(candidate, takes_padding=padded, takes_pieces=pieces)
-                    problem = _problem(model, tried, of_these, partial(HFVerifier, model, way, tried), texts)
-                    if problem is None:
-                        signatures = SignatureModes(texts.rounding)
-                        return Finding(tried, "" if tried == "tree" else why, way, signatures, texts)
-                    problems.append(problem)
+                problem = _problem(model, tried, of_these, partial(HFVerifier, model, way, tried), texts)
+                if problem is None:
+                    signatures = SignatureModes(texts.rounding)
+                    return Finding(tried, "" if tried == "tree" else why, way, signatures, texts)
+                problems.append(problem)
             why = min(problems, key=itemgetter(0), default=(0.0, why))[1]
         first = first or why
     return Finding("plain", first, interface)
+
+
+def _ways(
+    model: Any, interface: ModelInterface, mode: Mode, padded: bool, layout: str
+) -> Iterator[ModelInterface | str]:
+    """Interfaces that a mode may work with, the likeliest first, or why one is not there."""
+    by_tree = mode == "tree" or interface.recurrent
+    for candidate in candidates(model, interface) if by_tree else (interface, unplaced(interface)):
+        if isinstance(candidate, str):
+            yield candidate
+        elif not layout or mode != "tree" or layout_of(candidate) == layout:
+            for pieces in (True, False):
+                yield replace(candidate, takes_padding=padded, takes_pieces=pieces)
 
 
 def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from waiting import HANG_S
 
-from retrieve_spec.engine.sequence import GenerationReport
+from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.server.backend import DraftHints
 
 
