@@ -42,6 +42,11 @@ COMMANDS = {
         "Build a datastore from files, folders or a recipe.",
         "build mystore src docs/*.md --tokenizer smollm2 --licence MIT,Apache-2.0",
     ),
+    "distil": (
+        "retrieve_spec.cli_distil",
+        "Keep what a model itself would say beside a datastore.",
+        "distil mystore --model smollm2 --minutes 30",
+    ),
     "add": (
         "retrieve_spec.cli_store",
         "Add documents to a datastore.",

@@ -25,6 +25,7 @@ from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import EXACT, NGRAM
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
+from retrieve_spec.sources.distilled import distilled_tables
 from retrieve_spec.sources.recycling import MANY_CONTEXTS, Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, store_rows
 from retrieve_spec.sources.session import SessionMemory
@@ -133,6 +134,7 @@ class MixtureDrafter(ScopedDrafter):
             dense=None if indexes.layer is None else DenseSource(indexes),
             ngram=ngram_rows,
             recycling=RecyclingTable(contexts) if recycling else None,
+            distilled=distilled_tables(self.datastores),
             bigrams=bigrams,
             phrases=self.calibration.phrases if self.config.phrases == AUTO else None,
         )

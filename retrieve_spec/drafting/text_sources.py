@@ -10,6 +10,7 @@ from retrieve_spec.sources import (
     BIGRAMS,
     CONTEXT,
     DENSE,
+    DISTILLED,
     PHRASES,
     PREDICTION,
     RECYCLING,
@@ -17,6 +18,7 @@ from retrieve_spec.sources import (
 )
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseSource
+from retrieve_spec.sources.distilled import DistilledTable
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, Row
@@ -37,8 +39,8 @@ class TextSources:
         Automata of earlier texts, as the session had them when the request began.
     exact, dense, ngram
         Rows of the stores' suffix arrays and n-gram tables, numbered over all stores; what the dense indexes found.
-    recycling, bigrams
-        The target's own top tokens: in texts so far, and after each single token.
+    recycling, distilled, bigrams
+        The target's own top tokens: in texts so far, in texts that it was made to write, and after each single token.
     phrases
         What the answers to several requesters have in common.
     """
@@ -53,6 +55,7 @@ class TextSources:
     ngram: list[Row] = field(default_factory=list)
     recycling: RecyclingTable | None = None
     bigrams: Bigrams | None = None
+    distilled: list[DistilledTable] = field(default_factory=list)
     phrases: PhraseMemory | None = None
 
     def rows(self) -> dict[str, list[Row]]:
@@ -65,6 +68,7 @@ class TextSources:
             "exact": self.exact,
             "dense": _rows(self.dense, DENSE),
             "recycling": _rows(self.recycling, RECYCLING),
+            "distilled": [table.row(DISTILLED) for table in self.distilled],
             "bigrams": _rows(self.bigrams if self.recycling else None, BIGRAMS),
             "phrases": _rows(self.phrases if knows_phrases else None, PHRASES),
             "alignment": _rows(self.alignments, ALIGNMENT),

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.compiled_code import door, inner, making_door
 
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
-NUM_SOURCES = 11
-_CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT, _BIGRAMS = 0, 2, 3, 6, 8, 9, 10
+NUM_SOURCES = 12
+_CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT, _BIGRAMS, _DISTILLED = 0, 2, 3, 6, 8, 9, 10, 11
 """How many of `retrieve_spec.sources.SOURCE_NAMES` estimate, and the places of some of them."""
 FORCED = NUM_SOURCES
 """The place of what needs no source, as nothing else may come."""
@@ -79,7 +79,7 @@ def recency_weight(cells: NDArray[np.float32], cell: int) -> float:
 @inner
 def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     """Weight of a level before anything was learned: n / (n + a·d), with a falling in the match length."""
-    if source == _RECYCLING:  # the target's own probabilities
+    if source == _RECYCLING or source == _DISTILLED:  # the target's own probabilities
         return 0.75 if length >= 2 else 0.6
     if source == _BIGRAMS:  # the same, whatever stood before
         return 0.5

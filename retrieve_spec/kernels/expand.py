@@ -27,6 +27,7 @@ from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.source_table import (
     CURSOR,
     KIND_BIGRAMS,
+    KIND_DISTILLED,
     KIND_PHRASES,
     KIND_RECYCLING,
     TAIL,
@@ -148,7 +149,7 @@ def follow(
     rows = len(table)
     for s in range(rows):
         source = table[s]
-        if source.kind == KIND_RECYCLING or source.kind == KIND_PHRASES:
+        if source.kind == KIND_RECYCLING or source.kind == KIND_PHRASES or source.kind == KIND_DISTILLED:
             recycling.ask_for(recycling_sets(source.recycling), tails, at)  # read after the automata were followed
         elif source.kind == KIND_BIGRAMS:
             known = source.recycling

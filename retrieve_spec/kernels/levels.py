@@ -18,6 +18,7 @@ from retrieve_spec.kernels.source_table import (
     KIND_AUTOMATON,
     KIND_BIGRAMS,
     KIND_DENSE,
+    KIND_DISTILLED,
     KIND_EXACT,
     KIND_NGRAM,
     KIND_PHRASES,
@@ -119,6 +120,12 @@ def open_row(
 
 
 @inner
+def _has_contexts(kind: int) -> bool:
+    """Whether a source is a table of contexts of several lengths."""
+    return bool(kind == KIND_RECYCLING or kind == KIND_PHRASES or kind == KIND_DISTILLED)
+
+
+@inner
 def _recycling_level(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     sets = recycling_sets(source.recycling)
     while order > 0:
@@ -161,7 +168,7 @@ def next_level(
         if link < 0:
             return np.int64(0), np.int64(-1)
         return _long_enough(source, *_first_useful(states, link, np.int64(states[link, automaton.LENGTH])))
-    if kind == KIND_RECYCLING or kind == KIND_PHRASES:
+    if _has_contexts(kind):
         return _recycling_level(source, hashes, length - 1)
     if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
         if kind == KIND_NGRAM:
@@ -189,7 +196,7 @@ def evidence(source: Record, cursors: NDArray[np.int64], c: int, handle: int, st
     if kind == KIND_AUTOMATON:
         states = states_of(source.automaton)
         return np.int64(states[handle, automaton.COUNT]), np.int64(automaton.degree(states, handle))
-    if kind == KIND_RECYCLING or kind == KIND_PHRASES:
+    if _has_contexts(kind):
         top = recycling_probs(source.recycling, handle)[0]
         seen = recycling.seen(recycling_sets(source.recycling), handle)
         return seen, _spread(top)
@@ -246,7 +253,7 @@ def read_level(
         if n > 0:
             out_p[0] += recency
         return n
-    if kind == KIND_RECYCLING or kind == KIND_PHRASES or kind == KIND_BIGRAMS:
+    if _has_contexts(kind) or kind == KIND_BIGRAMS:
         k = source.recycling.k
         ids = recycling_tokens(source.recycling, handle)
         p = recycling_probs(source.recycling, handle)

@@ -12,6 +12,7 @@ RECYCLING   none: looked up by the newest tokens
 PHRASES     none: looked up by the newest tokens
 UNIGRAM     classes of the two newest tokens
 BIGRAMS     none: looked up by the newest token
+DISTILLED   none: looked up by the newest tokens
 ALIGNMENT   place, outcomes, tokens since the text differed (`kernels/alignment.py`)
 PREDICTION  position of the next expected token, tokens matched (-1: not followed)
 NGRAM       none: looked up by the newest tokens
@@ -45,7 +46,7 @@ from retrieve_spec.kernels.views import (
 )
 
 KIND_AUTOMATON, KIND_RECYCLING, KIND_PREDICTION, KIND_NGRAM, KIND_EXACT = 0, 1, 2, 3, 4
-KIND_DENSE, KIND_UNIGRAM, KIND_PHRASES, KIND_ALIGNMENT, KIND_BIGRAMS = 5, 6, 7, 8, 9
+KIND_DENSE, KIND_UNIGRAM, KIND_PHRASES, KIND_ALIGNMENT, KIND_BIGRAMS, KIND_DISTILLED = 5, 6, 7, 8, 9, 10
 """How a source is read."""
 
 
@@ -84,9 +85,9 @@ SOURCE = np.dtype(
     align=True,
 )
 """Record of a source: its kind, its number, 1 while it is disabled (it has explained next to nothing lately), and what
-its kind keeps: addresses of arrays and numbers. Phrases and bigrams are kept as `recycling`; `exact.segment` numbers
-segments over all open stores. No field is named like an attribute of NumPy's scalars, such as `size`, which would be
-found in its place without the compiler."""
+its kind keeps: addresses of arrays and numbers. Phrases, bigrams and distilled tables are kept as `recycling`;
+`exact.segment` numbers segments over all open stores. No field is named like an attribute of NumPy's scalars, such as
+`size`, which would be found in its place without the compiler."""
 sources_at = records_at(SOURCE)
 """(size,) `SOURCE` at an address."""
 CURSOR = 4

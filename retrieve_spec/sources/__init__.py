@@ -12,9 +12,9 @@ SOURCE_NAMES = (
     "phrases",
     "alignment",
     "bigrams",
+    "distilled",
     "forced",
 )
 """Names by the number stored in `DraftTree.source`; statistics are reported by these names."""
-(CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, SCRIPT, PHRASES, ALIGNMENT, BIGRAMS, FORCED) = range(
-    len(SOURCE_NAMES)
-)
+CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, SCRIPT = range(8)
+PHRASES, ALIGNMENT, BIGRAMS, DISTILLED, FORCED = range(8, len(SOURCE_NAMES))

@@ -17,8 +17,10 @@ from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import automaton as automaton_kernels
 from retrieve_spec.kernels import blend, calibration, source_table
 from retrieve_spec.kernels import request as request_kernels
+from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.kernels.unigram import RATES
 from retrieve_spec.sources.automaton import SuffixAutomaton
+from retrieve_spec.sources.distilled import DistilledTable
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, SourceTable, address_of, store_rows
@@ -159,10 +161,18 @@ def make_world(rng, alphabet, stores=(), documents=()):
         naive_unigrams.extend(part, generated)
         alignment.extend(source_of(alignments).alignment, np.array(part, np.int32), int(generated))
         naive_alignments.extend(part, generated)
+    asked, naive_asked = RecyclingTable(1 << 8, 3), NaiveTable(3)
+    for _ in range(9):
+        newest, ids = of_these.integers(0, alphabet, 3), of_these.choice(alphabet + 3, 3, replace=False)
+        logits = np.sort(of_these.normal(0, 3, 3))[::-1].astype(np.float32)
+        asked.learn(newest[None].astype(np.int32), np.array([3], np.int32), ids[None].astype(np.int32), logits[None])
+        naive_asked.learn(newest.tolist(), ids.tolist(), logits.tolist())
+    distilled = DistilledTable(asked.sets, np.append(asked.entries.reshape(-1), np.zeros(MOST, np.int32)), {})
     prediction = Prediction(np.array(expected, np.int32))
     position, matched = int(rng.integers(0, 12)), int(rng.integers(-1, 9))
     ngram, exact = store_rows(stores, 4, 5)
-    rows = [prediction.row(2), context.row(0), session.row(1), *exact, recycling.row(3), bigrams.row(10), *ngram]
+    rows = [prediction.row(2), context.row(0), session.row(1), *exact, recycling.row(3), distilled.row(11)]
+    rows += [bigrams.row(10), *ngram]
     rows += [phrases.row(8), unigrams.row(0), alignments.row(9)]
     sources = [
         naive.Prediction(expected, len(text), position, matched),
@@ -170,6 +180,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
         naive.Automaton(1, naive_session),
         *[naive.Exact(documents, int(row.record["exact"]["min_depth"][0]), len(text)) for row in exact],
         naive.Recycling(naive_table),
+        naive.Distilled(naive_asked),
         naive.Bigrams(naive_bigrams),
         *[naive.Ngram(documents) for _ in ngram],
         naive.Phrases(naive_phrases),

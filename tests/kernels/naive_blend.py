@@ -28,7 +28,7 @@ def cell_of(number, length, total, distinct):
 
 
 def prior(number, length, total, distinct):
-    if number == 3:
+    if number in (3, 11):
         return 0.75 if length >= 2 else 0.6
     if number == 2:
         return 0.9 - 0.5 / (1 + length)
@@ -68,7 +68,7 @@ class Trust:
             self.factor[name] = min(max(moved, -math.log(500)), math.log(500))
 
     def table(self):
-        out = np.empty((11, 4, 2))
+        out = np.empty((12, 4, 2))
         out[..., 0], out[..., 1] = 1, 1
         for name in self.variance:
             at = (name[0], 0) if len(name) == 1 else (name[0], 1 + name[1])
@@ -110,6 +110,10 @@ class Recycling:
 
 class Bigrams(Recycling):
     number = 10
+
+
+class Distilled(Recycling):
+    number = 11
 
 
 class Phrases(Recycling):

@@ -172,7 +172,7 @@ def test_a_disabled_source_is_neither_asked_nor_judged(world):
     assert (np.delete(use, 3) != 0.5).all()
 
 
-@given(st.integers(0, 9), st.integers(0, 100), st.integers(0, 200), st.integers(0, 20))
+@given(st.integers(0, 11), st.integers(0, 100), st.integers(0, 200), st.integers(0, 20))
 def test_cells(number, length, total, distinct):
     assert calibration.cell_of(number, length, total, distinct) == naive.cell_of(number, length, total, distinct)
     assert 0 <= calibration.cell_of(number, length, total, distinct) < calibration.CELLS
@@ -184,7 +184,7 @@ def test_cells(number, length, total, distinct):
 
 def test_priors_know_the_sources_by_their_numbers():
     assert len(SOURCE_NAMES) == calibration.NUM_SOURCES + 1 and SOURCE_NAMES[calibration.FORCED] == "forced"
-    known = "context", "prediction", "recycling", "dense", "phrases", "alignment", "bigrams"
+    known = "context", "prediction", "recycling", "dense", "phrases", "alignment", "bigrams", "distilled"
     assert [SOURCE_NAMES[getattr(calibration, f"_{name.upper()}")] for name in known] == list(known)
 
 

@@ -1,0 +1,254 @@
+"""Distilling: a model answers prompts and reads texts, and what it says is kept beside a store for later drafts.
+
+Drafting is never better than what it can look up, and nothing says a model's next tokens better than the model. What it
+answers becomes documents of the store; its own top tokens after every context of one to three tokens become a table
+(`retrieve_spec.sources.distilled`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.acceleration import accelerated
+from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.dense import model_fingerprint
+from retrieve_spec.datastore.manifest import MANIFEST
+from retrieve_spec.datastore.sources import Source
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.sources.distilled import FOLDER, DistilledTable, distilled_folder, keep_distilled
+from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.session import SessionMemory
+from retrieve_spec.verify.interface import input_device
+
+CONTEXTS = 1 << 20
+"""Contexts of a table, 80 bytes each."""
+TEMPERATURES = (0.0, 0.7, 1.0)
+"""One after the other: what a model says greedily, as chats draw it, and what else it might say."""
+_ANSWER, _FOLLOW_UPS, _PIECE, _NODES = 256, 2, 512, 32
+"""Tokens of an answer, later turns of a conversation, tokens of a text that are read at once, nodes of a draft."""
+SUBJECTS = (
+    "the water cycle", "photosynthesis", "riding a bicycle", "the French Revolution", "black holes", "baking bread",
+    "the rules of chess", "machine learning", "volcanoes", "the human heart", "climate change", "ancient Rome",
+    "growing tomatoes", "the stock market", "learning a language", "public transport", "jazz", "healthy breakfasts",
+    "planning a week", "sorting algorithms", "databases", "web servers", "unit tests", "recursion", "the Moon",
+    "penguins", "electric cars", "job interviews", "saving money", "the Olympic Games", "vaccines", "Shakespeare",
+    "the printing press", "solar panels", "yoga", "coffee", "moving house", "regular expressions", "a lost dog",
+    "a train journey",
+)  # fmt: skip
+FORMS = (
+    "Explain {} to a child.", "Write a short story about {}.", "List ten facts about {}.",
+    "What are the advantages and disadvantages of {}?", "Write an email to a colleague about {}.",
+    "Summarise what matters about {} in three sentences.", "Give step-by-step instructions that have to do with {}.",
+    "Write a Python function that has to do with {}, and explain it.", "What is the history of {}?",
+    "Write a poem about {}.", "Compare {} with something similar.", "Write a table of facts about {} in Markdown.",
+    "Ask me five questions about {}, with answers.", "Write JSON that describes {}.",
+    "A train leaves at 9:40 and a talk about {} begins two and a half hours later. When? Think step by step.",
+)  # fmt: skip
+FOLLOW_UPS = ("Say that in other words.", "Give an example.", "Make it shorter.", "Why?", "What should I read next?")
+
+
+@dataclass(frozen=True, slots=True)
+class DistilReport:
+    """What came of distilling.
+
+    Attributes
+    ----------
+    answers, tokens
+        Answers that the model gave, and tokens that it wrote and read.
+    contexts
+        Contexts that the table knows now.
+    seconds
+        How long it took.
+    tokens_per_pass
+        Tokens that the model wrote in each of its passes.
+    """
+
+    answers: int
+    tokens: int
+    contexts: int
+    seconds: float
+    tokens_per_pass: float
+
+
+def general_prompts(seed: int = 0) -> Iterator[str]:
+    """Short prompts of many kinds in random order, each once."""
+    prompts = [form.format(subject) for form, subject in itertools.product(FORMS, SUBJECTS)]
+    return iter([prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))])
+
+
+def distil(
+    model: Any,
+    tokenizer: Any,
+    store: str | Path,
+    *,
+    prompts: Iterable[str] | None = None,
+    texts: Iterable[str] = (),
+    max_tokens: float = math.inf,
+    minutes: float = 60.0,
+    contexts: int = CONTEXTS,
+    on_progress: Callable[[DistilReport], None] | None = None,
+) -> DistilReport:
+    """Let a model answer prompts and read texts, and keep what it says beside a store.
+
+    What is there of the same model is gone on with. Ctrl-C ends it with what there is.
+
+    Parameters
+    ----------
+    model, tokenizer
+        The model as `from_pretrained` gave it; its chat template is used if the tokenizer has one.
+    store
+        Folder of a datastore, made with the answers where there is none.
+    prompts
+        What is asked; `general_prompts` when None. Conversations go on for a few turns.
+    texts
+        Read before anything is asked.
+    max_tokens, minutes
+        When it ends, at the latest.
+    contexts
+        Contexts that the table has room for, a power of two.
+    on_progress
+        Called after each answer and each text.
+
+    Raises
+    ------
+    ConfigError
+        There is nothing to ask and nothing to read, or `contexts` is no power of two.
+    BuildError, StoreError
+        The store cannot be written.
+    """
+    if contexts & (contexts - 1) or contexts < 1:
+        raise ConfigError("contexts as a power of two", str(contexts), f"Take {1 << max(contexts, 1).bit_length()}.")
+    store, fingerprint = Path(store), model_fingerprint(model)
+    drafter = MixtureDrafter(SpeculationConfig(), contexts=contexts, session=SessionMemory())
+    table = drafter.sources.recycling
+    assert table is not None
+    known = distilled_folder(store, fingerprint)
+    written = _go_on_with(table, known) if known.exists() else 0
+    with accelerated(model, tokenizer, drafter=drafter, nodes=_NODES, prompt_logits=_PIECE):
+        work = _Work(model, tokenizer, table, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
+        try:
+            for text in texts:
+                work.read(text)
+            for prompt in general_prompts() if prompts is None else prompts:
+                work.ask(prompt)
+        except (KeyboardInterrupt, _Done):
+            pass
+    if not work.tokens:
+        raise ConfigError("prompts to ask or texts to read", "none", "Leave prompts out to ask general ones.")
+    _keep_answers(store, tokenizer, work.answers)
+    keep_distilled(table, store, {"model": fingerprint, "tokens": written + work.tokens})
+    return work.report()
+
+
+def _go_on_with(table: RecyclingTable, path: Path) -> int:
+    """Take over what is known of the model, if that is a table of this size; how many tokens taught it."""
+    known = DistilledTable.open(path)
+    if len(known.sets) != len(table.sets):
+        return 0
+    table.sets[:] = known.sets
+    table.entries.reshape(-1)[:] = known.entries[: table.entries.size]
+    return int(known.about.get("tokens", 0))
+
+
+class _Done(Exception):
+    """There is no time left, or there are tokens enough."""
+
+
+class _Work:
+    """What was asked and read so far."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        table: RecyclingTable,
+        max_tokens: float,
+        end: float,
+        on_progress: Callable[[DistilReport], None] | None,
+    ) -> None:
+        self._model, self._tokenizer, self._table = model, tokenizer, table
+        self._max_tokens, self._end, self._began, self._on_progress = max_tokens, end, perf_counter(), on_progress
+        self._passes = self._generated = self.tokens = 0
+        self.answers: list[str] = []
+
+    def report(self) -> DistilReport:
+        """What has come of it."""
+        known = DistilledTable(self._table.sets, self._table.entries.reshape(-1), {}).num_contexts
+        pace = self._generated / max(self._passes, 1)
+        return DistilReport(len(self.answers), self.tokens, known, perf_counter() - self._began, pace)
+
+    def _count(self, tokens: int) -> None:
+        self.tokens += tokens
+        if self._on_progress is not None:
+            self._on_progress(self.report())
+        if self.tokens >= self._max_tokens or perf_counter() >= self._end:
+            raise _Done
+
+    @torch.no_grad()
+    def read(self, text: str) -> None:
+        """Let the model read a text in pieces, and learn what it says after each token."""
+        ids: NDArray[np.int32] = np.array(self._tokenizer(text)["input_ids"], np.int32)
+        for first in range(0, len(ids), _PIECE):
+            piece = ids[first : first + _PIECE]
+            given = torch.tensor(piece[None], dtype=torch.long, device=input_device(self._model))
+            best = self._model(input_ids=given, use_cache=False).logits[0].float().topk(self._table.k)
+            top_ids = best.indices.cpu().numpy().astype(np.int32)
+            self._table.learn_text(piece, top_ids, best.values.cpu().numpy())
+            self._count(len(piece))
+
+    def ask(self, prompt: str) -> None:
+        """Let the model answer a prompt, and go on with what follows from it; its drafter learns what it says."""
+        number = len(self.answers)
+        follow_ups = [FOLLOW_UPS[(number + turn) % len(FOLLOW_UPS)] for turn in range(number % (1 + _FOLLOW_UPS))]
+        messages: list[dict[str, str]] = []
+        for said in [prompt, *follow_ups]:
+            messages.append({"role": "user", "content": said})
+            messages.append({"role": "assistant", "content": self._answer(messages, number)})
+
+    def _answer(self, messages: list[dict[str, str]], number: int) -> str:
+        text = messages[-1]["content"]
+        if getattr(self._tokenizer, "chat_template", None):
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        given = self._tokenizer(text, return_tensors="pt", add_special_tokens=not text.startswith("<")).to(
+            input_device(self._model)
+        )
+        temperature = TEMPERATURES[number % len(TEMPERATURES)]
+        drawn = {"do_sample": True, "temperature": temperature, "seed": number} if temperature else {"do_sample": False}
+        output = self._model.generate(**given, max_new_tokens=_ANSWER, **drawn)
+        new_ids = output[0, given["input_ids"].shape[1] :]
+        answer: str = self._tokenizer.decode(new_ids, skip_special_tokens=True)
+        self.answers.append(answer)
+        self._passes += self._model.speculation.last.passes
+        self._generated += len(new_ids)
+        self._count(len(new_ids))
+        return answer
+
+
+def _keep_answers(store: Path, tokenizer: Any, answers: list[str]) -> None:
+    """Make answers documents of a store, which is made where there is none."""
+    if not any(answers):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "answers.jsonl"
+        path.write_text("".join(json.dumps({"text": answer}) + "\n" for answer in answers if answer), encoding="utf-8")
+        if (store / MANIFEST).exists():
+            add_documents(store, [Source(str(path))])
+        else:
+            build_datastore(store, [Source(str(path))], tokenizer)
+
+
+__all__ = ["FOLDER", "DistilReport", "distil", "general_prompts"]

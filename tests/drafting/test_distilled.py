@@ -1,0 +1,125 @@
+"""Distilled tables: what a model was asked lies beside a store, and is drafted where a text has shown nothing."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import retrieve_spec as rs
+from retrieve_spec.cli_distil import distil as command
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.distilling import distil, general_prompts
+from retrieve_spec.drafting.drafter import Budget
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.errors import ConfigError
+from retrieve_spec.sources import SOURCE_NAMES
+from retrieve_spec.sources.distilled import distilled_folder, distilled_tables, keep_distilled
+from retrieve_spec.sources.recycling import RecyclingTable
+
+ABOUT = {"model": "model:1", "tokens": 3}
+
+
+def learned(*contexts):
+    """A table in which each context, newest token last, is followed by two tokens."""
+    table = RecyclingTable(1 << 8, 4)
+    for context, top in contexts:
+        newest = np.array([[*context[::-1], 0, 0, 0][:3]], np.int32)
+        lens, ids = np.array([len(context)], np.int32), np.array([top], np.int32)
+        table.learn(newest, lens, ids, np.array([[3.0, 1.0]], np.float32))
+    return table
+
+
+@pytest.fixture
+def store(make_store):
+    """A store of a text that says nothing about other tokens."""
+    return make_store([[90, 91, 92, 93] * 4])
+
+
+def test_first_draft_of_a_text_is_what_the_model_was_asked(store):
+    keep_distilled(learned(([5], (7, 9)), ([5, 7], (30, 31)), ([1, 5, 7], (40, 31))), store.path, ABOUT)
+    drafter = MixtureDrafter(datastores=[store])
+    drafter.start(np.array([1, 5], np.int32))
+    tree = drafter.propose(Budget(4, 2))
+    paths = [(int(tree.parent[i]), int(tree.token_ids[i])) for i in range(len(tree))]
+    assert paths[:2] == [(-1, 7), (0, 40)], "the longest context comes first"
+    assert {SOURCE_NAMES[number] for number in tree.source} == {"distilled"}
+
+
+def test_a_table_is_put_in_place_of_the_last_one_of_its_model(store):
+    keep_distilled(learned(([5], (7, 9))), store.path, ABOUT)
+    path = keep_distilled(learned(([6], (8, 9))), store.path, ABOUT | {"tokens": 9})
+    keep_distilled(learned(([6], (3, 9))), store.path, {"model": "model:2", "tokens": 1})
+    assert sorted(table.about["tokens"] for table in distilled_tables([store])) == [1, 9]
+    assert sorted(file.name for file in path.iterdir()) == ["about.json", "entries.npy", "sets.npy"]
+    assert len(list(path.parent.iterdir())) == 2, "nothing is left of what was replaced"
+
+
+@pytest.mark.parametrize("damage", ["sets.npy", "entries.npy", "about.json"])
+def test_a_damaged_table_is_left_out(store, caplog, damage):
+    path = keep_distilled(learned(([5], (7, 9))), store.path, ABOUT) / damage
+    path.write_bytes(path.read_bytes()[:-40])
+    assert distilled_tables([store]) == []
+    assert "not drafted from" in caplog.text and "Distil the model again" in caplog.text
+
+
+def test_tokens_of_another_model_are_never_drafted(store, reference_model, reference_tokenizer):
+    """Ids that the model does not have may stand in a table of another one."""
+    ids = reference_tokenizer("def f(", return_tensors="pt").input_ids
+    last = int(ids[0, -1])
+    keep_distilled(learned(([last], (1 << 20, 9))), store.path, ABOUT)
+    plain = reference_model.generate(ids, max_new_tokens=8, do_sample=False)
+    drafter = MixtureDrafter(datastores=[store])
+    rs.accelerate(reference_model, reference_tokenizer, drafter=drafter, nodes=8)
+    assert torch.equal(reference_model.generate(ids, max_new_tokens=8, do_sample=False), plain)
+
+
+PROMPTS = ["def add(a, b):", "class Stack:", "import os\n"]
+
+
+@pytest.mark.slow
+def test_a_distilled_store_drafts_from_the_first_pass_and_changes_no_text(
+    reference_model, reference_tokenizer, tmp_path
+):
+    report = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=PROMPTS, texts=["x = 1\n" * 40])
+    assert report.answers >= 3 and report.contexts > 100 and report.tokens > 200
+    more = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["while True:"])
+    assert more.contexts > report.contexts, "an earlier run is gone on with"
+    store = open_datastore(tmp_path / "store")
+    assert store.manifest.documents >= 2 and distilled_folder(store.path, _fingerprint(reference_model)).is_dir()
+
+    ids = reference_tokenizer("def add(a, b):\n    return", return_tensors="pt").input_ids
+    options = {"max_new_tokens": 40, "do_sample": False, "nodes": 16}
+    rs.accelerate(reference_model, reference_tokenizer)
+    plain = reference_model.generate(ids, **options)
+    without = reference_model.speculation.last.passes
+    rs.accelerate(reference_model, reference_tokenizer, datastores=[store])
+    assert torch.equal(reference_model.generate(ids, **options), plain)
+    last = reference_model.speculation.last
+    assert last.accepted_by_source.get("distilled", 0) > 0 and last.passes <= without
+
+
+def _fingerprint(model):
+    from retrieve_spec.datastore.dense import model_fingerprint
+
+    return model_fingerprint(model)
+
+
+def test_the_command_stops_at_its_limit(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "def f():"}) + "\n")
+    given = [str(tmp_path / "store"), "--prompts", str(tmp_path / "prompts.jsonl"), "--tokens", "8", "--json", "-q"]
+    result = CliRunner().invoke(command, given, catch_exceptions=False)
+    assert result.exit_code == 0
+    told = json.loads(result.stdout)
+    assert told["answers"] == 1 and told["tokens"] >= 8
+
+
+def test_what_is_asked_for(reference_model, reference_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="power of two"):
+        distil(reference_model, reference_tokenizer, tmp_path / "store", contexts=1000)
+    with pytest.raises(ConfigError, match="prompts to ask or texts to read"):
+        distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=[])
+    assert not (tmp_path / "store").exists()
+    prompts = list(general_prompts())
+    assert len(set(prompts)) == len(prompts) > 500
