@@ -273,11 +273,13 @@ def test_threads_share_passes(tiny: Any, prompt: torch.Tensor, recorded_pass: An
     expected = [answer_of(tiny, ids) for ids in prompts]
     rs.accelerate(tiny, draft="off", recorded_pass=recorded_pass)
     engine = tiny.speculation.engine
-    together = threading.Barrier(6)
+    together, shared = threading.Barrier(6), threading.Event()
 
     def wait_for_others(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        if len(engine._sequences) == 1:  # on a busy machine it would be at its end before another began
-            time.sleep(0.01)
+        if len(engine._sequences) > 1:
+            shared.set()
+        elif not shared.is_set():  # on a busy machine a text would be at its end before another began
+            time.sleep(0.2)
         return torch.zeros(len(ids), dtype=torch.bool)
 
     def ask(i: int) -> bool:
