@@ -109,9 +109,9 @@ def loading_bars(shown: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling_shown() -> Iterator[None]:
-    """Show a bar of the kernels that are compiled, from the first one on, where standard error is a terminal.
+    """Show which kernels are compiled, and how many were, from the first one on, where standard error is a terminal.
 
-    The line that says why comes from the drafter (`kernels/compiled_code.py`), through logging.
+    The line that says why comes through logging (`kernels/compiled_code.py`).
     """
     from tqdm import tqdm
 
@@ -119,9 +119,10 @@ def compiling_shown() -> Iterator[None]:
 
     shown: list[tqdm[Any]] = []
 
-    def tell(_: str) -> None:
+    def tell(name: str) -> None:
         if not shown:
             shown.append(tqdm(desc="compiling", unit=" kernels", disable=None, dynamic_ncols=True, leave=False))
+        shown[0].set_postfix_str(name, refresh=False)
         shown[0].update()
 
     try:

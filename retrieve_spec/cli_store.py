@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from retrieve_spec.cli_common import PLACE, TEXT, WholeRange, counted, layer_of, loading_bars
+from retrieve_spec.cli_common import PLACE, TEXT, WholeRange, compiling_shown, counted, layer_of, loading_bars
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
@@ -81,9 +81,14 @@ def _source_options(command: _F) -> _F:
     return command
 
 
-def _bars(quiet: bool, loads_model: bool) -> AbstractContextManager[None]:
-    """Where a model loads, its bars; elsewhere Transformers need not be imported for them."""
-    return loading_bars(not quiet) if loads_model else nullcontext()
+@contextmanager
+def _bars(quiet: bool, loads_model: bool = False) -> Iterator[None]:
+    """Show what is compiled and, where one loads, how far a model is."""
+    with (
+        nullcontext() if quiet else compiling_shown(),
+        loading_bars(not quiet) if loads_model else nullcontext(),  # which imports Transformers
+    ):
+        yield
 
 
 def _has_dense(*stores: Path | str) -> bool:
@@ -277,7 +282,8 @@ def retokenize(store: Path | str, tokenizer: str, workers: int | None, quiet: bo
     """Rewrite a datastore for another tokenizer, from its own text."""
     from retrieve_spec.datastore.edit import retokenize_datastore
 
-    report = retokenize_datastore(store, tokenizer, workers=workers, progress=not quiet)
+    with _bars(quiet):
+        report = retokenize_datastore(store, tokenizer, workers=workers, progress=not quiet)
     print_report(report, store, as_json)
 
 
@@ -313,7 +319,9 @@ def sync(
     if watch:
         watch_folders(store, folders, tell=tell, **options)
     else:
-        tell(sync_datastore(store, folders, progress=not quiet, **options))
+        with _bars(quiet):
+            report = sync_datastore(store, folders, progress=not quiet, **options)
+        tell(report)
 
 
 @click.command(short_help="Bring a datastore to a remote.")

@@ -53,7 +53,15 @@ from retrieve_spec.datastore.manifest import (
     read_manifest,
 )
 from retrieve_spec.datastore.remote import folder_of
-from retrieve_spec.datastore.segment import Row, Segment, hidden_of, open_segment, tombstones_of, write_segment
+from retrieve_spec.datastore.segment import (
+    Row,
+    Segment,
+    hidden_of,
+    index_text,
+    open_segment,
+    tombstones_of,
+    write_segment,
+)
 from retrieve_spec.datastore.sources import SHARD_BYTES, Recipe, Source, SourceFile, file_shards, list_files
 from retrieve_spec.datastore.store import Datastore, check_files, open_as_written, open_datastore
 from retrieve_spec.errors import (
@@ -63,6 +71,7 @@ from retrieve_spec.errors import (
     StoreNotFoundError,
     TokenizerMismatchError,
 )
+from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
 from retrieve_spec.processors import processes
 
 SPAWN_WORK = 1 << 23
@@ -557,6 +566,8 @@ def grow(
         cut = choice.cut(config.segment_tokens)
         tokens = sum(part.tokens for part in cut)
         entries: list[SegmentEntry] = []
+        if cut:
+            _compile_indexing(config)
         with watch.stage("indexing", tokens, "tok") as advance:
             for entry in pool.run(partial(index_segment, job), list(enumerate(cut)), _TOKEN_BYTES * tokens):
                 advance(entry.tokens)
@@ -573,6 +584,13 @@ def grow(
         entries, record, dense = add_dense(work, manifest, entries, config.dense, watch, fresh=not staying)
         manifest = replace(manifest, dense=record)
     return publish(work, manifest, staying, entries, event, skipped=choice.skipped, seconds=watch.seconds, dense=dense)
+
+
+@compiling_logged()
+@compiles
+def _compile_indexing(config: StoreConfig) -> None:
+    """Compile the kernels where they are not yet, before each worker would."""
+    index_text(np.array([1, 2, 1, 0], np.uint16), np.arange(3, dtype=np.uint32), config)
 
 
 def _bytes(shard: Shard) -> int:

@@ -387,8 +387,8 @@ def unite(
     removed: dict[str, set[int]] = {}
     for store in opened:
         for entry in store.manifest.segments:
-            gone = tombstones_of(store.path, entry)[DOCUMENTS]
-            removed.setdefault(entry.name, set()).update(gone.tolist())
+            documents = tombstones_of(store.path, entry)[DOCUMENTS]
+            removed.setdefault(entry.name, set()).update(documents.tolist())
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
     skipped: list[tuple[str, str, str]] = []

@@ -15,6 +15,7 @@ from byte_tokenizers import byte_tokenizer
 from children import exit_code, start
 from filelock import FileLock
 from folders import write
+from numba import njit
 from waiting import wait_for
 
 from retrieve_spec.config import StoreConfig
@@ -31,6 +32,7 @@ from retrieve_spec.errors import (
     BuildError,
     StoreLockedError,
 )
+from retrieve_spec.kernels.compiled_code import WHY_IT_TAKES_LONG
 
 
 def contents(store):
@@ -240,6 +242,23 @@ def test_one_process_and_two_write_the_same_bytes(tokenizer, many, tmp_path):
     differing = {name for name in found[0][2] if found[0][2][name] != found[1][2].get(name)}
     assert differing <= {"manifest.json"}  # names the folder of the store
     assert len(contents(tmp_path / "s1")) == 27
+
+
+def test_it_is_said_that_kernels_are_compiled_before_workers_need_them(many, tokenizer, tmp_path, monkeypatch, caplog):
+    compiled = []
+
+    def kernel():
+        return 1
+
+    kernel.__module__ = "retrieve_spec.kernels.as_yet_unknown"
+
+    def index(tokens, *_):
+        compiled.append(njit(kernel)())
+
+    monkeypatch.setattr(build, "index_text", index)
+    build_datastore(tmp_path / "s", str(many), tokenizer, workers=1)
+    assert compiled == [1]
+    assert [record.getMessage() for record in caplog.records] == [WHY_IT_TAKES_LONG]
 
 
 def test_no_more_processes_than_there_is_room_for(many, tokenizer, tmp_path, monkeypatch):
