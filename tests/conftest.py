@@ -38,8 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_report_header() -> str:
-    return f"rotating tests: part {_part()} of {PARTS} ({PART}=all runs all)"
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which part of the tests that rotate ran."""
+    done = (report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ()))
+    if count := sum("rotates" in getattr(report, "keywords", ()) for report in done):
+        terminalreporter.write_line(
+            f"of rotating tests part {_part()} of {PARTS} ran, {count} cases; {PART}=all runs all"
+        )
 
 
 def _part() -> str:
@@ -58,6 +63,7 @@ def _rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.hookimpl(trylast=True)  # of what -k and -m chose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _rotate(config, items)
     limit = float(config.getini("timeout"))
