@@ -43,6 +43,7 @@ def test_help_imports_nothing_heavy(words):
         "retrieve_spec._version",
         "retrieve_spec.cli",
         "retrieve_spec.errors",
+        "retrieve_spec.processors",
     ]
 
 
