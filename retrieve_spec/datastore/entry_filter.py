@@ -34,6 +34,7 @@ from typing import Any
 
 from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
 from detect_secrets.plugins.base import RegexBasedDetector
+from detect_secrets.plugins.keyword import KeywordDetector
 
 from retrieve_spec._version import __version__
 from retrieve_spec.datastore.files import open_listed
@@ -72,7 +73,7 @@ _CODE = frozenset([".py", ".pyi", ".go", ".rs", ".java", ".kt", ".ts", ".tsx", "
 """Source about secrets is no secret: only other kinds of files count in a folder of secrets."""
 _NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _FILES))
 _WORD = re.compile(r"(?:credentials|secrets|passwords)\..*")
-"""Names of secrets, but for code, as of a module."""
+"""Names of secrets, or of modules about them."""
 _COPY = re.compile(r"(?:\.gz|\.zst|\.bak|\.orig|~)+\Z")
 """Ends of names of compressed files and of copies: the name before it counts, too."""
 _SAMPLE = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SAMPLES))
@@ -161,6 +162,12 @@ def secret_text(text: str) -> bool:
         or any(_is_token(text, found) for found in _TOKEN.finditer(text))
         or any(_is_password(*found.groups()) for found in _ADDRESS.finditer(text))
     )
+
+
+def _assigns_secret(name: str, text: str) -> bool:
+    """Whether a module assigns a password or key to a variable; in most other files, what is found so is none."""
+    detector = KeywordDetector()
+    return any(detector.analyze_line(filename=name, line=line, line_number=0) for line in text.splitlines())
 
 
 def _is_token(text: str, found: re.Match[str]) -> bool:
@@ -283,7 +290,7 @@ class EntryFilter:
             return Reason.BINARY
         if text.startswith(_POINTERS):
             return Reason.POINTER
-        if "secrets" not in self._admit and secret_text(text):
+        if "secrets" not in self._admit and (secret_text(text) or (_WORD.match(name) and _assigns_secret(name, text))):
             return Reason.SECRET_TEXT
         generated = name and "generated" not in self._admit and generated_text(name, text)
         return Reason.GENERATED if generated else None
