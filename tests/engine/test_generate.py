@@ -330,6 +330,7 @@ ACCELERATE: list[tuple[Any, type[Exception], str]] = [
     ({"given": "gpt2"}, errors.UnsupportedModelError,
      r"got 'gpt2'\. Load it with AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
     ({"given": BARE}, errors.UnsupportedModelError, "got GPT2Model, which has no head for the next token"),
+    ({"given": torch.compile(BARE)}, errors.UnsupportedModelError, r"torch\.compile\(accelerate\(model\)\)"),
     ({"tokenizer": numbers(500)}, errors.TokenizerMismatchError, "at most 199 tokens"),
     ({"tokenizer": "gpt2"}, errors.ConfigError, "a tokenizer, got 'gpt2'. Load it with AutoTokenizer"),
     ({"config": "auto"}, errors.ConfigError, "a SpeculationConfig as config, got 'auto'. Give options by name"),
@@ -349,6 +350,13 @@ def test_what_accelerate_cannot_take_is_named(tiny: Any, options: Any, error: ty
     with pytest.raises(error, match=said):
         rs.accelerate(options.pop("given", tiny), **options)
     assert not hasattr(tiny, "speculation"), "nothing was changed"
+
+
+def test_an_accelerated_model_may_be_compiled(tiny: Any, prompt: torch.Tensor) -> None:
+    wanted = tiny.generate(prompt, max_new_tokens=9, do_sample=False)
+    compiled: Any = torch.compile(rs.accelerate(tiny, recorded_pass="always", nodes=6))
+    assert torch.equal(compiled.generate(prompt, max_new_tokens=9, do_sample=False), wanted)
+    assert tiny.speculation.last.pass_kind == "recorded"
 
 
 IDS, SAMPLES = torch.tensor([[5, 6, 7]]), GenerationConfig(num_return_sequences=3, do_sample=True)
