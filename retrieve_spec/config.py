@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import os
+import stat
+import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from retrieve_spec.errors import ConfigError, nearest, require
 
+logger = logging.getLogger(__name__)
 AUTO: Literal["auto"] = "auto"
 OFF: Literal["off"] = "off"
 MAX_NODES = 1024
@@ -37,19 +43,30 @@ def cache_dir() -> Path:
     """Folder for what can be made again (unpacked models, workspaces' stores); not created here.
 
     `RETRIEVE_SPEC_CACHE` names it; otherwise it follows the XDG rule: `$XDG_CACHE_HOME/retrieve-spec`, by default
-    `~/.cache/retrieve-spec`.
-
-    Raises
-    ------
-    ConfigError
-        Neither is set, and there is no home: of a user without a name, as containers have them.
+    `~/.cache/retrieve-spec`. A user without a home that can be written, as containers have them, gets a folder among
+    temporary files.
     """
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser()
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrieve-spec"
-    except RuntimeError as error:
-        raise ConfigError("a folder for the cache", "a user without a home", f"Set {CACHE_VARIABLE}.") from error
+    with contextlib.suppress(RuntimeError):  # no home
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrieve-spec"
+        nearest_there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if folder.exists() or os.access(nearest_there, os.W_OK):
+            return folder
+    return temporary_dir("What can be made again", CACHE_VARIABLE)
+
+
+@functools.cache
+def temporary_dir(what: str, variable: str) -> Path:
+    """The user's folder among temporary files; a warning says what is kept there, and which variable names another."""
+    folder = Path(tempfile.gettempdir()) / f"retrieve-spec-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:  # somebody else's
+        folder = Path(tempfile.mkdtemp(prefix="retrieve-spec-"))
+    logger.warning("%s is kept in %s: set %s to a folder that can be written and stays", what, folder, variable)
+    return folder
 
 
 @dataclass(frozen=True, slots=True)

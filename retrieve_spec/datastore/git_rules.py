@@ -166,7 +166,7 @@ def _rules_of(root: Path) -> Rules:
 
 def _rules_by_files(top: Path, root: Path) -> Rules:
     """Rules by the files that git reads, from the top of a checkout down to what is above a folder."""
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.join(Path.home(), ".config")
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     general = [os.path.join(config, "git", "ignore"), os.path.join(top, ".git", "info", "exclude")]
     rules = Rules((".gitignore", ".ignore"), NEVER | _BUILT).joined(str(top), general)
     for folder in reversed(root.parents):

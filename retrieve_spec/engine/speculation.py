@@ -28,7 +28,7 @@ from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.report import GenerationReport, together
 from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.errors import ConfigError, require
+from retrieve_spec.errors import require
 from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.recorded.verdicts import KeptFindings
@@ -350,16 +350,12 @@ def bigrams_of(model: Any, verifier: Verifier, tokenizer: Any, kept: KeptFinding
     Bigrams
         With those that were kept before.
     """
-    try:
-        path = cache_dir() / "bigrams" / f"{model_fingerprint(model).partition(':')[2]}.npy"
-    except ConfigError as error:
-        logger.warning("bigrams are not kept: %s", error)
-        path = None
+    path = cache_dir() / "bigrams" / f"{model_fingerprint(model).partition(':')[2]}.npy"
     entries, began = _kept(path, embedded_tokens(model)), perf_counter()
     seconds = ASKED_AGAIN_SECONDS if (entries[:, 0] >= 0).any() else ASKED_SECONDS
     if max(kept.seconds.values(), default=0.0) < seconds:
         _ask(model, verifier, _line_end(tokenizer), entries, seconds)
-    if path is not None and perf_counter() - began > _NEVER_KEPT:
+    if perf_counter() - began > _NEVER_KEPT:
         with contextlib.suppress(OSError):  # which is logged when the file cannot be written
             path.parent.mkdir(parents=True, exist_ok=True)
         put_array(path, entries, "bigrams")
@@ -374,12 +370,11 @@ def _line_end(tokenizer: Any) -> list[int]:
         return []
 
 
-def _kept(path: Path | None, vocabulary: int) -> NDArray[np.int32]:
+def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
     """(vocabulary, 2k) int32 entries of `Bigrams` that a file has; none are known where it is another or no file."""
     k, entries = min(MOST, vocabulary), np.empty((0, 0), np.int32)
-    if path is not None:
-        with contextlib.suppress(Exception), open(path, "rb") as file:  # a damaged head is read as Python, and so fails
-            entries = np.lib.format.read_array(file, allow_pickle=False)
+    with contextlib.suppress(Exception), open(path, "rb") as file:  # a damaged head is read as Python, and so fails
+        entries = np.lib.format.read_array(file, allow_pickle=False)
     whole = entries.shape == (vocabulary, 2 * k) and entries.dtype == np.int32 and (entries[:, :k] < vocabulary).all()
     return entries if whole else np.full((vocabulary, 2 * k), -1, np.int32)
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from numba import config, njit
 from numba.core import event
+
+from retrieve_spec.config import temporary_dir
 
 logger = logging.getLogger(__name__)
 _DOOR: dict[str, Any] = {"cache": True, "nogil": True, "no_cfunc_wrapper": True, "_nrt": False}
@@ -38,9 +41,23 @@ _ROOM = 1 << 16
 WHY_IT_TAKES_LONG = "compiling the kernels, once on this machine: later starts take seconds"
 
 
-@njit(cache=True)
 def _beside() -> None:
     """A kernel whose compiled code lies where that of all others does."""
+
+
+def code_folder() -> Path:
+    """Where compiled code is kept: beside the sources, in the user's cache or, where neither can be written, among
+    temporary files.
+    """
+    try:
+        if not config.CACHE_DIR and os.path.expanduser("~") == "~" and not os.access(Path(__file__).parent, os.W_OK):
+            raise RuntimeError("no home, which Numba would look for in the current folder")
+        kept = njit(cache=True)(_beside)
+    except RuntimeError:  # Numba finds no folder
+        config.CACHE_DIR = str(temporary_dir("Code of compiled kernels", "NUMBA_CACHE_DIR") / "kernels")
+        os.environ["NUMBA_CACHE_DIR"] = config.CACHE_DIR  # for the processes that this one starts
+        kept = njit(cache=True)(_beside)
+    return Path(kept.stats.cache_path)
 
 
 def drop_stale(folder: Path, sources: Iterable[Path]) -> int:
@@ -62,7 +79,7 @@ def drop_stale_kernels() -> None:
     if not config.DISABLE_JIT:
         with contextlib.suppress(OSError):  # another process was faster, or the folder may only be read
             kernels = Path(__file__).parent
-            drop_stale(Path(_beside.stats.cache_path), [*kernels.glob("*.py"), kernels.parent / "config.py"])
+            drop_stale(code_folder(), [*kernels.glob("*.py"), kernels.parent / "config.py"])
 
 
 class _Told(event.Listener):  # type: ignore[misc]

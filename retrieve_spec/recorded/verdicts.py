@@ -33,7 +33,7 @@ from torch.nn.modules import module as torch_wide
 
 from retrieve_spec.config import PASS, SpeculationConfig, cache_dir
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.errors import ConfigError, in_a_line
+from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded.model_state import plain_attributes
 from retrieve_spec.verify.interface import attention_of, input_device
 from retrieve_spec.verify.tensor_parallel import Ranks
@@ -97,12 +97,8 @@ class KeptFindings:
     """
 
     def __init__(self, model: Any, config: SpeculationConfig, layer: Layer) -> None:
-        self._path: Path | None = None
-        try:
-            if (key := key_of(model, config, layer)) is not None:
-                self._path = cache_dir() / "verdicts" / f"{key}.json"
-        except ConfigError as error:
-            logger.debug("verdicts are not kept: %s", error)
+        key = key_of(model, config, layer)
+        self._path = None if key is None else cache_dir() / "verdicts" / f"{key}.json"
         self._found = {} if self._path is None else _read(self._path)
 
     @property
