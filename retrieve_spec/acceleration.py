@@ -24,7 +24,7 @@ from retrieve_spec.engine.speculation import Speculation, bigrams_of, check_stor
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
 from retrieve_spec.generation.streams import generate_many, generate_stream
-from retrieve_spec.kernels.compiled_code import compiles
+from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
 from retrieve_spec.model_layers import base_model, embedded_tokens, evaluating
 from retrieve_spec.openmp import survive_forks
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
@@ -104,6 +104,7 @@ def accelerate(
 
 
 @compiles
+@compiling_logged()
 def prepare(
     model: Any,
     tokenizer: Any = None,

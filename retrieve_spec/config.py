@@ -104,7 +104,8 @@ class SpeculationConfig:
         A `RolloutMemory`: answers of earlier calls that samples of the same prompt draft from.
     exact
         Give every token the same logits bit for bit with drafts and without: greedy and sampled text is then that of
-        `draft="off"`. For dense models in 16 bits, on a GPU with Triton; others are decoded without drafts.
+        `draft="off"`. For dense models in 16 bits or with packed weights, on a GPU with Triton; others are decoded
+        without drafts.
     recorded_pass
         Record the model's forward once and verify with the recording and a preallocated cache, where that agrees with
         the model: `"auto"` (models of a million parameters and more), `"always"` or `"off"`.

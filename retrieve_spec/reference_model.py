@@ -160,8 +160,10 @@ def _keep(model: PreTrainedModel, folder: Path, save: Callable[[Path], None]) ->
     import torch
     from safetensors import SafetensorError
 
+    from retrieve_spec.kernels.compiled_code import compiling_logged
+
     try:
-        with torch.no_grad():
+        with torch.no_grad(), compiling_logged():
             model(torch.arange(4)[None])
     except Exception as error:  # whatever a model's own code does with weights that it reads by itself
         raise UnsupportedModelError(

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,7 +39,13 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ROOM = 1 << 16
 """Words of a frame behind which there is room for the frames of all calls below it."""
-WHY_IT_TAKES_LONG = "compiling the kernels, once on this machine: later starts take seconds"
+WHY_IT_TAKES_LONG = (
+    "compiling the kernels, once on this machine: half a minute of a fast processor, two minutes of a slow one; "
+    "later starts take seconds"
+)
+TOLD_EVERY_S = 15.0
+"""Seconds after which it is said how far compiling is."""
+_is_logging: ContextVar[bool] = ContextVar("_is_logging", default=False)
 
 
 def _beside() -> None:
@@ -91,8 +98,9 @@ class _Told(event.Listener):  # type: ignore[misc]
     def on_start(self, happened: Any) -> None:
         """A kernel was not found compiled."""
         kernel = happened.data["dispatcher"].py_func
-        if kernel.__module__.startswith("retrieve_spec."):
-            self._tell(kernel.__name__)
+        package, _, place = kernel.__module__.partition(".")
+        if package == "retrieve_spec":
+            self._tell(f"{place.removeprefix('kernels.')}.{kernel.__name__}")
 
     def on_end(self, happened: Any) -> None:
         """It is compiled."""
@@ -107,16 +115,29 @@ def told_of_compiling(tell: Callable[[str], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling_logged() -> Iterator[None]:
-    """Log once why it takes long, when the first kernel is compiled in the block."""
-    said: list[str] = []
+    """Log why it takes long when the first kernel is compiled in the block, and now and then how far that is."""
+    if _is_logging.get():
+        yield
+        return
+    compiled, told = 0, 0.0
 
     def tell(name: str) -> None:
-        if not said:
+        nonlocal compiled, told
+        now, compiled = time.monotonic(), compiled + 1
+        if compiled == 1:
             logger.warning(WHY_IT_TAKES_LONG)
-        said.append(name)
+        elif now - told > TOLD_EVERY_S:
+            logger.warning("compiling the kernels: %d so far, now %s", compiled, name)
+        else:
+            return
+        told = now
 
-    with told_of_compiling(tell):
-        yield
+    token = _is_logging.set(True)
+    try:
+        with told_of_compiling(tell):
+            yield
+    finally:
+        _is_logging.reset(token)
 
 
 def _call(function: Callable[..., _R], arguments: Sequence[Any], options: Mapping[str, Any]) -> _R:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numba
 import pytest
 
+from retrieve_spec.kernels import compiled_code
 from retrieve_spec.kernels.compiled_code import (
     WHY_IT_TAKES_LONG,
     compiles,
@@ -64,7 +65,9 @@ def test_only_older_code_is_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
-def test_compiling_is_logged_once_and_told_of_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
+def test_compiling_is_logged_and_told_of_kernel_by_kernel(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inner = numba.njit(lambda x: x + 1)
     outer = numba.njit(lambda x: inner(x) * 2)
     of_somebody_else = numba.njit(lambda x: x)
@@ -76,10 +79,16 @@ def test_compiling_is_logged_once_and_told_of_kernel_by_kernel(caplog: pytest.Lo
         assert told == [] and not caplog.records
         assert outer(1) == 4
         assert outer(2) == 6
-    assert told == ["outer", "inner"]
-    assert [record.message for record in caplog.records] == [WHY_IT_TAKES_LONG]
-    inner(1.5)
-    assert told == ["outer", "inner"], "told only of what is compiled in the block"
+        assert [record.message for record in caplog.records] == [WHY_IT_TAKES_LONG]
+        monkeypatch.setattr(compiled_code, "TOLD_EVERY_S", 0.0)
+        with compiling_logged():
+            assert outer(1.0) == 4.0
+    assert told == ["made_up.outer", "made_up.inner"] * 2
+    assert [record.message for record in caplog.records[1:]] == [
+        f"compiling the kernels: {count} so far, now {name}" for count, name in ((3, told[0]), (4, told[1]))
+    ]
+    inner(1j)
+    assert len(told) == 4, "told only of what is compiled in the block"
 
 
 def test_no_garbage_is_looked_for_while_kernels_are_compiled_and_again_behind_that() -> None:
