@@ -93,12 +93,12 @@ def test_packed_models_are_kept(tmp_path: Path, cache: Path, quantize: str, tied
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-@pytest.mark.parametrize("bits", [0, 4, 8])
-def test_drafts_change_no_bit_of_a_text(tmp_path: Path, bits: int) -> None:
-    """Rows of a pass are the same whatever stands beside them: in bfloat16 (0), too."""
+@pytest.mark.parametrize("form", [torch.bfloat16, torch.float16, 4, 8], ids=str)
+def test_drafts_change_no_bit_of_a_text(tmp_path: Path, form: torch.dtype | int) -> None:
+    """Rows of a pass are the same whatever stands beside them: with weights of 16 bits, and with packed ones."""
     folder = save_llama(tmp_path / "model", tied=True, head_dim=32)
-    given: dict[str, Any] = {"quantization_config": WeightOnlyConfig(bits)} if bits else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **given).eval()
+    given = {"quantization_config": WeightOnlyConfig(form)} if isinstance(form, int) else {"dtype": form}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **given).eval()
     batch = torch.cat([PROMPT, PROMPT.flip(1), (PROMPT * 7) % 190 + 3])
     calls: list[tuple[torch.Tensor, dict[str, Any]]] = [
         (PROMPT, {"do_sample": False}),

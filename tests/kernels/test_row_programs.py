@@ -105,6 +105,17 @@ def test_a_row_is_the_same_beside_any_others_with_weights_that_lie(dtype: torch.
         assert torch.equal(out[:rows], whole[:rows])
 
 
+@EVERY
+def test_long_rows_are_multiplied_some_at_a_time(dtype: torch.dtype) -> None:
+    """Of some hundred kilobytes each."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 1 << 15).to(dtype) / 100 for rows in (14, 16))
+    result = row_product(x, weight)
+    torch.testing.assert_close(result.float(), x.float() @ weight.float().T, rtol=0.01, atol=0.02)
+    for rows in (1, 2, 3, 5, 11):
+        assert torch.equal(row_product(x[14 - rows :], weight), result[14 - rows :])
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_numbers_that_are_none_stay_so_in_their_own_row(bits: int) -> None:
     weight, x = pack(torch.randn(16, 64), bits), torch.ones(3, 64, dtype=torch.bfloat16)
