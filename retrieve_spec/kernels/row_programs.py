@@ -12,6 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from enum import IntEnum
 from typing import Any, Self
 
@@ -90,7 +91,7 @@ else:
 
     @inner
     def _leave_core() -> None:
-        """Nothing: without libgomp one thread runs a program."""
+        """Nothing: the system has another name for it."""
 
 
 @inner
@@ -222,15 +223,24 @@ def _openmp() -> ctypes.CDLL | None:
 
 
 def threads_of_torch() -> int:
-    """Threads of the caller's next parallel region (`omp_get_max_threads`); 1 where torch has another runtime."""
+    """Threads of the caller's next parallel region."""
     library = _openmp()
-    return 1 if library is None else int(library.omp_get_max_threads())
+    return torch.get_num_threads() if library is None else int(library.omp_get_max_threads())
+
+
+@functools.cache
+def _own_threads() -> ThreadPoolExecutor:
+    """Threads for programs where torch's runtime is not libgomp, as on macOS; a forked child has its own."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_own_threads.cache_clear)
+    return ThreadPoolExecutor(thread_name_prefix="retrieve-spec-rows")
 
 
 def run_in_threads(function: Any, data: NDArray[np.int64], threads: int) -> None:
     """Call a compiled function in every thread of a parallel region of torch's runtime, and wait for all of them.
 
-    The threads that wait for torch's own regions serve it: others would compete with them for the cores.
+    The threads that wait for torch's own regions serve it: others would compete with them for the cores. Where torch's
+    runtime is not libgomp, threads of this library serve it.
 
     Parameters
     ----------
@@ -245,8 +255,12 @@ def run_in_threads(function: Any, data: NDArray[np.int64], threads: int) -> None
         function.ctypes(data.ctypes.data)
         return
     library = _openmp()
-    assert library is not None, "threads_of_torch says whether there is one"
-    library.GOMP_parallel(int(function.address), data.ctypes.data, 0, 0)
+    if library is not None:
+        library.GOMP_parallel(int(function.address), data.ctypes.data, 0, 0)
+        return
+    others = [_own_threads().submit(function.ctypes, data.ctypes.data) for _ in range(threads - 1)]
+    function.ctypes(data.ctypes.data)
+    wait(others)
 
 
 def padded(rows: int) -> int:

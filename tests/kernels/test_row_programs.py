@@ -277,7 +277,11 @@ def test_steps_of_a_program_do_what_torch_does(dtype: torch.dtype) -> None:
         assert deviation < (1e-6 if dtype == torch.float32 else 0.01)
 
 
-def test_threads_wait_for_each_other_between_steps() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_threads_wait_for_each_other_between_steps(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's, or threads of this library, where torch has another runtime."""
+    if own:
+        monkeypatch.setattr(row_programs, "_openmp", lambda: None)
     torch.manual_seed(0)
     program, width, rows = RowProgram(), 256, 16
     x, weight, out = given = [program.place() for _ in range(3)]
