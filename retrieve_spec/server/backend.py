@@ -10,6 +10,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -201,8 +202,8 @@ class Backend:
         surplus = self.cache_length(cache) - keep
         if surplus <= 0:
             return surplus == 0
-        if not all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers):
-            return False  # windowed and recurrent layers forget what a cut would need
+        if not can_cut(cache):
+            return False
         cache.crop(-surplus)
         return True
 
@@ -211,11 +212,12 @@ class Backend:
         return copy.deepcopy(cache)
 
     def cache_bytes(self, cache: Any) -> int:
-        """Bytes that a cache takes, what its tensors are views of included."""
+        """Bytes that a cache takes, states of recurrent layers and what its tensors are views of included."""
         held: dict[int, int] = {}
         for layer in cache.layers:
-            for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-                if tensor is not None:
+            kept = [part.values() if isinstance(part, dict) else [part] for part in vars(layer).values()]
+            for tensor in chain.from_iterable(kept):
+                if isinstance(tensor, torch.Tensor):
                     storage = tensor.untyped_storage()
                     held[storage.data_ptr()] = storage.nbytes()
         return sum(held.values())
@@ -323,6 +325,11 @@ class Backend:
         self.model.speculation.drafters.forget(scope)
 
 
+def can_cut(cache: Any) -> bool:
+    """Whether the end of a cache can be taken away; windowed and recurrent layers forget what a cut would need."""
+    return all(type(layer).__name__ == "DynamicLayer" for layer in getattr(cache, "layers", ()))
+
+
 COPY_FROM = 64
 """A shared beginning of at least so many tokens is copied rather than read again."""
 
@@ -333,7 +340,8 @@ class Slot:
 
     While a slot is `held` by a task under way nobody else works on it, and what it holds may only be `copied`, if at
     all; one that was `dropped` is not kept any longer than that. What the cache held `behind` the prompt that it was
-    taken for was said there before, or stood there.
+    taken for was said there before, or stood there. One that is `settled` is what later prompts are likely to go on
+    from, and is copied for each.
     """
 
     cache: Any
@@ -343,6 +351,7 @@ class Slot:
     size: int = 0
     held: bool = True
     dropped: bool = False
+    settled: bool = False
     copied: Callable[[], Any] | None = None
     behind: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
@@ -378,6 +387,8 @@ class SlotPool:
             for slot in self._slots:
                 usable = slot.scope == scope and not slot.dropped and (slot.copied is not None or not slot.held)
                 n = common_prefix(slot.token_ids, prompt) if usable else 0
+                if not can_cut(slot.cache) and (slot.held or n < len(slot.token_ids) or n == len(prompt)):
+                    n = 0
                 if n > shared or (n == shared and best is not None and best.held):
                     best, shared = slot, n
         keep = min(shared, len(prompt) - 1)
@@ -390,7 +401,7 @@ class SlotPool:
 
     def _prepare(self, best: Slot | None, keep: int, scope: str) -> tuple[Slot, int]:
         if best is not None and keep > 0:
-            continues = 2 * keep >= len(best.token_ids) and not best.held
+            continues = 2 * keep >= len(best.token_ids) and not (best.held or best.settled)
             if continues:
                 if self._backend.crop(best.cache, keep):
                     return best, keep
@@ -405,6 +416,13 @@ class SlotPool:
         slot = Slot(cache, scope)
         self._slots.append(slot)
         return slot
+
+    def settle(self, slot: Slot, token_ids: Sequence[int]) -> None:
+        """Keep a copy of a cache as it is now, which holds these tokens."""
+        twin = self._fresh(self._backend.clone(slot.cache), slot.scope)
+        twin.token_ids, twin.size = np.asarray(token_ids, np.int64), self._backend.cache_bytes(twin.cache)
+        twin.used, twin.held, twin.settled = self._ticks, False, True
+        self._shrink()
 
     def _shrink(self) -> None:
         """Let go of what is too much: of the scope that keeps most caches the one that was used longest ago."""

@@ -101,6 +101,13 @@ class ChatTemplate:
                 turns = form(turns)
         return self._rendered(self.shaped(turns, tools), **given)
 
+    def opening(self, **how: Any) -> str:
+        """Return what begins the model's turn; "" where none begins."""
+        asked: Turn = {"role": "user", "content": "ask"}
+        how = {**how, "continue_final_message": False}
+        begun = self._tried_with(asked, **how)
+        return begun.removeprefix(self._tried_with(asked, **{**how, "add_generation_prompt": False}) or begun)
+
     def _rendered(self, turns: Sequence[Turn], /, **how: Any) -> str:
         text = self._tokenizer.apply_chat_template(turns, **{"add_generation_prompt": True, **how, "tokenize": False})
         return str(text)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.server.backend import Backend, DraftHints, Slot, SlotPool
+from retrieve_spec.server.backend import Backend, DraftHints, Slot, SlotPool, can_cut
 from retrieve_spec.server.sampling import Sampling, TokenLogProb
 from retrieve_spec.server.text import StopRules, StopScanner, StopType, TextCodec
 
@@ -46,6 +46,8 @@ class Task:
         Only read the prompt into a cache; gives way to every other task.
     reuse
         May continue a cache of an earlier prompt.
+    settled
+        Tokens with which later prompts of the conversation will begin, too: a cache that cannot be cut is copied there.
     """
 
     prompt_ids: tuple[int, ...]
@@ -62,6 +64,7 @@ class Task:
     warm: bool = False
     reuse: bool = True
     drafting: bool = True
+    settled: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -211,6 +214,7 @@ class Job:
         self.done = Completion(prompt_tokens=len(task.prompt_ids))
         self.text: Any = None
         self._slot: Any = None
+        self._settles = False
         self._backend, self._codec, self._pool, self._changed, self._clock = backend, codec, pool, changed, clock
         self._scanner = StopScanner(codec, task.rules, clock)
         self._said: list[int] = []
@@ -231,15 +235,31 @@ class Job:
         size = len(task.prompt_ids) * self._backend.token_bytes
         slot, self.done.cached_tokens = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse, size=size)
         self._slot = slot
-        self.text = self._backend.decode(
-            slot.cache,
-            task.prompt_ids,
-            max_tokens=self._most(),
-            end_ids=task.rules.end_ids,
-            sampling=Sampling() if task.warm else task.sampling,
-            hints=self._hints(slot),
-        )
+        self._settles = self.done.cached_tokens < task.settled < len(task.prompt_ids) and not can_cut(slot.cache)
+        if self._settles:
+            self.text = self._decode(task.prompt_ids[: task.settled], DraftHints(False, scope=task.scope), warm=True)
+        else:
+            self.text = self._decode(task.prompt_ids, self._hints(slot), warm=task.warm)
         self.done.setup_s = self._since()
+
+    def _decode(self, prompt_ids: tuple[int, ...], hints: DraftHints, *, warm: bool) -> Any:
+        task = self.task
+        return self._backend.decode(
+            self._slot.cache,
+            prompt_ids,
+            max_tokens=1 if warm else self._most(),
+            end_ids=task.rules.end_ids,
+            sampling=Sampling() if warm else task.sampling,
+            hints=hints,
+        )
+
+    def _settle(self) -> None:
+        """Go on from where later prompts will, after a copy of the cache has been kept."""
+        self.text.close()
+        self._settles = False
+        if not self.forgotten:
+            self._pool.settle(self._slot, self.task.prompt_ids[: self.task.settled])
+        self.text = self._decode(self.task.prompt_ids, self._hints(self._slot), warm=self.task.warm)
 
     def _hints(self, slot: Slot) -> DraftHints:
         """What to draft from; what was said behind this prompt before, if nothing else is expected there."""
@@ -261,8 +281,6 @@ class Job:
 
     def _most(self) -> int:
         """Tokens that may be said; of what was begun each says a byte or more."""
-        if self.task.warm:
-            return 1
         room = self._backend.n_ctx - len(self.task.prompt_ids)
         rules = self.task.rules
         return room if rules.max_tokens < 0 else min(rules.max_tokens + len(rules.begun.encode()), room)
@@ -281,6 +299,10 @@ class Job:
         text, slot, prompt, done = self.text, self._slot, self.task.prompt_ids, self.done
         self._worked += self._since()
         fresh = text.take()
+        if self._settles and not self.cancel.is_set():
+            if text.over:
+                self._settle()
+            return False
         if fresh and not self._said:
             done.prompt_s, done.first_s = self._worked, done.waited_s + done.setup_s + self._worked
             slot.token_ids, slot.copied = np.asarray(prompt, np.int64), text.copy_cache

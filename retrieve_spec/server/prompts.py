@@ -80,6 +80,10 @@ class Prompts:
         self._fits(len(prompt))
         return ChatPrompt(hidden.encoded(prompt), thinking)
 
+    def opening(self, **rendering: Any) -> list[int]:
+        """Return the tokens by which a prompt begins the model's turn, with which the next prompt may not."""
+        return self.codec.encode_prompt(self.template.opening(**rendering), add_special_tokens=False)
+
     def _plain_chat(
         self,
         turns: Sequence[dict[str, Any]],

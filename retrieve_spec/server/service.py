@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
-from retrieve_spec.server.backend import Backend, DraftHints
+from retrieve_spec.server.backend import Backend, DraftHints, can_cut
 from retrieve_spec.server.guard import Metrics, Refusal, TooLong
 from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.prompts import (
@@ -230,6 +230,7 @@ class Service:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
         self.workspace, self.chat_sampling = workspace, chat_sampling
         self.codec, self.backend_vocabulary = TextCodec(tokenizer), len(tokenizer)
+        self._cuts_caches = can_cut(backend.new_cache())
         self.fim = find_format(self.codec)
         eos = tokenizer.eos_token_id
         self.end_ids = (
@@ -387,6 +388,9 @@ class Service:
         def reader() -> AnswerReader:
             return AnswerReader(prompt.thinking.begun, CallParser(fmt, schemas) if fmt else None)
 
+        if not self._cuts_caches:
+            opening = self.prompts.opening(**request.rendering())
+            prepared.task = replace(prepared.task, settled=len(prompt.token_ids) - max(1, len(opening)))
         return replace(prepared, reader=reader)
 
     def raw(
