@@ -19,6 +19,7 @@ from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints, can_cut
+from retrieve_spec.server.edits import Edit, find_edit
 from retrieve_spec.server.guard import Metrics, Refusal, TooLong
 from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.prompts import (
@@ -381,7 +382,8 @@ class Service:
     def chat(self, request: ChatRequest, caller: Caller, wanted: int) -> Prepared:
         """A task for the model's next turn in a conversation."""
         prompt = self.prompts.chat(request.messages, request.offered_tools, **request.rendering())
-        prepared = self.raw(prompt.token_ids, request, caller, wanted, prompt.thinking)
+        edit = find_edit(request.messages[-1]["content"])
+        prepared = self.raw(prompt.token_ids, request, caller, wanted, prompt.thinking, edit)
         schemas = request.argument_schemas
         fmt = self._known_tool_format() if schemas else None
 
@@ -400,8 +402,11 @@ class Service:
         caller: Caller,
         wanted: int,
         thinking: Thinking = NO_THOUGHTS,
+        edit: Edit | None = None,
     ) -> Prepared:
-        """A task for what follows a prompt; one that spells fill-in-the-middle tokens is treated as typing.
+        """A task for what follows a prompt; one that marks a cursor is treated as typing.
+
+        An excerpt that is to be edited is what is expected, where the request does not say what else is.
 
         Raises
         ------
@@ -422,7 +427,13 @@ class Service:
             raise TooLong(len(ids), self.backend.n_ctx)
         memory, cursor = self.memory(caller.scope), self.prompts.cursor(ids)
         expected = self.prompts.expected(request)
-        if cursor is None:
+        if isinstance(prompt, str):
+            edit = find_edit(prompt)
+        if edit is not None and not expected:
+            expected = self.codec.encode(edit.expected)
+        if cursor is None and edit is not None and isinstance(prompt, str):
+            document, shown, who = edit.before, ids, caller
+        elif cursor is None:
             document, shown, who = None, ids, caller if caller.explicit else replace(caller, client=None)
         else:
             before, after = cursor
