@@ -188,8 +188,10 @@ def message_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) ->
             turns.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         said: Turn = {"role": message.get("role"), "content": others}
         if calls:
-            made = [_call(block.get("name"), block.get("input"), block.get("id"), place) for block in calls]
-            said["tool_calls"] = made
+            said["tool_calls"] = [
+                _call(block.get("name"), block.get("input"), block.get("id"), f"{place}.tool_use.{at}")
+                for at, block in enumerate(calls)
+            ]
         if others or calls or not results:
             turns.append(said)
     return turns

@@ -512,17 +512,21 @@ class Service:
             logprobs=request.wanted_logprobs(),
         )
         if isinstance(request, OpenAIOptions):
-            bias = tuple(sorted((request.logit_bias or {}).items()))
-            if bias and bias[-1][0] >= self.backend_vocabulary:
-                raise Refusal(400, f'"logit_bias": token ids must be below {self.backend_vocabulary}')
-            sampling = replace(
-                sampling,
-                presence=request.presence_penalty or 0.0,
-                frequency=request.frequency_penalty or 0.0,
-                repetition=request.repetition_penalty or 1.0,
-                bias=bias,
-            )
+            sampling = self._penalized(sampling, request)
         return replace(sampling, seed=0) if sampling.greedy else sampling
+
+    def _penalized(self, sampling: Sampling, request: OpenAIOptions) -> Sampling:
+        """The same with penalties and biases."""
+        bias = tuple(sorted((request.logit_bias or {}).items()))
+        if bias and bias[-1][0] >= self.backend_vocabulary:
+            raise Refusal(400, f'"logit_bias": token ids must be below {self.backend_vocabulary}')
+        return replace(
+            sampling,
+            presence=request.presence_penalty or 0.0,
+            frequency=request.frequency_penalty or 0.0,
+            repetition=request.repetition_penalty or 1.0,
+            bias=bias,
+        )
 
     def _grammar(self, request: Common, thinking: Thinking) -> str:
         """What the answer must be behind its thoughts: JSON, or calls of tools; empty for any text."""
