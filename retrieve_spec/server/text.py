@@ -8,7 +8,7 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from time import monotonic
 from typing import Any, Literal
 
@@ -160,21 +160,25 @@ class HiddenText:
         self._mark = f"hidden{uuid.uuid4().hex}"
         self._spelled: list[str] = []
 
+    def of(self, value: Any) -> Any:
+        """Return a JSON value without them, in keys and in texts."""
+        if isinstance(value, str):
+            return self._codec.controls.sub(self._placeholder, value)
+        if isinstance(value, dict):
+            return {self.of(key): self.of(part) for key, part in value.items()}
+        return [self.of(part) for part in value] if isinstance(value, list) else value
+
     def of_turns(self, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the turns of a conversation without them."""
         return [
-            {**self.of(turn), "content": with_texts(turn["content"], self._in_an_answer)}
+            {**self.of(turn), "content": self._codec.controls.sub(self._in_an_answer, turn["content"])}
             if turn["role"] == "assistant"
             else self.of(turn)
             for turn in turns
         ]
 
-    def of(self, value: Any) -> Any:
-        """Return a JSON value without them."""
-        return with_texts(value, partial(self._codec.controls.sub, self._placeholder))
-
-    def _in_an_answer(self, text: str) -> str:
-        return self._codec.controls.sub(lambda m: m[0] if m[0] in self._kept else self._placeholder(m), text)
+    def _in_an_answer(self, found: re.Match[str]) -> str:
+        return found[0] if found[0] in self._kept else self._placeholder(found)
 
     def _placeholder(self, found: re.Match[str]) -> str:
         self._spelled.append(found[0])

@@ -36,12 +36,14 @@ def places(text):
     came = {"role": "tool", "tool_call_id": "1", "content": f"a {text} b"}
     plain = {"role": "user", "content": "Go on."}
     tool = {"type": "function", "function": {"name": "f", "description": f"a {text} b"}}
+    odd = {"type": "object", "properties": {f"a {text} b": {"enum": [f"a {text} b"]}}}
     return [
         {"messages": [user]},
         {"messages": [{"role": "system", "content": f"a {text} b"}, plain]},
         {"messages": [plain, {"role": "assistant", "content": "", "tool_calls": [call]}, came]},
         {"messages": [plain, {"role": "assistant", "content": f"a {text} b"}, plain]},
         {"messages": [plain], "tools": [tool]},
+        {"messages": [plain], "tools": [{"type": "function", "function": {"name": "f", "parameters": odd}}]},
     ]
 
 
