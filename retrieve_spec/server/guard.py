@@ -114,9 +114,9 @@ class Problem(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every error; Anthropic's dialect has a type."""
+    """The body of every error; Anthropic's dialect has a type, Ollama's the message alone."""
 
-    error: Problem
+    error: Problem | str
     type: Literal["error"] | None = None
 
 

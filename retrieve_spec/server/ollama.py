@@ -29,8 +29,8 @@ from retrieve_spec.server.schemas import (
     Number,
     OpenAICompletionRequest,
     Penalty,
-    Refusing,
     Share,
+    Speculating,
     Stops,
     Text,
 )
@@ -64,7 +64,7 @@ class Options(Lenient):
         return {**fields, "max_tokens": wanted, "repetition_penalty": self.repeat_penalty}
 
 
-class OllamaRequest(Refusing):
+class OllamaRequest(Speculating):
     """Fields of both kinds of requests for text."""
 
     stream: StrictBool | None = None
@@ -79,6 +79,7 @@ class OllamaRequest(Refusing):
         return {
             **({} if self.options is None else self.options.as_fields()),
             **thinks,
+            **self.own_fields(),
             "stream": self.stream is not False,
             "response_format": wanted if self.format else None,
         }

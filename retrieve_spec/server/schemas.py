@@ -112,7 +112,19 @@ class Refusing(Asked):
         return fields
 
 
-class Common(Refusing):
+class Speculating(Refusing):
+    """Fields of this server's own, which every dialect takes."""
+
+    prediction: Prediction | None = None
+    speculative: StrictBool | None = Field(None, description="False decodes plainly; the text is the same.")
+    deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
+
+    def own_fields(self) -> dict[str, Any]:
+        """These fields, for a translation."""
+        return self.model_dump(include=set(Speculating.model_fields) - set(Refusing.model_fields))
+
+
+class Common(Speculating):
     """Fields of every dialect that asks for text.
 
     All texts of a request that has been read have line feeds, whatever ends the lines of the document it is about.
@@ -137,9 +149,6 @@ class Common(Refusing):
     response_fields: Items[Text] | None = None
     return_tokens: StrictBool | None = None
     user: Text | None = None
-    prediction: Prediction | None = None
-    speculative: StrictBool | None = Field(None, description="False decodes plainly; the text is the same.")
-    deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
 
     def written(self, text: str) -> str:
         """A text, or a part of one, with the line ends of the document."""

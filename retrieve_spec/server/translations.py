@@ -27,9 +27,9 @@ from retrieve_spec.server.schemas import (
     Items,
     Lenient,
     Number,
-    Refusing,
     ResponseFormat,
     Share,
+    Speculating,
     Text,
 )
 from retrieve_spec.server.service import Prepared, Service
@@ -72,7 +72,7 @@ class OutputOptions(Lenient):
     effort: Text | None = None
 
 
-class CountRequest(Refusing):
+class CountRequest(Speculating):
     """`POST /v1/messages/count_tokens`."""
 
     _asks: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": (), "container": (), "context_management": ()}
@@ -97,6 +97,7 @@ class CountRequest(Refusing):
         head = [{"role": "system", "content": self.system}] if self.system else []
         wanted = self.output_format or output.format
         fields |= {
+            **self.own_fields(),
             "messages": [*head, *message_turns(self.messages, left_out)],
             "tools": message_tools(self.tools or (), left_out),
             "reasoning_effort": output.effort,
@@ -267,7 +268,7 @@ class ReasoningOptions(Lenient):
     effort: Text | None = None
 
 
-class ResponsesRequest(Refusing):
+class ResponsesRequest(Speculating):
     """`POST /v1/responses`."""
 
     _refused: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -308,6 +309,7 @@ class ResponsesRequest(Refusing):
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         wanted = None if self.text is None or self.text.format is None else self.text.format.model_dump(by_alias=True)
         fields = {
+            **self.own_fields(),
             **self.model_dump(include={"stream", "temperature", "top_p", "parallel_tool_calls"}),
             "messages": [*head, *response_turns(items, self._names, left_out)],
             "max_tokens": self.max_output_tokens,

@@ -90,3 +90,13 @@ def test_what_is_left_out_is_told(agent):
     for client in CLIENTS:
         told = agent.post(client.path, client.body).headers.get("x-retrieve-spec-ignored", "")
         assert told.split(", ") == (client.left_out or [""])
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "mistral"])
+def test_a_real_model_says_the_same_without_drafts(reference_live, monkeypatch, family):
+    monkeypatch.setattr(reference_live.service.tokenizer, "chat_template", FAMILIES[family])
+    for client in CLIENTS:
+        body = {**client.body, "max_tokens": 12, "max_output_tokens": 12, "tools": client.body.get("tools", [])[:1]}
+        on, off = (reference_live.post(client.path, {**body, "speculative": on}).json() for on in (True, False))
+        told = [json.dumps(answer.get("choices") or answer.get("content") or answer["output"]) for answer in (on, off)]
+        assert re.sub(r"(msg|rs|fc)_\w+", "", told[0]) == re.sub(r"(msg|rs|fc)_\w+", "", told[1])

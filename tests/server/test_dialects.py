@@ -227,8 +227,12 @@ def test_the_official_anthropic_package(served):
     past = [*ASKED, {"role": "assistant", "content": streamed.content}, {"role": "user", "content": results}]
     assert client.messages.create(**{**MESSAGES_TOOLS, "messages": past}).stop_reason == "tool_use"
     assert client.messages.count_tokens(model="tiny", messages=ASKED).input_tokens > 0
-    with pytest.raises(anthropic.BadRequestError, match="tools"):
-        client.messages.create(tools=[{"type": "web_search_20250305", "name": "web_search"}], **MESSAGE)
+    foreign = [{"type": "web_search_20250305", "name": "web_search"}]
+    assert client.messages.create(tools=foreign, **MESSAGE).content[0].type == "text"
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+        client.messages.create(tools=foreign, tool_choice={"type": "any"}, **MESSAGE)
+    with client.messages.stream(thinking={"type": "enabled", "budget_tokens": 1024}, **MESSAGE) as stream:
+        assert stream.get_final_message().content[0].type == "text"
 
 
 @pytest.mark.parametrize("run", [1, 2, 7, 90])

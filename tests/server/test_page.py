@@ -8,7 +8,7 @@ import threading
 import pytest
 from starlette.testclient import TestClient
 
-from retrieve_spec.config import ServeConfig
+from retrieve_spec.config import EDITORS, ServeConfig
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.guard import Metrics
 from retrieve_spec.server.models import Model, Models
@@ -30,6 +30,7 @@ def test_the_page_needs_nothing_from_elsewhere(live, say):
     answer = server.client.get("/")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "|".join(EDITORS) in answer.text
     assert not re.search(r"(?:src|href)=|https?://", answer.text)
     assert server.client.head("/").status_code == 200
 
