@@ -127,6 +127,7 @@ def attend_by_rows(
 
     Sums over keys are added up in an order that depends on where keys lie and how many there are, which shows in 16
     bits. So each row gets the keys that it sees, one behind the other, as if it were the last token of a text.
+    Infinities of rows that it does not see do not come in either: a mask makes them NaN (0 · inf).
     """
     _, heads, rows, width = query.shape
     held = keys.shape[2] - rows
@@ -141,7 +142,10 @@ def attend_by_rows(
         if rule.window:
             own_keys, own_values = (x[:, :, -rule.window :] for x in (own_keys, own_values))
         packed = query[:, :, row].view(1, keys.shape[1], -1, width)
-        part = functional.scaled_dot_product_attention(packed, own_keys, own_values, scale=rule.scale)
+        if rule.softcap or rule.sinks is not None:
+            part = attend_blocks(packed, [(own_keys, own_values, None)], rule)
+        else:
+            part = functional.scaled_dot_product_attention(packed, own_keys, own_values, scale=rule.scale)
         out[:, row] = part.view(1, heads, -1)
     return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,9 +222,22 @@ class RecordedVerifier:
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
+        return self._attend(attend_by_rows if self.recorded.exact else attend, query, keys, values, layer)
+
+    def attend_by_rows(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
+        """The same for each row by itself."""
+        return self._attend(attend_by_rows, query, keys, values, layer)
+
+    def _attend(
+        self,
+        attention: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layer: int,
+    ) -> torch.Tensor:
         assert self._slabs is not None
         all_keys, all_values = self._slabs.update(keys, values, layer)
-        attention = attend_by_rows if self.recorded.exact else attend
         return attention(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
 
     def _adopt(self) -> KVBuffer:
@@ -329,6 +342,10 @@ def forward_together(
     recorded = verifiers[0].recorded
     with on_device(recorded.device):
         logits, hidden, ran = run_pass(recorded, laid, parts, wanted, verifiers[0].graphs)
+        if recorded.device.type == "cpu" and any(map(len, trees)) and bool(logits[:, 0].isnan().any()):
+            # A drafted row overflowed, and torch's attention gives its infinities to rows that do not see it.
+            alone = [verifier.attend_by_rows for verifier in verifiers]
+            logits, hidden, ran = run_pass(recorded, laid, alone, wanted, None)
     outputs, begin = [], 0
     for end, count in zip(ends, counts, strict=True):
         states = None if want_hidden is None else hidden[end - count : end]

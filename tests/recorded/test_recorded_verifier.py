@@ -111,3 +111,26 @@ def test_long_texts_of_longrope_are_those_of_generate() -> None:
     on = model.generate(ids(40), past_key_values=cache, **options)
     assert torch.equal(on, plain.generate(ids(40), **options))
     assert "recomputes its cache" in model.speculation.last.reason
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "mistral"])
+def test_a_draft_that_overflows_changes_no_row_beside_it(model_type: str) -> None:
+    """Its values are infinite, and 0 · inf is no number; heads of 8 are attended by torch."""
+    model, token = build(model_type, head_dim=8), 5
+    attention = model.model.layers[0].self_attn
+    embedded = model.get_input_embeddings().weight
+    with torch.no_grad():  # the first number of this token alone is not zero
+        embedded[:, 0], embedded[token] = 0.0, 0.0
+        embedded[token, 0] = 1.0
+        attention.v_proj.weight[0], attention.v_proj.weight[0, 0] = 0.0, 1e38
+        model.get_output_embeddings().weight[token] = 0.0
+    assert model(torch.tensor([[token]])).logits.isnan().all()
+    prompt = ids(30)
+    prompt[prompt == token] = 6
+    options = {"max_new_tokens": 24, "do_sample": False}
+    plain = model.generate(prompt, **options)
+    assert token not in plain and not model(plain).logits.isnan().any()
+    drafter = ScriptedDrafter([token] * 80, "branchy", vocab=VOCAB)
+    rs.accelerate(model, drafter=drafter, nodes=12, recorded_pass="always")
+    assert torch.equal(model.generate(prompt, **options), plain)
+    assert model.speculation.last.pass_kind == "recorded" and model.speculation.last.nodes > 0
