@@ -213,13 +213,16 @@ def _ended(done: Completion) -> dict[str, Any]:
     }
 
 
-@router.post("/api/chat", responses=ANSWERS)
+_LINES: dict[int | str, Any] = {**ANSWERS, 200: {"content": {OllamaAnswer.media_type: {}}}}
+
+
+@router.post("/api/chat", responses=_LINES)
 async def chat(body: OllamaChatRequest, request: Request, service: Meant) -> Response:
     """The next message of a conversation (Ollama's dialect)."""
     return await converse(service, request, body.as_chat(), OllamaAnswer)
 
 
-@router.post("/api/generate", responses=ANSWERS)
+@router.post("/api/generate", responses=_LINES)
 async def generate(body: OllamaGenerateRequest, request: Request, service: Meant) -> Response:
     """What follows a prompt, or stands between it and a suffix (Ollama's dialect)."""
     write = partial(OllamaAnswer, chat=False)
