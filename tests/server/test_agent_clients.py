@@ -56,7 +56,7 @@ def qwen(url, home, short):
     if short:
         settings, rules = home / ".qwen" / "settings.json", home / "rules.md"
         settings.parent.mkdir()
-        settings.write_text(json.dumps({"tools": {"core": list(COMMANDS)}}))
+        settings.write_text(json.dumps({"tools": {"core": list(COMMANDS), "exclude": ["agent", "skill"]}}))
         rules.write_text("You are a coding agent.")
         told["QWEN_SYSTEM_MD"] = str(rules)
     return ["qwen", "--auth-type", "openai", "--yolo", "-p", ASK], told
