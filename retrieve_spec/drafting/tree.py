@@ -171,6 +171,14 @@ class DraftTree:
         """Some nodes, by index, whose parents have the numbers that they have here."""
         return DraftTree(*(getattr(self, name)[kept] for name in FIELDS))
 
+    def subtree(self, kept: NDArray[np.int64]) -> DraftTree:
+        """Some nodes, by ascending index and with their ancestors, as a tree of their own."""
+        numbers = np.full(len(self) + 1, ROOT, np.int32)  # the last one is the root's
+        numbers[kept] = np.arange(len(kept))
+        tree = self.nodes(kept)
+        tree.parent = numbers[tree.parent]
+        return tree
+
     def validate(self) -> None:
         """Check the invariants of the class.
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.verifier import Mode
 
 GROW_BY_ROWS: tuple[type, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -159,6 +160,20 @@ class KeptRows:
             unwritten = nodes > 0 and i < len(self._before) and rows == self._before[i]
             if rows and not unwritten:
                 _keep(layer, rows - nodes, path, nodes, stay)
+
+
+def finite_nodes(cache: Any, draft: DraftTree) -> NDArray[np.bool_]:
+    """Which nodes of the last pass have finite keys and values, and so their ancestors, in the first layer where some
+    have not; what is behind that layer may come from those.
+    """
+    finite = np.ones(len(draft), np.bool_)
+    for layer in cache.layers:
+        if _rows(layer) and finite.all():
+            for part in (layer.keys, layer.values):
+                finite &= part[..., -len(draft) :, :].isfinite().all(-1).flatten(0, -2).all(0).cpu().numpy()
+    for node, parent in enumerate(draft.parent.tolist()):
+        finite[node] &= parent < 0 or finite[parent]
+    return finite
 
 
 def _rows(layer: Any) -> int:

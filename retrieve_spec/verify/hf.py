@@ -23,6 +23,7 @@ from retrieve_spec.verify.cache import (
     apart,
     cache_mode,
     decoder_cache,
+    finite_nodes,
     record_past,
     recording,
     same_rows,
@@ -275,6 +276,7 @@ class HFVerifier:
         self._was_recording = recording(self._rows) if self._rows is not None else []
         self._asked = self._records = any(self._was_recording)
         self._pending = (0, 0)  # root tokens and nodes of the last pass
+        self._left: NDArray[np.int64] | None = None  # numbers of these nodes in the draft, if some overflowed
 
     def _take_cache(self, cache: Any) -> None:
         """Keep to a cache: `_rows` is the part of it that grows with the text."""
@@ -294,8 +296,12 @@ class HFVerifier:
             return self._steps.forward(root_ids, tree, keep=keep, want_hidden=want_hidden)
         draft = NO_DRAFT if tree is None else tree
         roots, nodes = len(root_ids), len(draft)
+        self._left = None
         if self._kept is not None:
             self._kept.begin()
+        before = None
+        if nodes and self._kept is not None and self._kept.grows_by_rows and self._state is None:
+            before = same_rows(self._rows) if self._device.type == "cpu" else None
         reading = self._fed < self._uncached
         by_rows = self._kept is not None and self._kept.grows_by_rows
         if not self._asked and self._rows is not None and (nodes or (by_rows and not reading)):
@@ -322,7 +328,36 @@ class HFVerifier:
         rows = keep + nodes
         logits = outputs.logits[0]
         states = hidden[-1][0, -rows:] if hidden else None
-        return VerifierOutput(logits if logits.shape[0] == rows else logits[-rows:], states)
+        output = VerifierOutput(logits if logits.shape[0] == rows else logits[-rows:], states)
+        if before is not None and bool(output.logits[:, 0].isnan().any()):
+            finite = finite_nodes(self._rows, draft)
+            if not finite.all():
+                return self._without(np.flatnonzero(finite), before, root_ids, draft, output, keep, want_hidden)
+        return output
+
+    def _without(
+        self,
+        left: NDArray[np.int64],
+        before: DynamicCache,
+        root_ids: NDArray[np.int32],
+        draft: DraftTree,
+        output: VerifierOutput,
+        keep: int,
+        want_hidden: Layer | None,
+    ) -> VerifierOutput:
+        """Run a pass again without nodes that overflowed: infinities that a row does not see make it NaN (0 · inf).
+
+        Those nodes are NaN by themselves, and stay as `output` has them.
+        """
+        assert self._rows is not None
+        self._rows.layers = before.layers
+        again = self.forward(root_ids, draft.subtree(left), keep=keep, want_hidden=want_hidden)
+        rows = np.concatenate([np.arange(keep), keep + left])
+        output.logits[rows] = again.logits
+        if output.hidden is not None and again.hidden is not None:
+            output.hidden[rows] = again.hidden
+        self._left = left if self._left is None else left[self._left]
+        return output
 
     def _behind_prompt(self, roots: int, outputs: Any) -> None:
         """See how a text goes on whose prompt has just been read, and what its kind of call allows."""
@@ -368,6 +403,8 @@ class HFVerifier:
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens and the nodes of `path` (`Verifier.commit`)."""
         roots, nodes = self._pending
+        if self._left is not None:
+            path = np.searchsorted(self._left, path).astype(np.int32)
         if self._rows is not None and self._steps is None:
             state, text = self._shared or (self._state, 0)
             if state is not None:
@@ -390,7 +427,7 @@ class HFVerifier:
     def end_shared(self, roots: int, nodes: int, state: Any, text: int) -> None:
         """Take over a pass over so many root tokens and nodes whose rows are in the cache; `state` has those of every
         text, of which this is the one of that number."""
-        self._pending, self._shared = (roots, nodes), (state, text)
+        self._pending, self._left, self._shared = (roots, nodes), None, (state, text)
 
     def copy_rows(self) -> DynamicCache | None:
         """What the cache holds, in another of the same tensors, which nothing writes to; None where it is not rows."""

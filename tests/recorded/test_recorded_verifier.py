@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.recorded.recorded_pass import RecordedPass, RecordingError
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.recorded.verifier_factory import try_recording
@@ -113,8 +114,22 @@ def test_long_texts_of_longrope_are_those_of_generate() -> None:
     assert "recomputes its cache" in model.speculation.last.reason
 
 
+class Overflowing(ScriptedDrafter):
+    """Drafts an answer, and one token in front of it and behind each of the first tokens of it."""
+
+    def __init__(self, answer: Any, token: int) -> None:
+        super().__init__(answer, "right", vocab=VOCAB)
+        self._token = token
+
+    def propose(self, budget: Any) -> DraftTree:
+        right = super().propose(budget).token_ids.tolist()[:4]
+        paths = [[self._token, 9], [*right[:2], self._token], right]
+        return DraftTree.from_paths([path[: budget.max_depth] for path in paths])
+
+
+@pytest.mark.parametrize("recorded_pass", ["always", "off"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "mistral"])
-def test_a_draft_that_overflows_changes_no_row_beside_it(model_type: str) -> None:
+def test_a_draft_that_overflows_changes_no_row_beside_it(model_type: str, recorded_pass: str) -> None:
     """Its values are infinite, and 0 · inf is no number; heads of 8 are attended by torch."""
     model, token = build(model_type, head_dim=8), 5
     attention = model.model.layers[0].self_attn
@@ -130,7 +145,10 @@ def test_a_draft_that_overflows_changes_no_row_beside_it(model_type: str) -> Non
     options = {"max_new_tokens": 24, "do_sample": False}
     plain = model.generate(prompt, **options)
     assert token not in plain and not model(plain).logits.isnan().any()
-    drafter = ScriptedDrafter([token] * 80, "branchy", vocab=VOCAB)
-    rs.accelerate(model, drafter=drafter, nodes=12, recorded_pass="always")
-    assert torch.equal(model.generate(prompt, **options), plain)
-    assert model.speculation.last.pass_kind == "recorded" and model.speculation.last.nodes > 0
+    for answer, is_accepted in (([token] * 80, False), (plain[0], True)):
+        drafter = Overflowing(answer, token)
+        rs.accelerate(model, drafter=drafter, nodes=12, recorded_pass=recorded_pass)
+        assert torch.equal(model.generate(prompt, **options), plain)
+        report = model.speculation.last
+        assert report.nodes > 0 and (report.passes < 10) == is_accepted
+        assert report.pass_kind == ("recorded" if recorded_pass == "always" else "model's own")
