@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2s
 from itertools import product
@@ -16,7 +17,7 @@ from retrieve_spec.server.reading import THOUGHTS, ThoughtTags
 from retrieve_spec.server.tools import with_tools_told
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
-_LONG, _SHORT = "call_0123456789abcdefghij", "012345678"
+_ID = "call_0123456789abcdefghi"
 _TOOL = {
     "type": "function",
     "function": {
@@ -35,8 +36,10 @@ class Traits:
     ----------
     system, developer, both
         Whether it shows turns of that role as such, and one of each in one conversation.
-    tools
-        Whether it has a place for tools.
+    tools, calls
+        Whether it has a place for tools, and shows calls.
+    single_calls
+        Whether it shows one call a turn and no more.
     alternates
         Whether user and assistant must take turns.
     short_ids
@@ -51,6 +54,8 @@ class Traits:
     developer: bool = False
     both: bool = False
     tools: bool = False
+    calls: bool = False
+    single_calls: bool = False
     alternates: bool = False
     short_ids: bool = False
     text_arguments: bool = False
@@ -81,24 +86,29 @@ class ChatTemplate:
         return self._traits(self.text)
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], /, **how: Any) -> str:
-        """Return the prompt of a conversation; calls that the template refuses stand one by one, or are told as text.
+        """Return the prompt of a conversation; calls that the template refuses are told as text.
 
         Raises
         ------
         Exception
             Whatever the template raises.
         """
-        given = {**how, "tools": list(tools)} if tools and self.traits.tools else how
-        forms = list[Callable[[Sequence[Turn]], list[Turn]]]()
+        forms: list[Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], tuple[Any, Any]]] = []
+        if any("description" not in tool["function"] for tool in tools):
+            forms.append(lambda turns, tools: (turns, list(map(_described, tools))))
         if any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns):
-            forms += [one_by_one, _told]
+            forms.append(lambda turns, tools: (with_tools_told(turns, ()), tools))
         if all(turn["role"] != "user" for turn in turns):
-            forms.append(_asking)
+            forms.append(lambda turns, tools: ([*turns, {"role": "user", "content": ""}], tools))
         for form in forms:
             try:
-                return self._rendered(self.shaped(turns, tools), **given)
+                return self._render(turns, tools, **how)
             except Exception:  # templates raise what they like
-                turns = form(turns)
+                turns, tools = form(turns, tools)
+        return self._render(turns, tools, **how)
+
+    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], /, **how: Any) -> str:
+        given = {**how, "tools": list(tools)} if tools and self.traits.tools else how
         return self._rendered(self.shaped(turns, tools), **given)
 
     def opening(self, **how: Any) -> str:
@@ -116,8 +126,10 @@ class ChatTemplate:
         """Return a conversation as the template takes it; without a place for tools, the system message lists them."""
         traits = self.traits
         shaped = instructed(turns, traits)
-        if not traits.tools:
-            shaped = with_tools_told(shaped, tools)
+        if traits.single_calls:
+            shaped = one_by_one(shaped)
+        if not traits.calls:
+            shaped = with_tools_told(shaped, () if traits.tools else tools)
         if not traits.system and shaped[0]["role"] == "system":
             shaped = alternating([{**shaped[0], "role": "user"}, *shaped[1:]])
         if traits.alternates:
@@ -128,67 +140,79 @@ class ChatTemplate:
         """What the template does with a few turns of each kind."""
         if not template:
             return Traits()
-        calls = self._calls_taken()
+        traits = self._with_calls_taken(Traits(tools="tools" in template))
         system: Turn = {"role": "system", "content": "instruct-"}
-        return Traits(
-            system=bool(self._takes("system") and (not calls or self._shows(system, *_called(calls), tools=[_TOOL]))),
-            developer=bool(self._takes("developer")) and self._knows_developers(),
-            both=bool(self._takes("system", "developer")),
-            tools="tools" in template,
-            alternates=not self._shows({"role": "user", "content": "first-"}, {"role": "user", "content": "-second"}),
+        shows_system = self._takes("system") and (not traits.calls or self._shows(system, *_called(traits)))
+        first, second = ({"role": "user", "content": content} for content in ("first-", "-second"))
+        return replace(
+            traits,
+            system=bool(shows_system),
+            developer=self._knows_developers(),
+            both=self._knows_developers("system"),
+            alternates=bool(self._shows(first)) and not self._shows(first, second),
             thoughts=next((tags for tags in THOUGHTS if tags.close in template and self._knows_thoughts(tags)), None),
-            **calls,
         )
 
-    def _shows(self, *turns: Turn, **how: Any) -> str:
-        """The prompt of some turns; "" where the template refuses them, or leaves out what one says."""
-        text = self._tried_with(*turns, **how)
-        return text if all(turn["content"] in text for turn in turns) else ""
+    def _shows(self, *turns: Turn) -> str:
+        """The prompt of some turns; "" where the template refuses them, or leaves out what one says or calls."""
+        text = self._tried_with(*turns)
+        said = [turn["content"] for turn in turns]
+        said += [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())]
+        return text if all(part in text for part in said) else ""
 
     def _tried_with(self, *turns: Turn, **how: Any) -> str:
-        try:
-            return self._rendered(turns, **how)
-        except Exception:  # templates raise what they like
-            return ""
+        """The prompt of some turns, with a tool where there is none without; "" where there is none."""
+        for tools in ({}, {"tools": [_TOOL]}):
+            with suppress(Exception):  # templates raise what they like
+                return self._rendered(turns, **tools, **how)
+        return ""
 
     def _takes(self, *roles: str) -> str:
         first = ({"role": role, "content": f"{number}-instruct"} for number, role in enumerate(roles))
         return self._shows(*first, {"role": "user", "content": "-ask"})
 
-    def _knows_developers(self) -> bool:
+    def _knows_developers(self, *before: str) -> bool:
         """Whether they are more to it than some role, whose name it writes in front of whatever that says."""
-        return self._takes("stranger").replace("stranger", "developer") != self._takes("developer")
+        known = self._takes(*before, "developer")
+        return bool(known) and self._takes(*before, "stranger").replace("stranger", "developer") != known
 
     def _knows_thoughts(self, tags: ThoughtTags) -> bool:
         """Whether it shows what was thought of a call, or takes thoughts out of what was said before."""
-        asked: Turn = {"role": "user", "content": "ask"}
-        call = {"id": _SHORT, "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
-        called: Turn = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "-mused-"}
-        said: Turn = {"role": "assistant", "content": f"{tags.opens}-mused-{tags.close}said"}
-        if "-mused-" in self._tried_with(asked, called, {"role": "tool", "content": "seen", "tool_call_id": _SHORT}):
+        asked, called, came = _called(Traits(short_ids=True))
+        if "-mused-" in self._tried_with(asked, {**called, "reasoning_content": "-mused-"}, came):
             return True
-        past = self._tried_with(asked, said, asked)
+        past = self._tried_with(asked, {"role": "assistant", "content": f"{tags.opens}-mused-{tags.close}said"}, asked)
         return "said" in past and "-mused-" not in past
 
-    def _calls_taken(self) -> dict[str, bool]:
-        """In which form it takes calls; as they come where it takes none of these."""
+    def _with_calls_taken(self, traits: Traits) -> Traits:
+        """The same with the form in which it takes calls, if it takes them in any."""
+        if not traits.tools:
+            return traits
         for short_ids, text_arguments in product((False, True), repeat=2):
-            form = {"short_ids": short_ids, "text_arguments": text_arguments}
-            if self._shows(*_called(form), tools=[_TOOL]):
-                return form
-        return {}
+            form = replace(traits, calls=True, short_ids=short_ids, text_arguments=text_arguments)
+            if self._shows(*_called(form)):
+                return replace(form, single_calls=not self._shows(*_called(form, "look-1", "look-2")))
+        return traits
 
 
-def _called(form: Mapping[str, bool]) -> list[Turn]:
-    """A question, a call in one of the forms of `Traits`, and what came of it."""
-    call = {"id": _LONG, "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+def _called(traits: Traits, *names: str) -> list[Turn]:
+    """A question, calls in the form that a template takes, and what came of them."""
+    ids = {name: f"{_ID}{number}" for number, name in enumerate(names or ("look-1",))}
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": {"at": "it"}}}
+        for name, call_id in ids.items()
+    ]
     turns: list[Turn] = [
         {"role": "user", "content": "ask"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "seen", "tool_call_id": _LONG, "name": "look"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "content": f"seen-{i}", "tool_call_id": i, "name": name} for name, i in ids.items()),
     ]
-    traits = Traits(short_ids=form["short_ids"], text_arguments=form["text_arguments"])
     return [_with_calls(turn, traits) for turn in turns]
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with a description, without which some templates fail."""
+    return {**tool, "function": {"description": "", **tool["function"]}}
 
 
 def instructed(turns: Sequence[Turn], traits: Traits) -> list[Turn]:
@@ -222,14 +246,6 @@ def one_by_one(turns: Sequence[Turn]) -> list[Turn]:
             came = (at for at, other in enumerate(left) if call and other.get("tool_call_id") == call["id"])
             shaped += [left.pop(at) for at in [next(came, -1)] if at >= 0]
     return shaped
-
-
-def _told(turns: Sequence[Turn]) -> list[Turn]:
-    return with_tools_told(turns, ())
-
-
-def _asking(turns: Sequence[Turn]) -> list[Turn]:
-    return [*turns, {"role": "user", "content": ""}]
 
 
 def alternating(turns: Sequence[Turn]) -> list[Turn]:

@@ -280,3 +280,44 @@ def test_json_of_any_shape_is_answered(served):
         ):  # fmt: skip
             answer = server.post(path, json.loads(json.dumps(body)))
             assert answer.status_code in (200, 400), (body, answer.text)
+
+
+# ── templates with gaps ──
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}{{ more(m) }}<|im_end|>\n"
+SHOWN = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+GAPS = {
+    "leaves calls out": ("", "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"n\": 1}}\n</tool_call>\n<tool_call>"),
+    "shows the first call alone": (
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}",
+        "{\"name\": \"f\", \"arguments\": {\"n\": 2}}<|im_end|>\n<|im_start|>tool\ncame 2",
+    ),
+    "fails without a description": (
+        "{% for t in tools or [] %}{{ t.function.description + '!' }}{% endfor %}" + SHOWN, "n\": 2"),
+    "wants the arguments as text": (
+        "{% for c in m.tool_calls or [] %}{{ 'calls ' + c.function.name + c.function.arguments }}{% endfor %}",
+        'calls f{"n": 1}calls f{"n": 2}'),
+    "refuses calls": ("{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}", '"arguments": {"n": 2}'),
+    "wants a user": (SHOWN + "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+                     "{{ raise_exception('No user query') }}{% endif %}", '"n": 2'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gap", GAPS)
+def test_calls_are_shown_whatever_the_template_leaves_out(served, templated, gap):
+    more, shown = GAPS[gap]
+    templated.chat_template = (
+        "{# tools <tool_call> #}{% macro more(m) %}"
+        + more
+        + "{% endmacro %}{% for m in messages %}"
+        + TURN
+        + "{% endfor %}"
+    )
+    server = served("said")
+    calls = [{**called({"n": number}), "id": f"call-{number}"} for number in (1, 2)]
+    came = [{"role": "tool", "tool_call_id": f"call-{number}", "content": f"came {number}"} for number in (1, 2)]
+    past = [{"role": "system", "content": "Rule."}, {"role": "assistant", "content": "", "tool_calls": calls}, *came]
+    body = {"messages": past, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert server.post(CHAT, body).status_code == 200
+    prompt = server.service.codec.decode(server.backend.prompts[-1])
+    assert shown in prompt and "came 1" in prompt and "came 2" in prompt
