@@ -76,3 +76,12 @@ def test_a_block_is_the_tree_that_was_written_into_it():
     with pytest.raises(AttributeError, match="no attribute 'tokens'"):
         _ = tree.tokens
     assert len(DraftTree.of_block(block[:, :0].copy()).origin) == 0
+
+
+def test_a_subtree_is_a_tree_of_its_own() -> None:
+    tree = DraftTree.from_paths([[1, 2], [3, 4, 5], [6]])
+    left = tree.subtree(np.array([2, 3, 4, 5]))
+    left.validate()
+    wanted = DraftTree.from_paths([[3, 4, 5], [6]])
+    assert left.token_ids.tolist() == wanted.token_ids.tolist() and left.parent.tolist() == wanted.parent.tolist()
+    assert len(tree.subtree(np.array([], np.int64))) == 0
