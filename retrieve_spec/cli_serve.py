@@ -239,9 +239,9 @@ def serve(
     Anthropic's /v1/messages, so that llama.vim, llama.vscode, Continue, Zed and minuet work unchanged.
     """
     need_extra()
-    from retrieve_spec.server.early import EarlyListener
+    from retrieve_spec.server.early import EarlyListener, listen
 
-    early = EarlyListener(host, port)  # libraries take seconds to import
+    early = EarlyListener(listen(host, port))  # libraries take seconds to import
     begin_loading()
     from retrieve_spec.server.run import serve as run
 

@@ -50,16 +50,10 @@ def loading(stage: str, seconds: float) -> dict[str, Any]:
 
 
 class EarlyListener:
-    """A listening socket whose connections a thread answers with 503 until it is released.
+    """A listening socket whose connections a thread answers with 503 until it is released."""
 
-    Raises
-    ------
-    ServeError
-        As `listen`.
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        self.socket, self._begun, self._over = listen(host, port), monotonic(), Event()
+    def __init__(self, listener: socket.socket) -> None:
+        self.socket, self._begun, self._over = listener, monotonic(), Event()
         self.socket.settimeout(_LOOK_S)
         self._thread = Thread(target=self._answer, name="retrieve-spec-early", daemon=True)
         self._thread.start()

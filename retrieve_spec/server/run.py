@@ -25,7 +25,7 @@ from retrieve_spec.reference_model import load_model
 from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.backend import Backend
-from retrieve_spec.server.early import EarlyListener
+from retrieve_spec.server.early import EarlyListener, listen
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, check_binding, read_keys
 from retrieve_spec.server.models import Model, Models, named
@@ -207,7 +207,7 @@ def serve(
         unpacked(session)
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
-    early = EarlyListener(config.host, config.port) if early is None else early  # a taken address is said now
+    early = early or EarlyListener(listen(config.host, config.port))  # a taken address is said now
     metrics = Metrics()
 
     def build(name: str, **options: Any) -> Service:

@@ -11,7 +11,7 @@ from waiting import wait_for
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundError
 from retrieve_spec.server import run
-from retrieve_spec.server.early import EarlyListener
+from retrieve_spec.server.early import EarlyListener, listen
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_requests_before_the_model_is_there_are_told_so_at_once(processes):
 
 
 def test_the_address_answers_before_libraries_are_imported():
-    early = EarlyListener("127.0.0.1", 0)
+    early = EarlyListener(listen("127.0.0.1", 0))
     url = f"http://127.0.0.1:{early.socket.getsockname()[1]}"
     try:
         with socket.create_connection(early.socket.getsockname()):  # says nothing, and holds nobody up for long
@@ -69,7 +69,7 @@ def test_the_address_answers_before_libraries_are_imported():
                 assert (said.status_code, said.json()["status"]) == (503, "loading")
                 assert said.json()["loading"]["stage"] and said.headers["retry-after"] == "1"
         with pytest.raises(ServeError, match="listen on"):
-            EarlyListener(*early.socket.getsockname())
+            listen(*early.socket.getsockname())
     finally:
         early.close()
 
