@@ -18,6 +18,8 @@ class DraftPolicy:
 
     Attributes
     ----------
+    left
+        Passes that go without a draft before the next one.
     seconds_per_token
         What a token took with the last draft, as far as it was expected to be right; None before the first.
     """
@@ -25,21 +27,16 @@ class DraftPolicy:
     def __init__(self) -> None:
         self.seconds_per_token: float | None = None
         self._means: tuple[float, float] | None = None  # seconds that a draft saves and takes
-        self._left = self._misses = 0
+        self.left = self._misses = 0
 
     def begin_request(self) -> None:
         """Begin without skipping."""
-        self._left = self._misses = 0
-
-    @property
-    def is_skipping(self) -> bool:
-        """Whether the next pass goes without a draft."""
-        return self._left > 0
+        self.left = self._misses = 0
 
     def skips(self) -> bool:
         """Whether this pass goes without a draft; asked once a pass."""
-        skips = self._left > 0
-        self._left -= skips
+        skips = self.left > 0
+        self.left -= skips
         return skips
 
     def learn(self, cost: NDArray[np.float32], nodes: int, expected: float, forced: int, seconds: float) -> None:
@@ -64,4 +61,4 @@ class DraftPolicy:
         saves, takes = saves + (saved - saves) / _MEMORY, takes + (min(seconds, 4.0 * takes) - takes) / _MEMORY
         self._means = saves, takes
         self._misses = 0 if saved > takes else self._misses + 1
-        self._left = 0 if saves > takes else min(self._misses // 2, _LONGEST_SKIP)
+        self.left = 0 if saves > takes else min(self._misses // 2, _LONGEST_SKIP)

@@ -16,7 +16,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.dense_queries import DenseQueries
 from retrieve_spec.drafting.draft_policy import DraftPolicy
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
-from retrieve_spec.drafting.request_state import ObservedPass, PendingPasses, RequestState
+from retrieve_spec.drafting.request_state import MOST_PASSES, ObservedPass, PendingPasses, RequestState
 from retrieve_spec.drafting.scoped import ScopedDrafter
 from retrieve_spec.drafting.text_sources import TextSources
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
@@ -212,7 +212,8 @@ class MixtureDrafter(ScopedDrafter):
         text with nothing to look up costs next to nothing.
         """
         began = perf_counter()
-        self._last.forced = self._state.force(budget.ahead)
+        if len(budget.ahead) or self._last.forced:
+            self._last.forced = self._state.force(budget.ahead)
         if budget.cost is None:
             return self.draft(budget)
         self._asked = True
@@ -231,7 +232,7 @@ class MixtureDrafter(ScopedDrafter):
         depth = self._last.forced + min(budget.max_depth, self.config.max_depth)
         if limit <= 0 or depth <= 0:
             return NO_DRAFT
-        if not self._state.is_noise(budget.noise, self.length):
+        if (self._state.sampled or budget.noise is not None) and not self._state.is_noise(budget.noise, self.length):
             self._learn_pending()  # with the key of its time
             self._state.set_noise(budget.noise, self.length)
         waiting = self._pending.take()
@@ -240,12 +241,11 @@ class MixtureDrafter(ScopedDrafter):
             self._learn(observed)
         if self._queries is not None:
             self._query(self._queries, budget.cost, limit, depth)
-        drafted = self._state.step(last, limit, depth, budget.cost, chain)
+        _, self._last.expected, block = self._state.step(last, limit, depth, budget.cost, int(chain))
         if len(last.emitted):
             self._transcript.append(last.emitted)
-        tree = DraftTree.of_block(drafted.block)
-        self._last.size, self._last.expected = len(tree), drafted.expected
-        return tree
+        self._last.size = block.shape[1]
+        return DraftTree.of_block(block)
 
     def _query(self, queries: DenseQueries, cost: NDArray[np.float32] | None, limit: int, depth: int) -> None:
         """Look up neighbours of the last hidden state if none are followed any more and it pays."""
@@ -257,8 +257,8 @@ class MixtureDrafter(ScopedDrafter):
         if queries.comparison is not None:
             found = cursor.copy()
             cursor[:] = 0
-            without = self._state.step(ObservedPass(), limit, depth, cost, chain=False)
-            queries.comparison.without = self._state.nodes(without.block.shape[1])
+            _, _, without = self._state.step(ObservedPass(), limit, depth, cost, chain=0)
+            queries.comparison.without = self._state.nodes(without.shape[1])
             cursor[:] = found
 
     @property
@@ -284,19 +284,19 @@ class MixtureDrafter(ScopedDrafter):
         expected = last.expected
         if size and len(tree) != last.size:  # a verifier of chains takes one branch: no other could be accepted
             expected = tree.expected_accepted - forced
-        emitted, asked = np.ascontiguousarray(verified.emitted, np.int32), self._asked
+        emitted, asked, skips = np.ascontiguousarray(verified.emitted, np.int32), self._asked, self._policy.left > 0
         self._asked = False
-        if self._policy.is_skipping or self._pending.has_text or not asked:
+        if skips or self._pending.texts or not asked:
             if size:
                 self.calibration.learn_draft(expected, accepted, self._state.sampled)
                 self._state.drop_first()
-            self._pending.append_text(emitted, last=asked and not self._policy.is_skipping)
+            self._pending.append_text(emitted, last=asked and not skips)
         elif self.sources.recycling is None or verified.top_ids is None or verified.top_logits is None:
-            self._pending.append(ObservedPass(emitted, size=size, accepted=accepted, expected=expected))
+            self._pending.passes.append(ObservedPass(emitted, size=size, accepted=accepted, expected=expected))
         else:
             top = verified.top_ids, verified.top_logits
-            self._pending.append(ObservedPass(emitted, tree.block, *top, size, accepted, expected))
-        if self._pending.is_full:
+            self._pending.passes.append(ObservedPass(emitted, tree.block, *top, size, accepted, expected))
+        if len(self._pending.passes) > MOST_PASSES:
             self._learn_pending()
 
     @property
@@ -311,7 +311,7 @@ class MixtureDrafter(ScopedDrafter):
 
     def _learn(self, observed: ObservedPass) -> None:
         """Follow emitted tokens with every source, and learn at each."""
-        self._state.step(observed, 0, 0, None, chain=False)
+        self._state.step(observed, 0, 0, None, chain=0)
         self._transcript.append(observed.emitted)
 
     def use_bigrams(self, bigrams: Bigrams) -> None:

@@ -41,65 +41,55 @@ class ObservedPass(NamedTuple):
 
 
 _NOTHING = ObservedPass()
-_MOST_PASSES, _MOST_TEXTS = 4, 64
+MOST_PASSES, _MOST_TEXTS = 4, 64
 """Passes that wait to be learned from at most, and those of which only the text waits."""
 
 
 class PendingPasses:
-    """Passes that are learned from when the next draft is due; of those that nobody drafted for only the text."""
+    """Passes that are learned from when the next draft is due; of those that nobody drafted for only the text.
+
+    Attributes
+    ----------
+    passes
+        Those that were drafted for.
+    texts
+        Tokens (e,) of those after them.
+    """
 
     def __init__(self) -> None:
-        self._passes: list[ObservedPass] = []
-        self._texts: list[NDArray[np.int32]] = []  # after them
-
-    @property
-    def has_text(self) -> bool:
-        """Whether text waits that nobody drafted for."""
-        return len(self._texts) > 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether they are to be learned from at once."""
-        return len(self._passes) > _MOST_PASSES
+        self.passes: list[ObservedPass] = []
+        self.texts: list[NDArray[np.int32]] = []
 
     @property
     def num_tokens(self) -> int:
         """Tokens that wait."""
-        return sum(map(len, self._texts)) + sum(len(one.emitted) for one in self._passes)
-
-    def append(self, observed: ObservedPass) -> None:
-        """Let a pass wait."""
-        self._passes.append(observed)
+        return sum(map(len, self.texts)) + sum(len(one.emitted) for one in self.passes)
 
     def append_text(self, emitted: NDArray[np.int32], last: bool) -> None:
         """Let the text (e,) of a pass wait; with `last` what waits is one pass from now on."""
-        self._texts.append(emitted)
-        if last or len(self._texts) > _MOST_TEXTS:
-            self._passes = self.take()
+        self.texts.append(emitted)
+        if last or len(self.texts) > _MOST_TEXTS:
+            self.passes = self.take()
 
     def extend_last(self, emitted: NDArray[np.int32]) -> bool:
         """Append tokens (e,) to those of the last pass; whether there is one."""
-        if self._passes:
-            last = self._passes[-1]
-            self._passes[-1] = last._replace(emitted=np.concatenate([last.emitted, emitted]))
-        return bool(self._passes)
+        if self.passes:
+            last = self.passes[-1]
+            self.passes[-1] = last._replace(emitted=np.concatenate([last.emitted, emitted]))
+        return bool(self.passes)
 
     def take(self) -> list[ObservedPass]:
         """Return all that wait, which then no longer do."""
-        passes, self._passes = self._passes, []
-        if self._texts:
-            texts, self._texts = self._texts, []
+        passes, self.passes = self.passes, []
+        if self.texts:
+            texts, self.texts = self.texts, []
             passes.append(ObservedPass(texts[0] if len(texts) == 1 else np.concatenate(texts)))
         return passes
 
 
-class Drafted(NamedTuple):
-    """What one compiled call gave: how many observed tokens there was room for, accepted tokens expected of the nodes
-    that were not forced, the nodes as the block of a `DraftTree`."""
-
-    room: int
-    expected: float
-    block: NDArray[np.int32]
+Drafted = tuple[int, float, NDArray[np.int32]]
+"""What one compiled call gave: how many observed tokens there was room for, accepted tokens expected of the nodes that
+were not forced, the nodes as the block of a `DraftTree`."""
 
 
 def _scratch_of(num_sources: int) -> dict[str, NDArray[Any]]:
@@ -144,6 +134,8 @@ class RequestState:
     def __init__(self, min_p: float, find_origins: bool = False, reads_stores: bool = False) -> None:
         self._record = np.zeros(1, request.REQUEST)
         self.fields: Any = self._record[0]
+        verified = "num_verified", "num_accepted", "expected"
+        self._verified: list[NDArray[Any]] = [self._record[name] for name in verified]  # written faster than by name
         self.address = address_of(self._record)
         self._always_stores = reads_stores
         self._arrays: dict[str, NDArray[Any]] = {
@@ -171,7 +163,8 @@ class RequestState:
         fields = self.fields
         fields["has_prediction"], fields["has_stores"] = bool(groups["prediction"]), has_stores
         fields["text_source"] = places["context"]
-        fields["first_session"], fields["num_sessions"] = places["session"], len(groups["session"])
+        fields["first_session"] = self._first_session = places["session"]
+        fields["num_sessions"] = len(groups["session"])
         fields["first_exact"], fields["num_exact"] = places["exact"], len(groups["exact"])
         fields["dense_source"] = places["dense"] if groups["dense"] else -1
         fields["alignment_source"] = places["alignment"] if groups["alignment"] else -1
@@ -196,9 +189,8 @@ class RequestState:
 
         Drafters of other threads add to it.
         """
-        first = int(self.fields["first_session"])
-        for i, automaton in enumerate(self._earlier):
-            self._table.put(first + i, automaton.row(SESSION))
+        for i, automaton in enumerate(self._earlier, self._first_session):
+            self._table.put(i, automaton.row(SESSION))
 
     def read(self, ids: NDArray[np.int32]) -> None:
         """Take text (n,) that was not generated into the text so far."""
@@ -214,25 +206,38 @@ class RequestState:
         self._table.put(int(self.fields["text_source"]), self._context.row(CONTEXT))
 
     def step(
-        self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: bool
+        self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: int
     ) -> Drafted:
         """Learn what was observed, then draft: one compiled call, or two where the automaton had no room."""
         drafted = self._call(observed, max_nodes, max_depth, cost, chain)
-        if drafted.room == len(observed.emitted):
+        if (room := drafted[0]) == len(observed.emitted):
             return drafted
-        self.extend(observed.emitted[drafted.room :])
+        self.extend(observed.emitted[room:])
         return self._call(_NOTHING, max_nodes, max_depth, cost, chain)
 
     def _call(
-        self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: bool
+        self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: int
     ) -> Drafted:
-        fields = self.fields
-        fields["num_verified"], fields["num_accepted"], fields["expected"] = observed[4:]
+        emitted, verified, top_ids, top_logits, size, accepted, expected = observed
+        num_verified, num_accepted, expected_accepted = self._verified
+        num_verified[0], num_accepted[0], expected_accepted[0] = size, accepted, expected
         cost = _NO_COST if cost is None else cost[: max_nodes + 1]
-        limits = max_nodes, max_depth, int(chain)
         with self._session_lock:
-            self.refresh_sessions()
-            return Drafted(*step.propose(self.address, cost, *limits, *observed[:4], self._reads_stores))
+            if self._earlier:
+                self.refresh_sessions()
+            drafted: Drafted = step.propose(
+                self.address,
+                cost,
+                max_nodes,
+                max_depth,
+                chain,
+                emitted,
+                verified,
+                top_ids,
+                top_logits,
+                self._reads_stores,
+            )
+        return drafted
 
     def force(self, chain: DraftTree) -> int:
         """Let the next draft begin with tokens that no source has to say; returns how many."""
