@@ -14,7 +14,7 @@ import click
 EXTRAS = {
     "serve": (
         *("fastapi", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client", "pygls", "watchfiles"),
-        *("httpx", "regex"),
+        *("httpx", "regex", "llguidance"),
     ),
     "share": ("fsspec",),
     "parquet": ("pyarrow",),

@@ -23,12 +23,13 @@ ORDER = [
     {"engine"},
     {"generation"},
     {"acceleration"},
+    {"distilling"},
     {"__init__"},
     {"cli_common"},
     {"server", "bench", "integrations"},
     {"demo"},
     {"cli_generate", "cli_serve", "cli_store"},
-    {"cli_chat", "cli_machine"},
+    {"cli_chat", "cli_distil", "cli_machine"},
     {"cli"},
 ]
 """Rooms from the bottom up; those of one floor do not know each other."""

@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 import retrieve_spec as rs
-from retrieve_spec.cli_distil import distil as command
+from retrieve_spec.cli import cli
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil, general_prompts
 from retrieve_spec.drafting.drafter import Budget
@@ -108,8 +108,17 @@ def _fingerprint(model):
 
 def test_the_command_stops_at_its_limit(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "def f():"}) + "\n")
-    given = [str(tmp_path / "store"), "--prompts", str(tmp_path / "prompts.jsonl"), "--tokens", "8", "--json", "-q"]
-    result = CliRunner().invoke(command, given, catch_exceptions=False)
+    given = [
+        "distil",
+        str(tmp_path / "store"),
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--tokens",
+        "8",
+        "--json",
+        "-q",
+    ]
+    result = CliRunner().invoke(cli, given, catch_exceptions=False)
     assert result.exit_code == 0
     told = json.loads(result.stdout)
     assert told["answers"] == 1 and told["tokens"] >= 8

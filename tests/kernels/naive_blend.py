@@ -263,7 +263,7 @@ def expand(sources, text, cells, scale, max_nodes, max_depth, min_p=0.0, cost=No
             given = couple(given, noise(len(path)))
         for token, (p, row) in given.items():
             if p >= worth:
-                p = path_p * scaled(scale, sources[row].number + (11 if noise else 0), p)
+                p = path_p * scaled(scale, sources[row].number + (12 if noise else 0), p)
                 heapq.heappush(heap, (-p, token, order, at, path, row))
                 order += 1
 
