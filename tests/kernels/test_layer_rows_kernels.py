@@ -5,9 +5,10 @@ import torch
 from torch.nn import functional
 
 from retrieve_spec.kernels import layer_rows
+from retrieve_spec.kernels.number_formats import LIKE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", list(LIKE))
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_rows_are_what_torch_computes(rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
