@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import click
 
 from retrieve_spec.cli_common import DEVICE, DTYPE, MODEL, QUANTIZE, compiling_shown, loading_bars
 from retrieve_spec.cli_store import JSON, QUIET
+from retrieve_spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from retrieve_spec.distilling import DistilReport
@@ -81,12 +81,22 @@ def distil(
     click.echo(json.dumps(asdict(report)) if as_json else _words(report))
 
 
-def _prompts(paths: tuple[Path, ...]) -> Iterator[str]:
+def _prompts(paths: tuple[Path, ...]) -> list[str]:
     """The prompts in some files."""
+    found = []
     for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.strip():
-                yield json.loads(line)["prompt"] if path.suffix == ".jsonl" else line.strip()
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                prompt = json.loads(line)["prompt"] if path.suffix == ".jsonl" else line.strip()
+            except (ValueError, LookupError, TypeError):
+                prompt = None
+            if not isinstance(prompt, str):
+                got = f"line {number} of {path}: {line.strip()[:60]}"
+                raise ConfigError('JSON Lines with a text as "prompt"', got, "Mend the line, or give plain text.")
+            found.append(prompt)
+    return found
 
 
 def _show(report: DistilReport) -> None:

@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 from retrieve_spec.acceleration import accelerated
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.change import check_folder
 from retrieve_spec.datastore.dense import model_fingerprint
 from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sources.distilled import FOLDER, DistilledTable, distilled_folder, keep_distilled
@@ -127,12 +129,18 @@ def distil(
     ------
     ConfigError
         There is nothing to ask and nothing to read, or `contexts` is no power of two.
+    TokenizerMismatchError
+        The store is there, and of another tokenizer.
     BuildError, StoreError
-        The store cannot be written.
+        The store cannot be written, or the folder holds something else.
     """
     if contexts & (contexts - 1) or contexts < 1:
         raise ConfigError("contexts as a power of two", str(contexts), f"Take {1 << max(contexts, 1).bit_length()}.")
     store, fingerprint = Path(store), model_fingerprint(model)
+    if (store / MANIFEST).exists():
+        open_datastore(store, tokenizer=tokenizer)
+    else:
+        check_folder(store)
     drafter = MixtureDrafter(SpeculationConfig(), contexts=contexts, session=SessionMemory())
     table = drafter.sources.recycling
     assert table is not None
@@ -228,7 +236,8 @@ class _Work:
         )
         temperature = TEMPERATURES[number % len(TEMPERATURES)]
         drawn = {"do_sample": True, "temperature": temperature, "seed": number} if temperature else {"do_sample": False}
-        output = self._model.generate(**given, max_new_tokens=_ANSWER, **drawn)
+        most = int(min(_ANSWER, max(self._max_tokens - self.tokens, 1)))
+        output = self._model.generate(**given, max_new_tokens=most, **drawn)
         new_ids = output[0, given["input_ids"].shape[1] :]
         answer: str = self._tokenizer.decode(new_ids, skip_special_tokens=True)
         self.answers.append(answer)

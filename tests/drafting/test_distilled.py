@@ -13,7 +13,7 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil, general_prompts
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import BuildError, ConfigError, TokenizerMismatchError
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.distilled import distilled_folder, distilled_tables, keep_distilled
 from retrieve_spec.sources.recycling import RecyclingTable
@@ -121,7 +121,23 @@ def test_the_command_stops_at_its_limit(tmp_path):
     result = CliRunner().invoke(cli, given, catch_exceptions=False)
     assert result.exit_code == 0
     told = json.loads(result.stdout)
-    assert told["answers"] == 1 and told["tokens"] >= 8
+    assert told["answers"] == 1 and told["tokens"] <= 8
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"text": "x"}', '{"prompt": 5}'])
+def test_a_line_that_is_no_prompt_is_named_before_anything_is_asked(tmp_path, line):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a\u2028b"}\n' + line + "\n")
+    given = ["distil", str(tmp_path / "store"), "--prompts", str(tmp_path / "prompts.jsonl"), "-q"]
+    error = CliRunner().invoke(cli, given).exception
+    assert isinstance(error, ConfigError) and "line 2 of" in str(error)
+
+
+def test_a_store_is_looked_at_before_anything_is_asked(store, reference_model, reference_tokenizer, tmp_path):
+    with pytest.raises(TokenizerMismatchError):
+        distil(reference_model, reference_tokenizer, store.path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(BuildError, match="notes"):
+        distil(reference_model, reference_tokenizer, tmp_path)
 
 
 def test_what_is_asked_for(reference_model, reference_tokenizer, tmp_path):
