@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules import module as torch_wide
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retrieve_spec.config import PASS, SpeculationConfig, cache_dir
 from retrieve_spec.drafting.drafter import Layer
@@ -142,7 +144,7 @@ def _read(path: Path) -> dict[str, Any]:
         kept = json.loads(path.read_text(encoding="utf-8"))
         found: dict[str, Any] = kept["found"]
         return found if kept["sum"] == _sum(found) else {}
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         logger.debug("no verdict is read: %s", in_a_line(error))
         return {}
 
@@ -163,7 +165,11 @@ def key_of(model: Any, config: SpeculationConfig, layer: Layer) -> str | None:
             _code_of(Path(__file__).parents[1]),
             _machine(input_device(model)),
             [_without(part.to_dict()) for part in (model.config, model.generation_config)],
-            [attention_of(model), *(_describe_class(cls) for cls in dict.fromkeys(map(type, model.modules())))],
+            [
+                attention_of(model),
+                _attention(attention_of(model)),
+                *(_describe_class(cls) for cls in dict.fromkeys(map(type, model.modules()))),
+            ],
             [[number, name, _describe(value)] for number, name, value in plain_attributes(model)],
             [[number, _describe_function(hook)] for number, hook in _hooks(model)],
         ]
@@ -216,7 +222,20 @@ def _describe_class(cls: type[nn.Module]) -> list[Any]:
     """
     file = _file(str(sys.modules[cls.__module__].__file__))
     release = getattr(sys.modules[cls.__module__.partition(".")[0]], "__version__", "")
-    return [cls.__qualname__, file, release, _describe_function(cls.forward)]
+    return [cls.__qualname__, file, release, _describe_function(cls.forward), _called_by(cls.forward)]
+
+
+def _called_by(function: Any) -> list[Any]:
+    """The functions of its module that a function names: one that makes masks may have been patched."""
+    function = inspect.unwrap(function)
+    named = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
+    return [[name, _describe_function(one)] for name, one in named if isinstance(one, types.FunctionType)]
+
+
+def _attention(name: str) -> Any:
+    """The registered function that attends, which may have been replaced."""
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    return _describe_function(function) if isinstance(function, types.FunctionType) else repr(type(function))
 
 
 def _describe_function(function: Any) -> list[Any]:

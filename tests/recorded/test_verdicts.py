@@ -152,3 +152,25 @@ def test_models_that_no_file_knows_are_probed(probes: list[Any], cache: Path) ->
         model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward
         accelerated(model)
     assert len(probes) == 2 and not cache.exists()
+
+
+def test_patched_masks_and_attention_are_other_models(reference_model, monkeypatch):
+    """What a forward calls belongs to what a verdict depends on, wherever it stands."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama import modeling_llama
+
+    from retrieve_spec.config import SpeculationConfig
+
+    def key():
+        return key_of(reference_model, SpeculationConfig(), "last")
+
+    before = key()
+    assert before is not None and before == key()
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_llama, "create_causal_mask", lambda *_, **__: None)
+        assert key() != before
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with monkeypatch.context() as patched:
+        patched.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *given, **more: attend(*given, **more))
+        assert key() != before
+    assert key() == before
