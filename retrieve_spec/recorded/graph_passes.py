@@ -270,7 +270,8 @@ def _match_norm(node: Node, half: bool = False) -> tuple[Node, Node, float] | No
     if not is_call(node, aten.mul.Tensor) or (half and value(node).dtype.itemsize != 2):
         return None
     for weight, normed in (node.args, node.args[::-1]):
-        if not (isinstance(weight, fx.Node) and value(weight).ndim == 1 and (_is_cast(normed) or not half)):
+        vector = isinstance(weight, fx.Node) and getattr(value(weight), "ndim", 0) == 1  # not a number that was read
+        if not (vector and (_is_cast(normed) or not half)):
             continue
         normed = normed.args[0] if half else normed
         if not (is_call(normed, aten.mul.Tensor) and is_call(normed.args[1], aten.rsqrt.default)):
