@@ -40,6 +40,7 @@ def commands(
 ) -> Iterator[tuple[str, str]]:
     """Every command with its help text, parents first."""
     settings: dict[str, Any] = {**command.context_settings, "terminal_width": 100}
+    command._help_option = None  # kept by click from an earlier context, whose names of --help may differ
     context = click.Context(command, parent=parent, info_name=name, **settings)
     yield context.command_path, command.get_help(context)
     if isinstance(command, click.Group):
