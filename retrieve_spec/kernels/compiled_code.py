@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from numba import config, njit
 from numba.core import event
+from numba.core.registry import cpu_target
 
 from retrieve_spec.config import temporary_dir
 
@@ -46,6 +47,13 @@ WHY_IT_TAKES_LONG = (
 TOLD_EVERY_S = 15.0
 """Seconds after which it is said how far compiling is."""
 _is_logging: ContextVar[bool] = ContextVar("_is_logging", default=False)
+
+
+def cpu_features() -> tuple[bool, frozenset[str]]:
+    """Whether Numba compiles for an x86 CPU, and LLVM's names of what it has: it may be told to leave some out."""
+    machine, _, features = cpu_target.target_context.codegen().magic_tuple()
+    named = frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
+    return machine.startswith(("x86", "i")), named
 
 
 def _beside() -> None:

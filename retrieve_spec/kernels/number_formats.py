@@ -12,18 +12,17 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import config, types
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner
+from retrieve_spec.kernels.compiled_code import cpu_features, inner
 from retrieve_spec.kernels.views import view_f32, view_i16, view_u16
 
 
 def _converts_float16() -> bool:
     """Whether the CPU that Numba compiles for has instructions for it: without them LLVM calls what is not there."""
-    machine, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return not machine.startswith(("x86", "i")) or "+f16c" in features.split(",")
+    is_x86, features = cpu_features()
+    return not is_x86 or "f16c" in features
 
 
 LIKE: dict[torch.dtype, Any] = {torch.float32: np.float32(0.0), torch.bfloat16: np.uint16(0)}

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from numba.core.registry import cpu_target
-
+from retrieve_spec.kernels.compiled_code import cpu_features
 from retrieve_spec.kernels.vector_ir import (
     BYTE,
     FLOAT,
@@ -23,7 +22,6 @@ from retrieve_spec.kernels.vector_ir import (
     keep_order,
     lanes_of,
     load,
-    multiply_add,
     splat,
     vector,
 )
@@ -206,10 +204,9 @@ def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
 
 
 def _here() -> list[VectorUnit]:
-    """Units of the CPU that Numba compiles for: it may be told to leave out what this one has."""
-    machine, _, features = cpu_target.target_context.codegen().magic_tuple()
-    named = {feature.removeprefix("+") for feature in features.split(",") if feature.startswith("+")}
-    return list(units_of(named.__contains__, machine.startswith(("x86", "i"))))
+    """Units of the CPU that Numba compiles for."""
+    is_x86, features = cpu_features()
+    return list(units_of(features.__contains__, is_x86))
 
 
 UNITS = _here()
@@ -280,11 +277,3 @@ class Numbers:
         shorts, halves = vector(SHORT, lanes), vector(self.kind, lanes)
         both = (builder.trunc(each, shorts) for each in (words, builder.lshr(words, sixteen)))
         return [builder.fpext(builder.bitcast(each, halves), floats) for each in both]
-
-
-def add_pairs(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
-    """Sums, each with two products of pairs of bfloat16 added, in operations that every CPU has."""
-    pairs = Numbers(SHORT, 2)
-    for ours, theirs in zip(pairs.in_words(builder, weights), pairs.in_words(builder, activations), strict=True):
-        sums = multiply_add(builder, ours, theirs, sums)
-    return sums
