@@ -49,16 +49,21 @@ def read_content(content: Any, place: str, left_out: list[str]) -> tuple[str, st
     """Return the text of a content, whole or in parts of any dialect, and the thoughts in it."""
     texts, thoughts = [], []
     for part in content if isinstance(content, list) else [] if content is None else [content]:
-        if isinstance(part, dict) and _kind(part) in _THOUGHTS:
+        if isinstance(part, dict) and _kind_of(part) in _THOUGHTS:
             thoughts.append(_thought(part, place, left_out))
         else:
             texts.append(_part_text(part, place, left_out))
     return "".join(texts), "\n".join(filter(None, thoughts))
 
 
-def _kind(part: Mapping[str, Any]) -> str:
-    """What a part, or an item, is; its name goes into prompts and headers."""
-    return re.sub(r"[^\w.-]+", "_", str(part.get("type") or "text"), flags=re.ASCII)[:64]
+def _kind_of(part: Mapping[str, Any]) -> str:
+    """What a part, or an item, is."""
+    return _plain(part.get("type"))
+
+
+def _plain(name: Any) -> str:
+    """A client's name for something, as it may stand in prompts and headers; `text` where it has none."""
+    return re.sub(r"[^\w.-]+", "_", str(name or "text"), flags=re.ASCII)[:64]
 
 
 def _part_text(part: Any, place: str, left_out: list[str]) -> str:
@@ -67,7 +72,7 @@ def _part_text(part: Any, place: str, left_out: list[str]) -> str:
         return part
     if not isinstance(part, dict):
         return json.dumps(part)
-    kind = _kind(part)
+    kind = _kind_of(part)
     source = part.get("source")
     told = part.get(_TEXT_FIELDS.get(kind, "text"))
     if not isinstance(told, str) and kind == "document" and isinstance(source, dict) and source.get("type") == "text":
@@ -85,7 +90,7 @@ def _thought(part: Mapping[str, Any], place: str, left_out: list[str]) -> str:
     """The text of a thought; "" where its client has it encrypted."""
     parts = part.get("thinking") or part.get("content") or part.get("summary") or part.get("text")
     if not parts:
-        left_out.append(f"{place} ({_kind(part)})")
+        left_out.append(f"{place} ({_kind_of(part)})")
     return read_content(parts, place, left_out)[0]
 
 
@@ -126,7 +131,7 @@ def chat_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) -> li
 
 
 def _unknown_role(role: str, place: str, left_out: list[str]) -> str:
-    left_out.append(f"{place}.role ({_kind({'type': role})})")
+    left_out.append(f"{place}.role ({_plain(role)})")
     return "user"
 
 
@@ -201,7 +206,7 @@ def response_turns(items: Sequence[Mapping[str, Any]], names: Names, left_out: l
     """Return the turns of a response's input items; what an assistant says and calls in a row is one turn."""
     turns, thought = list[Turn](), ""
     for number, item in enumerate(items):
-        place, kind = f"input.{number}", _kind(item) if item.get("type") else "message"
+        place, kind = f"input.{number}", _kind_of(item) if item.get("type") else "message"
         if kind == "reasoning":
             thought = "\n".join(filter(None, (thought, _thought(item, place, left_out))))
             continue
@@ -266,7 +271,7 @@ def chat_tools(tools: Sequence[Any], left_out: list[str]) -> list[Any]:
     for number, tool in enumerate(tools):
         kind = _object(tool).get("type") or "function"
         if isinstance(kind, str) and kind != "function":
-            left_out.append(f"tools.{number} ({_kind({'type': kind})})")
+            left_out.append(f"tools.{number} ({_plain(kind)})")
         else:
             kept.append({**tool, "type": kind} if isinstance(tool, dict) else tool)
     return kept
@@ -285,7 +290,7 @@ def message_tools(tools: Sequence[Mapping[str, Any]], left_out: list[str]) -> li
     kept = list[Tool]()
     for number, tool in enumerate(tools):
         if tool.get("type") not in (None, "custom"):
-            left_out.append(f"tools.{number} ({_kind(tool)})")
+            left_out.append(f"tools.{number} ({_kind_of(tool)})")
         else:
             kept.append(_function(tool.get("name"), {**tool, "parameters": tool.get("input_schema") or {}}))
     return kept
@@ -316,7 +321,7 @@ def _functions(
         elif (known.get("type") or "function") == "function":
             yield known, namespace
         else:
-            left_out.append(f"{here} ({_kind(known)})")
+            left_out.append(f"{here} ({_kind_of(known)})")
 
 
 def _offered(name: Any, namespace: str | None, names: Names) -> Any:

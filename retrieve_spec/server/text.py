@@ -55,6 +55,11 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(cases) or '(?!)'})")
 
 
+def _is_control(token: dict[str, Any]) -> bool:
+    """Whether an added token steers the model, instead of standing for text."""
+    return bool(token["special"] or _CONTROL.match(token["content"]))
+
+
 class TextCodec:
     """The two ways a server reads text, and the one way it writes it, by a tokenizer with a Rust backend.
 
@@ -66,9 +71,8 @@ class TextCodec:
         self.tokenizer = tokenizer
         described = json.loads(tokenizer.backend_tokenizer.to_str())
         added = described.get("added_tokens") or []
-        controls = [token for token in added if token["special"] or _CONTROL.match(token["content"])]
-        described["added_tokens"] = [token for token in added if token not in controls]
-        self.controls = _any_of([token["content"] for token in controls])
+        described["added_tokens"] = [token for token in added if not _is_control(token)]
+        self.controls = _any_of([token["content"] for token in added if _is_control(token)])
         """Finds control tokens that are spelled in a text."""
         described["post_processor"] = None
         described["truncation"] = described["padding"] = None
