@@ -115,7 +115,7 @@ async def detokenize(body: schemas.DetokenizeRequest, service: Meant) -> Respons
 @router.post("/apply-template", responses=errors(400, 408, 413, 503))
 async def template(body: schemas.TemplateRequest, request: Request, service: Meant) -> Response:
     """The prompt of a conversation."""
-    prompt = await asyncio.to_thread(service.prompts.chat, body.messages, body.offered_tools, **body.rendering())
+    prompt = await asyncio.to_thread(service.prompts.chat, body)
     told = completions.left_out_header(request, body.left_out)
     return JSONResponse({"prompt": service.codec.decode(prompt.token_ids)}, headers=told)
 

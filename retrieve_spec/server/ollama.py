@@ -23,15 +23,11 @@ from retrieve_spec.server.reading import Thought
 from retrieve_spec.server.schemas import (
     Asked,
     ChatRequest,
-    Count,
     Items,
-    Lenient,
-    Number,
     OpenAICompletionRequest,
     Penalty,
-    Share,
+    SamplingOptions,
     Speculating,
-    Stops,
     Text,
 )
 from retrieve_spec.server.service import Prepared, Service
@@ -43,15 +39,9 @@ VERSION = "0.12.0"
 router = APIRouter(route_class=BoundedRoute)
 
 
-class Options(Lenient):
-    """How tokens are chosen, and when to stop."""
+class Options(SamplingOptions):
+    """How tokens are chosen, how many, and when to stop."""
 
-    temperature: Number | None = None
-    top_k: Count | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
-    stop: Stops = None
     num_predict: Annotated[int, Field(ge=-2, le=1 << 31)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None

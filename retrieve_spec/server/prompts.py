@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from retrieve_spec.server.chat_template import ChatTemplate
 from retrieve_spec.server.guard import Refusal, TooLong
-from retrieve_spec.server.history import Turn
 from retrieve_spec.server.reading import THOUGHTS, Thinking, thinking_after
 from retrieve_spec.server.sampling import Beginnings
-from retrieve_spec.server.schemas import Common, ExtraChunk
+from retrieve_spec.server.schemas import Common, Conversation, ExtraChunk
 from retrieve_spec.server.text import HiddenText, TextCodec
 
 
@@ -49,40 +48,33 @@ class Prompts:
         if size > self.most_chars:
             raise TooLong(-(-size // self.codec.longest), self.n_ctx)
 
-    def chat(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), /, **rendering: Any) -> ChatPrompt:
+    def chat(self, conversation: Conversation) -> ChatPrompt:
         """Return a conversation as a prompt, by the model's own template where it has one.
-
-        Parameters
-        ----------
-        turns, tools
-            What has been said, and what may be called.
-        **rendering
-            Arguments of `apply_chat_template`: whether to begin a turn of the model's or to go on with the last one,
-            and variables of the template's own.
 
         Raises
         ------
         Refusal
             400: too long, or the template refuses the turns.
         """
+        turns, tools, rendering = conversation.messages, conversation.offered_tools, conversation.rendering()
         if not self.template.text:
             turns = self.template.shaped(turns, tools)
             self._fits(sum(len(turn["content"]) for turn in turns))
             return ChatPrompt(self._plain_chat(turns, **rendering))
-        said = turns[-1]["content"] if rendering.get("continue_final_message") else ""
+        begun = turns[-1]["content"] if rendering["continue_final_message"] else ""
         hidden = HiddenText(self.codec, kept_in_answers=[tag for tags in THOUGHTS for tag in (tags.opens, tags.close)])
         turns, tools = hidden.of_turns(turns), hidden.of(tools)
         try:
             prompt = self.template.render(turns, tools, **rendering)
         except Exception as error:  # templates raise what they like
             raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
-        thinking = thinking_after(prompt, self.template.traits.thoughts, said)
+        thinking = thinking_after(prompt, self.template.traits.thoughts, begun)
         self._fits(len(prompt))
         return ChatPrompt(hidden.encoded(prompt), thinking)
 
-    def opening(self, **rendering: Any) -> list[int]:
+    def opening(self, conversation: Conversation) -> list[int]:
         """Return the tokens by which a prompt begins the model's turn, with which the next prompt may not."""
-        return self.codec.encode_prompt(self.template.opening(**rendering), add_special_tokens=False)
+        return self.codec.encode_prompt(self.template.opening(**conversation.rendering()), add_special_tokens=False)
 
     def _plain_chat(
         self,

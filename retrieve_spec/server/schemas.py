@@ -124,7 +124,18 @@ class Speculating(Refusing):
         return self.model_dump(include=set(Speculating.model_fields) - set(Refusing.model_fields))
 
 
-class Common(Speculating):
+class SamplingOptions(Lenient):
+    """How tokens are chosen, and when to stop."""
+
+    temperature: Number | None = None
+    top_k: Count | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    stop: Stops = None
+
+
+class Common(SamplingOptions, Speculating):
     """Fields of every dialect that asks for text.
 
     All texts of a request that has been read have line feeds, whatever ends the lines of the document it is about.
@@ -133,12 +144,6 @@ class Common(Speculating):
     _newline: str = PrivateAttr("\n")
 
     stream: StrictBool | None = None
-    temperature: Number | None = None
-    top_k: Count | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
-    stop: Stops = None
     samplers: Items[SamplerName] | None = None
     n_predict: Count | None = None
     max_tokens: Count | None = None
@@ -358,7 +363,7 @@ class Conversation(Refusing):
         return [tool.model_dump(exclude_unset=True) for tool in self.offered.values()]
 
     def rendering(self) -> dict[str, Any]:
-        """Further arguments of `Prompts.chat`: variables of the template's own, and what stands at the end."""
+        """Arguments of `apply_chat_template`: variables of the template's own, and what stands at the end."""
         last, begins = self.messages[-1], self.add_generation_prompt
         begun = last["role"] == "assistant" and not ("tool_calls" in last or begins)
         goes_on = begun if self.continue_final_message is None else self.continue_final_message

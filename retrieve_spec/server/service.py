@@ -381,7 +381,7 @@ class Service:
 
     def chat(self, request: ChatRequest, caller: Caller, wanted: int) -> Prepared:
         """A task for the model's next turn in a conversation."""
-        prompt = self.prompts.chat(request.messages, request.offered_tools, **request.rendering())
+        prompt = self.prompts.chat(request)
         edit = find_edit(request.messages[-1]["content"])
         prepared = self.raw(prompt.token_ids, request, caller, wanted, prompt.thinking, edit)
         schemas = request.argument_schemas
@@ -391,7 +391,7 @@ class Service:
             return AnswerReader(prompt.thinking.begun, CallParser(fmt, schemas) if fmt else None)
 
         if not self._cuts_caches:
-            opening = self.prompts.opening(**request.rendering())
+            opening = self.prompts.opening(request)
             prepared.task = replace(prepared.task, settled=len(prompt.token_ids) - max(1, len(opening)))
         return replace(prepared, reader=reader)
 

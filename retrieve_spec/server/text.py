@@ -31,13 +31,15 @@ def line_end(*texts: str) -> str:
     return "\r\n" if 0 < sum(text.count("\n") for text in texts) <= 2 * ends else "\n"
 
 
-def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A text, or a JSON value, with every text in it changed, but for the keys of objects."""
+def with_texts(value: Any, change: Callable[[str], str], keys: bool = False) -> Any:
+    """A text, or a JSON value, with every text in it changed; of objects the `keys`, too, if they are to be."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [with_texts(part, change) for part in value]
-    return {key: with_texts(part, change) for key, part in value.items()} if isinstance(value, dict) else value
+        return [with_texts(part, change, keys) for part in value]
+    if isinstance(value, dict):
+        return {change(key) if keys else key: with_texts(part, change, keys) for key, part in value.items()}
+    return value
 
 
 def with_line_feeds(value: Any) -> Any:
@@ -166,11 +168,7 @@ class HiddenText:
 
     def of(self, value: Any) -> Any:
         """Return a JSON value without them, in keys and in texts."""
-        if isinstance(value, str):
-            return self._codec.controls.sub(self._placeholder, value)
-        if isinstance(value, dict):
-            return {self.of(key): self.of(part) for key, part in value.items()}
-        return [self.of(part) for part in value] if isinstance(value, list) else value
+        return with_texts(value, lambda text: self._codec.controls.sub(self._placeholder, text), keys=True)
 
     def of_turns(self, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the turns of a conversation without them."""

@@ -251,7 +251,7 @@ async def messages(body: MessagesRequest, request: Request, service: Meant) -> R
 async def count(body: CountRequest, request: Request, service: Meant) -> Response:
     """How many tokens a conversation has as a prompt."""
     chat = body.as_chat()
-    prompt = await asyncio.to_thread(service.prompts.chat, chat.messages, chat.offered_tools, **chat.rendering())
+    prompt = await asyncio.to_thread(service.prompts.chat, chat)
     told = left_out_header(request, chat.left_out)
     return JSONResponse({"input_tokens": len(prompt.token_ids)}, headers=told)
 
