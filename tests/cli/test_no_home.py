@@ -69,7 +69,7 @@ def test_numba_is_given_a_folder_where_it_finds_none(tmp_path: Path) -> None:
         "from retrieve_spec.kernels import step\n"
         "print(step.propose.stats.cache_path)"
     )
-    hidden = ("NUMBA_CACHE_DIR", "NUMBA_CACHE_LOCATOR_CLASSES")
+    hidden = ("NUMBA_CACHE_DIR", "NUMBA_CACHE_LOCATOR_CLASSES", "NUMBA_DISABLE_JIT")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True

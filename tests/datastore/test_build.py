@@ -9,6 +9,7 @@ import stat
 import time
 from contextlib import closing
 
+import numba
 import numpy as np
 import pytest
 from byte_tokenizers import byte_tokenizer
@@ -244,6 +245,7 @@ def test_one_process_and_two_write_the_same_bytes(tokenizer, many, tmp_path):
     assert len(contents(tmp_path / "s1")) == 27
 
 
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
 def test_it_is_said_that_kernels_are_compiled_before_workers_need_them(many, tokenizer, tmp_path, monkeypatch, caplog):
     compiled = []
 
