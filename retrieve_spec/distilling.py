@@ -31,7 +31,7 @@ from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.sources.distilled import FOLDER, DistilledTable, distilled_folder, keep_distilled
+from retrieve_spec.sources.distilled import DistilledTable, distilled_folder, keep_distilled
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.verify.interface import input_device
@@ -195,9 +195,8 @@ class _Work:
 
     def report(self) -> DistilReport:
         """What has come of it."""
-        known = DistilledTable(self._table.sets, self._table.entries.reshape(-1), {}).num_contexts
-        pace = self._generated / max(self._passes, 1)
-        return DistilReport(len(self.answers), self.tokens, known, perf_counter() - self._began, pace)
+        seconds, pace = perf_counter() - self._began, self._generated / max(self._passes, 1)
+        return DistilReport(len(self.answers), self.tokens, self._table.num_contexts, seconds, pace)
 
     def _count(self, tokens: int) -> None:
         self.tokens += tokens
@@ -258,6 +257,3 @@ def _keep_answers(store: Path, tokenizer: Any, answers: list[str]) -> None:
             add_documents(store, [Source(str(path))])
         else:
             build_datastore(store, [Source(str(path))], tokenizer)
-
-
-__all__ = ["FOLDER", "DistilReport", "distil", "general_prompts"]

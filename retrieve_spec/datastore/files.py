@@ -8,12 +8,13 @@ import mmap
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +103,29 @@ def replace_file(path: Path, content: bytes, private: bool = False) -> None:
             temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def put_in_place(path: Path, write: Callable[[BinaryIO], Any], private: bool = False) -> None:
+    """Let a file appear when all of it has been written, however many processes do so; a crash may lose it.
+
+    Nobody else may read a `private` one, unless its owner has let them.
+
+    Raises
+    ------
+    OSError
+        It cannot be written; what was there stays.
+    """
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")  # containers have equal process ids
+    try:
+        with open(partial, "wb") as file:
+            if private:
+                os.chmod(partial, stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o600)
+            write(file)
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):  # there may be no folder
+            partial.unlink()
+        raise
 
 
 def check_content(path: Path, entry: FileEntry, mapped: NDArray[Any] | None = None) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieve_spec.datastore.files import put_in_place
 from retrieve_spec.errors import StoreCorruptError, in_a_line
 from retrieve_spec.kernels import calibration as kernels
 from retrieve_spec.kernels.calibration import CELLS, NUM_SOURCES, SCALE_BINS
@@ -162,17 +160,10 @@ def put_array(target: Path, array: NDArray[Any], what: str = "calibration", priv
 
     Nobody else may read a `private` one, unless its owner has let them.
     """
-    partial = target.with_name(f".{target.name}.{uuid4().hex}")  # containers have equal process ids
     try:
-        with open(partial, "wb") as file:
-            if private:
-                os.chmod(partial, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o600)
-            np.save(file, array)
-        os.replace(partial, target)
+        put_in_place(target, lambda file: np.save(file, array), private)
     except OSError as error:  # a full disk or a store that became read-only must not end a generation
         logger.warning("%s is not kept: %s", what, error)
-        with contextlib.suppress(OSError):  # there may be no folder
-            partial.unlink()
 
 
 def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibration:

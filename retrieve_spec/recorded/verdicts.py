@@ -8,7 +8,6 @@ judged.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import llvmlite.binding as llvm
 import numba
@@ -34,6 +32,7 @@ from torch.nn.modules import module as torch_wide
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retrieve_spec.config import PASS, SpeculationConfig, cache_dir
+from retrieve_spec.datastore.files import put_in_place
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded.model_state import plain_attributes
@@ -127,15 +126,12 @@ class KeptFindings:
         if self._path is None:
             return
         self._found[name] = value
-        partial = self._path.with_name(f".{uuid4().hex}")  # containers have equal process ids
+        content = json.dumps({"found": self._found, "sum": _sum(self._found)}).encode()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"found": self._found, "sum": _sum(self._found)}), encoding="utf-8")
-            os.replace(partial, self._path)
+            put_in_place(self._path, lambda file: file.write(content))
         except OSError as error:
             logger.debug("verdicts are not kept: %s", error)
-            with contextlib.suppress(OSError):  # there may be no folder
-                partial.unlink()
 
 
 def _read(path: Path) -> dict[str, Any]:

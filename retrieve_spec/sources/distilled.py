@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError, StoreError, in_a_line
-from retrieve_spec.kernels.recycling import MOST, WAYS
+from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.kernels.source_table import KIND_DISTILLED
 from retrieve_spec.sources.recycling import RecyclingTable
 from retrieve_spec.sources.rows import Row, source_row
@@ -46,11 +46,6 @@ class DistilledTable:
 
     def __init__(self, sets: NDArray[np.uint64], entries: NDArray[np.int32], about: dict[str, Any]) -> None:
         self.sets, self.entries, self.about = sets, entries, about
-
-    @property
-    def num_contexts(self) -> int:
-        """Contexts that have entries."""
-        return int(np.count_nonzero(self.sets.reshape(-1, 2, WAYS)[:, 0]))
 
     def row(self, number: int) -> Row:
         """Row of the mixture's source table."""
