@@ -11,7 +11,9 @@ import itertools
 import json
 import math
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -22,26 +24,24 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.acceleration import accelerated
-from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.build import add_documents, build_datastore
 from retrieve_spec.datastore.change import check_folder
 from retrieve_spec.datastore.dense import model_fingerprint
 from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.generation.streams import Finished, generate_many
 from retrieve_spec.sources.distilled import DistilledTable, distilled_folder, keep_distilled
 from retrieve_spec.sources.recycling import RecyclingTable
-from retrieve_spec.sources.session import SessionMemory
 from retrieve_spec.verify.interface import input_device
 
 CONTEXTS = 1 << 20
 """Contexts of a table, 80 bytes each."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 """One after the other: what a model says greedily, as chats draw it, and what else it might say."""
-_ANSWER, _FOLLOW_UPS, _PIECE, _NODES = 256, 2, 512, 32
-"""Tokens of an answer, later turns of a conversation, tokens of a text that are read at once, nodes of a draft."""
+_ANSWER, _FOLLOW_UPS, _PIECE = 256, 2, 512
+"""Tokens of an answer, later turns of a conversation, tokens of a text that are read at once."""
 SUBJECTS = (
     "the water cycle", "photosynthesis", "riding a bicycle", "the French Revolution", "black holes", "baking bread",
     "the rules of chess", "machine learning", "volcanoes", "the human heart", "climate change", "ancient Rome",
@@ -141,18 +141,15 @@ def distil(
         open_datastore(store, tokenizer=tokenizer)
     else:
         check_folder(store)
-    drafter = MixtureDrafter(SpeculationConfig(), contexts=contexts, session=SessionMemory())
-    table = drafter.sources.recycling
-    assert table is not None
+    table = RecyclingTable(contexts)
     known = distilled_folder(store, fingerprint)
     written = _go_on_with(table, known) if known.exists() else 0
-    with accelerated(model, tokenizer, drafter=drafter, nodes=_NODES, prompt_logits=_PIECE):
+    with accelerated(model, tokenizer):
         work = _Work(model, tokenizer, table, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
         try:
             for text in texts:
                 work.read(text)
-            for prompt in general_prompts() if prompts is None else prompts:
-                work.ask(prompt)
+            work.ask(general_prompts() if prompts is None else prompts)
         except (KeyboardInterrupt, _Done):
             pass
     if not work.tokens:
@@ -173,7 +170,24 @@ def _go_on_with(table: RecyclingTable, path: Path) -> int:
 
 
 class _Done(Exception):
-    """There is no time left, or there are tokens enough."""
+    """There is no time left."""
+
+
+class _Conversation:
+    """A prompt, the answers so far, and what is still to be asked."""
+
+    def __init__(self, number: int, prompt: str) -> None:
+        self.number = number
+        self.messages = [{"role": "user", "content": prompt}]
+        self._follow_ups = [FOLLOW_UPS[(number + turn) % len(FOLLOW_UPS)] for turn in range(number % (1 + _FOLLOW_UPS))]
+
+    def goes_on(self, answer: str) -> bool:
+        """Add an answer, and what is asked next; whether there is such a thing."""
+        self.messages.append({"role": "assistant", "content": answer})
+        if not self._follow_ups:
+            return False
+        self.messages.append({"role": "user", "content": self._follow_ups.pop()})
+        return True
 
 
 class _Work:
@@ -190,7 +204,7 @@ class _Work:
     ) -> None:
         self._model, self._tokenizer, self._table = model, tokenizer, table
         self._max_tokens, self._end, self._began, self._on_progress = max_tokens, end, perf_counter(), on_progress
-        self._passes = self._generated = self.tokens = 0
+        self._passes = self._generated = self._planned = self.tokens = 0
         self.answers: list[str] = []
 
     def report(self) -> DistilReport:
@@ -198,52 +212,84 @@ class _Work:
         seconds, pace = perf_counter() - self._began, self._generated / max(self._passes, 1)
         return DistilReport(len(self.answers), self.tokens, self._table.num_contexts, seconds, pace)
 
+    def read(self, text: str) -> None:
+        """Let the model read a text in pieces, and learn what it says after each token."""
+        ids: NDArray[np.int32] = np.array(self._tokenizer(text)["input_ids"], np.int32)
+        for first in range(0, len(ids), _PIECE):
+            piece = ids[first : first + _PIECE]
+            self._learn(piece, len(piece))
+            self._planned += len(piece)
+            self._count(len(piece))
+
+    def ask(self, prompts: Iterable[str]) -> None:
+        """Let the model answer prompts, many at a time, and continue conversations for a few turns."""
+        conversations = (_Conversation(number, prompt) for number, prompt in enumerate(prompts))
+        waiting = deque(itertools.islice(conversations, 1))
+        while waiting and self._planned < self._max_tokens:
+            asked: list[_Conversation] = []
+            with closing(
+                generate_many(self._model, self._requests(waiting, conversations, asked), order="completed")
+            ) as answers:
+                for done in answers:
+                    if done.error is not None:
+                        raise done.error
+                    conversation = asked[done.index]
+                    if conversation.goes_on(self._take(done)):
+                        waiting.append(conversation)
+
+    def _requests(
+        self, waiting: deque[_Conversation], others: Iterator[_Conversation], asked: list[_Conversation]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the next turns of conversations, those that wait first, and note whose they are."""
+        while self._planned < self._max_tokens:
+            conversation = waiting.popleft() if waiting else next(others, None)
+            if conversation is None:
+                return
+            asked.append(conversation)
+            temperature = TEMPERATURES[conversation.number % len(TEMPERATURES)]
+            drawn = {"temperature": temperature, "seed": conversation.number} if temperature else {}
+            most = int(min(_ANSWER, self._max_tokens - self._planned))
+            self._planned += most
+            yield {
+                "inputs": self._prompt_ids(conversation.messages),
+                "max_new_tokens": most,
+                "do_sample": temperature > 0,
+                **drawn,
+            }
+
+    def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        text = messages[-1]["content"]
+        if getattr(self._tokenizer, "chat_template", None):
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not text.startswith("<"))["input_ids"]
+        return ids
+
+    def _take(self, done: Finished) -> str:
+        """Learn from an answer, read once more with its prompt, and return its text."""
+        [output], prompt = done.outputs, np.array(done.request["inputs"], np.int32)
+        answer: str = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        self._learn(np.concatenate([prompt, output.token_ids]), len(output.token_ids))
+        self.answers.append(answer)
+        self._passes += output.report.passes
+        self._generated += len(output.token_ids)
+        self._planned -= done.request["max_new_tokens"] - len(output.token_ids)
+        self._count(len(output.token_ids))
+        return answer
+
+    @torch.no_grad()
+    def _learn(self, ids: NDArray[np.int32], count: int) -> None:
+        """Learn what the model says after each of the last `count` of some tokens, read as one text."""
+        given = torch.tensor(ids[None], dtype=torch.long, device=input_device(self._model))
+        best = self._model(input_ids=given, use_cache=False).logits[0, -count:].float().topk(self._table.k)
+        top_ids = best.indices.cpu().numpy().astype(np.int32)
+        self._table.learn_text(ids, top_ids, best.values.cpu().numpy())
+
     def _count(self, tokens: int) -> None:
         self.tokens += tokens
         if self._on_progress is not None:
             self._on_progress(self.report())
         if self.tokens >= self._max_tokens or perf_counter() >= self._end:
             raise _Done
-
-    @torch.no_grad()
-    def read(self, text: str) -> None:
-        """Let the model read a text in pieces, and learn what it says after each token."""
-        ids: NDArray[np.int32] = np.array(self._tokenizer(text)["input_ids"], np.int32)
-        for first in range(0, len(ids), _PIECE):
-            piece = ids[first : first + _PIECE]
-            given = torch.tensor(piece[None], dtype=torch.long, device=input_device(self._model))
-            best = self._model(input_ids=given, use_cache=False).logits[0].float().topk(self._table.k)
-            top_ids = best.indices.cpu().numpy().astype(np.int32)
-            self._table.learn_text(piece, top_ids, best.values.cpu().numpy())
-            self._count(len(piece))
-
-    def ask(self, prompt: str) -> None:
-        """Let the model answer a prompt, and go on with what follows from it; its drafter learns what it says."""
-        number = len(self.answers)
-        follow_ups = [FOLLOW_UPS[(number + turn) % len(FOLLOW_UPS)] for turn in range(number % (1 + _FOLLOW_UPS))]
-        messages: list[dict[str, str]] = []
-        for said in [prompt, *follow_ups]:
-            messages.append({"role": "user", "content": said})
-            messages.append({"role": "assistant", "content": self._answer(messages, number)})
-
-    def _answer(self, messages: list[dict[str, str]], number: int) -> str:
-        text = messages[-1]["content"]
-        if getattr(self._tokenizer, "chat_template", None):
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        given = self._tokenizer(text, return_tensors="pt", add_special_tokens=not text.startswith("<")).to(
-            input_device(self._model)
-        )
-        temperature = TEMPERATURES[number % len(TEMPERATURES)]
-        drawn = {"do_sample": True, "temperature": temperature, "seed": number} if temperature else {"do_sample": False}
-        most = int(min(_ANSWER, max(self._max_tokens - self.tokens, 1)))
-        output = self._model.generate(**given, max_new_tokens=most, **drawn)
-        new_ids = output[0, given["input_ids"].shape[1] :]
-        answer: str = self._tokenizer.decode(new_ids, skip_special_tokens=True)
-        self.answers.append(answer)
-        self._passes += self._model.speculation.last.passes
-        self._generated += len(new_ids)
-        self._count(len(new_ids))
-        return answer
 
 
 def _keep_answers(store: Path, tokenizer: Any, answers: list[str]) -> None:
