@@ -22,7 +22,8 @@ from retrieve_spec.recorded.packed_pass import EXACT_ROWS, LaidOut, PackedPass, 
 from retrieve_spec.recorded.recorded_pass import ALL, Attend, RecordedPass
 from retrieve_spec.sampling.acceptance import on_device
 from retrieve_spec.verify.cache import same_rows
-from retrieve_spec.verify.hf import HFVerifier, SignatureModes
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.signatures import SignatureModes
 from retrieve_spec.verify.verifier import Batching, Mode, PassKind, Ran, SharedPasses, VerifierInputs, VerifierOutput
 
 CHUNK = 256
@@ -242,7 +243,7 @@ class RecordedVerifier:
 
     def _adopt(self) -> KVBuffer:
         """Move the rows that the prompt left in the caller's cache to slabs."""
-        self._cache = self.own.cache
+        self._cache = self.own.cache.whole
         held = self._past + self._unread
         room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + PASS.tree_rows
         room, windows = max(room, held + PASS.cache_block), cache_windows(self._cache)

@@ -112,6 +112,13 @@ class ModelInterface:
         return self.attends and not self.takes_position_ids
 
     @property
+    def needs_whole_prompts(self) -> bool:
+        """Whether a prompt must come in one piece: layers ignore what an earlier piece left, or leave padding out."""
+        ignores_state = self.recurrence is not None and self.recurrence.way == "steps"
+        counts = any(place.kind == "past" for place in self.places)
+        return ignores_state or counts or not self.takes_pieces
+
+    @property
     def masks_inside(self) -> bool:
         """Whether the mask of a tree goes to the layers, past a forward that takes none."""
         return any(place.kind == "mask" for place in self.places)

@@ -59,7 +59,7 @@ class PaddedBatch:
     @staticmethod
     def takes(text: HFVerifier) -> bool:
         """Whether a text that has read its prompt can share passes now."""
-        known = all(type(layer) in PADDED_LAYERS for layer in text.cache.layers)
+        known = all(type(layer) in PADDED_LAYERS for layer in text.cache.whole.layers)
         return text.mode == "tree" and text.is_plain_text and known
 
     def forward_all(

@@ -13,6 +13,7 @@ from retrieve_spec.attention import row_depths
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.treemask import fill_tree_mask
 from retrieve_spec.verify.interface import LayerView, MaskForm, ModelInterface
+from retrieve_spec.verify.sequence_cache import SequenceCache
 from retrieve_spec.verify.verifier import CACHE_NAMES
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -24,8 +25,8 @@ SET_EACH_PASS = {
 """Arguments that a pass gets from elsewhere."""
 
 
-def kwargs_behind(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int = 1) -> dict[str, Any]:
-    """What becomes of the arguments of a pass behind it, as `generate` does it, if so many tokens come next."""
+def kwargs_after(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int = 1) -> dict[str, Any]:
+    """Return the arguments of the pass after this one, as `generate` makes them, if so many tokens come next."""
     more = {} if tokens == 1 else {"num_new_tokens": tokens}  # some models' own do not know the name
     after: dict[str, Any] = model._update_model_kwargs_for_generation(
         outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder, **more
@@ -64,8 +65,10 @@ class PassInputs:
     Attributes
     ----------
     names
-        Of the arguments besides ids, positions and masks that say something about the prompt, and of what is in them
-        where they have parts.
+        Of the arguments besides ids, positions and masks that describe the prompt, and of their parts where they have
+        some.
+    length
+        Tokens of the prompt, cached ones included.
     """
 
     def __init__(
@@ -88,8 +91,7 @@ class PassInputs:
         self._take(given)
         self._extras_by_rows = False  # some have a place for every row of a pass, so that they are made anew for each
         self._growing: dict[str, int] = {}  # those that get a place with each token, and the axis of these
-        self._uncached = uncached
-        self._length = past + uncached  # of the prompt
+        self.length = past + uncached
         self._template: dict[str, Any] | None = None
         self._padded = np.empty(0, np.bool_)
         self._left_padding = 0
@@ -105,7 +107,7 @@ class PassInputs:
     @property
     def shift(self) -> int:
         """Position of a token minus its slot, where that is the same on every axis."""
-        return 0 if self._position_ids is None else int(self._position_ids.flatten()[-1]) + 1 - self._length
+        return 0 if self._position_ids is None else int(self._position_ids.flatten()[-1]) + 1 - self.length
 
     @property
     def shifts_alike(self) -> bool:
@@ -118,18 +120,22 @@ class PassInputs:
         """Whether some slots of the prompt hold nothing."""
         return bool(self._padded.any())
 
-    def reading(self, cache: Any, past: int, fed: int, num_tokens: int, keep: int) -> dict[str, Any]:
-        """Arguments of a pass over prompt tokens behind `fed` others, made by the model itself as for `generate`."""
-        stop = self._prompt.shape[1] - self._uncached + fed + num_tokens
+    def is_reading(self, past: int) -> bool:
+        """Whether a pass after `past` tokens reads the prompt."""
+        return past < self.length
+
+    def reading(self, cache: Any, past: int, num_tokens: int, keep: int) -> dict[str, Any]:
+        """Return arguments of a pass over prompt tokens after `past` others, made by the model as for `generate`."""
         slots = past + num_tokens
+        unread = self.length - slots
+        stop = self._prompt.shape[1] - unread
         mask, positions = self._attention_mask, self._position_ids
         extras = dict(self._extras)
         for name in TOKEN_TYPES:
             if isinstance(value := extras.get(name), torch.Tensor):
                 extras[name] = value[..., :stop]
         if positions is not None:  # of all tokens, or of those that the cache does not hold
-            behind = self._uncached - fed - num_tokens
-            extras[self._interface.positions_name] = positions[..., : positions.shape[-1] - behind]
+            extras[self._interface.positions_name] = positions[..., : positions.shape[-1] - unread]
         extras[self._interface.mask_name] = None if mask is None else mask[:, :slots]
         extras[self._interface.cache_name] = cache
         kwargs: dict[str, Any] = self._model.prepare_inputs_for_generation(
@@ -140,9 +146,9 @@ class PassInputs:
         return kwargs
 
     def has_read(self, outputs: Any) -> None:
-        """Let the model say what becomes of the arguments behind the prompt, which it has just read."""
+        """Let the model update the arguments after the prompt, which it has just read."""
         before = dict(self._extras)
-        after = kwargs_behind(self._model, outputs, {**before, "use_cache": True})
+        after = kwargs_after(self._model, outputs, {**before, "use_cache": True})
         unnamed = {*CACHE_NAMES, "use_cache"} - before.keys()
         self._take({name: value for name, value in after.items() if name not in unnamed})
         for name, value in self._extras.items():
@@ -155,10 +161,10 @@ class PassInputs:
         self._extras = extras
         self.names = frozenset(name for argument in extras.items() for name in telling(*argument))
 
-    def behind_prompt(self, cache: Any, past: int) -> None:
-        """Take down what the model adds to a decoding pass behind `past` cached tokens, and its next position.
+    def after_prompt(self, cache: Any, past: int) -> None:
+        """Note what the model adds to a decoding pass after `past` cached tokens, and its next position.
 
-        Some models keep to themselves where the text that they read last goes on: this comes before another is read.
+        Some models remember the end of the text that they read last, so this comes before another text is read.
         """
         kwargs = self._prepared(cache, past, 1)
         positions = kwargs.get(self._interface.positions_name)  # models that are given none count slots, padding too
@@ -176,15 +182,18 @@ class PassInputs:
             self._extras_by_rows = bool(self._growing) or any(a.shape != b.shape for a, b in tensors)
 
     def decoding(
-        self, cache: Any, rows: Any, past: int, root_ids: NDArray[np.int32], tree: DraftTree, keep: int,
+        self,
+        cache: SequenceCache,
+        past: int,
+        root_ids: NDArray[np.int32],
+        tree: DraftTree,
+        keep: int,
         masked: bool,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Arguments of a pass over root tokens and nodes behind `past` cached tokens.
+    ) -> dict[str, Any]:
+        """Return the arguments of a pass over root tokens and nodes after `past` cached tokens.
 
         Parameters
         ----------
-        cache, rows
-            The cache, and the part of it that grows with the text.
         masked
             Whether the tree goes in as a mask; else it is a chain.
         """
@@ -192,10 +201,12 @@ class PassInputs:
         length = roots + nodes
         self._make_room(past + length + 1)
         if self._template is None:
-            self.behind_prompt(cache, past)
+            self.after_prompt(cache.whole, past)
         assert self._template is not None
-        kwargs = self._settings(self._prepared(cache, past, length)) if self._extras_by_rows else dict(self._template)
-        kwargs[self._interface.cache_name] = cache
+        kwargs = dict(self._template)
+        if self._extras_by_rows:
+            kwargs = self._settings(self._prepared(cache.whole, past, length))
+        kwargs[self._interface.cache_name] = cache.whole
         ids = np.concatenate([root_ids, tree.token_ids]).astype(np.int64)
         kwargs[self._interface.ids_name] = self._to_device(torch.from_numpy(ids)[None])
         if self._interface.takes_position_ids:
@@ -205,7 +216,7 @@ class PassInputs:
         if self._interface.takes_logits_to_keep:
             kwargs["logits_to_keep"] = keep + nodes
         if nodes and masked:
-            kwargs[self._interface.mask_name] = self._tree_masks(tree, roots, past, rows)
+            kwargs[self._interface.mask_name] = self._tree_masks(tree, roots, past, cache.decoder)
         elif self._masks_padding:
             kwargs[self._interface.mask_name] = self._long_mask[:, : past + length]
         return kwargs
@@ -220,15 +231,15 @@ class PassInputs:
         return tensor if self._on_host else tensor.to(self._device)
 
     def _prepared(self, cache: Any, past: int, rows: int) -> dict[str, Any]:
-        """What the model itself prepares for a pass over `rows` tokens behind the cached ones."""
+        """Return what the model itself prepares for a pass over `rows` tokens after the cached ones."""
         extras = dict(self._extras)
-        for name, axis in self._growing.items():  # tokens behind the prompt are all what the first of them is
+        for name, axis in self._growing.items():  # tokens after the prompt are all of the kind of its last one
             given = extras[name]
             last = given.narrow(axis, given.shape[axis] - 1, 1)
-            more = last.repeat_interleave(past + rows - self._length - 1, dim=axis)
+            more = last.repeat_interleave(past + rows - self.length - 1, dim=axis)
             extras[name] = torch.cat([given, more], dim=axis)
         if self._position_ids is not None:
-            ahead = torch.arange(past + 1 - self._length, past + 1 - self._length + rows)
+            ahead = torch.arange(past + 1 - self.length, past + 1 - self.length + rows)
             extras[self._interface.positions_name] = self._position_ids[..., -1:] + self._to_device(ahead)
         self._make_room(past + rows)
         mask = None if self._attention_mask is None else self._long_mask[:, : past + rows]

@@ -39,12 +39,13 @@ from retrieve_spec.verify.comparison import (
     row_texts,
     rows_change_one_another,
 )
-from retrieve_spec.verify.hf import HFVerifier, SignatureModes
+from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import DERIVES, ModelInterface, Recurrence, Way, new_cache, read_interface, weaker
 from retrieve_spec.verify.mixers import find_mixers
 from retrieve_spec.verify.positions import Place, noting_places, outermost
 from retrieve_spec.verify.recurrent import replaceable
 from retrieve_spec.verify.shrink import CHOICES, float32_copy, is_deep, lengths_of, shrunk
+from retrieve_spec.verify.signatures import SignatureModes
 from retrieve_spec.verify.steps import Captured, prepare_call, sample_tokens, vocabulary
 from retrieve_spec.verify.verifier import Mode, Verifier, VerifierInputs
 

@@ -20,7 +20,7 @@ from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.verify.cache import apart
 from retrieve_spec.verify.interface import input_device
-from retrieve_spec.verify.pass_inputs import kwargs_behind
+from retrieve_spec.verify.pass_inputs import kwargs_after
 from retrieve_spec.verify.verifier import (
     CACHE_NAMES,
     Batching,
@@ -99,15 +99,15 @@ class SingleSteps:
         return cls(model, call.input_ids, call.take(), unread=call.input_ids.shape[1])
 
     @classmethod
-    def behind(
+    def after(
         cls, model: Any, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any, row: int = 0
     ) -> SingleSteps:
         """A text (rows, L) that has been read with these arguments and outputs; their cache stays as it is."""
-        after = kwargs_behind(model, outputs, {**model_kwargs, "use_cache": True})
-        return cls(model, text, _separate(after), row)
+        kwargs = kwargs_after(model, outputs, {**model_kwargs, "use_cache": True})
+        return cls(model, text, _separate(kwargs), row)
 
     def feed(self, token: int | None = None) -> torch.Tensor:
-        """(vocab,) logits behind the prompt, or behind one more token."""
+        """Return the (vocab,) logits after the prompt, or after one more token."""
         return self.feed_at_once([] if token is None else [token])[-1]
 
     def feed_at_once(self, tokens: Sequence[int], keep: int = 0) -> torch.Tensor:
@@ -119,7 +119,7 @@ class SingleSteps:
             more = torch.tensor([tokens], dtype=self._text.dtype, device=self._text.device)
             self._text = torch.cat([self._text, more.expand(len(self._text), len(tokens))], dim=-1)
         if len(tokens) > 1:
-            self._kwargs = kwargs_behind(self._model, {}, self._kwargs, len(tokens) - 1)
+            self._kwargs = kwargs_after(self._model, {}, self._kwargs, len(tokens) - 1)
         first, self.unread = self.unread, 0
         inputs = self._model.prepare_inputs_for_generation(
             self._text, next_sequence_length=first or len(tokens), is_first_iteration=bool(first), **self._kwargs
@@ -128,7 +128,7 @@ class SingleSteps:
         if keep and self._model._supports_logits_to_keep():
             inputs["logits_to_keep"] = keep
         outputs = self._model(**inputs, return_dict=True)
-        self._kwargs = kwargs_behind(self._model, outputs, self._kwargs)
+        self._kwargs = kwargs_after(self._model, outputs, self._kwargs)
         logits: torch.Tensor = outputs.logits[self._row, -keep:]
         return logits.float()
 
@@ -198,7 +198,7 @@ class StepVerifier:
 
     def go_on(self, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any) -> None:
         """Take on a text, (1, L) long, that was read with these arguments and these outputs."""
-        after = kwargs_behind(self.model, outputs, {**model_kwargs, "use_cache": True})
+        after = kwargs_after(self.model, outputs, {**model_kwargs, "use_cache": True})
         self._steps, self._held = SingleSteps(self.model, text, after), held_by(self.model)
 
     batching: Batching = "none"
