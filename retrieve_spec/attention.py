@@ -14,7 +14,6 @@ split
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,30 +23,8 @@ from torch.nn import functional
 
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.attention_inputs import LayerRule
 from retrieve_spec.kernels.treemask import unpacked
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRule:
-    """What one layer's attention does beyond softmax(q·k) v.
-
-    Attributes
-    ----------
-    scale
-        Factor of the scores.
-    window
-        Keys a query sees at most, itself included; 0 for all.
-    softcap
-        Scores s become softcap · tanh(s / softcap); 0 for none.
-    sinks
-        (heads,) logits of a key without a value that every query also attends to, or None.
-    """
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-
 
 Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Keys, values, and an additive mask or None."""

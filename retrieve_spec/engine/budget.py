@@ -38,8 +38,6 @@ _SPEED = 0.15**2
 """Variance by which the machine's speed changes from pass to pass."""
 _MEMORY = 0.5 ** (1.0 / 512)
 """How much of what was measured is still believed a pass later."""
-_KEPT = np.append(1.0, np.full(len(_KNOTS) - 1, _MEMORY))
-_DECAY = np.outer(_KEPT, _KEPT)
 
 
 class CostModel:
@@ -157,7 +155,6 @@ class _Filter:
             NODE_KNOTS,
             self._usual,
             _MEMORY,
-            _DECAY,
             growth,
             _NOISE_RULE,
             np.array(nodes, np.int64),

@@ -237,9 +237,9 @@ def draft(sequence: Sequence, most: int = MAX_NODES, cost: NDArray[np.float32] |
         return
     budget = _budget_of(sequence, most, cost)
     tree = sequence.drafter.draft(budget)
-    if sequence.guide is not None and budget.max_nodes:
+    if (guide := sequence.drafter.guide) is not None and budget.max_nodes:
         most_deep = len(budget.ahead) + budget.max_depth
-        tree = with_forced(tree, sequence.guide, sequence.text.ids, budget.ahead, most_deep)
+        tree = with_forced(tree, guide, sequence.text.ids, budget.ahead, most_deep)
         tree = keep_best(tree, budget.cost, budget.max_nodes)
     tree = within(tree, sequence.limits.vocabulary)
     sequence.tree = tree.first_branch() if sequence.verifier.mode == "chain" and not tree.is_chain else tree
@@ -257,8 +257,8 @@ def _budget_of(sequence: Sequence, most: int, cost: NDArray[np.float32] | None) 
     if left < 1:
         nodes, left, cost = 0, 0, None
     budget = Budget(nodes, min(limits.max_depth, left), cost, sequence.sampler.noise_at(sequence.text))
-    if sequence.guide is not None:
-        run = forced_run(sequence.guide, sequence.text.ids, min(nodes, left))
+    if (guide := sequence.drafter.guide) is not None:
+        run = forced_run(guide, sequence.text.ids, min(nodes, left))
         budget.ahead = keep_best(run, cost, nodes)
         budget.max_depth = min(limits.max_depth, left - len(budget.ahead))
     return budget

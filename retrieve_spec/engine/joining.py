@@ -311,7 +311,6 @@ def sequences_of(
             documents_of=partial(sourced_runs, datastores=[*speculation.datastores, *stores]),
             waits_for_reader=prepared.callers_cache,
             prompt=together.of(row.inputs) if together else None,
-            guide=guide_of(row.processors),
         )
         made.append(sequence)
     return made
@@ -345,6 +344,7 @@ def _text_drafters(
             on_pass=call.on_pass,
             wrap=None if ranks is None else ranks.drafter,
             may_defer=may_defer,
+            guide=guide_of(row.processors),
         )
         for row, prediction, shared in zip(rows, predictions, siblings, strict=True)
     ]

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.store import SourcedRun
-from retrieve_spec.drafting.forced import Guide
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.limits import Limits
 from retrieve_spec.engine.reader import Reader
@@ -99,8 +98,6 @@ class Sequence:
         Takes part in passes only while its reader asks for one: its cache is the caller's and never runs ahead.
     prompt
         Its prompt, where other sequences may have the same.
-    guide
-        Knows where the text has no choice, or None.
 
     Attributes
     ----------
@@ -139,7 +136,6 @@ class Sequence:
         documents_of: Callable[[list[tuple[int, int, int]]], list[SourcedRun]] | None = None,
         waits_for_reader: bool = False,
         prompt: SharedPrompt | None = None,
-        guide: Guide | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
@@ -157,7 +153,7 @@ class Sequence:
         self.tree = NO_DRAFT
         self.seen: SeenPass = SeenPass(NO_DRAFT)
         self._drafts_at_once = False
-        self.prompt, self.guide = prompt, guide
+        self.prompt = prompt
         self.read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
 
     @property

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.drafting.drafter import Budget, Drafter, Layer, RemembersText, VerifiedPass
+from retrieve_spec.drafting.forced import Guide
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.drafters import Drafters, DraftOptions, NotDraftedError
 from retrieve_spec.sampling.acceptance import PassLogits
@@ -37,6 +38,8 @@ class TextDrafter:
         What makes of the opened drafter the one that is used.
     may_defer
         Whether the drafter may be opened later than the text.
+    guide
+        Knows where the text has no choice, or None.
 
     Attributes
     ----------
@@ -54,7 +57,9 @@ class TextDrafter:
         on_pass: Callable[[VerifiedPass], None] | None = None,
         wrap: Callable[[Drafter], Drafter] | None = None,
         may_defer: bool = False,
+        guide: Guide | None = None,
     ) -> None:
+        self.guide = guide
         self._drafters, self._options, self._on_pass, self._wrap = drafters, options, on_pass, wrap
         self._context_ids, self._prediction_ids = context_ids, prediction_ids
         self.drafter: Drafter | None = None

@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -21,7 +21,6 @@ from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.generation.calls import delegate, noted, prepare_call, speculation_of
 from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions, setting
 from retrieve_spec.model_layers import base_model
-from retrieve_spec.sources.session import SessionMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,29 +241,21 @@ def generate_stream(
 def open_sequence(
     model: Any,
     input_ids: torch.Tensor,
+    options: CallOptions,
     *,
-    tokenizer: Any = None,
     prediction: Many[int] | None = None,
-    context_ids: Many[int] | None = None,
-    on_pass: Callable[[VerifiedPass], None] | None = None,
-    session: SessionMemory | bool = True,
-    draft: str | None = None,
-    seed: int | None = None,
-    scope: str | None = None,
-    store: Any = None,
     **kwargs: Any,
 ) -> Sequence | None:
-    """The sequence of a row (1, L) for whoever takes it from pass to pass: `speculation.engine` joins and advances it.
+    """Return the sequence of a row (1, L), which `speculation.engine` joins and takes from pass to pass.
 
-    Arguments are those of `generate_stream`; `session` is the memory that drafts come from in place of the scope's own,
-    False for none. None where the call is left to the original `generate`.
+    Other arguments are those of `generate_stream`. None where the call is left to the original `generate`.
     """
-    arguments = {**as_inputs(input_ids, tokenizer, model), **kwargs, "tokenizer": tokenizer}
-    prepared = prepare_call(model, arguments)
+    tokenizer = kwargs.get("tokenizer")
+    prepared = prepare_call(model, {**as_inputs(input_ids, tokenizer, model), **kwargs})
     if isinstance(prepared, str):
         return None
-    read = None if context_ids is None else known_ids(context_ids, "context_ids", model)
-    options = CallOptions(draft, None, read, seed, on_pass, None, scope, store, session=session)
+    if options.context_ids is not None:
+        options = replace(options, context_ids=known_ids(options.context_ids, "context_ids", model))
     expected = prediction_ids(prediction, tokenizer, model)
     (sequence,) = sequences_of(speculation_of(model), prepared, [expected], options)
     return sequence

@@ -208,7 +208,6 @@ def learn_passes(
     knots: NDArray[np.int64],
     usual: NDArray[np.float64],
     memory: float,
-    decay: NDArray[np.float64],
     growth: NDArray[np.float64],
     noise_rule: NDArray[np.float64],
     nodes: NDArray[np.int64],
@@ -226,8 +225,8 @@ def learn_passes(
         (k,) numbers of nodes.
     usual, memory
         (k - 1,) steps that the mean goes back to, and how much of what was learned stays from pass to pass.
-    decay, growth
-        (k, k) factors of the covariance, and what is added to it, from pass to pass.
+    growth
+        (k, k) what is added to the covariance from pass to pass.
     noise_rule
         (3,) how fast the noise is learned, the least it can be, and the standard deviations that a slow pass counts for
         at most.
@@ -256,7 +255,8 @@ def learn_passes(
         for k in range(size):
             gains[k] = 0.0
             for j in range(size):
-                covariance[k, j] = covariance[k, j] * decay[k, j] + growth[k, j]
+                decay = (memory if k else 1.0) * (memory if j else 1.0)  # the level log T(0) does not fade
+                covariance[k, j] = covariance[k, j] * decay + growth[k, j]
                 gains[k] += covariance[k, j] * slope[j]
             variance += slope[k] * gains[k]
         surprise = min(np.log(max(seconds[i], 1e-9)) - expected, noise_rule[2] * np.sqrt(variance))

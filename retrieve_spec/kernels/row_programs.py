@@ -180,8 +180,8 @@ def _run(address: int, like: Any) -> None:
             elif step[0] == _ATTEND:
                 scale, softcap = step[9:].view(np.float64)
                 attend_part(
-                    by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], step[7], step[8],
-                    np.float32(scale), np.float32(softcap), scratch, like,
+                    by_text, unit, at[step[1]], at[step[2]], step[3:9], np.float32(scale), np.float32(softcap), scratch,
+                    like,
                 )  # fmt: skip
             elif step[0] == _KEEP:
                 keep_row(by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], like)

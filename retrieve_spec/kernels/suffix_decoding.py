@@ -78,10 +78,8 @@ def speculate(
     states: NDArray[np.int32],
     edges: NDArray[np.int32],
     slots: NDArray[np.int32],
-    state: int,
-    matched: int,
+    cursor: tuple[int, int],
     factor: float,
-    max_nodes: int,
     max_depth: int,
     tree_depth: int,
     min_p: float,
@@ -94,22 +92,24 @@ def speculate(
     ----------
     states, edges, slots
         The automaton (`retrieve_spec.kernels.automaton`).
-    state, matched
-        Longest suffix of the text that occurred before.
+    cursor
+        State and length of the longest suffix of the text that occurred before.
     factor
         A match of m tokens drafts at most ``factor · m`` nodes.
-    max_nodes, max_depth, min_p
+    max_depth, min_p
         Where to stop.
     tree_depth
         Match and draft together are at most this long.
     nodes, node_p
-        (≥ max_nodes, 2) tokens and parents and (≥ max_nodes,) path probabilities of the best tree, filled.
+        (n, 2) tokens and parents and (n,) path probabilities of the best tree of at most n nodes, filled.
 
     Returns
     -------
     tuple
         Number of nodes and score.
     """
+    state, matched = cursor
+    max_nodes = len(nodes)
     chain = np.empty(tree_depth, np.int64)
     longest = min(matched, tree_depth - 1)
     s = np.int64(state)

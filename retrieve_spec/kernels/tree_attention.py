@@ -138,13 +138,15 @@ def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
 
 @part
 def attend_part(
-    by_text: NDArray[np.int64], number: int, queries: int, out: int, layer: int, heads: int, kv_heads: int, d: int,
-    dv: int, window: int, scale: np.float32, softcap: np.float32, scratch: int, like: Any,
+    by_text: NDArray[np.int64], number: int, queries: int, out: int, shape: NDArray[np.int64], scale: np.float32,
+    softcap: np.float32, scratch: int, like: Any,
 ) -> None:  # fmt: skip
     """Attend some queries of one head of keys: (rows, heads, d) to (rows, heads, dv) at addresses.
 
-    A window of 0 shows all keys, a softcap of 0 leaves scores as they are.
+    `shape` is (6,): layer, heads, kv_heads, d, dv, and window, of which 0 shows all keys. A softcap of 0 leaves scores
+    as they are.
     """
+    layer, heads, kv_heads, d, dv, window = shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]
     text, groups, size = 0, heads // kv_heads, bytes_of(like)
     while number >= _parts_of(by_text, text, heads, kv_heads):
         number -= _parts_of(by_text, text, heads, kv_heads)

@@ -112,13 +112,12 @@ def _draw(  # type: ignore[no-untyped-def]
     given,  # (rows, count): candidates' logits
     given_ids,  # (rows, count) int64
     rules,  # (rows, _FIELDS) int64
-    masses,  # MASSES: (rows, blocks, 2) float64, of all tokens
+    masses,  # (rows, blocks, 2) float64, of all tokens; read where there are BLOCKS
     drawn,  # (rows,) int64
     count,
     blocks,
     COUNT: tl.constexpr,
     BLOCKS: tl.constexpr,
-    MASSES: tl.constexpr,
     WHOLE: tl.constexpr,  # whether no other token may come
 ):
     """Draw one of a row's candidates that its rules leave; -1 where that is not sure."""
@@ -145,7 +144,7 @@ def _draw(  # type: ignore[no-untyped-def]
     if top_p < 1.0:
         mass = tl.where(keep, tl.exp(scaled - top), 0.0)
         total = tl.sum(mass, 0)
-        if MASSES:
+        if BLOCKS > 0:
             block = tl.arange(0, BLOCKS)
             at = masses + (row * blocks + block) * 2
             tops = tl.load(at, block < blocks, -float("inf"))
@@ -212,7 +211,7 @@ def sample_rows(scores: torch.Tensor, rules: NDArray[np.void]) -> torch.Tensor:
     drawn = torch.empty(rows, dtype=torch.long, device=device)
     size = triton.next_power_of_2(count)
     _draw[(rows,)](
-        values, ids, described, masses, drawn, count, blocks, COUNT=size, BLOCKS=triton.next_power_of_2(blocks),
-        MASSES=with_masses, WHOLE=whole, num_warps=max(1, min(8, size // 256)),
+        values, ids, described, masses, drawn, count, blocks, COUNT=size,
+        BLOCKS=triton.next_power_of_2(blocks) if with_masses else 0, WHOLE=whole, num_warps=max(1, min(8, size // 256)),
     )  # fmt: skip
     return drawn

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from retrieve_spec.kernels.attention_inputs import LayerRule, PackedTexts
 from retrieve_spec.kernels.triton_rows import overlap, take_turn
 
 MAX_SPLITS = 32
@@ -51,20 +52,11 @@ def packed_tree_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    words: torch.Tensor,
-    depths: torch.Tensor,
-    prefix: torch.Tensor,
-    starts: torch.Tensor,
-    text_of: torch.Tensor,
-    tiles: torch.Tensor,
-    slabs: torch.Tensor,
+    texts: PackedTexts,
+    rule: LayerRule,
     *,
     layer: int,
     block: int,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sinks: torch.Tensor | None = None,
     splits: int = 1,
     exact: bool = False,
 ) -> torch.Tensor:
@@ -76,28 +68,12 @@ def packed_tree_attention(
         (heads, rows, d), last axis contiguous; the rows of a text stand together.
     keys, values
         (kv_heads, rows, d) of the pass, last axis contiguous.
-    words
-        (rows, num_words) int32, bit j of row i: row i sees row j of its text.
-    depths
-        (rows,) int32, position of a row minus the position of its text's first row in the pass.
-    prefix
-        (texts,) int32, rows a text's slab holds before the pass.
-    starts
-        (texts + 1,) int32, where the rows of a text begin and end.
-    text_of
-        (rows,) int32, the text a row belongs to.
-    tiles
-        (tiles, 2) int32: which text's queries a program takes, and from which of its groups · rows on; text -1 for
-        programs with nothing to do.
-    slabs
-        (texts, 3) int64: addresses of a text's keys and of its values, (layers, kv_heads, capacity, d) each, aligned to
-        16 bytes and of the type of `keys`, and the capacity.
+    texts, rule
+        Which rows see which, where older keys and values lie, and what the layer does with scores.
     layer
         Which layer of the slabs.
     block
         Queries of a tile: `BLOCK_M` of the `launch_options` that the tiles were made for.
-    sinks
-        (heads,) logits of a key without a value that every query also attends to.
     splits
         Programs that share one context, at most `MAX_SPLITS`.
     exact
@@ -112,7 +88,7 @@ def packed_tree_attention(
     kv_heads, rows, width = keys.shape
     options = launch_options(block, width, query.element_size())
     store_rows[(rows, kv_heads)](
-        keys, values, text_of, starts, prefix, slabs, layer,
+        keys, values, texts.text_of, texts.starts, texts.prefix, texts.slabs, layer,
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         D=width, BLOCK_D=options["BLOCK_D"], num_warps=1, **overlap(keys.device, rows),
     )  # fmt: skip
@@ -120,11 +96,13 @@ def packed_tree_attention(
     parts = torch.empty((splits, kv_heads, height, width), dtype=torch.float32, device=query.device)
     lse = torch.empty((splits, kv_heads, height), dtype=torch.float32, device=query.device)
     out = torch.empty((rows, query.shape[0], width), dtype=query.dtype, device=query.device)
-    attend_split[(kv_heads, len(tiles), splits)](
-        query, keys, values, words, depths, prefix, starts, tiles, slabs, parts, lse,
-        scale, softcap, rows, query.shape[0] // kv_heads, words.shape[1], layer, query.stride(0), query.stride(1),
-        D=width, WINDOW=window, CAPPED=softcap > 0.0, EXACT=exact, **options, **overlap(query.device, rows),
+    attend_split[(kv_heads, len(texts.tiles), splits)](
+        query, keys, values, texts.words, texts.depths, texts.prefix, texts.starts, texts.tiles, texts.slabs, parts,
+        lse, rule.scale, rule.softcap, rows, query.shape[0] // kv_heads, texts.words.shape[1], layer, query.stride(0),
+        query.stride(1), D=width, WINDOW=rule.window, CAPPED=rule.softcap > 0.0, EXACT=exact, **options,
+        **overlap(query.device, rows),
     )  # fmt: skip
+    sinks = rule.sinks
     merge_splits[(height, kv_heads)](
         parts, lse, out if sinks is None else sinks, out, rows, height, splits,
         D=width, BLOCK_D=options["BLOCK_D"], BLOCK_S=max(2, triton.next_power_of_2(splits)), SINKS=sinks is not None,

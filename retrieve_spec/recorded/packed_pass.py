@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from retrieve_spec.attention import visibility_bits
 from retrieve_spec.config import PASS
 from retrieve_spec.errors import in_a_line
+from retrieve_spec.kernels.attention_inputs import LayerRule, PackedTexts
 from retrieve_spec.recorded.kv_buffer import KEY_BLOCK, KVBuffer
 from retrieve_spec.recorded.recorded_pass import ALL, RecordedPass
 from retrieve_spec.verify.verifier import Ran
@@ -154,6 +155,12 @@ class PackedBuffer:
         self.slabs = on_device["slabs"].view(torch.int64).view(slabs, texts, 3)
         self.move_starts, self.sources = on_device["move_starts"], on_device["sources"]
 
+    def texts(self, slab: int) -> PackedTexts:
+        """Return the texts of the pass with the keys and values of one of their slabs."""
+        return PackedTexts(
+            self.words, self.depths, self.held[slab], self.starts, self.text_of, self.tiles, self.slabs[slab]
+        )
+
     def fill(self, laid: Sequence[LaidOut], wanted: NDArray[np.int64] | None = None) -> None:
         """Write a pass over at most `texts` texts with at most `rows` rows together, and what their commits move."""
         host = self._fields.writable()
@@ -264,13 +271,11 @@ class PackedPass:
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
         from retrieve_spec.kernels.triton_tree_attention import packed_tree_attention
 
-        at, rule, buffer = self._slab_of[layer], self._recorded.rules[layer], self._buffer
+        at, rule = self._slab_of[layer], self._recorded.rules[layer]
         query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
         return packed_tree_attention(
-            query[0], keys[0], values[0], buffer.words, buffer.depths, buffer.held[at], buffer.starts, buffer.text_of,
-            buffer.tiles, buffer.slabs[at], layer=self._layer_in_slab[layer], block=self._shape.block,
-            scale=rule.scale, softcap=rule.softcap, window=rule.window, sinks=rule.sinks, splits=self._shape.splits[at],
-            exact=self._shape.exact,
+            query[0], keys[0], values[0], self._buffer.texts(at), rule, layer=self._layer_in_slab[layer],
+            block=self._shape.block, splits=self._shape.splits[at], exact=self._shape.exact,
         )[None]  # fmt: skip
 
 
@@ -345,10 +350,7 @@ def _deviation(device: torch.device) -> float:
     buffer.fill(laid)
     values = torch.ones_like(states)
     values[:, :, 1:] = 2
-    got = packed_tree_attention(
-        states[0], states[0], values[0], buffer.words, buffer.depths, buffer.held[0], buffer.starts, buffer.text_of,
-        buffer.tiles, buffer.slabs[0], layer=0, block=16, scale=1.0,
-    )  # fmt: skip
+    got = packed_tree_attention(states[0], states[0], values[0], buffer.texts(0), LayerRule(1.0), layer=0, block=16)
     return float((got[:, 0] - values[0, 0]).abs().max())
 
 

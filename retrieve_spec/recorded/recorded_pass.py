@@ -25,10 +25,11 @@ from torch.nn.modules import module as torch_wide
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from retrieve_spec.attention import LayerRule, rule_from_call
+from retrieve_spec.attention import rule_from_call
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
+from retrieve_spec.kernels.attention_inputs import LayerRule
 from retrieve_spec.kernels.row_programs import RowTexts
 from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.recorded import graph_passes

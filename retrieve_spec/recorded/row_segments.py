@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from retrieve_spec.attention import LayerRule
 from retrieve_spec.kernels import layer_rows
+from retrieve_spec.kernels.attention_inputs import LayerRule
 from retrieve_spec.kernels.packed_products import bits_of
 from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, Step, is_fast_for_many, serves
 from retrieve_spec.kernels.vector_code import GROUP, LANES, LYING

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from retrieve_spec.engine.budget import using
 from retrieve_spec.engine.engine import Engine
-from retrieve_spec.engine.joining import CopiesRows
+from retrieve_spec.engine.joining import CallOptions, CopiesRows
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.speculation import Speculation
@@ -268,7 +268,7 @@ class Backend:
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
         hints: DraftHints,
     ) -> Text:  # fmt: skip
-        """A text that goes on behind a prompt, of which the cache holds a proper beginning; no pass is run yet."""
+        """Return a text that continues a prompt, whose proper beginning the cache holds; no pass is run yet."""
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
         guides: list[Any] = []
         if sampling.presence or sampling.frequency:
@@ -277,27 +277,31 @@ class Backend:
             guides.append(BeginningProcessor(self._beginnings, sampling.begun, len(prompt_ids)))
         if sampling.grammar and self._grammars is not None:
             guides.append(self._grammars.processor(sampling.grammar))
-        options: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             self._cache_name: cache,
             "max_new_tokens": max_tokens,
-            "scope": hints.scope,
             **sampling.generate_kwargs(self._infill, guides),
         }
         if end_ids:
-            options["eos_token_id"] = sorted(end_ids)
-        if hints.enabled:
-            options |= {"prediction": list(hints.prediction) or None, "context_ids": hints.context or None}
-        else:
-            options["draft"] = "off"
-        if not sampling.greedy:
-            options["seed"] = sampling.seed
-        session = False if hints.session is None else hints.session
-        sequence = open_sequence(self.model, ids, session=session, **options)
+            arguments["eos_token_id"] = sorted(end_ids)
+        options = CallOptions(
+            draft=None if hints.enabled else "off",
+            context_ids=np.array(hints.context, np.int32) if hints.enabled and hints.context else None,
+            seed=None if sampling.greedy else sampling.seed,
+            scope=hints.scope,
+            session=False if hints.session is None else hints.session,
+        )
+        prediction = list(hints.prediction) if hints.enabled and hints.prediction else None
+        sequence = open_sequence(self.model, ids, options, prediction=prediction, **arguments)
         if sequence is None and sampling.logprobs is not None:
             raise ServeError("to tell log-probabilities", "this model decodes by itself", "Leave logprobs out.")
         if sequence is None:
-            return LoneText(generate_stream(self.model, ids, **options))
+            return LoneText(
+                generate_stream(
+                    self.model, ids, draft=options.draft, seed=options.seed, scope=options.scope, **arguments
+                )
+            )
         if sampling.logprobs is not None:
             sequence.sampler = TopLogProbSampler(sequence.sampler, sampling.logprobs)
         self._engine.join(sequence)

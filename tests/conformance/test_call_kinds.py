@@ -60,7 +60,7 @@ def test_a_model_that_is_wrong_behind_pictures_alone(when: str, mode: str) -> No
         same, last = decoded(model, given, planted, answer)
         assert same
         assert last.mode == expected
-        assert ("behind" in last.reason) == (expected != "tree")
+        assert ("after " in last.reason) == (expected != "tree")
     drawn = [model.generate(**inputs, max_new_tokens=12, do_sample=True, seed=2, draft=d) for d in ("off", None)]
     assert torch.equal(*drawn)
 
@@ -128,7 +128,7 @@ def test_requests_of_many_are_looked_at_like_any_call() -> None:
     assert model.speculation.pass_kind == "recorded"
     (answer,) = rs.generate_many(model, [{"inputs": ids, "bonus": bonus}], max_new_tokens=60, do_sample=False)
     assert answer.token_ids.tolist() == wanted.tolist()
-    assert "behind bonus" in model.speculation.last.reason
+    assert "after bonus" in model.speculation.last.reason
 
 
 @pytest.mark.parametrize("recorded", ["off", "always"])

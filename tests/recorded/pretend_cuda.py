@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from retrieve_spec.attention import LayerRule, TreeMask, attend
+from retrieve_spec.attention import TreeMask, attend
+from retrieve_spec.kernels.attention_inputs import LayerRule, PackedTexts
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -401,16 +402,15 @@ def triton_stand_in(gpu: PretendCuda) -> ModuleType:
             raise CudaError("a kernel is launched with tensors that are not on the current GPU")
 
     def packed_tree_attention(
-        query: Any, keys: Any, values: Any, words: Any, depths: Any, prefix: Any, starts: Any, text_of: Any, tiles: Any,
-        slabs: Any, *, layer: int, block: int, scale: float, softcap: float = 0.0, window: int = 0, sinks: Any = None,
-        splits: int = 1, exact: bool = False,
-    ) -> Any:  # fmt: skip
-        check(query, keys, values, words, depths, prefix, starts, text_of, tiles, slabs, sinks)
+        query: Any, keys: Any, values: Any, texts: PackedTexts, rule: LayerRule, *, layer: int, **_options: Any
+    ) -> Any:
+        check(query, keys, values, *(getattr(texts, part.name) for part in fields(texts)), rule.sinks)
         gpu.launches["attention"] += 1
-        torch.ops.pretended.store_rows(slabs, keys, values, text_of, starts, prefix, layer)
+        torch.ops.pretended.store_rows(texts.slabs, keys, values, texts.text_of, texts.starts, texts.prefix, layer)
         return torch.ops.pretended.attend_rows(
-            query, words, depths, prefix, starts, slabs, sinks, layer, scale, softcap, window
-        )
+            query, texts.words, texts.depths, texts.prefix, texts.starts, texts.slabs, rule.sinks, layer, rule.scale,
+            rule.softcap, rule.window,
+        )  # fmt: skip
 
     def move_rows(kind: Any, *given: Any) -> None:
         check(kind, *given)

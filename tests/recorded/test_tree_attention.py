@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from retrieve_spec import attention
-from retrieve_spec.attention import LayerRule, TreeMask, attend, row_depths, visible_rows
+from retrieve_spec.attention import TreeMask, attend, row_depths, visible_rows
 from retrieve_spec.config import PassConfig
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.attention_inputs import LayerRule
 
 TREE = DraftTree.from_paths([[1, 2, 3], [1, 4], [5, 6, 7, 8], [9]])
 CPU = torch.device("cpu")

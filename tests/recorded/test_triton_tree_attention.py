@@ -65,7 +65,8 @@ for model, windows in (
 PACKED = """
 import numpy as np, torch
 from retrieve_spec.recorded.packed_pass import LaidOut, PackedBuffer, PassShape
-from retrieve_spec.attention import LayerRule, TreeMask, attend, row_depths, visible_rows
+from retrieve_spec.kernels.attention_inputs import LayerRule
+from retrieve_spec.attention import TreeMask, attend, row_depths, visible_rows
 from retrieve_spec.recorded.kv_buffer import Slab
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.triton_tree_attention import packed_tree_attention
@@ -115,8 +116,7 @@ for given, kv_heads, groups, width, rules, splits, padding, texts in cases:
     for layer in range(LAYERS):
         before = [slab.clone() for text in laid for slab in text.cache.slabs[0].tensors]
         got = packed_tree_attention(
-            query, keys, values, buffer.words, buffer.depths, buffer.held[0], buffer.starts, buffer.text_of,
-            buffer.tiles, buffer.slabs[0], layer=layer, block=block, scale=0.2, splits=splits, **rules,
+            query, keys, values, buffer.texts(0), LayerRule(0.2, **rules), layer=layer, block=block, splits=splits
         )
         start = 0
         for i, text in enumerate(laid):
@@ -156,6 +156,7 @@ EXACT = """
 import numpy as np, torch
 from retrieve_spec.recorded.packed_pass import LaidOut, PackedBuffer, PassShape
 from retrieve_spec.attention import row_depths, visible_rows
+from retrieve_spec.kernels.attention_inputs import LayerRule
 from retrieve_spec.recorded.kv_buffer import KEY_BLOCK, Slab
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.triton_tree_attention import ZONE, packed_tree_attention
@@ -198,9 +199,8 @@ def attend(held, offset, tree, right, splits, rules, exact=True):
     buffer.fill(laid)
     query = query.expand(rows, HEADS * GROUPS, WIDTH).transpose(0, 1)
     out = packed_tree_attention(
-        query, keys.transpose(0, 1), values.transpose(0, 1), buffer.words, buffer.depths, buffer.held[0],
-        buffer.starts, buffer.text_of, buffer.tiles, buffer.slabs[0], layer=0, block=BLOCK, scale=0.3, splits=splits,
-        exact=exact, **rules,
+        query, keys.transpose(0, 1), values.transpose(0, 1), buffer.texts(0), LayerRule(0.3, **rules), layer=0,
+        block=BLOCK, splits=splits, exact=exact,
     )
     return out[[0, *(1 + n for n in right)]]
 

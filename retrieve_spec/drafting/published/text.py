@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.drafting.published.base import FULL, ContextDrafter, Gram, NgramIndex, PublishedDrafter, TreeBuilder
 from retrieve_spec.drafting.tree import ROOT
@@ -120,9 +119,9 @@ class SuffixDecoding(ContextDrafter):
         self._cursors = [a.follow(newest, *at) for a, at in zip(self._earlier, self._cursors, strict=True)]
 
     def _draft(self, builder: TreeBuilder) -> None:
-        score, found, source = *self._speculate(self._context, *self._context.earlier(), builder), CONTEXT
+        score, found, source = *self._speculate(self._context, self._context.earlier(), builder), CONTEXT
         for automaton, cursor in zip(self._earlier, self._cursors, strict=True):
-            other, nodes = self._speculate(automaton, *cursor, builder)
+            other, nodes = self._speculate(automaton, cursor, builder)
             if other > score:
                 score, found, source = other, nodes, SESSION
         numbers: list[int] = []
@@ -130,20 +129,18 @@ class SuffixDecoding(ContextDrafter):
             numbers.append(builder.add(numbers[parent] if parent >= 0 else ROOT, token, p, source))
 
     def _speculate(
-        self, automaton: SuffixAutomaton, state: int, matched: int, builder: TreeBuilder
+        self, automaton: SuffixAutomaton, cursor: tuple[int, int], builder: TreeBuilder
     ) -> tuple[float, list[tuple[int, int, float]]]:
         """Score of one automaton's tree, and its nodes: token, parent, path probability."""
-        if matched <= 0:
+        if cursor[1] <= 0:
             return 0.0, []
-        nodes, p = np.empty((MAX_NODES, 2), np.int32), np.empty(MAX_NODES, np.float64)
+        nodes, p = np.empty((builder.max_nodes, 2), np.int32), np.empty(builder.max_nodes, np.float64)
         n, score = speculate(
             automaton.states,
             automaton.edges,
             automaton.slots,
-            state,
-            matched,
+            cursor,
             self.factor,
-            builder.max_nodes,
             builder.max_depth,
             self.depth,
             self.min_token_probability,
