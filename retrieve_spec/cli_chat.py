@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrieve_spec.cli_common import DEVICE, DTYPE, MODEL_NAMES, QUANTIZE, compiling_shown, counted
+from retrieve_spec.cli_common import LOADING, MODEL_NAMES, compiling_shown, counted
 from retrieve_spec.cli_generate import SYSTEM, config_of, encode, generation_options, load, messages_of, request_of
 from retrieve_spec.errors import PromptError, RetrieveSpecError, in_a_line
 
@@ -150,9 +150,7 @@ def read_text(place: Path) -> str:
 @SYSTEM
 @generation_options(max_new_tokens=1024)
 @click.option("--stats", is_flag=True, help="Print a line of figures after each answer.")
-@DTYPE
-@QUANTIZE
-@DEVICE
+@LOADING
 def chat(model: str, stats: bool, **options: Any) -> None:
     """Talk with a chat model; answers stream to standard output, everything else goes to standard error.
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+
+from retrieve_spec.config import LoadOptions
 
 EXTRAS = {
     "serve": (
@@ -38,6 +42,14 @@ class WholeRange(click.IntRange):
     """A range of whole numbers, called so in messages."""
 
     name = "whole number"
+
+
+class Mebibytes(WholeRange):
+    """Bytes, given in MiB."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return bytes."""
+        return int(super().convert(value, param, ctx)) << 20
 
 
 class Place(click.Path):
@@ -84,6 +96,46 @@ QUANTIZE = click.option(
     help="Pack the weights for a CPU, once; kept in the cache. Activations are bfloat16 then.",
 )
 DEVICE = click.option("--device", default="auto", show_default=True, metavar="D", help="auto, cpu, cuda, cuda:1 …")
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def as_record(name: str, default: Any, *options: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Add options to a command, which gets those that are fields of a dataclass as one argument.
+
+    Parameters
+    ----------
+    name
+        The argument.
+    default
+        The record where no option is given; an option that is None leaves its field as it is.
+    options
+        What `click.option` returned, in the order of the help.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Any:
+        @functools.wraps(command)
+        def with_record(**values: Any) -> Any:
+            own = {field.name: values.pop(field.name) for field in fields(default) if field.name in values}
+            given = {option: value for option, value in own.items() if value is not None}
+            return command(**values, **{name: replace(default, **given)})
+
+        return with_options(*options)(with_record)
+
+    return decorate
+
+
+def with_options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
+    """Add options to a command, in the order of its help."""
+
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+LOADING = as_record("loading", LoadOptions(), DTYPE, QUANTIZE, DEVICE)
 SEED = WholeRange(-(2**63), 2**64 - 1)  # what `torch.manual_seed` takes
 
 

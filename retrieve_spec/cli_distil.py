@@ -6,12 +6,13 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from retrieve_spec.cli_common import DEVICE, DTYPE, MODEL, QUANTIZE, compiling_shown, loading_bars
+from retrieve_spec.cli_common import LOADING, MODEL, compiling_shown, loading_bars
 from retrieve_spec.cli_store import JSON, QUIET
+from retrieve_spec.config import LoadOptions
 from retrieve_spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Keep what a model itself would say beside a datastore.")
 @click.argument("store", type=click.Path(path_type=Path))
 @MODEL
-@DTYPE
-@QUANTIZE
-@DEVICE
+@LOADING
 @click.option(
     "--prompts",
     multiple=True,
@@ -52,7 +51,7 @@ def distil(
     tokens: int | None,
     quiet: bool,
     as_json: bool,
-    **options: Any,
+    loading: LoadOptions,
 ) -> None:
     """Let a model answer prompts, and keep what it says beside the datastore STORE.
 
@@ -64,7 +63,7 @@ def distil(
     from retrieve_spec.reference_model import load_model
 
     with loading_bars(not quiet):
-        loaded, tokenizer = load_model(model, **options)
+        loaded, tokenizer = load_model(model, **asdict(loading))
     with compiling_shown():
         report = distilling.distil(
             loaded,

@@ -13,16 +13,15 @@ import click
 
 from retrieve_spec.cli_common import (
     COUNT,
-    DEVICE,
-    DTYPE,
+    LOADING,
     MODEL,
-    QUANTIZE,
     SEED,
     TEXT,
     FiniteRange,
     WholeRange,
     compiling_shown,
     loading_bars,
+    with_options,
 )
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.errors import PromptError, in_a_line
@@ -99,12 +98,7 @@ def generation_options(max_new_tokens: int) -> Callable[[Callable[..., Any]], Ca
         ),
     )
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    return with_options(*options)
 
 
 SYSTEM = click.option("--system", type=TEXT, metavar="TEXT", help="What the model is told before the conversation.")
@@ -124,9 +118,7 @@ SYSTEM = click.option("--system", type=TEXT, metavar="TEXT", help="What the mode
 @generation_options(max_new_tokens=256)
 @click.option("--provenance", is_flag=True, help="Say where accepted drafts stand in the datastores.")
 @click.option("--compare", is_flag=True, help="Run plain generation too; report speed-up and identity.")
-@DTYPE
-@QUANTIZE
-@DEVICE
+@LOADING
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
 def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, compare: bool, **options: Any) -> None:
     """Continue a prompt; the text streams to standard output, figures go to standard error."""
@@ -219,7 +211,7 @@ def load(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTraine
     from retrieve_spec.reference_model import load_model
 
     with loading_bars():
-        model, tokenizer = load_model(name, **{name: options[name] for name in ("dtype", "quantize", "device")})
+        model, tokenizer = load_model(name, **asdict(options["loading"]))
     return model, tokenizer, [open_datastore(path, tokenizer=tokenizer) for path in options["stores"]]
 
 

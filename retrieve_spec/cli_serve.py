@@ -15,50 +15,52 @@ from pathlib import Path
 import click
 
 from retrieve_spec.cli_common import (
-    DEVICE,
-    DTYPE,
     EXTRAS,
+    LOADING,
     MODEL,
-    QUANTIZE,
     FiniteRange,
+    Mebibytes,
     Place,
     WholeRange,
+    as_record,
     loading_bars,
 )
-from retrieve_spec.config import EDITORS, TOOL_FORMATS, ServeConfig
+from retrieve_spec.config import EDITORS, TOOL_FORMATS, DraftSources, LoadOptions, ServeConfig
 from retrieve_spec.errors import ServeError
 
 _DEFAULTS = ServeConfig()
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_workspace = click.option(
-    "--workspace",
-    "workspaces",
-    multiple=True,
-    type=_FOLDER,
-    metavar="DIR",
-    help="A folder to draft from, kept current while it changes; may be given more than once.",
+_SOURCES = as_record(
+    "sources",
+    DraftSources(),
+    click.option(
+        "--workspace",
+        "workspaces",
+        multiple=True,
+        type=_FOLDER,
+        metavar="DIR",
+        help="A folder to draft from, kept current while it changes; may be given more than once.",
+    ),
+    click.option(
+        "--store",
+        "stores",
+        multiple=True,
+        type=Place(exists=True, path_type=Path),
+        metavar="S",
+        help="A datastore to draft from; may be given more than once.",
+    ),
+    click.option(
+        "--session",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Keep the model's answers in this file, each for whoever asked, and draft from those that are there.",
+    ),
 )
-_store = click.option(
-    "--store",
-    "stores",
-    multiple=True,
-    type=Place(exists=True, path_type=Path),
-    metavar="S",
-    help="A datastore to draft from; may be given more than once.",
-)
-
-
-_session = click.option(
-    "--session",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Keep the model's answers in this file, each for whoever asked, and draft from those that are there.",
-)
-_licences = click.option(
+_LICENCES = click.option(
     "--licence",
     "--license",
-    "licences",
+    "workspace_licences",
     multiple=True,
     metavar="SPDX[,…]",
     help="Only files of the workspace under these licences are drafted from.",
@@ -112,6 +114,99 @@ def need_extra() -> None:
             )
 
 
+_SERVING = as_record(
+    "config",
+    _DEFAULTS,
+    _LICENCES,
+    click.option("--host", default=_DEFAULTS.host, show_default=True, help="Where to listen."),
+    click.option("--port", default=_DEFAULTS.port, show_default=True, type=WholeRange(0, 65535)),
+    click.option(
+        "--origin",
+        "origins",
+        multiple=True,
+        metavar="URL",
+        help="A browser origin that may call (none may by default).",
+    ),
+    click.option(
+        "--allow-host",
+        "allowed_hosts",
+        multiple=True,
+        metavar="NAME",
+        help="A name under which a server without keys may be called, besides this machine's own; for a proxy in"
+        " front.",
+    ),
+    click.option(
+        "--path-prefix", default="", metavar="PATH", help="The path under which a proxy passes requests on, as /llm."
+    ),
+    click.option(
+        "--max-body-mib",
+        "max_body_bytes",
+        default=_DEFAULTS.max_body_bytes >> 20,
+        show_default=True,
+        type=Mebibytes(min=1),
+        help="Largest request accepted.",
+    ),
+    click.option(
+        "--ctx-size", default=0, type=WholeRange(min=0), metavar="N", help="Tokens used of the model's positions (all)."
+    ),
+    click.option(
+        "--fim-window",
+        default=0,
+        type=WholeRange(min=0),
+        metavar="N",
+        help="Tokens shown around a cursor (as many as this machine reads in 150 ms, 2,048 at least).",
+    ),
+    click.option(
+        "--prefix-share",
+        default=_DEFAULTS.prefix_share,
+        show_default=True,
+        type=FiniteRange(0.1, 0.9),
+        help="Share of what stands before the cursor in them.",
+    ),
+    click.option(
+        "--cache-mib",
+        "cache_bytes",
+        default=_DEFAULTS.cache_bytes >> 20,
+        show_default=True,
+        type=Mebibytes(min=1),
+        help="Memory of the prompts that are kept warm.",
+    ),
+    click.option(
+        "--slots", default=_DEFAULTS.slots, show_default=True, type=WholeRange(min=1), help="Prompts kept warm."
+    ),
+    click.option(
+        "--deadline",
+        "deadline_s",
+        default=_DEFAULTS.deadline_s,
+        type=FiniteRange(min=0),
+        metavar="S",
+        help="Seconds of work after which an answer ends, unless its request says otherwise (deadline_ms); 0 is never,"
+        f" but {_DEFAULTS.infill_deadline_s:g} for /infill.",
+    ),
+    click.option(
+        "--sse-ping",
+        "sse_ping_s",
+        default=_DEFAULTS.sse_ping_s,
+        show_default=True,
+        type=FiniteRange(min=0),
+        metavar="S",
+        help="Seconds without a word after which a stream has a comment, so that clients wait on; 0 is never.",
+    ),
+    click.option(
+        "--max-queue",
+        default=_DEFAULTS.max_queue,
+        show_default=True,
+        type=WholeRange(min=1),
+        help="Requests that may wait; further ones get 503.",
+    ),
+    click.option(
+        "--tool-format",
+        type=click.Choice(TOOL_FORMATS),
+        help="How the model writes calls of tools (as its chat template tells).",
+    ),
+)
+
+
 @click.command(short_help="Serve completions to editors over HTTP.")
 @click.option(
     "--model",
@@ -122,115 +217,17 @@ def need_extra() -> None:
     metavar="[NAME=]reference|PATH|HUB_ID",
     help="A model to run; with several, requests name the one they want, which is loaded when it is first asked for.",
 )
-@_workspace
-@_licences
-@_store
-@_session
-@click.option("--host", default=_DEFAULTS.host, show_default=True, help="Where to listen.")
-@click.option("--port", default=_DEFAULTS.port, show_default=True, type=WholeRange(0, 65535))
+@_SOURCES
+@_SERVING
 @click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Accepted API keys, one a line.")
-@click.option(
-    "--origin", "origins", multiple=True, metavar="URL", help="A browser origin that may call (none may by default)."
-)
-@click.option(
-    "--allow-host",
-    "allowed_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="A name under which a server without keys may be called, besides this machine's own; for a proxy in front.",
-)
-@click.option(
-    "--path-prefix", default="", metavar="PATH", help="The path under which a proxy passes requests on, as /llm."
-)
-@click.option(
-    "--max-body-mib",
-    default=_DEFAULTS.max_body_bytes >> 20,
-    show_default=True,
-    type=WholeRange(min=1),
-    help="Largest request accepted.",
-)
-@click.option(
-    "--ctx-size", default=0, type=WholeRange(min=0), metavar="N", help="Tokens used of the model's positions (all)."
-)
-@click.option(
-    "--fim-window",
-    default=0,
-    type=WholeRange(min=0),
-    metavar="N",
-    help="Tokens shown around a cursor (as many as this machine reads in 150 ms, 2,048 at least).",
-)
-@click.option(
-    "--prefix-share",
-    default=_DEFAULTS.prefix_share,
-    show_default=True,
-    type=FiniteRange(0.1, 0.9),
-    help="Share of what stands before the cursor in them.",
-)
-@click.option(
-    "--cache-mib",
-    default=_DEFAULTS.cache_bytes >> 20,
-    show_default=True,
-    type=WholeRange(min=1),
-    help="Memory of the prompts that are kept warm.",
-)
-@click.option("--slots", default=_DEFAULTS.slots, show_default=True, type=WholeRange(min=1), help="Prompts kept warm.")
-@click.option(
-    "--deadline",
-    default=_DEFAULTS.deadline_s,
-    type=FiniteRange(min=0),
-    metavar="S",
-    help="Seconds of work after which an answer ends, unless its request says otherwise (deadline_ms); 0 is never, but"
-    f" {_DEFAULTS.infill_deadline_s:g} for /infill.",
-)
-@click.option(
-    "--sse-ping",
-    default=_DEFAULTS.sse_ping_s,
-    show_default=True,
-    type=FiniteRange(min=0),
-    metavar="S",
-    help="Seconds without a word after which a stream has a comment, so that clients wait on; 0 is never.",
-)
-@click.option(
-    "--max-queue",
-    default=_DEFAULTS.max_queue,
-    show_default=True,
-    type=WholeRange(min=1),
-    help="Requests that may wait; further ones get 503.",
-)
-@click.option(
-    "--tool-format",
-    type=click.Choice(TOOL_FORMATS),
-    help="How the model writes calls of tools (as its chat template tells).",
-)
-@DTYPE
-@QUANTIZE
-@DEVICE
+@LOADING
 @click.option("--quiet", is_flag=True, help="Only errors.")
 def serve(
     models: tuple[str, ...],
-    workspaces: tuple[Path, ...],
-    licences: tuple[str, ...],
-    stores: tuple[Path | str, ...],
-    session: Path | None,
-    host: str,
-    port: int,
+    sources: DraftSources,
+    config: ServeConfig,
     key_file: Path | None,
-    origins: tuple[str, ...],
-    allowed_hosts: tuple[str, ...],
-    path_prefix: str,
-    max_body_mib: int,
-    ctx_size: int,
-    fim_window: int,
-    prefix_share: float,
-    cache_mib: int,
-    slots: int,
-    deadline: float,
-    sse_ping: float,
-    max_queue: int,
-    tool_format: str | None,
-    dtype: str,
-    quantize: str | None,
-    device: str,
+    loading: LoadOptions,
     quiet: bool,
 ) -> None:
     """Serve completions to editors over HTTP.
@@ -241,31 +238,12 @@ def serve(
     need_extra()
     from retrieve_spec.server.early import EarlyListener, listen
 
-    early = EarlyListener(listen(host, port))  # libraries take seconds to import
+    early = EarlyListener(listen(config.host, config.port))  # libraries take seconds to import
     begin_loading()
     from retrieve_spec.server.run import serve as run
 
     logging.basicConfig(level=logging.ERROR if quiet else logging.INFO, format="%(levelname)s: %(message)s")
-    config = replace(
-        _DEFAULTS,
-        host=host,
-        port=port,
-        origins=origins,
-        allowed_hosts=allowed_hosts,
-        path_prefix=path_prefix,
-        max_body_bytes=max_body_mib << 20,
-        bodies_bytes=max(_DEFAULTS.bodies_bytes, max_body_mib << 20),
-        ctx_size=ctx_size,
-        fim_window=fim_window,
-        prefix_share=prefix_share,
-        cache_bytes=cache_mib << 20,
-        slots=slots,
-        deadline_s=deadline,
-        sse_ping_s=sse_ping,
-        max_queue=max_queue,
-        tool_format=tool_format,
-        workspace_licences=licences,
-    )
+    config = replace(config, bodies_bytes=max(config.bodies_bytes, config.max_body_bytes))
 
     def say(url: str) -> None:
         if not quiet:
@@ -275,16 +253,11 @@ def serve(
 
     with closing(early), loading_bars(not quiet):
         run(
-            models[0],
+            models,
             config,
-            others=models[1:],
-            workspaces=workspaces,
-            stores=stores,
-            session=session,
+            sources=sources,
             key_file=key_file,
-            dtype=dtype,
-            quantize=quantize,
-            device=device,
+            loading=loading,
             early=early,
             on_listening=say,
             on_loaded=end_loading,
@@ -293,30 +266,22 @@ def serve(
 
 @click.command(short_help="Serve inline completions as a language server.")
 @MODEL
-@_workspace
-@_licences
-@_store
-@_session
+@_SOURCES
+@as_record("config", _DEFAULTS, _LICENCES)
 @click.option(
     "--connect",
     metavar="URL",
     help="Ask the server there (retrieve-spec serve) instead of loading a model.",
 )
 @click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Key for --connect, on its first line.")
-@DTYPE
-@QUANTIZE
-@DEVICE
+@LOADING
 def lsp(
     model: str,
-    workspaces: tuple[Path, ...],
-    licences: tuple[str, ...],
-    stores: tuple[Path | str, ...],
-    session: Path | None,
+    sources: DraftSources,
+    config: ServeConfig,
     connect: str | None,
     key_file: Path | None,
-    dtype: str,
-    quantize: str | None,
-    device: str,
+    loading: LoadOptions,
 ) -> None:
     """Serve inline completions as a language server on standard input and output.
 
@@ -334,18 +299,7 @@ def lsp(
         connect_stdio(Remote(connect, client_key(key_file)))
         return
     with loading_bars():
-        config = replace(_DEFAULTS, workspace_licences=licences)
-        serve_stdio(
-            model,
-            config,
-            workspaces=workspaces,
-            stores=stores,
-            session=session,
-            dtype=dtype,
-            quantize=quantize,
-            device=device,
-            on_loaded=end_loading,
-        )
+        serve_stdio(model, config, sources=sources, loading=loading, on_loaded=end_loading)
 
 
 @click.command(short_help="Print or write an editor's settings, and try the server.")

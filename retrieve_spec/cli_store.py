@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from retrieve_spec.cli_common import PLACE, TEXT, WholeRange, compiling_shown, counted, layer_of, loading_bars
+from retrieve_spec.cli_common import (
+    PLACE,
+    TEXT,
+    WholeRange,
+    as_record,
+    compiling_shown,
+    counted,
+    layer_of,
+    loading_bars,
+    with_options,
+)
+from retrieve_spec.config import DenseConfig
 from retrieve_spec.errors import BuildError
 
 if TYPE_CHECKING:
@@ -24,6 +35,18 @@ _NAMED = 3
 """Paths listed of what was skipped for one reason; `--json` and `--left-out` have all."""
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a command shows."""
+
+    quiet: bool = False
+    as_json: bool = False
+    left_out: bool = False
+
+
+_OUTPUT = as_record("output", Output(), QUIET, JSON)
 STORE = click.argument("store", type=PLACE)
 LICENCES = click.option(
     "--licence",
@@ -54,31 +77,42 @@ TOKENIZER = click.option(
     metavar="MODEL|FILE",
     help="Model folder, tokenizer.json, hub id, 'smollm2' or 'reference'.",
 )
-_F = TypeVar("_F", bound=Callable[..., Any])
 _WORKERS = click.option(
     "--workers", type=WholeRange(min=1), metavar="N", help="Processes; as many as the machine has room for by default."
 )
 
 
-def _source_options(command: _F) -> _F:
-    """Options that say what is read."""
-    for option in reversed(
-        [
-            click.argument("sources", nargs=-1, metavar="[SOURCE]..."),
-            click.option("--include", multiple=True, metavar="GLOB", help="Only these files; can be repeated."),
-            click.option("--exclude", multiple=True, metavar="GLOB", help="Not these files; can be repeated."),
-            LICENCES,
-            STATED,
-            ADMIT,
-            LEFT_OUT,
-            click.option(
-                "--field", default="text", show_default=True, metavar="NAME", help="Text field of JSON Lines, Parquet."
-            ),
-            click.option("--max-tokens", type=WholeRange(min=1), metavar="N", help="Stop before exceeding N."),
-        ]
-    ):
-        command = option(command)
-    return command
+_SOURCE_OPTIONS = with_options(
+    click.argument("sources", nargs=-1, metavar="[SOURCE]..."),
+    click.option("--include", multiple=True, metavar="GLOB", help="Only these files; can be repeated."),
+    click.option("--exclude", multiple=True, metavar="GLOB", help="Not these files; can be repeated."),
+    LICENCES,
+    STATED,
+    ADMIT,
+    LEFT_OUT,
+    click.option(
+        "--field", default="text", show_default=True, metavar="NAME", help="Text field of JSON Lines, Parquet."
+    ),
+    click.option("--max-tokens", type=WholeRange(min=1), metavar="N", help="Stop before exceeding N."),
+)
+"""Options that say what is read."""
+_DENSE = as_record(
+    "dense",
+    DenseConfig(""),
+    click.option(
+        "--dense",
+        "model",
+        metavar="MODEL",
+        help="Also index the model's hidden states; folder, hub id, 'smollm2' or 'reference'.",
+    ),
+    click.option(
+        "--layer", type=layer_of, default="last", show_default=True, metavar="last|N", help="Layer of the dense keys."
+    ),
+    click.option(
+        "--dims", type=WholeRange(min=1), default=64, show_default=True, metavar="N", help="Numbers of a dense key."
+    ),
+    click.option("--max-vectors", type=WholeRange(min=1), metavar="N", help="Dense keys at most; all by default."),
+)
 
 
 @contextmanager
@@ -111,7 +145,7 @@ def _sources(paths: tuple[str, ...], options: dict[str, Any]) -> list[Source]:
 
 @click.command(short_help="Build a datastore from files, folders or a recipe.")
 @click.argument("store", type=PLACE)
-@_source_options
+@_SOURCE_OPTIONS
 @TOKENIZER
 @click.option(
     "--recipe",
@@ -124,16 +158,7 @@ def _sources(paths: tuple[str, ...], options: dict[str, Any]) -> list[Source]:
     type=click.Choice(["both", "exact", "ngram"]),
     help="What to keep of the text: both indexes, the exact one, or n-grams alone, small enough to ship.",
 )
-@click.option(
-    "--dense", metavar="MODEL", help="Also index the model's hidden states; folder, hub id, 'smollm2' or 'reference'."
-)
-@click.option(
-    "--layer", type=layer_of, default="last", show_default=True, metavar="last|N", help="Layer of the dense keys."
-)
-@click.option(
-    "--dims", type=WholeRange(min=1), default=64, show_default=True, metavar="N", help="Numbers of a dense key."
-)
-@click.option("--max-vectors", type=WholeRange(min=1), metavar="N", help="Dense keys at most; all by default.")
+@_DENSE
 @click.option(
     "--part",
     type=(WholeRange(min=0), WholeRange(min=1)),
@@ -141,24 +166,18 @@ def _sources(paths: tuple[str, ...], options: dict[str, Any]) -> list[Source]:
     help="Read only part RANK, from 0, of COUNT; `merge` joins the stores of all parts.",
 )
 @_WORKERS
-@QUIET
-@JSON
+@_OUTPUT
 def build(
     store: Path | str,
     sources: tuple[str, ...],
     tokenizer: str,
     recipe: Path | None,
     index: Any,
-    dense: str | None,
-    layer: int | str,
-    dims: int,
-    max_vectors: int | None,
+    dense: DenseConfig,
     part: tuple[int, int] | None,
     max_tokens: int | None,
     workers: int | None,
-    left_out: bool,
-    quiet: bool,
-    as_json: bool,
+    output: Output,
     **options: Any,
 ) -> None:
     """Build a datastore in the folder STORE.
@@ -168,7 +187,7 @@ def build(
     """
     from dataclasses import replace
 
-    from retrieve_spec.config import DenseConfig, StoreConfig
+    from retrieve_spec.config import StoreConfig
     from retrieve_spec.datastore.build import build_datastore
     from retrieve_spec.datastore.sources import load_recipe
 
@@ -181,13 +200,13 @@ def build(
         given = [replace(source, licences=licences, admit=admit or source.admit) for source in loaded.sources]
         config, name = loaded.config, loaded.name
     config = replace(config, index=index) if index else config
-    if dense is not None:
-        config = replace(config, dense=DenseConfig(dense, layer, dims, max_vectors or 0))
+    if dense.model:
+        config = replace(config, dense=dense)
     elif any(map(_was_given, ("layer", "dims", "max_vectors"))):
         raise click.UsageError("Give --dense MODEL with --layer, --dims and --max-vectors.")
     if not given:
         raise click.UsageError("Give at least one SOURCE, or --recipe FILE|NAME.")
-    with _bars(quiet, dense is not None):
+    with _bars(output.quiet, bool(dense.model)):
         report = build_datastore(
             store,
             given,
@@ -196,26 +215,23 @@ def build(
             max_tokens=max_tokens,
             workers=workers,
             part=part,
-            progress=not quiet,
+            progress=not output.quiet,
             recipe=name,
         )
-    print_report(report, store, as_json, left_out)
+    print_report(report, store, output)
 
 
 @click.command(short_help="Add documents to a datastore.")
 @STORE
-@_source_options
+@_SOURCE_OPTIONS
 @_WORKERS
-@QUIET
-@JSON
+@_OUTPUT
 def add(
     store: Path | str,
     sources: tuple[str, ...],
     max_tokens: int | None,
     workers: int | None,
-    left_out: bool,
-    quiet: bool,
-    as_json: bool,
+    output: Output,
     **options: Any,
 ) -> None:
     """Add documents to the datastore STORE; texts it already holds are skipped."""
@@ -223,68 +239,64 @@ def add(
 
     if not sources:
         raise click.UsageError("Give at least one SOURCE.")
-    with _bars(quiet, _has_dense(store)):
+    with _bars(output.quiet, _has_dense(store)):
         given = _sources(sources, options)
-        report = add_documents(store, given, max_tokens=max_tokens, workers=workers, progress=not quiet)
-    print_report(report, store, as_json, left_out)
+        report = add_documents(store, given, max_tokens=max_tokens, workers=workers, progress=not output.quiet)
+    print_report(report, store, output)
 
 
 @click.command(short_help="Remove documents from a datastore.")
 @STORE
 @click.argument("documents", nargs=-1, metavar="[DOCUMENT]...")
 @click.option("--where", default="", metavar="SQL", help="Condition over the catalogue's documents table.")
-@QUIET
-@JSON
-def remove(store: Path | str, documents: tuple[str, ...], where: str, quiet: bool, as_json: bool) -> None:
+@_OUTPUT
+def remove(store: Path | str, documents: tuple[str, ...], where: str, output: Output) -> None:
     """Remove documents, by path or glob, or those for which an SQL condition holds; nothing is drafted from them."""
     from retrieve_spec.datastore.edit import remove_documents
 
     if not documents and not where:
         raise click.UsageError("Give DOCUMENT paths or globs, or --where SQL.")
-    print_report(remove_documents(store, documents, where=where, progress=not quiet), store, as_json)
+    print_report(remove_documents(store, documents, where=where, progress=not output.quiet), store, output)
 
 
 @click.command(short_help="Join several datastores into a new one.")
 @click.argument("out", type=PLACE)
 @click.argument("stores", nargs=-1, required=True, type=PLACE, metavar="STORE...")
-@QUIET
-@JSON
-def merge(out: Path | str, stores: tuple[Path | str, ...], quiet: bool, as_json: bool) -> None:
+@_OUTPUT
+def merge(out: Path | str, stores: tuple[Path | str, ...], output: Output) -> None:
     """Join STOREs that were built with one tokenizer into the new datastore OUT."""
     from retrieve_spec.datastore.edit import merge_datastores
 
-    with _bars(quiet, _has_dense(*stores)):
-        report = merge_datastores(out, stores, progress=not quiet)
-    print_report(report, out, as_json)
+    with _bars(output.quiet, _has_dense(*stores)):
+        report = merge_datastores(out, stores, progress=not output.quiet)
+    print_report(report, out, output)
 
 
 @click.command(short_help="Rewrite a datastore without removed documents.")
 @STORE
 @_WORKERS
-@QUIET
-@JSON
-def compact(store: Path | str, workers: int | None, quiet: bool, as_json: bool) -> None:
+@_OUTPUT
+def compact(store: Path | str, workers: int | None, output: Output) -> None:
     """Rewrite a datastore into the segments that a build would make, without the text of removed documents."""
     from retrieve_spec.datastore.edit import compact_datastore
 
-    with _bars(quiet, _has_dense(store)):
-        report = compact_datastore(store, workers=workers, progress=not quiet)
-    print_report(report, store, as_json)
+    with _bars(output.quiet, _has_dense(store)):
+        report = compact_datastore(store, workers=workers, progress=not output.quiet)
+    print_report(report, store, output)
 
 
 @click.command(short_help="Rewrite a datastore for another tokenizer.")
 @STORE
 @TOKENIZER
 @_WORKERS
-@QUIET
-@JSON
-def retokenize(store: Path | str, tokenizer: str, workers: int | None, quiet: bool, as_json: bool) -> None:
+@_OUTPUT
+def retokenize(store: Path | str, tokenizer: str, workers: int | None, output: Output) -> None:
     """Rewrite a datastore for another tokenizer, from its own text."""
     from retrieve_spec.datastore.edit import retokenize_datastore
 
-    with _bars(quiet):
-        report = retokenize_datastore(store, tokenizer, workers=workers, progress=not quiet)
-    print_report(report, store, as_json)
+    with _bars(output.quiet):
+        report = retokenize_datastore(store, tokenizer, workers=workers, progress=not output.quiet)
+    print_report(report, store, output)
 
 
 @click.command(short_help="Make a datastore say what folders say.")
@@ -298,15 +310,12 @@ def retokenize(store: Path | str, tokenizer: str, workers: int | None, quiet: bo
 @ADMIT
 @LEFT_OUT
 @click.option("--watch", is_flag=True, help="Go on whenever something changes, until interrupted.")
-@QUIET
-@JSON
+@_OUTPUT
 def sync(
     store: Path | str,
     folders: tuple[str, ...],
-    left_out: bool,
     watch: bool,
-    quiet: bool,
-    as_json: bool,
+    output: Output,
     **options: Any,
 ) -> None:
     """Make STORE say what FOLDERs say: new, changed, moved and deleted files. What git ignores, secrets and generated
@@ -314,27 +323,26 @@ def sync(
     from retrieve_spec.datastore.sync import sync_datastore, watch_folders
 
     def tell(report: ChangeReport) -> None:
-        print_report(report, store, as_json, left_out)
+        print_report(report, store, output)
 
     if watch:
         watch_folders(store, folders, tell=tell, **options)
     else:
-        with _bars(quiet):
-            report = sync_datastore(store, folders, progress=not quiet, **options)
+        with _bars(output.quiet):
+            report = sync_datastore(store, folders, progress=not output.quiet, **options)
         tell(report)
 
 
 @click.command(short_help="Bring a datastore to a remote.")
 @STORE
 @click.argument("url")
-@QUIET
-@JSON
-def push(store: Path | str, url: str, quiet: bool, as_json: bool) -> None:
+@_OUTPUT
+def push(store: Path | str, url: str, output: Output) -> None:
     """Make URL (s3://…, gs://…, hf://…, file://…) hold what STORE holds; only what is missing there travels."""
     from retrieve_spec.datastore.share import push_datastore
 
-    report = push_datastore(store, url, progress=not quiet)
-    if as_json:
+    report = push_datastore(store, url, progress=not output.quiet)
+    if output.as_json:
         click.echo(json.dumps(asdict(report)))
         return
     click.echo(
@@ -346,13 +354,12 @@ def push(store: Path | str, url: str, quiet: bool, as_json: bool) -> None:
 @click.command(short_help="Bring a datastore from a remote.")
 @click.argument("url")
 @STORE
-@QUIET
-@JSON
-def pull(url: str, store: Path | str, quiet: bool, as_json: bool) -> None:
+@_OUTPUT
+def pull(url: str, store: Path | str, output: Output) -> None:
     """Bring what URL holds into STORE, which is made when there is none; only what is missing here travels."""
     from retrieve_spec.datastore.share import pull_datastore
 
-    print_report(pull_datastore(url, store, progress=not quiet), store, as_json)
+    print_report(pull_datastore(url, store, progress=not output.quiet), store, output)
 
 
 @click.command(short_help="Show what a datastore holds.")
@@ -395,14 +402,13 @@ def catalog(store: Path | str, as_json: bool) -> None:
 
 @click.command(short_help="Check every byte of a datastore.")
 @STORE
-@QUIET
-@JSON
-def verify(store: Path | str, quiet: bool, as_json: bool) -> None:
+@_OUTPUT
+def verify(store: Path | str, output: Output) -> None:
     """Check every checksum, and whether indexes, text and document tables belong together."""
     from retrieve_spec.datastore.inspection import verify_datastore
 
-    checked = verify_datastore(store, progress=not quiet)
-    if as_json:
+    checked = verify_datastore(store, progress=not output.quiet)
+    if output.as_json:
         click.echo(json.dumps({"store": str(store), "sound": True, **checked}))
     else:
         click.echo(f"{store} is sound: {checked['files']} files, {checked['tokens']:,} tokens.")
@@ -459,9 +465,9 @@ def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:
     return [("dense", f"{model}, layer {record.layer}, {record.dims} dims, {size / 1e6:,.1f} MB")]
 
 
-def print_report(report: ChangeReport, store: Path | str, as_json: bool, left_out: bool = False) -> None:
-    """Print what a change did; `left_out`: with the name of everything that did not enter."""
-    if as_json:
+def print_report(report: ChangeReport, store: Path | str, output: Output) -> None:
+    """Print what a change did."""
+    if output.as_json:
         rate = report.tokens / max(sum(report.seconds.values()), 1e-9)
         extra = {"store": str(store), "skipped_by_reason": report.skipped_by_reason, "tokens_per_second": rate}
         click.echo(json.dumps(asdict(report) | extra))
@@ -481,7 +487,7 @@ def print_report(report: ChangeReport, store: Path | str, as_json: bool, left_ou
     admitting: dict[str, str] = {str(reason): part for reason, part in PART_OF.items()}
     for reason, paths in by_reason(report.skipped).items():
         why = f"{reason}; --admit {admitting[reason]}" if reason in admitting else reason
-        if left_out:
+        if output.left_out:
             click.echo("\n    ".join([f"  skipped {len(paths):,} ({why}):", *paths]))
         else:
             named = ", ".join(paths[:_NAMED]) + ", …" * (len(paths) > _NAMED)

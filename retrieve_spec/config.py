@@ -215,6 +215,44 @@ TOOL_FORMATS = ("hermes", "qwen-coder", "glm", "llama", "mistral", "mistral-args
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    Attributes
+    ----------
+    dtype
+        Number format of the weights; `"auto"` takes them as stored.
+    quantize
+        `"int8"` or `"int4"` packs the weights for a CPU; None leaves them as they are.
+    device
+        `"auto"`, or a device by torch's name.
+    """
+
+    dtype: str = "auto"
+    quantize: str | None = None
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSources:
+    """What a server drafts from besides the prompt.
+
+    Attributes
+    ----------
+    workspaces
+        Folders, kept current while they change.
+    stores
+        Datastores.
+    session
+        File in which the model's answers are kept, each for whoever asked; None keeps none.
+    """
+
+    workspaces: tuple[Path, ...] = ()
+    stores: tuple[Path | str, ...] = ()
+    session: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServeConfig:
     """How the IDE backend serves.
 

@@ -13,15 +13,13 @@ import click
 
 from retrieve_spec.cli_common import (
     COUNT,
-    DEVICE,
-    DTYPE,
+    LOADING,
     MODEL_NAMES,
-    QUANTIZE,
     SEED,
     FiniteRange,
     WholeRange,
 )
-from retrieve_spec.config import MAX_NODES
+from retrieve_spec.config import MAX_NODES, SpeculationConfig
 
 
 def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
@@ -70,9 +68,7 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     metavar="A,B,…",
     help="Only prompts of these tasks; built in are unseen, seen, edit, structured, prose.",
 )
-@DTYPE
-@QUANTIZE
-@DEVICE
+@LOADING
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -87,11 +83,11 @@ def run(**options: Any) -> None:
 
     The folder gets report.md, summary.json and the raw results, those of an interrupted run too (`bench report`).
     """
-    from retrieve_spec.bench.runner import run_bench
+    from retrieve_spec.bench.runner import RunOptions, run_bench
 
-    folder, as_json = options["out"], options.pop("as_json")
+    folder, as_json, quiet = options.pop("out"), options.pop("as_json"), options.pop("quiet")
     try:
-        run_bench(shlex.join(["retrieve-spec", *sys.argv[1:]]), **options)
+        run_bench(RunOptions(**options), folder, shlex.join(["retrieve-spec", *sys.argv[1:]]), quiet)
     except KeyboardInterrupt:
         click.echo(f"Answered prompts are kept: `bench report {folder}` shows them.", err=True)
         raise
@@ -143,7 +139,9 @@ def _show(folder: Path, as_json: bool) -> None:
 @click.option("--limit", type=WholeRange(min=1), metavar="N", help="First N rows of the file.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
-def replay(trace: Path, tokenizer: str, quiet: bool, as_json: bool, by_task: bool, **options: Any) -> None:
+def replay(
+    trace: Path, tokenizer: str, draft: str, session: bool, quiet: bool, as_json: bool, by_task: bool, **options: Any
+) -> None:
     """Replay the recorded answers of TRACE through a drafter, without the model that wrote them.
 
     TRACE is JSON Lines with "prompt" and "output" (and "more": [[context, answer], …] for later turns). At each step
@@ -160,7 +158,8 @@ def replay(trace: Path, tokenizer: str, quiet: bool, as_json: bool, by_task: boo
             bar.update()
             bar.set_postfix_str(f"{tokens / max(passes, 1):.2f} tokens per pass")
 
-        result = replay_trace(trace, tokenizer, **options, progress=progress)
+        config = SpeculationConfig(draft=draft, session=session)
+        result = replay_trace(trace, tokenizer, config, **options, progress=progress)
     if not by_task:
         del result["by_task"]
     click.echo(json.dumps(result) if as_json else "\n".join(_lines(result)))

@@ -217,12 +217,11 @@ def _taught(drafter: Any, rows: Iterable[TraceRow]) -> Any:
 def replay_trace(
     path: str | Path,
     tokenizer: Any,
+    config: SpeculationConfig = SpeculationConfig(session=False),
     *,
-    draft: str = "auto",
     nodes: int = 60,
     node_cost: float | None = None,
     stores: Sequence[str | Path] = (),
-    session: bool = False,
     without: Sequence[str] = (),
     phrases: str = LIVE,
     limit: int | None = None,
@@ -236,14 +235,14 @@ def replay_trace(
         The trace: JSON Lines (`read_trace` says what a line holds).
     tokenizer
         The tokenizer of the model that will answer: a ``tokenizer.json``, a model folder, a hub id or an object.
-    draft, nodes
-        Preset and nodes per pass at most.
+    config
+        What drafts; with a session, the answers of earlier rows are remembered.
+    nodes
+        Nodes per pass at most.
     node_cost
         What a node adds to a pass, as a share of a pass without drafts: `auto` then sizes its drafts by it.
     stores
         Folders of datastores to draft from.
-    session
-        Remember the answers of earlier rows.
     without
         Sources that `auto` does without.
     phrases
@@ -268,10 +267,10 @@ def replay_trace(
     """
     encoder = load_tokenizer(tokenizer)
     opened = [open_datastore(store, tokenizer=encoder) for store in stores]
-    fresh = FreshDrafter(SpeculationConfig(draft=draft, session=session), opened, without, encoder)
+    fresh = FreshDrafter(config, opened, without, encoder)
     if not hasattr(fresh.drafter, "feed"):
         remedy = "Replay `auto` or another preset."
-        raise ConfigError("a preset that can be fed text it did not draft", repr(draft), remedy)
+        raise ConfigError("a preset that can be fed text it did not draft", repr(config.draft), remedy)
     rows = read_trace(path, encoder, limit)
     replay = Replay(fresh.drafter, nodes, node_cost)
     if phrases == LIVE:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from retrieve_spec.bench.machine import OtherWork, machine_facts
 from retrieve_spec.bench.methods import OFF, PLAIN, Bench, Method, parse_method, sampling
 from retrieve_spec.bench.report import PARTS, RUN_FILE, Record, ResultsFolder
 from retrieve_spec.bench.workloads import Prompt, encode, loops, read_prompts
+from retrieve_spec.config import LoadOptions
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.reference_model import load_model
@@ -168,28 +169,27 @@ def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, e
     return record
 
 
-def run_bench(
-    command: str,
-    *,
-    model: str,
-    prompts: str,
-    methods: Sequence[str],
-    stores: Sequence[str],
-    state: State,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    runs: int,
-    limit: int | None,
-    tasks: str | None,
-    dtype: str,
-    quantize: str | None,
-    device: str,
-    out: Path,
-    quiet: bool,
-) -> None:
-    """Measure what the options of `bench run` say into the folder `out`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The options of `bench run`, whose help says what they mean."""
+
+    model: str
+    prompts: str
+    methods: Sequence[str]
+    stores: Sequence[str]
+    state: State
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    runs: int
+    limit: int | None
+    tasks: str | None
+    loading: LoadOptions
+
+
+def run_bench(options: RunOptions, out: Path, command: str, quiet: bool) -> None:
+    """Measure what the options say into the folder `out`, whose header names the `command`.
 
     Raises
     ------
@@ -199,41 +199,52 @@ def run_bench(
     logging.disable_progress_bar()
     if (out / RUN_FILE).exists():
         raise ConfigError("a new folder", f"results in {out}", "Give another --out.")
-    chosen = [parse_method(name) for name in methods]
-    questions = read_prompts(prompts, limit, tasks.split(",") if tasks else None)
-    plan = Plan(questions, chosen, runs, state, max_new_tokens, sampled=temperature > 0)
-    lm, tokenizer = load_model(model, dtype=dtype, quantize=quantize, device=device)
-    datastores = [open_datastore(path, tokenizer=tokenizer) for path in stores]
-    session = state != "cold"
-    options = sampling(temperature, top_p)
-    bench = Bench(lm, tokenizer, chosen, datastores=datastores, session=session, seed=seed, options=options)
-    which = f", {tasks} only" if tasks else ""
-    # So that figures of different workloads are not compared.
-    digest = hashlib.sha256(json.dumps([astuple(question) for question in questions]).encode()).hexdigest()[:16]
-    header = {
-        "command": command,
-        "machine": machine_facts(),
-        "model": model,
-        "dtype": quantize or str(lm.dtype).removeprefix("torch."),
-        "device": str(lm.device),
-        "prompts": f"{prompts}{which} ({len(questions)} prompts, digest {digest})",
-        "methods": list(methods),
-        "stores": {path: sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file()) for path in stores},
-        "state": state,
-        "runs": runs,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-    }
-    folder = ResultsFolder(out, header)  # made only when all options are right
+    chosen = [parse_method(name) for name in options.methods]
+    questions = read_prompts(options.prompts, options.limit, options.tasks.split(",") if options.tasks else None)
+    plan = Plan(questions, chosen, options.runs, options.state, options.max_new_tokens, sampled=options.temperature > 0)
+    model, tokenizer = load_model(options.model, **asdict(options.loading))
+    bench = Bench(
+        model,
+        tokenizer,
+        chosen,
+        datastores=[open_datastore(path, tokenizer=tokenizer) for path in options.stores],
+        session=options.state != "cold",
+        seed=options.seed,
+        options=sampling(options.temperature, options.top_p),
+    )
+    folder = ResultsFolder(out, _header(options, command, model, questions))  # made only when all options are right
     first = encode(tokenizer, questions[0], [])
     for method in chosen:  # so that compilation is no part of the figures
         bench.generate(method, first, max_new_tokens=WARM_UP_TOKENS)
         bench.forget(method)
     others = OtherWork()
     try:
-        with tqdm(total=len(questions) * runs, unit="prompt", disable=quiet) as bar:
+        with tqdm(total=len(questions) * plan.runs, unit="prompt", disable=quiet) as bar:
             measure(bench, plan, folder, bar.update)
     finally:
         folder.note(machine=folder.header["machine"] | {"others": others.cores()})
+
+
+def _header(options: RunOptions, command: str, model: Any, questions: Sequence[Prompt]) -> dict[str, Any]:
+    """What the results folder says of a run; the digest keeps figures of different prompts from being compared."""
+    which = f", {options.tasks} only" if options.tasks else ""
+    digest = hashlib.sha256(json.dumps([astuple(question) for question in questions]).encode()).hexdigest()[:16]
+    sizes = {
+        path: sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file()) for path in options.stores
+    }
+    return {
+        "command": command,
+        "machine": machine_facts(),
+        "model": options.model,
+        "dtype": options.loading.quantize or str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "prompts": f"{options.prompts}{which} ({len(questions)} prompts, digest {digest})",
+        "methods": list(options.methods),
+        "stores": sizes,
+        "state": options.state,
+        "runs": options.runs,
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "seed": options.seed,
+    }

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,7 +20,7 @@ from pygls.uris import to_fs_path
 from pygls.workspace import TextDocument
 
 from retrieve_spec._version import __version__
-from retrieve_spec.config import ServeConfig
+from retrieve_spec.config import DraftSources, LoadOptions, ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.app import create_app
 from retrieve_spec.server.editors import Remote, parsed, reason_of
@@ -316,31 +317,18 @@ def serve_stdio(
     model_name: str,
     config: ServeConfig,
     *,
-    workspaces: Sequence[Path] = (),
-    stores: Sequence[Path | str] = (),
-    session: Path | None = None,
-    dtype: str = "auto",
-    quantize: str | None = None,
-    device: str = "auto",
+    sources: DraftSources = DraftSources(),
+    loading: LoadOptions = LoadOptions(),
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve on standard input and output until the client ends it; arguments as of `run.build_service`, `run.serve`."""
 
     def load(roots: Sequence[Path]) -> Service:
-        service = build_service(
-            model_name,
-            config,
-            workspaces=roots,
-            stores=stores,
-            session=session,
-            dtype=dtype,
-            quantize=quantize,
-            device=device,
-        )
+        service = build_service(model_name, config, sources=replace(sources, workspaces=tuple(roots)), loading=loading)
         on_loaded()
         return service
 
-    create_server(lambda roots: loaded(lambda: load(roots), config), workspaces).start_io()
+    create_server(lambda roots: loaded(lambda: load(roots), config), sources.workspaces).start_io()
 
 
 def connect_stdio(remote: Remote) -> None:

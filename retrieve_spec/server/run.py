@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -16,7 +16,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from retrieve_spec.acceleration import accelerate
-from retrieve_spec.config import ServeConfig
+from retrieve_spec.config import DraftSources, LoadOptions, ServeConfig
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.presets import build_drafter
@@ -29,7 +29,7 @@ from retrieve_spec.server.early import EarlyListener, listen
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, check_binding, read_keys
 from retrieve_spec.server.models import Model, Models, named
-from retrieve_spec.server.sampling import InfillProcessor, sampling_of
+from retrieve_spec.server.sampling import InfillProcessor
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.sources.answers import unpacked
@@ -48,24 +48,18 @@ def build_service(
     config: ServeConfig,
     *,
     shared: bool = False,
-    workspaces: Sequence[Path] = (),
-    stores: Sequence[Path | str] = (),
-    session: Path | None = None,
+    sources: DraftSources = DraftSources(),
     name: str | None = None,
     metrics: Metrics | None = None,
-    dtype: str = "auto",
-    quantize: str | None = None,
-    device: str = "auto",
+    loading: LoadOptions = LoadOptions(),
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Service:
     """Load a model (as `retrieve_spec.reference_model.load_model` does), and put everything around it.
 
     Parameters
     ----------
-    workspaces, stores
-        Folders and datastores to draft from.
-    session
-        File in which the model's answers are kept, each for whoever asked; None keeps none.
+    sources
+        What it drafts from.
     shared
         Whether users with keys of their own share the server.
     name
@@ -74,7 +68,7 @@ def build_service(
         Told what is going on.
     """
     progress("loading the weights")
-    model, tokenizer = load_model(model_name, dtype=dtype, quantize=quantize, device=device)
+    model, tokenizer = load_model(model_name, **asdict(loading))
     progress("making the model's passes ready; the first start on a machine compiles the kernels")
     service = assemble(
         model,
@@ -82,9 +76,7 @@ def build_service(
         name or display_name(model_name),
         config,
         shared=shared,
-        workspaces=workspaces,
-        stores=stores,
-        session=session,
+        sources=sources,
         metrics=metrics,
     )
     model.speculation.assume_frozen()  # nobody else has it
@@ -98,15 +90,13 @@ def assemble(
     config: ServeConfig,
     *,
     shared: bool = False,
-    workspaces: Sequence[Path] = (),
-    stores: Sequence[Path | str] = (),
-    session: Path | None = None,
+    sources: DraftSources = DraftSources(),
     metrics: Metrics | None = None,
     clock: Callable[[], float] = monotonic,
 ) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
-    given = [open_datastore(store, tokenizer=tokenizer) for store in stores]
-    accelerate(model, tokenizer, datastores=given, session=session or False)
+    given = [open_datastore(store, tokenizer=tokenizer) for store in sources.stores]
+    accelerate(model, tokenizer, datastores=given, session=sources.session or False)
     drafters = model.speculation.drafters
     backend = Backend(model, tokenizer, config.ctx_size)
     config = _fit(backend, config)
@@ -118,9 +108,7 @@ def assemble(
             trial.prepare()  # whatever it has to compile or load
         service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
-    workspace = Workspace(workspaces, config, tokenizer, attach) if workspaces else None
-    kept = drafters if session else None
-    ends = model.generation_config.eos_token_id
+    workspace = Workspace(sources.workspaces, config, tokenizer, attach) if sources.workspaces else None
     service = Service(
         backend,
         tokenizer,
@@ -128,10 +116,9 @@ def assemble(
         config,
         workspace,
         shared=shared,
-        drafters=kept,
+        drafters=drafters if sources.session else None,
         metrics=metrics,
-        end_ids=ends if isinstance(ends, list) else [] if ends is None else [ends],
-        chat_sampling=sampling_of(model.generation_config),
+        generation_config=model.generation_config,
         clock=clock,
     )
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
@@ -169,25 +156,20 @@ def _fit(backend: Backend, config: ServeConfig) -> ServeConfig:
 
 
 def serve(
-    model_name: str,
+    names: Sequence[str],
     config: ServeConfig,
     *,
-    others: Sequence[str] = (),
-    workspaces: Sequence[Path] = (),
-    stores: Sequence[Path | str] = (),
-    session: Path | None = None,
+    sources: DraftSources = DraftSources(),
     key_file: Path | None = None,
-    dtype: str = "auto",
-    quantize: str | None = None,
-    device: str = "auto",
+    loading: LoadOptions = LoadOptions(),
     early: EarlyListener | None = None,
     on_listening: Callable[[str], None] = lambda url: None,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until interrupted.
 
-    `model_name` and `others` are models as `named` reads them. The first is loaded now, the others when they are first
-    asked for; datastores and the session's file are the first's, since they hold its tokens.
+    `names` are models as `named` reads them. The first is loaded now, the others when they are first asked for;
+    datastores and the session's file are the first's, since they hold its tokens.
 
     `early` listens already at the address; without it that begins now.
     `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded,
@@ -200,37 +182,27 @@ def serve(
     StoreError
         A datastore is not there or damaged, or the session's file is something else.
     """
-    paths = named([model_name, *others])
-    for store in stores:
+    paths = named(names)
+    for store in sources.stores:
         open_datastore(store)  # a wrong folder is said now, not after the model has loaded
-    if session is not None:
-        unpacked(session)
+    if sources.session is not None:
+        unpacked(sources.session)
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
     early = early or EarlyListener(listen(config.host, config.port))  # a taken address is said now
     metrics = Metrics()
 
-    def build(name: str, **options: Any) -> Service:
-        return build_service(
-            paths[name],
-            config,
-            shared=bool(keys),
-            workspaces=workspaces,
-            name=name,
-            metrics=metrics,
-            dtype=dtype,
-            quantize=quantize,
-            device=device,
-            **options,
-        )
+    build = partial(build_service, config=config, shared=bool(keys), metrics=metrics, loading=loading)
 
     def build_first() -> Service:
-        service = build(models.first, stores=stores, session=session, progress=models.tell)
+        first = models.first
+        service = build(paths[first], name=first, sources=sources, progress=models.tell)
         log.info("%s, fill-in-the-middle: %s", service.name, service.family or service.no_fim())
         on_loaded()
         return service
 
-    known = {name: Model(partial(build, name)) for name in paths}
+    folders = replace(sources, stores=(), session=None)
+    known = {name: Model(partial(build, path, name=name, sources=folders)) for name, path in paths.items()}
     models = Models(known, config, metrics, on_failure=lambda: setattr(server, "should_exit", True))
     known[models.first].load = build_first
     server = uvicorn.Server(server_settings(create_app(models, keys=keys)))

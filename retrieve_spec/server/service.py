@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from threading import Lock
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import GenerationConfig
 
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.engine.drafters import Drafters
@@ -31,7 +32,15 @@ from retrieve_spec.server.prompts import (
 )
 from retrieve_spec.server.queueing import RequestQueue
 from retrieve_spec.server.reading import NO_THOUGHTS, AnswerReader, Thinking
-from retrieve_spec.server.sampling import DEFAULT_CHAIN, GREEDY, Beginnings, Grammars, LogProbWriter, Sampling
+from retrieve_spec.server.sampling import (
+    DEFAULT_CHAIN,
+    GREEDY,
+    Beginnings,
+    Grammars,
+    LogProbWriter,
+    Sampling,
+    sampling_of,
+)
 from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest, OpenAIOptions
 from retrieve_spec.server.text import StopRules, TextCodec
 from retrieve_spec.server.tools import HERMES, CallParser, ToolFormat, find_tool_format
@@ -200,10 +209,9 @@ class Service:
         The model's, where the answers of their sessions are kept in a file.
     metrics
         Counters that several models share; None for counters of its own.
-    end_ids
-        Tokens that end an answer, besides the tokenizer's.
-    chat_sampling
-        How tokens of a chat are chosen whose request does not say.
+    generation_config
+        The model's: which tokens end an answer, besides the tokenizer's, and how tokens of a chat are chosen whose
+        request does not say. None for a model without one.
     clock
         The queue's seconds.
 
@@ -224,19 +232,18 @@ class Service:
         shared: bool = False,
         drafters: Drafters | None = None,
         metrics: Metrics | None = None,
-        end_ids: Collection[int] = (),
-        chat_sampling: Sampling = GREEDY,
+        generation_config: GenerationConfig | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.backend, self.tokenizer, self.name, self.config = backend, tokenizer, name, config
-        self.workspace, self.chat_sampling = workspace, chat_sampling
+        self.workspace = workspace
+        self.chat_sampling = GREEDY if generation_config is None else sampling_of(generation_config)
         self.codec, self.backend_vocabulary = TextCodec(tokenizer), len(tokenizer)
         self._cuts_caches = can_cut(backend.new_cache())
         self.fim = find_format(self.codec)
-        eos = tokenizer.eos_token_id
-        self.end_ids = (
-            (self.fim.end if self.fim else frozenset()) | (frozenset() if eos is None else {eos}) | {*end_ids}
-        )
+        own = None if generation_config is None else generation_config.eos_token_id
+        ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+        self.end_ids = (self.fim.end if self.fim else frozenset()) | {end for end in ends if end is not None}
         self.metrics = Metrics() if metrics is None else metrics
         self.queue = RequestQueue(
             backend,

@@ -6,6 +6,7 @@ from scripted_drafter import ScriptedDrafter
 from tokenizers import processors
 
 from retrieve_spec.bench.replay import Replay, TraceRow, read_trace, replay_trace
+from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.errors import TraceError
 
 
@@ -121,7 +122,7 @@ def answers(trace, numbers, tmp_path):
 def test_a_session_is_remembered_only_when_asked_for(answers):
     path, tokenizer = answers
     without = replay_trace(path, tokenizer)
-    kept = replay_trace(path, tokenizer, session=True)
+    kept = replay_trace(path, tokenizer, SpeculationConfig(session=True))
     assert without["tokens"] == kept["tokens"] == 40 + 40 + 32
     assert without["by_task"]["a"]["passes"] >= 39, "nothing of the first row is in the second"
     assert kept["by_task"]["a"]["passes"] < 15

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from waiting import wait_for
 
-from retrieve_spec.config import ServeConfig
+from retrieve_spec.config import DraftSources, ServeConfig
 from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundError
 from retrieve_spec.server import run
 from retrieve_spec.server.early import EarlyListener, listen
@@ -17,7 +17,7 @@ from retrieve_spec.server.early import EarlyListener, listen
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
-        ({"stores": ["."]}, StoreNotFoundError, r"no manifest\.json"),
+        ({"stores": (".",)}, StoreNotFoundError, r"no manifest\.json"),
         ({"session": Path("notes.txt")}, StoreCorruptError, r"a file of answers in .*notes\.txt"),
     ],
 )
@@ -26,7 +26,7 @@ def test_what_is_no_store_or_session_is_refused_at_once(tmp_path, monkeypatch, g
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text("not answers")
     with pytest.raises(error, match=told):
-        run.serve("reference", **{"config": ServeConfig(port=0), **given})
+        run.serve(["reference"], ServeConfig(port=0), sources=DraftSources(**given))
     assert Path("notes.txt").read_text() == "not answers"
 
 
@@ -35,7 +35,7 @@ def test_the_address_that_is_said_is_the_one_that_answers(tmp_path):
     heard = []
     for host, said in (("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")):
         with pytest.raises(Exception, match="nowhere"):
-            run.serve(str(tmp_path / "nowhere"), ServeConfig(host=host, port=0), on_listening=heard.append)
+            run.serve([str(tmp_path / "nowhere")], ServeConfig(host=host, port=0), on_listening=heard.append)
         assert heard[-1].startswith(said) and int(heard[-1].rpartition(":")[2]) > 0
 
 
