@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from retrieve_spec.config import AUTO, OFF, SpeculationConfig
 from retrieve_spec.datastore.store import read_ahead
-from retrieve_spec.drafting.drafter import Drafter, Preparable, UsesBigrams
+from retrieve_spec.drafting.drafter import Drafter, Layer, Preparable, UsesBigrams
 from retrieve_spec.engine.budget import PassThreads, using
-from retrieve_spec.engine.speculation import Speculation, bigrams_of, check_stores, measure_passes, open_store
+from retrieve_spec.engine.first_passes import measure_passes, read_bigrams
+from retrieve_spec.engine.speculation import Speculation, check_stores, open_store
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
 from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
 from retrieve_spec.generation.streams import generate_many, generate_stream
@@ -117,60 +118,70 @@ def prepare(
 
     Its `generate` stays, or is the original one again.
     """
-    _check_arguments(model, tokenizer, datastores, drafter, config)
+    _check_arguments(model, datastores, drafter, config)
+    known = embedded_tokens(model)
+    _check_tokenizer(tokenizer, known)
     config = (config or SpeculationConfig()).with_options(**options)
     survive_forks()
-    if isinstance(getattr(model, "speculation", None), Speculation):
-        restore(model)
+    _undo(model)
     read_logits(torch.zeros(1, 2), 1)  # Numba sets itself up and loads a first kernel; what follows is timed without it
     stores = [open_store(store, tokenizer) for store in datastores or ()]
     if stores and tokenizer is None:
         logger.warning("no tokenizer was given to check the datastores by: pass tokenizer= to accelerate")
     read_ahead(stores)
-    check_stores(model, config, stores)
+    check_stores(model, known, config, stores)
     threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
     with using(threads):
-        own = DenseIndexes(stores).layer if drafter is None and config.dense == AUTO else None
-        layer = own or getattr(drafter, "wants_hidden", None) or "last"
-        passes = VerifierFactory(model, config, layer, _find_mode)
-    finding = passes.finding
-    speculation = Speculation(model, config, passes, tokenizer, stores, drafter)
-    speculation.engine.threads = threads
-    if tokenizer is not None and _reads_bigrams(model, speculation):
-        with using(threads):
-            verifier = speculation.verifiers()[0]
-            speculation.drafters.bigrams = bigrams_of(model, verifier, tokenizer, passes.kept)
-        if isinstance(drafter, UsesBigrams):
-            drafter.use_bigrams(speculation.drafters.bigrams)
+        passes = VerifierFactory(model, config, _layer_of(drafter, config, stores), _find_mode)
+        speculation = Speculation(model, config, passes, tokenizer, stores, drafter)
+        speculation.engine.threads = threads
+        _prepare_drafter(speculation)
+        model.speculation = speculation
+        if reason := why_delegated(model, speculation.interface):
+            speculation.mode, speculation.reason = "delegated", reason
+        elif speculation.mode != "tree":
+            speculation.say_once(f"drafts are verified in {speculation.mode} mode: {speculation.reason}")
+        if passes.pass_kind == "model's own":
+            speculation.say_once(f"passes go through the model's own modules: {passes.pass_reason}")
+        if config.nodes == AUTO and config.draft != OFF:
+            measure_passes(speculation)
+
+
+def _layer_of(drafter: Drafter | None, config: SpeculationConfig, stores: list[Any]) -> Layer:
+    """The layer whose hidden states are drafted from."""
+    own = DenseIndexes(stores).layer if drafter is None and config.dense == AUTO else None
+    return own or getattr(drafter, "wants_hidden", None) or "last"
+
+
+def _prepare_drafter(speculation: Speculation) -> None:
+    """Read the model's bigrams, and get the drafter ready."""
+    drafters = speculation.drafters
+    if _reads_bigrams(speculation):
+        drafters.bigrams = read_bigrams(speculation)
+        if isinstance(drafters.given, UsesBigrams):
+            drafters.given.use_bigrams(drafters.bigrams)
     first = speculation.drafter()  # an unknown preset or a missing source is an error now, not at the first call
     if isinstance(first, Preparable):
         first.prepare()
-    model.speculation = speculation
-    if why := why_delegated(model):
-        speculation.mode, speculation.reason = "delegated", why
-    elif finding.mode != "tree":
-        speculation.say_once(f"drafts are verified in {finding.mode} mode: {finding.reason}")
-    if passes.pass_kind == "model's own":
-        speculation.say_once(f"passes go through the model's own modules: {passes.pass_reason}")
-    if config.nodes == AUTO and config.draft != OFF:
-        with using(threads):
-            measure_passes(model, speculation, passes.kept)
 
 
-def _check_arguments(model: Any, tokenizer: Any, datastores: Any, drafter: Any, config: Any) -> None:
-    """Raise what `accelerate` says of arguments that are something else."""
+def _check_arguments(model: Any, datastores: Any, drafter: Any, config: Any) -> None:
+    """Refuse arguments that are something else."""
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         raise _no_model(model)
-    names = (str, os.PathLike)
-    has_tokens = tokenizer is None or (hasattr(tokenizer, "__len__") and not isinstance(tokenizer, names))
-    require(has_tokens, "a tokenizer", tokenizer, "Load it with AutoTokenizer.from_pretrained.")
-    several = not isinstance(datastores, names)
+    several = not isinstance(datastores, (str, os.PathLike))
     require(several, "a list of datastores", datastores, f"Give datastores=[{str(datastores)!r}].")
     options_remedy = "Give options by name: draft='auto', …."
     require(isinstance(config, SpeculationConfig | None), "a SpeculationConfig as config", config, options_remedy)
     drafts = drafter is None or callable(getattr(drafter, "propose", None))
     require(drafts, "a drafter", drafter, options_remedy)
-    known = embedded_tokens(model)
+
+
+def _check_tokenizer(tokenizer: Any, known: int) -> None:
+    """Refuse what is no tokenizer, and one of more tokens than are `known` to the model."""
+    is_name = isinstance(tokenizer, (str, os.PathLike))
+    has_tokens = tokenizer is None or (hasattr(tokenizer, "__len__") and not is_name)
+    require(has_tokens, "a tokenizer", tokenizer, "Load it with AutoTokenizer.from_pretrained.")
     if tokenizer is not None and len(tokenizer) > known:
         raise TokenizerMismatchError(
             f"a tokenizer of at most {known} tokens, as many as the model embeds",
@@ -179,12 +190,12 @@ def _check_arguments(model: Any, tokenizer: Any, datastores: Any, drafter: Any, 
         )
 
 
-def _reads_bigrams(model: Any, speculation: Speculation) -> bool:
+def _reads_bigrams(speculation: Speculation) -> bool:
     """Whether drafts are made from bigrams, and the model can be asked for them."""
     given = speculation.drafters.given
     drafts = speculation.config.draft == AUTO if given is None else isinstance(given, UsesBigrams)
-    alone = speculation.ranks is None and not model.config.is_encoder_decoder  # ranks must run the same passes
-    return drafts and alone and speculation.mode == "tree"
+    can_ask = speculation.ranks is None and not speculation.interface.has_encoder  # ranks must run the same passes
+    return drafts and can_ask and speculation.tokenizer is not None and speculation.mode == "tree"
 
 
 def _no_model(given: Any) -> UnsupportedModelError:
@@ -210,16 +221,22 @@ def restore(model: Any) -> Any:
     wrapper, model = model, base_model(model)
     if not isinstance(model, PreTrainedModel):
         raise _no_model(model)
-    if isinstance(getattr(model, "speculation", None), Speculation):
-        model.speculation.invalidate()
-        model.speculation.drafters.keep(at_once=True)
-        original = model.__dict__.pop(BEFORE, None)
-        if _is_ours(model.__dict__.get("generate")):
-            del model.__dict__["generate"]
-        if original is not None:
-            model.__dict__["generate"] = original
-        del model.speculation
+    _undo(model)
     return wrapper
+
+
+def _undo(model: Any) -> None:
+    """Let a model be as before it was accelerated, if it was."""
+    if not isinstance(getattr(model, "speculation", None), Speculation):
+        return
+    model.speculation.invalidate()
+    model.speculation.drafters.keep(at_once=True)
+    original = model.__dict__.pop(BEFORE, None)
+    if _is_ours(model.__dict__.get("generate")):
+        del model.__dict__["generate"]
+    if original is not None:
+        model.__dict__["generate"] = original
+    del model.speculation
 
 
 @contextlib.contextmanager

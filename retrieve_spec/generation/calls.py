@@ -28,6 +28,7 @@ from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError, in_a_line
+from retrieve_spec.generation.delegation import setting
 from retrieve_spec.generation.request import (
     check_arguments,
     check_arguments_decoded,
@@ -35,10 +36,10 @@ from retrieve_spec.generation.request import (
     is_one_row,
     prepare,
     row_predictions,
-    setting,
 )
 from retrieve_spec.sampling.acceptance import RowText
 from retrieve_spec.sampling.samplers import LogProbSampler, whole_seed
+from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.steps import Captured, capture, sample_tokens
 
 
@@ -242,8 +243,8 @@ def decode_captured(model: Any, captured: Captured, arguments: dict[str, Any], o
     """
     speculation = model.speculation
     check_arguments_decoded(model, {"generation_config": captured.generation_config}, "")
-    alone = "" if len(captured.input_ids) == 1 else speculation.batching_blocker()
-    prepared = from_captured(model, captured, speculation.interface, arguments, alone)
+    why_single = "" if len(captured.input_ids) == 1 else speculation.batching_blocker()
+    prepared = from_captured(model, captured, speculation.interface, arguments, why_single)
     return decode_prepared(model, prepared, own, {})
 
 
@@ -302,8 +303,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_arguments(self, arguments, _OWN_OPTIONS)
         if own["store"] is None:
             speculation.drafter(own["draft"])  # an unknown preset is an error
-        alone = "" if is_one_row(self, arguments) else speculation.batching_blocker()
-        prepared = prepare_call(self, arguments, alone)
+        why_single = "" if is_one_row(self, arguments) else speculation.batching_blocker()
+        prepared = prepare_call(self, arguments, why_single)
         if isinstance(prepared, Prepared):
             return decode_prepared(self, prepared, own, arguments)
         reason = prepared
@@ -344,14 +345,16 @@ def seeded(seed: int | None, model: Any) -> Iterator[None]:
         yield
 
 
-def prepare_call(model: Any, arguments: dict[str, Any], alone: str = "it asks for more than one row") -> Prepared | str:
-    """A prepared call, or why the original `generate` decodes it; `alone`: why it would decode more than one row."""
+def prepare_call(
+    model: Any, arguments: dict[str, Any], why_single: str = "it asks for more than one row"
+) -> Prepared | str:
+    """Return the prepared call, or why the original `generate` decodes it; `why_single` as of `Call`."""
     if why_own := own_generate(model):
         return why_own
     if model.speculation.engine.is_stepping:
         return "it is asked for in the middle of another generation"
     try:
-        return prepare(model, original(model), model.speculation.interface, arguments, alone)
+        return prepare(model, original(model), model.speculation.interface, arguments, why_single)
     except DelegatedCall as why:
         return str(why)
 
@@ -378,7 +381,7 @@ def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared
         speculation.ended(*sequences)
 
 
-def why_delegated(model: Any) -> str:
+def why_delegated(model: Any, interface: ModelInterface) -> str:
     """Why a plain call with text alone is left to the original `generate`; empty when it is not."""
     if reason := why_not_inside(model):
         return reason
@@ -387,7 +390,7 @@ def why_delegated(model: Any) -> str:
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1}
         # One that was set on the model is not ours to call.
         of_class = types.MethodType(GenerationMixin.generate, model)
-        prepare(model, of_class, model.speculation.interface, arguments)
+        prepare(model, of_class, interface, arguments)
     except DelegatedCall as why:
         return str(why)
     except Exception as error:  # whatever a model says to a prompt without what it is made for

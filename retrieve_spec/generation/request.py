@@ -8,84 +8,37 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, GenerationMixin
-from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.engine.joining import DelegatedCall, Prepared, padding_in_front
+from retrieve_spec.engine.joining import DelegatedCall, Prepared
 from retrieve_spec.errors import ConfigError, PromptError, UnknownTokenError, nearest
+from retrieve_spec.generation.delegation import (
+    TOO_MANY,
+    Batch,
+    Call,
+    PreparedCall,
+    extras_of,
+    prompt_of,
+    setting,
+    why_batch_delegated,
+    why_call_delegated,
+    why_prepared_delegated,
+)
 from retrieve_spec.model_layers import embedded_tokens
-from retrieve_spec.sampling.guides import GrammarProcessor
-from retrieve_spec.verify.cache import decoder_cache, seq_length
 from retrieve_spec.verify.interface import ModelInterface, input_device
-from retrieve_spec.verify.pass_inputs import TOKEN_TYPES
 from retrieve_spec.verify.steps import Captured, capture
-from retrieve_spec.verify.tensor_parallel import why_in_step
-from retrieve_spec.verify.verifier import CACHE_NAMES, OF_TEXT, VerifierInputs, says_nothing
-
-_ROW_BY_ROW = (
-    hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor, hf.RepetitionPenaltyLogitsProcessor,
-    hf.NoRepeatNGramLogitsProcessor, hf.NoBadWordsLogitsProcessor, hf.SequenceBiasLogitsProcessor,
-    hf.SuppressTokensLogitsProcessor, hf.SuppressTokensAtBeginLogitsProcessor, hf.ForcedEOSTokenLogitsProcessor,
-    hf.ForcedBOSTokenLogitsProcessor, hf.ExponentialDecayLengthPenalty, hf.InfNanRemoveLogitsProcessor,
-    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper, hf.TypicalLogitsWarper,
-    hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.TopHLogitsWarper, hf.LogitNormalization,
-    hf.PrefixConstrainedLogitsProcessor, GrammarProcessor,
-)  # fmt: skip
-"""Processors that say the same of a row alone as in company; others may count rows or calls."""
-_STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCriteria)
-
-
-def extras_of(prepared: Prepared, cache_name: str) -> list[str]:
-    """What a batch is given besides text; what is whose only the model knows."""
-    kwargs = prepared.inputs.model_kwargs
-    parts = {name: value for name, value in kwargs.items() if isinstance(value, (torch.Tensor, dict))}
-    return [name for name, value in parts.items() if name not in OF_TEXT | {cache_name} and not says_nothing(value)]
-
-
-def check_batch(prepared: Prepared, cache_name: str) -> None:
-    """Look whether the rows of a prepared batch can be decoded together.
-
-    Raises
-    ------
-    DelegatedCall
-        They cannot.
-    """
-    kwargs, criteria = prepared.inputs.model_kwargs, list(prepared.criteria)
-    if extras := extras_of(prepared, cache_name):
-        raise DelegatedCall(f"a batch is given {', '.join(extras)}")
-    if prepared.callers_cache:
-        raise DelegatedCall("a batch goes on from a cache that was given")
-    if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] != len(prepared.inputs.input_ids):
-        raise DelegatedCall("a batch brings its own positions")
-    if type(kwargs.get(cache_name)) is not DynamicCache or kwargs[cache_name].offloading:
-        raise DelegatedCall(f"a batch is kept in a {type(kwargs.get(cache_name)).__name__}")
-    others = [p for p in prepared.processors if type(p) not in _ROW_BY_ROW]
-    others += [c for c in criteria if type(c) not in _STOPS]
-    if others:
-        kind = type(others[0]).__name__
-        raise DelegatedCall(f"a {kind} may tell the rows of a batch apart: generate_many calls it for each request")
-    kinds = {type(criterion) for criterion in criteria}
-    if kinds & {StopStringCriteria, MaxTimeCriteria} and EosTokenCriteria not in kinds:
-        raise DelegatedCall("rows of a batch go on behind where they stop: there is no end-of-text token")
-    if padding_in_front(prepared.inputs) is None:
-        raise DelegatedCall("a row of a batch has no text")
-
+from retrieve_spec.verify.verifier import CACHE_NAMES, VerifierInputs
 
 _ROWS = "a prompt of token ids, a tensor of shape (rows, tokens)"
 _ELSEWHERE = frozenset(["datastores", "drafter", "config", *(field.name for field in fields(SpeculationConfig))])
@@ -200,37 +153,12 @@ def _as_rows(value: Any, model: Any) -> torch.Tensor:
 
 Generate = Callable[..., Any]
 
-_OTHER_MODES: dict[str, str] = {
-    "assistant_model": "an assistant model drafts",
-    "custom_generate": "custom_generate decodes",
-    "synced_gpus": "GPUs generate in step (synced_gpus)",
-    "negative_prompt_ids": "a negative prompt needs a second model call per token",
-}
-_OTHER_SETTINGS: dict[str, tuple[Any, str]] = {
-    "num_beams": (1, "beams are searched"),
-    "prompt_lookup_num_tokens": (None, "transformers' prompt lookup drafts"),
-    "penalty_alpha": (None, "contrastive search decodes"),
-    "dola_layers": (None, "DoLa decodes"),
-    "use_cache": (True, "the cache is switched off"),
-    "cache_implementation": (None, "a cache implementation is asked for"),
-    "output_attentions": (False, "attentions are returned"),
-    "output_hidden_states": (False, "hidden states are returned"),
-    "prefill_chunk_size": (None, "the prompt is fed in chunks by generate"),
-    "token_healing": (False, "the prompt's last token is healed"),
-    "guidance_scale": (None, "classifier-free guidance needs a second model call per token"),
-    "constraints": (None, "constrained beams are searched"),
-    "force_words_ids": (None, "constrained beams are searched"),
-    "low_memory": (None, "contrastive search decodes"),
-}
-_TOO_MANY = "batches of more than one row are decoded by generate"
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"cache_implementation": ("dynamic", "hybrid"), "guidance_scale": (1, 1.0)}
-_WHOLE = (torch.int32, torch.int64)
 _FIXED = ("static", "sliding_window", "hybrid_chunked")
 """Caches of a fixed size, by the names that calls give them."""
 
 
 def prepare(
-    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], alone: str = _TOO_MANY
+    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], why_single: str = TOO_MANY
 ) -> Prepared:
     """Let the original `generate` prepare a call.
 
@@ -240,7 +168,7 @@ def prepare(
         The model and its original `generate`.
     arguments
         The call's arguments by name; `streamer` and `tokenizer` are left to the caller.
-    alone
+    why_single
         Why more than one row are left to `generate`; empty when they are not.
 
     Raises
@@ -257,7 +185,7 @@ def prepare(
         del arguments["mm_token_type_ids"]
     if _is_fixed_and_unseen(model, arguments):
         arguments["cache_implementation"] = "dynamic"
-    check_arguments_decoded(model, arguments, alone)
+    check_arguments_decoded(model, arguments, why_single)
     tokenizer = arguments.pop("tokenizer", None)
     streamer = arguments.pop("streamer", None)
     stop_strings = setting(model, arguments, "stop_strings")
@@ -269,11 +197,11 @@ def prepare(
     captured: Captured = generate(**{**arguments, "custom_generate": capture})
     if streamer is not None and len(captured.input_ids) > 1:
         raise DelegatedCall("a streamer gets tokens of several rows")
-    return from_captured(model, captured, interface, arguments, alone)
+    return from_captured(model, captured, interface, arguments, why_single)
 
 
 def from_captured(
-    model: Any, captured: Captured, interface: ModelInterface, arguments: dict[str, Any], alone: str
+    model: Any, captured: Captured, interface: ModelInterface, arguments: dict[str, Any], why_single: str
 ) -> Prepared:
     """What sequences of a call start from, given what `generate` prepared of it.
 
@@ -283,14 +211,11 @@ def from_captured(
         It should decode it.
     """
     given_ids = _stand_in_for_embeddings(captured)
-    if reason := _reason_from_captured(model, captured, interface, alone):
+    call = PreparedCall(model, captured, interface, why_single)
+    if reason := why_prepared_delegated(call):
         raise DelegatedCall(reason)
     callers_cache = any(arguments.get(name) is not None for name in CACHE_NAMES)
-    config, past, holds = (
-        captured.generation_config,
-        _past_length(captured.model_kwargs),
-        _holds_past(captured, interface),
-    )
+    config, past, holds = captured.generation_config, call.past, call.holds_past
     inputs = VerifierInputs(
         input_ids=captured.input_ids,
         model_kwargs=captured.model_kwargs,
@@ -307,11 +232,8 @@ def from_captured(
         prepared.context_ids = given_ids[0].cpu().numpy().astype(np.int32)
     if interface.has_encoder:
         prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
-    if len(prepared.inputs.input_ids) > 1:
-        check_batch(prepared, interface.cache_name)
-        positions = captured.model_kwargs.get(interface.positions_name)
-        if positions is not None and positions.ndim != 2 and bool((positions[..., -1] != positions[:1, ..., -1]).any()):
-            raise DelegatedCall("positions of a batch differ from axis to axis")
+    if len(call.ids) > 1 and (reason := why_batch_delegated(Batch(prepared, interface))):
+        raise DelegatedCall(reason)
     return prepared
 
 
@@ -336,22 +258,6 @@ def _is_fixed_and_unseen(model: Any, arguments: dict[str, Any]) -> bool:
     return not any(setting(model, arguments, name) for name in others)
 
 
-def setting(model: Any, arguments: dict[str, Any], name: str) -> Any:
-    """Value of a generation setting: argument, then the config passed, then the model's own."""
-    if arguments.get(name) is not None:
-        return arguments[name]
-    for config in (arguments.get("generation_config"), model.generation_config):
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    return None
-
-
-def prompt_of(arguments: dict[str, Any]) -> Any:
-    """What a call gives as its prompt."""
-    return arguments.get("input_ids") if arguments.get("inputs") is None else arguments["inputs"]
-
-
 def is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether a call asks for one row, as far as its arguments tell."""
     ids = prompt_of(arguments)
@@ -359,7 +265,7 @@ def is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
     return one and (setting(model, arguments, "num_return_sequences") or 1) == 1
 
 
-def check_arguments_decoded(model: Any, arguments: dict[str, Any], alone: str) -> None:
+def check_arguments_decoded(model: Any, arguments: dict[str, Any], why_single: str) -> None:
     """Look whether a call asks for what is decoded here, as far as its arguments tell.
 
     Raises
@@ -369,31 +275,11 @@ def check_arguments_decoded(model: Any, arguments: dict[str, Any], alone: str) -
     PromptError
         The prompt has no tokens.
     """
-    if why := why_in_step(model):
-        raise DelegatedCall(why)
-    preparing = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", model)
-    if preparing is not model:
-        raise DelegatedCall(f"a {type(preparing).__name__} prepares the model's inputs")
-    for name, reason in _OTHER_MODES.items():
-        value = arguments.get(name)
-        if value is not None and value is not False:
-            raise DelegatedCall(reason)
-    for name, (neutral, reason) in _OTHER_SETTINGS.items():
-        value = setting(model, arguments, name)
-        if value is not None and value != neutral and value not in _NEUTRAL.get(name, ()):
-            raise DelegatedCall(reason)
-    if alone and (setting(model, arguments, "num_return_sequences") or 1) > 1:
-        raise DelegatedCall(f"several sequences are returned: {alone}")
+    if reason := why_call_delegated(Call(model, arguments, why_single)):
+        raise DelegatedCall(reason)
     ids = prompt_of(arguments)
-    if arguments.get("inputs") is not None and arguments.get("input_ids") is not None:
-        raise DelegatedCall("the prompt is given twice")
-    if isinstance(ids, torch.Tensor):
-        if ids.ndim != 2:
-            raise DelegatedCall("the prompt is not a batch of token ids")
-        if ids.shape[0] > 1 and alone:
-            raise DelegatedCall(alone)
-        if ids.shape[1] == 0:
-            raise PromptError("a prompt of at least one token", "an empty one", "Give some text to continue.")
+    if isinstance(ids, torch.Tensor) and ids.shape[1] == 0:
+        raise PromptError("a prompt of at least one token", "an empty one", "Give some text to continue.")
 
 
 def _stand_in_for_embeddings(captured: Captured) -> torch.Tensor | None:
@@ -422,83 +308,6 @@ def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> ND
     return both
 
 
-def _reason_from_captured(model: Any, captured: Captured, interface: ModelInterface, alone: str) -> str:
-    """Why a prepared call must be delegated."""
-    kwargs = captured.model_kwargs
-    if captured.input_ids.ndim != 2 or (captured.input_ids.shape[0] > 1 and alone):
-        return alone or _TOO_MANY
-    if why := _why_not_shaped(model, captured, interface):
-        return why
-    checkpoints = model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-    if kwargs.get("use_cache") is False or checkpoints:
-        return "the cache is switched off"
-    takes_embeddings = not (_past_length(kwargs) or interface.has_encoder or interface.rope_rescans)
-    if kwargs.get("inputs_embeds") is not None and not takes_embeddings:
-        return "the prompt is given as embeddings"
-    return _reason_from_cache(captured, interface)
-
-
-def _reason_from_cache(captured: Captured, interface: ModelInterface) -> str:
-    """Why a prepared call must be delegated because of its cache, or of how long its text may become."""
-    kwargs = captured.model_kwargs
-    if kwargs.get(interface.mask_name) is not None and _slides_in_its_own_way(kwargs.get(interface.cache_name)):
-        return "the window of the model's cache slides over the padding"
-    length, past, positions = captured.input_ids.shape[1], _past_length(kwargs), kwargs.get(interface.positions_name)
-    if past and _holds_past(captured, interface) and past >= length:
-        return "the cache already holds the whole prompt"
-    reached = length if positions is None else min(length, int(positions.flatten()[-1]) + 1)  # without padding
-    begins = min(past or reached, reached)  # a cache of no more tokens than that is read anew, however long the prompt
-    if interface.rope_rescans and begins <= interface.rope_switch < captured.generation_config.max_length:
-        return f"the model recomputes its cache at {interface.rope_switch} tokens"
-    return ""
-
-
-def _why_not_shaped(model: Any, captured: Captured, interface: ModelInterface) -> str:
-    """Why `generate` is to say what it makes of a call: what it was given has no place for each token of the prompt.
-
-    It refuses most of such calls, and answers some by the rules of one model's forward.
-    """
-    ids, kwargs = captured.input_ids, captured.model_kwargs
-    rows, length = ids.shape
-    past = _past_length(kwargs)
-    tokens = length if _holds_past(captured, interface) else length + past
-    mask, positions = kwargs.get(interface.mask_name), kwargs.get(interface.positions_name)
-    if ids.dtype not in _WHOLE:
-        return f"token ids are {ids.dtype}"
-    covered = getattr(captured.generation_config, "_mask_length", tokens) if mask is None else mask.shape[-1]
-    if covered != tokens or (mask is not None and (len(mask) != rows or mask.device != ids.device)):
-        return "the attention mask is not that of the prompt"
-    if any(len(kwargs[name]) != rows for name in TOKEN_TYPES if isinstance(kwargs.get(name), torch.Tensor)):
-        return "token types are not those of the prompt"
-    if past and len(set(_held(kwargs[interface.cache_name]))) > 1:
-        return "layers of the cache hold different texts"
-    if positions is None:
-        return ""
-    axes = type(model)._prepare_position_ids_for_generation is not GenerationMixin._prepare_position_ids_for_generation
-    fits = positions.ndim == 2 or (positions.ndim == 3 and axes)
-    fits = fits and positions.shape[-1] in (tokens, tokens - past) and positions.shape[-2] in (1, rows)
-    if not fits or positions.dtype not in _WHOLE or positions.device != ids.device:
-        return "positions are not those of the prompt"
-    return ""
-
-
-def _held(cache: Any) -> Iterator[int]:
-    """Tokens that each layer of a cache holds, of those that hold any."""
-    for layer in decoder_cache(cache).layers:
-        if getattr(layer, "keys", None) is not None and layer.keys.numel():
-            yield layer.get_seq_length()
-
-
-def _slides_in_its_own_way(cache: Any) -> bool:
-    """Whether a cache has layers of a model's own kind that slide a window over the rows and over their mask.
-
-    There each single step sees other padding than the one before it; a pass over several tokens sees one.
-    """
-    layers = getattr(decoder_cache(cache), "layers", ())
-    slide = [type(layer) for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
-    return any(kind is not DynamicSlidingWindowLayer for kind in slide)
-
-
 def _check_embedded(model: Any, inputs: VerifierInputs) -> None:
     """Refuse a prompt with tokens that the model has no vectors for, of those that it is to read."""
     unread = inputs.input_ids[:, inputs.past_length if inputs.holds_past else 0 :]
@@ -510,15 +319,3 @@ def _check_embedded(model: Any, inputs: VerifierInputs) -> None:
             str(least if least < 0 else most),
             "Encode the prompt with the model's own tokenizer.",
         )
-
-
-def _past_length(kwargs: dict[str, Any]) -> int:
-    caches = [kwargs[name] for name in ("past_key_values", "cache") if kwargs.get(name) is not None]
-    return seq_length(caches[0]) if caches else 0
-
-
-def _holds_past(captured: Captured, interface: ModelInterface) -> bool:
-    """Whether `input_ids` includes the cached tokens, by the rule of plain `generate`: it is as long as the mask."""
-    mask = captured.model_kwargs.get(interface.mask_name)
-    covered = mask.shape[1] if mask is not None else getattr(captured.generation_config, "_mask_length", -1)
-    return bool(covered == captured.input_ids.shape[1])

@@ -19,7 +19,8 @@ from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.generation.calls import delegate, noted, prepare_call, speculation_of
-from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions, setting
+from retrieve_spec.generation.delegation import setting
+from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions
 from retrieve_spec.model_layers import base_model
 
 

@@ -156,14 +156,15 @@ def key_of(model: Any, config: SpeculationConfig, layer: Layer) -> str | None:
     if patched or model.training or not alone or model.num_parameters() < PASS.min_parameters:
         return None
     try:
+        device, attention = input_device(model), attention_of(model)
         facts = [
             [config.recorded_pass, config.exact, layer],
             _code_of(Path(__file__).parents[1]),
-            _machine(input_device(model)),
+            _machine(device),
             [_without(part.to_dict()) for part in (model.config, model.generation_config)],
             [
-                attention_of(model),
-                _attention(attention_of(model)),
+                attention,
+                _attention(attention),
                 *(_describe_class(cls) for cls in dict.fromkeys(map(type, model.modules()))),
             ],
             [[number, name, _describe(value)] for number, name, value in plain_attributes(model)],

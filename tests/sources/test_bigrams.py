@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 import retrieve_spec as rs
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.engine import speculation
+from retrieve_spec.engine import first_passes
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.recycling import Bigrams
 
@@ -27,7 +27,7 @@ def entries(vocabulary, rows):
 def cache(tmp_path, monkeypatch):
     """An empty cache, and a model that is asked as long as it takes."""
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(speculation, "ASKED_SECONDS", 60.0)
+    monkeypatch.setattr(first_passes, "ASKED_SECONDS", 60.0)
     return tmp_path / "bigrams"
 
 
@@ -75,7 +75,7 @@ def test_entries_are_what_the_model_says(reference_model, reference_tokenizer, c
     ],
 )
 def test_a_file_that_is_another_is_learned_anew(small, reference_tokenizer, cache, monkeypatch, spoil):
-    monkeypatch.setattr(speculation, "_NEVER_KEPT", 0.0)
+    monkeypatch.setattr(first_passes, "_NEVER_KEPT", 0.0)
     rs.accelerate(small, tokenizer=reference_tokenizer)
     wanted = small.speculation.drafters.bigrams.entries
     (file,) = cache.iterdir()
@@ -86,7 +86,7 @@ def test_a_file_that_is_another_is_learned_anew(small, reference_tokenizer, cach
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(small, reference_tokenizer, cache, monkeypatch):
-    monkeypatch.setattr(speculation, "_NEVER_KEPT", 0.0)
+    monkeypatch.setattr(first_passes, "_NEVER_KEPT", 0.0)
     cache.parent.joinpath("bigrams").write_text("a file where the folder would be")
     rs.accelerate(small, tokenizer=reference_tokenizer)
     assert len(known(small))

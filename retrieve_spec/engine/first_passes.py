@@ -1,0 +1,147 @@
+"""First passes: what a model is asked for when it is accelerated, namely what passes cost, and its bigrams."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieve_spec.config import PASS, cache_dir
+from retrieve_spec.datastore.dense import model_fingerprint
+from retrieve_spec.drafting.calibration import put_array
+from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.engine.speculation import Speculation
+from retrieve_spec.kernels.recycling import MOST
+from retrieve_spec.sources.recycling import Bigrams
+from retrieve_spec.verify.interface import input_device
+from retrieve_spec.verify.steps import sample_tokens, vocabulary
+
+_CONTEXT = 128
+_WIDTHS = (0, 15, 63, 3)
+_REPEATS = 3
+_SECONDS = 0.6
+_ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
+
+
+@torch.no_grad()
+def measure_passes(speculation: Speculation) -> None:
+    """Begin to know what passes cost, by those of an earlier process on this CPU or by trying some."""
+    if speculation.mode in ("plain", "delegated"):
+        return
+    limits = (speculation.interface.max_positions, speculation.interface.max_slots)
+    positions = min((limit for limit in limits if limit), default=_CONTEXT + max(_WIDTHS) + 1)
+    context = max(min(_CONTEXT, positions - max(_WIDTHS) - 1), 1)
+    kept, device = speculation.kept, input_device(speculation.model)
+    found = kept.seconds if device.type == "cpu" else {}  # a GPU's first passes compile and capture
+    if not found:
+        found = _time_passes(speculation, context, positions)
+        kept.keep_seconds(found)
+    costs = speculation.engine.costs.of(1)
+    costs.begin(context, found)
+    costs.seconds(context, 0)  # takes them in: no call waits for the kernel that does
+
+
+def _time_passes(speculation: Speculation, context: int, positions: int) -> dict[int, float]:
+    """Seconds of passes over chains of a few widths: of the first two at least, of others until time runs out."""
+    seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes
+    ids, known = sample_tokens(speculation.model, context), vocabulary(speculation.model)
+    verifier = speculation.verifiers()[0]
+    speculation.read(verifier, ids)
+    verifier.forward(_ROOT)  # the first pass of a kind pays for set-up
+    verifier.commit(_NOTHING)
+    began, found = perf_counter(), dict[int, float]()
+    for width in _WIDTHS:
+        if width > positions - context - 8 or (len(found) > 1 and perf_counter() - began > seconds):
+            continue
+        tree = DraftTree.from_paths([[(i * 17 + 3) % known for i in range(width)]])
+        times: list[float] = []
+        is_ready = ids.device.type != "cuda"  # the first pass of a width may compile kernels and capture a graph
+        while len(times) < _REPEATS and (not times or perf_counter() - began <= seconds):
+            started = perf_counter()
+            float(verifier.forward(_ROOT, tree).logits[0, 0])  # waits for the device
+            took = perf_counter() - started
+            verifier.commit(_NOTHING)
+            if is_ready:
+                times.append(took)
+            else:
+                began, is_ready = began + took, True
+        found[width] = min(times)
+    verifier.finish()
+    return found
+
+
+ASKED_SECONDS, ASKED_AGAIN_SECONDS = 1.0, 0.2
+"""How long a model is asked when it is accelerated first, and each time after, until all its tokens are known."""
+_FIRST_NODES, _MOST_NODES, _SHORT = 8, PASS.tree_rows - 1, 0.125
+"""Tokens that a CPU is asked for in the first pass; the next ones have four times as many while they take less than so
+many seconds."""
+_NEVER_KEPT = 0.1
+"""Seconds of asking that are not worth a file."""
+
+
+def read_bigrams(speculation: Speculation) -> Bigrams:
+    """Read the most probable tokens after each token of an accelerated model, as far as they are known.
+
+    The model is asked for tokens in the order of their ids, which is that of their frequency in vocabularies of merges,
+    for `ASKED_SECONDS`, and in later processes for `ASKED_AGAIN_SECONDS`. It is not asked again where a pass takes
+    longer than that.
+
+    Returns
+    -------
+    Bigrams
+        With those that were kept before.
+    """
+    path = cache_dir() / "bigrams" / f"{model_fingerprint(speculation.model).partition(':')[2]}.npy"
+    entries, began = _kept(path, speculation.interface.vocabulary), perf_counter()
+    seconds = ASKED_AGAIN_SECONDS if (entries[:, 0] >= 0).any() else ASKED_SECONDS
+    if max(speculation.kept.seconds.values(), default=0.0) < seconds:
+        _fill(entries, speculation, _line_end(speculation.tokenizer), seconds)
+    if perf_counter() - began > _NEVER_KEPT:
+        with contextlib.suppress(OSError):  # which is logged when the file cannot be written
+            path.parent.mkdir(parents=True, exist_ok=True)
+        put_array(path, entries, "bigrams")
+    return Bigrams(entries)
+
+
+def _line_end(tokenizer: Any) -> list[int]:
+    """The token that ends a line; none of a vocabulary that has no such sign."""
+    try:
+        return [int(token) for token in tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]]
+    except Exception:  # some tokenizers fail on what they do not know
+        return []
+
+
+def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
+    """(vocabulary, 2k) int32 entries of `Bigrams` that a file has; none are known where it is another or no file."""
+    k, entries = min(MOST, vocabulary), np.empty((0, 0), np.int32)
+    with contextlib.suppress(Exception), open(path, "rb") as file:  # a damaged head is read as Python, and so fails
+        entries = np.lib.format.read_array(file, allow_pickle=False)
+    whole = entries.shape == (vocabulary, 2 * k) and entries.dtype == np.int32 and (entries[:, :k] < vocabulary).all()
+    return entries if whole else np.full((vocabulary, 2 * k), -1, np.int32)
+
+
+@torch.no_grad()
+def _fill(entries: NDArray[np.int32], speculation: Speculation, line_end: list[int], seconds: float) -> None:
+    """Fill in tokens of which nothing is known, side by side after two ends of a line, for so many seconds."""
+    device, missing, k = input_device(speculation.model), np.flatnonzero(entries[:, 0] < 0), entries.shape[1] // 2
+    nodes, end = _MOST_NODES if device.type == "cuda" else _FIRST_NODES, perf_counter() + seconds
+    verifier = speculation.verifiers()[0]
+    while len(missing) and line_end and perf_counter() < end:
+        tokens, began = missing[:nodes].astype(np.int32), perf_counter()
+        speculation.read(verifier, torch.tensor([line_end], device=device))
+        if verifier.mode != "tree":  # which a prompt can show
+            break
+        siblings = DraftTree.from_paths([[token] for token in tokens.tolist()])
+        best = verifier.forward(np.array(line_end, np.int32), siblings).logits[1:].float().topk(k)
+        entries[tokens, :k] = best.indices.cpu().numpy()
+        entries[tokens, k:] = best.values.cpu().numpy().view(np.int32)
+        verifier.finish()
+        missing = missing[nodes:]
+        if perf_counter() - began < _SHORT:
+            nodes = min(4 * nodes, _MOST_NODES)
