@@ -26,9 +26,9 @@ from retrieve_spec.recorded.verdicts import KeptFindings
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
 from retrieve_spec.verify.interface import ModelInterface, new_cache
 from retrieve_spec.verify.padded_batch import PaddedBatch, why_not_shared
-from retrieve_spec.verify.probe import read_prompt
 from retrieve_spec.verify.steps import keeping_texts
 from retrieve_spec.verify.tensor_parallel import Ranks
+from retrieve_spec.verify.trials import read_prompt
 from retrieve_spec.verify.verifier import PassKind, Verifier
 
 logger = logging.getLogger(__name__)

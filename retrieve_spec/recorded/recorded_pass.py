@@ -35,7 +35,7 @@ from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.recorded import graph_passes
 from retrieve_spec.recorded.layer_copies import append_copies, only_first
 from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
-from retrieve_spec.verify.probe import VerificationError
+from retrieve_spec.verify.trials import VerificationError
 
 
 class RecordingError(VerificationError):

@@ -54,7 +54,7 @@ class Verdict:
     Attributes
     ----------
     layout
-        The interface that worked (`retrieve_spec.verify.probe.layout_of`).
+        The interface that worked (`retrieve_spec.verify.ways.layout_of`).
     takes_padding, takes_pieces, max_positions
         As of that interface.
     exact, largest, rms

@@ -34,23 +34,14 @@ from retrieve_spec.verify.cache import GROW_BY_ROWS
 from retrieve_spec.verify.comparison import Rounding, is_exact, rows_for_one_order, why_not_one_order
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache, read_interface
-from retrieve_spec.verify.probe import (
-    PROMPT,
-    REACH,
-    Finding,
-    Trial,
-    VerificationError,
-    check_exact,
-    check_verifier,
-    layout_of,
-    same_way,
-    way_of_layout,
-)
+from retrieve_spec.verify.probe import REACH, Finding
 from retrieve_spec.verify.shrink import float32_copy, shrunk
 from retrieve_spec.verify.signatures import SignatureModes
 from retrieve_spec.verify.steps import StepVerifier, held_by, keeping_texts
 from retrieve_spec.verify.tensor_parallel import Ranks
+from retrieve_spec.verify.trials import PROMPT, Trial, VerificationError, check_exact, check_verifier
 from retrieve_spec.verify.verifier import PassKind, Verifier
+from retrieve_spec.verify.ways import layout_of, same_way, way_of_layout
 
 logger = logging.getLogger(__name__)
 

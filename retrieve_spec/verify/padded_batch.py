@@ -29,10 +29,10 @@ from retrieve_spec.verify.comparison import drafts_for
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import LayerView, ModelInterface, catch_hidden, input_device, new_cache
 from retrieve_spec.verify.pass_inputs import masks_by_type
-from retrieve_spec.verify.probe import read_prompt
 from retrieve_spec.verify.recurrent import RecurrentState
 from retrieve_spec.verify.shrink import lengths_of
 from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens
+from retrieve_spec.verify.trials import read_prompt
 from retrieve_spec.verify.verifier import VerifierOutput
 
 logger = logging.getLogger(__name__)
