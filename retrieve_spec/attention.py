@@ -103,7 +103,7 @@ def attend_by_rows(
     """Attention of one pass, each row by the fused call that decodes it alone (`attend` names the arguments).
 
     Sums over keys are added up in an order that depends on where keys lie and how many there are, which shows in 16
-    bits. So each row gets the keys that it sees, one behind the other, as if it were the last token of a text.
+    bits. So each row gets the keys that it sees, one after the other, as if it were the last token of a text.
     Infinities of rows that it does not see do not come in either: a mask makes them NaN (0 · inf).
     """
     _, heads, rows, width = query.shape

@@ -54,7 +54,7 @@ class Transcript:
         """Add generated tokens (n,), whose drafter has learned from them."""
         self._parts.append(token_ids)
         if self._session is not None:
-            self._session.hear(self._text, token_ids)
+            self._session.append(self._text, token_ids)
 
     def break_off(self) -> None:
         """Note that text which was not generated follows: no phrase reaches over it."""
@@ -354,7 +354,7 @@ class MixtureDrafter(ScopedDrafter):
     def remember(self, generated: NDArray[np.int32]) -> None:
         """Let phrases and session learn from a text (n,) that was generated, as at the end of a request."""
         if self.session is not None:
-            self.session.hear(object(), generated)
+            self.session.append(object(), generated)
         self._remember(generated)
 
     def _remember(self, generated: NDArray[np.int32]) -> None:

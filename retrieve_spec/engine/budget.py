@@ -75,7 +75,7 @@ class CostModel:
         return bool(self._filters or self._pending)
 
     def begin(self, context: int, seconds: Mapping[int, float]) -> None:
-        """Begin with the seconds of passes over a few numbers of nodes, 0 among them, behind `context` tokens.
+        """Begin with the seconds of passes over a few numbers of nodes, 0 among them, after `context` tokens.
 
         How the widest compares says what still wider ones may cost.
         """
@@ -85,7 +85,7 @@ class CostModel:
             self.observe(nodes, context, took)
 
     def observe(self, nodes: int, context: int, seconds: float) -> None:
-        """Learn from one pass over `nodes` nodes behind `context` tokens (taken in when a curve is next rebuilt)."""
+        """Learn from one pass over `nodes` nodes after `context` tokens (taken in when a curve is next rebuilt)."""
         self._pending.append((nodes, context, seconds))
 
     def seconds(self, context: int, max_nodes: int) -> NDArray[np.float32]:
@@ -139,7 +139,7 @@ class _Filter:
     def elsewhere(self, more: int = 0) -> _Filter:
         """The same for passes of another kind: over a longer context, or with `more` rows that are no nodes."""
         other = _Filter(self.balance + more)
-        other.mean = self._behind(more) if more else self.mean.copy()
+        other.mean = self._with_more_rows(more) if more else self.mean.copy()
         other.noise[:] = self.noise
         other.covariance = self.covariance + 0.1 * other._first
         return other
@@ -161,7 +161,7 @@ class _Filter:
             np.array(seconds, np.float64),
         )
 
-    def _behind(self, more: int) -> NDArray[np.float64]:
+    def _with_more_rows(self, more: int) -> NDArray[np.float64]:
         """The mean where `more` rows cost as much as nodes; as steep beyond the widest knot as before it."""
         seconds, rows = np.exp(np.cumsum(self.mean)), NODE_KNOTS + more
         slope = max(seconds[-1] - seconds[-2], 0.0) / (_KNOTS[-1] - _KNOTS[-2])
@@ -523,7 +523,7 @@ class Backoff:
         self._left -= rests
         return rests
 
-    def looked(self, pays: bool, share: float = 0.0) -> None:
+    def record_draft(self, pays: bool, share: float = 0.0) -> None:
         """Be told whether the drafts that were looked for pay, and what `share` of a plain pass the look took."""
         self._pays = pays
         self._misses = 0 if pays else self._misses + 1
@@ -548,13 +548,13 @@ class Backoff:
 
 
 def within(tree: DraftTree, vocabulary: int) -> DraftTree:
-    """The nodes of a tree that a model of so many tokens can read, without those behind others."""
+    """The nodes of a tree that a model of so many tokens can read, without those after others."""
     kept = tree.token_ids.astype(np.uint32) < vocabulary  # one that is negative is no token either
     return pruned(tree, kept)
 
 
 def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:
-    """The nodes of a tree that are `kept`, (n,) bool, without those behind others: drafters may hope more of these."""
+    """The nodes of a tree that are `kept`, (n,) bool, without those after others: drafters may hope more of these."""
     count = int(kept.sum())
     if kept[:count].all():
         return tree if count == len(tree) else tree.first(count)

@@ -259,7 +259,7 @@ class Drafters:
         """What is known of the model, kept beside the first writable store or else beside the session's file."""
         calibration = calibration_for(self.datastores, self._model_key)
         if calibration.path is None and self.sessions.file is not None:
-            return Calibration(self.sessions.beside(self._model_key))
+            return Calibration(self.sessions.calibration_path(self._model_key))
         return calibration
 
     def siblings(

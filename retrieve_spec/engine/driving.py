@@ -28,7 +28,7 @@ class DeferredInterrupt:
     """A block in which SIGINT waits for the end; a second one does not wait.
 
     Python handles signals in the main thread alone, so in other threads nothing changes. Whichever handler was set is
-    called as it would have been, and is in place again behind the block. Where SIGINT is ignored, or ends the process
+    called as it would have been, and is in place again after the block. Where SIGINT is ignored, or ends the process
     without Python, it stays so.
     """
 
@@ -162,7 +162,7 @@ class Driver:
         for sequence in sequences:
             sequence.cancelled = True
         if sequences and not self.is_stepping:  # from inside a step: its end ends them
-            with self.alone():
+            with self.exclusive():
                 pass
 
     def advance(self, sequences: list[Sequence]) -> None:
@@ -177,7 +177,7 @@ class Driver:
             sequence.reader.asking += 1
         try:
             while not any(sequence.has_news for sequence in sequences):
-                with self.alone(unless=lambda: any(sequence.has_news for sequence in sequences)) as mine:
+                with self.exclusive(unless=lambda: any(sequence.has_news for sequence in sequences)) as mine:
                     if mine:
                         self.step(sequences)
         finally:
@@ -190,7 +190,7 @@ class Driver:
         return self._lock.is_mine
 
     @contextlib.contextmanager
-    def alone(self, unless: Callable[[], bool] = bool) -> Iterator[bool]:
+    def exclusive(self, unless: Callable[[], bool] = bool) -> Iterator[bool]:
         """Keep others from stepping; False if there was to wait, and `unless` came true meanwhile."""
         self._survive_fork()
         with self._lock.held(unless) as mine:

@@ -78,8 +78,8 @@ class Engine(Driver):
         try:
             with torch.inference_mode(False), torch.no_grad():
                 if self._backoff.samples(len(going)):
-                    each([s for s in going if s.is_reading], lambda sequence: sequence.drafter.defer())
-                each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(FEW_ROOTS))
+                    run_each([s for s in going if s.is_reading], lambda sequence: sequence.drafter.defer())
+                run_each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(FEW_ROOTS))
                 decoding = [s for s in going if not s.is_reading and not s.is_over]
                 reading = [s for s in going if s.is_reading and not s.is_over]
                 read_all(reading, PASS.prompt_piece if decoding else 0, self.threads)
@@ -102,9 +102,9 @@ class Engine(Driver):
             batch, usual = verify_all(batch)
             batch = read_logits_all(batch)  # waits for the device: its time is the pass's
         times.append(perf_counter())
-        batch = each(batch, accept)
+        batch = run_each(batch, accept)
         times.append(perf_counter())
-        batch = each(batch, learn)
+        batch = run_each(batch, learn)
         times.append(perf_counter())
         if batch:
             self._note(batch, usual, np.diff(times).tolist(), roots - len(batch), padded)
@@ -124,7 +124,7 @@ class Engine(Driver):
         most = max(most_rows - count, 0) // (count if padded else 1)
         cost = None if seconds is None else row_cost(seconds, count, padded)
         asked = self._backoff.sample(batch) if shares else batch
-        each(asked, lambda sequence: draft(sequence, most, cost))
+        run_each(asked, lambda sequence: draft(sequence, most, cost))
         batch = [sequence for sequence in batch if not sequence.is_over]
         trees = [sequence.tree for sequence in batch]
         trees = (share_evenly if padded else share_out)(trees, seconds, most)
@@ -132,7 +132,7 @@ class Engine(Driver):
             sequence.tree = tree
         if len(batch) > 1 and seconds is not None:
             took = perf_counter() - began
-            self._backoff.looked(gain(trees, seconds, padded) > took, took / float(seconds[0]))
+            self._backoff.record_draft(gain(trees, seconds, padded) > took, took / float(seconds[0]))
         return batch
 
     def _seconds(self, batch: list[Sequence]) -> NDArray[np.float32] | None:
@@ -208,7 +208,7 @@ def _together(
     return None
 
 
-def each(sequences: Many[Sequence], act: Callable[..., object], *given: Many[Any]) -> list[Sequence]:
+def run_each(sequences: Many[Sequence], act: Callable[..., object], *given: Many[Any]) -> list[Sequence]:
     """Let every sequence act, each on what it is given; those that could. One that fails fails alone."""
     going = []
     for sequence, *own in zip(sequences, *given, strict=True):
@@ -275,23 +275,25 @@ def verify_all(batch: list[Sequence]) -> tuple[list[Sequence], bool]:
         Whether it took as long as such passes do: one whose graph was captured takes longer.
     """
     if len(batch) == 1:
-        batch = each(batch, verify)
+        batch = run_each(batch, verify)
         return batch, not any(sequence.seen.output.ran is Ran.CAPTURED for sequence in batch if sequence.seen.output)
     roots = [sequence.root_ids for sequence in batch]
     keeps = [1] * len(batch) if any(len(ids) > 1 for ids in roots) else None
     outputs = _together(batch, roots, [sequence.tree for sequence in batch], keeps)
     if outputs is None:
-        return each(batch, verify), False
-    return each(batch, saw, outputs), outputs[0].ran is not Ran.CAPTURED
+        return run_each(batch, verify), False
+    return run_each(batch, record_output, outputs), outputs[0].ran is not Ran.CAPTURED
 
 
 def verify(sequence: Sequence) -> None:
     """Run the model over the last token and the draft, in a pass of its own."""
     given = sequence.tree if len(sequence.tree) else None
-    saw(sequence, sequence.verifier.forward(sequence.root_ids, given, want_hidden=sequence.drafter.wants_hidden))
+    record_output(
+        sequence, sequence.verifier.forward(sequence.root_ids, given, want_hidden=sequence.drafter.wants_hidden)
+    )
 
 
-def saw(sequence: Sequence, output: VerifierOutput, first_row: int = 0, borrowed: bool = False) -> None:
+def record_output(sequence: Sequence, output: VerifierOutput, first_row: int = 0, borrowed: bool = False) -> None:
     """Take over what a pass computed for the draft; row `first_row` of it follows the root.
 
     A pass that is `borrowed` from another sequence has left nothing in the cache.
@@ -323,7 +325,7 @@ def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
             logger.debug("logits of %d sequences could not be read at once", len(together), exc_info=True)
             continue
         read.update(zip(map(id, together), found, strict=True))
-    return each(batch, read_logits, [read.get(id(sequence)) for sequence in batch])
+    return run_each(batch, read_logits, [read.get(id(sequence)) for sequence in batch])
 
 
 def _read(batch: list[Sequence]) -> list[PassLogits]:
@@ -404,7 +406,7 @@ def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | No
     """
     left = most
     while True:
-        sequences = each([s for s in sequences if not s.is_over], begin)
+        sequences = run_each([s for s in sequences if not s.is_over], begin)
         opened = [s for s in sequences if s.is_open and not s.is_over]
         if not opened or (most and left <= 0):
             return
@@ -448,9 +450,9 @@ def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> Non
     keeps = [sequence.keeps(piece) for sequence, piece in zip(batch, pieces, strict=True)]
     outputs = _together(batch, pieces, [NO_DRAFT] * len(batch), keeps)
     if outputs is None:
-        each(batch, read, pieces)
+        run_each(batch, read, pieces)
     else:
-        each(batch, has_read, pieces, outputs)
+        run_each(batch, record_piece, pieces, outputs)
 
 
 def begin(sequence: Sequence) -> None:
@@ -463,10 +465,12 @@ def begin(sequence: Sequence) -> None:
 def read(sequence: Sequence, piece: NDArray[np.int32]) -> None:
     """Read a piece of a prompt in a pass of its own; the last one brings a token."""
     keep = sequence.keeps(piece)
-    has_read(sequence, piece, sequence.verifier.forward(piece, keep=keep, want_hidden=sequence.drafter.wants_hidden))
+    record_piece(
+        sequence, piece, sequence.verifier.forward(piece, keep=keep, want_hidden=sequence.drafter.wants_hidden)
+    )
 
 
-def has_read(sequence: Sequence, piece: NDArray[np.int32], output: VerifierOutput) -> None:
+def record_piece(sequence: Sequence, piece: NDArray[np.int32], output: VerifierOutput) -> None:
     """Take over what a pass computed for a piece of a prompt."""
     if len(piece) == len(sequence.unread):
         _first_choice(sequence, output, sequence.keeps(piece) - 1)
@@ -480,7 +484,7 @@ def _first_choice(sequence: Sequence, output: VerifierOutput, first_row: int, bo
     """Choose the first token by the prompt's last pass, whose row `first_row` follows the prompt."""
     prompt = sequence.unread
     sequence.tree = NO_DRAFT
-    saw(sequence, output, first_row, borrowed)
+    record_output(sequence, output, first_row, borrowed)
     read_logits(sequence)
     accept(sequence)
     sequence.drafter.observe_prompt(prompt, sequence.seen.logits)

@@ -104,7 +104,7 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     mask = whole.model_kwargs.get("attention_mask")
     for index, padding in enumerate(padding_in_front(whole) or []):
         kwargs = {**whole.model_kwargs, cache_name: new_cache()}
-        if mask is not None:  # what is behind the padding may have holes
+        if mask is not None:  # what is after the padding may have holes
             rest = mask[index : index + 1, padding:]
             kwargs["attention_mask"] = None if bool(rest.all()) else rest
         if (positions := kwargs.get("position_ids")) is not None:
@@ -181,7 +181,7 @@ class SharedPrompt:
         Returns
         -------
         inputs
-            Those that begin behind the prompt if it was kept, else the same.
+            Those that begin after the prompt if it was kept, else the same.
         last_pass
             What the prompt's last pass gave, and the row of it that follows the prompt; None where it was not kept.
         """
@@ -189,8 +189,8 @@ class SharedPrompt:
             return inputs, None
         kwargs = {**inputs.model_kwargs, self._cache_name: same_rows(self._rows)}
         past = inputs.input_ids.shape[1]
-        behind = replace(inputs, model_kwargs=kwargs, past_length=past, holds_past=True)
-        return behind, self._last_pass
+        continued = replace(inputs, model_kwargs=kwargs, past_length=past, holds_past=True)
+        return continued, self._last_pass
 
 
 class SharedPrompts:

@@ -91,7 +91,7 @@ class GenerationReport:
         return self.new_tokens / self.passes if self.passes else 0.0
 
     def note(self, tree: DraftTree, walked: Walk, seconds: Many[float], provenance: bool = False) -> None:
-        """Enter a pass behind the prompt's, and what it took to draft, verify, commit and learn.
+        """Enter a pass after the prompt's, and what it took to draft, verify, commit and learn.
 
         With `provenance`, note where accepted drafts came from.
         """

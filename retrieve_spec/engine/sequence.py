@@ -114,7 +114,7 @@ class Sequence:
     read_before
         The pass over the prompt that another sequence ran, and the row of it that follows the prompt, where that is so.
     steps
-        Numbers of the engine's steps it took part in behind its prompt.
+        Numbers of the engine's steps it took part in after its prompt.
     status
         How far it has got.
     stopped, cancelled
@@ -168,7 +168,7 @@ class Sequence:
 
     @property
     def root_ids(self) -> NDArray[np.int32]:
-        """(m,) int32 what the next draft stands behind: the last token, or the rest of a prompt."""
+        """(m,) int32 what the next draft stands after: the last token, or the rest of a prompt."""
         return self.unread if len(self.unread) else self.text.last_ids
 
     @property
@@ -219,7 +219,7 @@ class Sequence:
                 self.report.mode, self.report.reason = "plain", why_none
 
     def draft_at_once(self, most: int) -> None:
-        """Start, and where no more than `most` tokens of the prompt are left, let the first draft stand behind them.
+        """Start, and where no more than `most` tokens of the prompt are left, let the first draft stand after them.
 
         Reading them takes a pass, which can verify as well.
         """

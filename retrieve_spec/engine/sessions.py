@@ -90,7 +90,7 @@ class Sessions:
         self._opened[session] = scope
         return session
 
-    def beside(self, model_key: str) -> Path | None:
+    def calibration_path(self, model_key: str) -> Path | None:
         """Where what is learned about a model is kept, beside its answers."""
         path = None if self.file is None else self.file.path
         return None if path is None else path.with_name(f"{path.name}.{model_key}.npy")
@@ -169,7 +169,7 @@ class Siblings(SessionMemory):
         if self._prompt is not None and self._rollouts is not None:
             self._rollouts.remember(self._prompt, token_ids.astype(np.int32))
 
-    def hear(self, text: object, token_ids: NDArray[np.int32]) -> None:
+    def append(self, text: object, token_ids: NDArray[np.int32]) -> None:
         """Take down how a sample's text has gone on, (n,) int32; it is read when somebody looks."""
         self._heard.setdefault(text, ([], 0))[0].extend(token_ids.tolist())
         self._news[text] = None

@@ -114,9 +114,9 @@ class Speculation:
         """Look at the model anew at the next generation: probe and record it again.
 
         Needed after what torch does not count: edits of weights through `.data`, NumPy or another process, patched
-        functions and classes, values behind several containers or closures.
+        functions and classes, values inside several containers or closures.
         """
-        with self.engine.alone():
+        with self.engine.exclusive():
             self._passes.invalidate()
 
     def assume_frozen(self) -> None:
@@ -124,7 +124,7 @@ class Speculation:
 
         For programs that hold the model themselves, as the server does. `invalidate` takes the promise back.
         """
-        with self.engine.alone():
+        with self.engine.exclusive():
             self._passes.assume_frozen()
 
     @property
@@ -157,7 +157,7 @@ class Speculation:
 
     def use_datastores(self, datastores: Many[Any]) -> None:
         """Draft from these open datastores instead, from the next call on; what was learned is kept where it can be."""
-        with self.engine.alone():
+        with self.engine.exclusive():
             check_stores(self.model, embedded_tokens(self.model), self.config, datastores)
             self.drafters.use(datastores)
 
@@ -166,7 +166,7 @@ class Speculation:
 
         Of one `scope`: its texts, and all phrases, since whose they are is not kept.
         """
-        with self.engine.alone():
+        with self.engine.exclusive():
             self.drafters.forget(scope)
 
     def delegated(self, reason: str) -> GenerationReport:
@@ -183,7 +183,7 @@ class Speculation:
 
     def verifiers(self, count: int = 1, together: bool = False) -> list[Verifier]:
         """Verifiers for the sequences of one call, which may share passes with others' where they go `together`."""
-        with self.engine.alone():  # probing and recording a model that has changed
+        with self.engine.exclusive():  # probing and recording a model that has changed
             first = self._make_verifier()
             made = [first, *(first.fresh() for _ in range(count - 1))]
             if together and first.batching == "padded":
@@ -218,7 +218,7 @@ class Speculation:
             return "the drafter that was given serves one text"
         if self.interface.rope_switch:
             return "rotary frequencies change with the length of a text"
-        with self.engine.alone():
+        with self.engine.exclusive():
             verifier = self._make_verifier()
             if verifier.batching == "padded":
                 return self._padded_batch()[1]

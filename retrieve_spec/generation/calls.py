@@ -51,7 +51,7 @@ class DecoderOnlyOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     ----------
     logprobs
         (rows, new) float32, log-probability of every new token under the distribution it was chosen by: softmax of the
-        scores behind all logits processors (temperature and truncation too, where tokens are sampled). 0 behind the
+        scores after all logits processors (temperature and truncation too, where tokens are sampled). 0 after the
         end of a row; the end-of-text token itself has one.
     raw_logprobs
         (rows, new) float32, the same under softmax of the model's own logits.
@@ -120,8 +120,8 @@ def _shown(model: Any, arguments: dict[str, Any], new: torch.Tensor) -> torch.Te
     ends, pad = setting(model, arguments, "eos_token_id"), setting(model, arguments, "pad_token_id")
     is_end = torch.isin(new, torch.as_tensor([] if ends is None else ends, device=new.device, dtype=new.dtype))
     is_padding = new == pad if pad is not None else torch.zeros_like(is_end)
-    behind = (is_padding & ~is_end).flip(1).cumprod(dim=1).flip(1).bool()
-    shown: torch.Tensor = (is_end.cumsum(dim=1) - is_end.long() == 0) & ~behind
+    padding = (is_padding & ~is_end).flip(1).cumprod(dim=1).flip(1).bool()
+    shown: torch.Tensor = (is_end.cumsum(dim=1) - is_end.long() == 0) & ~padding
     return shown
 
 

@@ -308,7 +308,7 @@ class Completion:
     Attributes
     ----------
     token_ids
-        (n,) int32, behind the prompt.
+        (n,) int32, after the prompt.
     text
         The same as text; empty without a tokenizer.
     report
@@ -521,7 +521,7 @@ class Requests(Answers[Finished]):
 
 
 def _until(row: torch.Tensor, ends: Any) -> NDArray[np.int64]:
-    """A row (n,) up to its first end-of-text token, without the padding behind it."""
+    """A row (n,) up to its first end-of-text token, without the padding after it."""
     ids: NDArray[np.int64] = row.cpu().numpy()
     found = np.flatnonzero(np.isin(ids, [] if ends is None else np.atleast_1d(np.asarray(ends))))
     return ids[: found[0] + 1] if len(found) else ids

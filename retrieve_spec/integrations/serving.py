@@ -92,7 +92,7 @@ class Pace:
     def stepped(self, rows: int, nodes: int, context: int, sampled: bool, looked: bool = False) -> None:
         """Be told of the drafts that the next step verifies; `looked`: there are so few as no more would pay."""
         if looked:
-            self._backoff.looked(nodes > 0)
+            self._backoff.record_draft(nodes > 0)
         self._step = self._of(rows, sampled), nodes, context
 
     def _of(self, rows: int, sampled: bool) -> _Rows:
@@ -335,10 +335,10 @@ class ServingDrafter:
         began = perf_counter()
         known = shape in ("chain", "tree")
         require(known, "shape 'chain' or 'tree'", shape, "Trees are for engines that verify branches.")
-        nodes = _each_of(max_nodes, len(requests), "max_nodes")
-        depths = _each_of(MAX_NODES if max_depth is None else max_depth, len(requests), "max_depth")
+        nodes = _per_row(max_nodes, len(requests), "max_nodes")
+        depths = _per_row(MAX_NODES if max_depth is None else max_depth, len(requests), "max_depth")
         with self._lock:
-            rows = self._each(requests)
+            rows = self._requests_of(requests)
             trees = self._draft(rows, nodes, depths, shape == "chain") if rows else []
             for state, tree in zip(rows, trees, strict=True):
                 state.tree = tree
@@ -432,7 +432,7 @@ class ServingDrafter:
         require(inside, f"places below {most}", list(places), "See `step`.")
         each = len(requests) == len(places) == len(longest)
         require(each, f"places and lengths for {len(requests)} requests", (len(places), len(longest)), "See `step`.")
-        rows = self._each(requests)
+        rows = self._requests_of(requests)
         begin, stride = texts.__array_interface__["data"][0], texts.strides[0]
         self._slots = Slots([state.row for state in rows], [begin + stride * i for i in places], places, longest)
         self._slots_of, self._samples = (requests, texts), _samples(rows)
@@ -534,7 +534,7 @@ class ServingDrafter:
             raise RequestError("a request that is under way", repr(request), "Start it first.")
         return state
 
-    def _each(self, requests: Many[str]) -> list[Request]:
+    def _requests_of(self, requests: Many[str]) -> list[Request]:
         """Requests under way; `RequestError` where one is not, or named twice."""
         if len(set(requests)) < len(requests):
             raise RequestError("each request once", f"{list(requests)}", "Ask for one draft of each.")
@@ -546,7 +546,7 @@ def _samples(requests: Many[Request]) -> bool:
     return any(state.kind == SAMPLED for state in requests)
 
 
-def _each_of(value: int | Many[int], rows: int, name: str) -> list[int]:
+def _per_row(value: int | Many[int], rows: int, name: str) -> list[int]:
     """A limit for each of so many rows; `ConfigError` where there are others than that."""
     values = [int(value)] * rows if isinstance(value, int | np.integer) else list(value)
     require(len(values) == rows, f"{name} for {rows} requests", values, "Give one number, or one for each.")

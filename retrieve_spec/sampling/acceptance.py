@@ -158,7 +158,7 @@ def read_logits(logits: torch.Tensor, top_k: int) -> PassLogits:
 
 
 def read_side_by_side(parts: Sequence[torch.Tensor], top_k: int) -> list[PassLogits]:
-    """`read_logits` of the rows of several texts, at once for those that one pass left behind one another in memory."""
+    """`read_logits` of the rows of several texts, at once for those that one pass left side by side in memory."""
     found = []
     for run in _runs(parts):
         rows, vocabulary = sum(map(len, run)), run[0].shape[1]
@@ -173,7 +173,7 @@ def read_side_by_side(parts: Sequence[torch.Tensor], top_k: int) -> list[PassLog
 
 
 def _runs(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The parts, those together that stand behind one another in memory."""
+    """The parts, those together that stand side by side in memory."""
     runs: list[list[torch.Tensor]] = []
     for part in parts:
         if runs and _follows(part, runs[-1][-1]):
@@ -348,7 +348,7 @@ class Warpers:
         return [token for token in self.end_ids if token < vocabulary]
 
     def edits(self, length: int) -> bool:
-        """Whether `edited` changes scores behind a text of so many tokens."""
+        """Whether `edited` changes scores after a text of so many tokens."""
         return self.penalty != 1.0 or self.must_go_on(length)
 
     def edited(self, scores: NDArray[np.float32], text: RowText) -> NDArray[np.float32]:

@@ -26,7 +26,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
     """Makes every token impossible that a grammar does not allow next; what it leaves no choice of is drafted.
 
     It is called with texts that are a token longer each time, as plain decoding calls processors; what does not go on
-    so, behind the same prompt, begins with one, whose tokens are not the grammar's.
+    so, after the same prompt, begins with one, whose tokens are not the grammar's.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         return one
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """(rows, vocab) scores behind texts (rows, n)."""
+        """(rows, vocab) scores after texts (rows, n)."""
         allowed = np.zeros(scores.shape, np.bool_)
         for row, ids in enumerate(input_ids.cpu().numpy()):
             if row < len(self._rows) and not self._rows[row].goes_on(ids):
@@ -139,7 +139,7 @@ class _FollowedText:
         return len(ids) == self._length + 1 and np.array_equal(ids[: self._prompt_length], self._prompt)
 
     def allowed(self, ids: NDArray[np.int64], vocabulary: int) -> NDArray[np.bool_]:
-        """(vocabulary,) what may follow a text (n,); anything behind its end."""
+        """(vocabulary,) what may follow a text (n,); anything after its end."""
         self._length = len(ids)
         if not self._follow(ids[self._prompt_length :]):
             if self._matcher.is_stopped():
@@ -171,7 +171,7 @@ class _FollowedText:
         return np.unpackbits(bits, bitorder="little").view(np.bool_)
 
     def _follow(self, said: NDArray[np.int64]) -> bool:
-        """Let the matcher stand behind a text, as far as it may be said; whether that is all of it."""
+        """Let the matcher stand after a text, as far as it may be said; whether that is all of it."""
         least = min(len(said), len(self._said))
         parted = np.flatnonzero(said[:least] != self._said[:least])
         kept = int(parted[0]) if len(parted) else least

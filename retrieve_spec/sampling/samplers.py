@@ -113,7 +113,7 @@ class DeviceSampler:
         return isinstance(self.host, RandomSampler) and not self._warpers.edits(text.length)
 
     def rules(self, text: RowText, tree: DraftTree) -> NDArray[np.void]:
-        """(1 + n,) `RULES`: what is drawn by behind the root and behind each node."""
+        """(1 + n,) `RULES`: what is drawn by after the root and after each node."""
         assert isinstance(self.host, RandomSampler)
         seed, row, position = self.host.noise_at(text)
         deepest = int(tree.depth.max()) if len(tree) else 0
@@ -148,7 +148,7 @@ class DeviceSampler:
         return torch.where(seen, torch.where(scores < 0, scores * factor, scores / factor), scores)
 
     def _forbid_end(self, scores: torch.Tensor, tree: DraftTree, length: int) -> torch.Tensor:
-        """Forbid the tokens that end a text in the rows of nodes behind which it is too short; a copy."""
+        """Forbid the tokens that end a text in the rows of nodes after which it is too short; a copy."""
         short = np.concatenate([[0], tree.depth]) + length < self._warpers.min_length
         device = scores.device
         ends = torch.tensor(self._warpers.ends_below(scores.shape[1]), dtype=torch.long)
@@ -230,9 +230,9 @@ class OpeningSampler(HostReading):
         Processors that say in `acts_on`, given (n,) int32 the text, whether they change what may follow it; one that
         does not does not act on anything longer either.
     opening
-        Applies the guides and what comes behind them.
+        Applies the guides and what comes after them.
     rest
-        Applies only what comes behind them.
+        Applies only what comes after them.
     """
 
     def __init__(self, guides: Sequence[Any], opening: Sampler, rest: Sampler) -> None:

@@ -92,7 +92,7 @@ class DenseIndexes:
         order = order[position[order] >= 0][:k]
         return Neighbours(similarity[order], segment[order].astype(np.int64), position[order])
 
-    def behind(self, near: Neighbours, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def spans_after(self, near: Neighbours, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """What follows places in their documents.
 
         Returns
@@ -147,7 +147,7 @@ class DenseSource:
             The token that came; neighbours with another one are dropped.
         """
         near = self.indexes.search(hidden)
-        spans, origins = self.indexes.behind(near, SPAN_TOKENS + 1)
+        spans, origins = self.indexes.spans_after(near, SPAN_TOKENS + 1)
         kept = np.flatnonzero(spans[:, 0] == token)
         kept = kept[np.lexsort((-near.similarity[kept], *spans[kept].T[::-1]))]
         n = self.count = len(kept)

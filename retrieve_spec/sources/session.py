@@ -136,7 +136,7 @@ class SessionMemory:
         with self:
             return sum(len(a) for a in self.automata)
 
-    def hear(self, text: object, token_ids: NDArray[np.int32]) -> None:
+    def append(self, text: object, token_ids: NDArray[np.int32]) -> None:
         """Be told how a text under way has gone on, (n,) int32, once its drafter has learned that; nothing is kept."""
 
     def remember(self, token_ids: NDArray[np.int32]) -> None:

@@ -164,7 +164,7 @@ class KeptRows:
 
 def finite_nodes(cache: Any, draft: DraftTree) -> NDArray[np.bool_]:
     """Which nodes of the last pass have finite keys and values, and so their ancestors, in the first layer where some
-    have not; what is behind that layer may come from those.
+    have not; what is after that layer may come from those.
     """
     finite = np.ones(len(draft), np.bool_)
     for layer in cache.layers:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One pass: the root's token, a draft behind it, and the nodes that are accepted."""
+    """One pass: the root's token, a draft after it, and the nodes that are accepted."""
 
     root: int
     paths: list[list[int]]
@@ -79,7 +79,7 @@ class Reference:
     text
         The roots and the accepted tokens.
     kept
-        (text, vocab) logits behind each of them.
+        (text, vocab) logits after each of them.
     """
 
     rows: torch.Tensor
@@ -88,7 +88,7 @@ class Reference:
 
 
 def by_single_steps(steps: SingleSteps, drafts: list[Draft]) -> Reference:
-    """Read drafts token by token behind a text; a cache is held for as long as it is gone on from."""
+    """Read drafts token by token after a text; a cache is held for as long as it is gone on from."""
     rows, text = [], []
     kept: list[torch.Tensor] = []
     for draft in drafts:
@@ -127,7 +127,7 @@ def row_texts(drafts: list[Draft]) -> Iterator[list[int]]:
 
 
 def by_passes(verifier: Verifier, drafts: list[Draft]) -> torch.Tensor:
-    """(rows, vocab) logits of a verifier's passes over drafts, behind what it has read."""
+    """(rows, vocab) logits of a verifier's passes over drafts, after what it has read."""
     rows = []
     for draft in drafts:
         tree = DraftTree.from_paths(draft.paths)
@@ -148,7 +148,7 @@ class PlainText:
     call
         How `generate` begins with its prompt.
     drafts
-        What passes verify behind the prompt.
+        What passes verify after the prompt.
     reference
         What single steps say.
     rounding
@@ -164,7 +164,7 @@ class PlainText:
     def read(
         cls, model: Any, prompt: int, padding: int, drafts: list[Draft], pads: bool = True, pieces: bool = True
     ) -> PlainText:
-        """Read a prompt of so many tokens, with padding in front of it, and the drafts behind.
+        """Read a prompt of so many tokens, with padding in front of it, and the drafts after.
 
         Where a model is not exact, texts are also read with padding and in pieces, if it takes them (`pads`, `pieces`).
         """
@@ -188,7 +188,7 @@ class PlainText:
 
 
 def _at_once(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
-    """(tokens, vocab) logits behind the tokens of a text, read with its prompt as one prompt."""
+    """(tokens, vocab) logits after the tokens of a text, read with its prompt as one prompt."""
     more = torch.tensor([text], dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
     whole, seen = torch.cat([ids, more], dim=-1), torch.cat([shown, torch.ones_like(more)], dim=-1)
     return SingleSteps.of(model, prepare_call(model, whole, seen)).feed_at_once([])[-len(text) :]
@@ -207,7 +207,7 @@ def _eagerly(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]
 
 
 def _in_pieces(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
-    """The same, prompt and text one behind the other."""
+    """The same, prompt and text one after the other."""
     steps = SingleSteps.of(model, prepare_call(model, ids, shown))
     steps.feed()
     return steps.feed_at_once(text)

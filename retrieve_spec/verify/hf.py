@@ -217,7 +217,7 @@ class HFVerifier:
     def _end_prompt(self, past: int, outputs: Any) -> None:
         """Prepare for decoding after a prompt of `past` tokens, and examine a call that gives more than text."""
         if self.inputs.names:
-            self.inputs.has_read(outputs)
+            self.inputs.update_after_prompt(outputs)
         self.inputs.after_prompt(self.cache.whole, past)
         call, self._call = self._call, None
         if self.signatures is None or not (self._signature.names or self.reason == _PADDED):

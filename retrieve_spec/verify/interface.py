@@ -229,7 +229,7 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
 
 
 def _configs(model: Any) -> list[Any]:
-    """The configs of a model and its parts, those inside of others behind them."""
+    """The configs of a model and its parts, those inside of others after them."""
     found = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "sub_configs")]
     for config in found:  # grows meanwhile
         found += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]

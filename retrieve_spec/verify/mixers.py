@@ -38,7 +38,7 @@ class ScratchLayer(LinearAttentionLayer):  # type: ignore[misc]
                     states[i] = take(state)
 
     @classmethod
-    def beside(cls, bases: Sequence[Any], rows: Sequence[int]) -> ScratchLayer:
+    def of_texts(cls, bases: Sequence[Any], rows: Sequence[int]) -> ScratchLayer:
         """One whose rows are copies of the states of several layers, by their numbers."""
         layer = cls(bases[0])
         for name in ("conv_states", "recurrent_states"):
@@ -264,8 +264,8 @@ class VerifyingMixer:
         """Let go of what the last pass computed."""
         raise NotImplementedError
 
-    def states_behind(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
-        """What a text's cache layer holds behind some rows that follow one another, up to `last`, and in which row."""
+    def states_after(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
+        """What a text's cache layer holds after some rows that follow one another, up to `last`, and in which row."""
         raise NotImplementedError
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -293,7 +293,7 @@ class VerifyingMixer:
     def call_over(
         self, layer: ScratchLayer, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """What goes into a call over another cache layer; nothing is padded behind the prompt."""
+        """What goes into a call over another cache layer; nothing is padded after the prompt."""
         own = Cache(layers=[None] * self.mixer.layer_idx + [layer])
         given = [own if value is self._running.given else value for value in args]
         named = {name: own if value is self._running.given else value for name, value in kwargs.items()}
@@ -316,7 +316,7 @@ class SteppedMixer(VerifyingMixer):
         """Let go of what the last pass computed."""
         self._levels: list[ScratchLayer] = []
 
-    def states_behind(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
+    def states_after(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
         """The layer of the last row's depth, and its place among the rows there."""
         depth = len(rows) - 1
         return self._levels[depth], tree.levels[depth].places[last]

@@ -1,7 +1,7 @@
 """Padded batch: several texts in one pass of a model's own forward, over keys and values padded to the longest text.
 
 For models that are not recorded, such as those with recurrent state. The keys and values of each text stand at the
-right end of one cache, its rows of the pass at the left end behind them; masks hide the holes, positions are the text's
+right end of one cache, its rows of the pass at the left end after them; masks hide the holes, positions are the text's
 own, and recurrent state stays with each text. Behind the pass every text has its rows again.
 """
 
@@ -216,7 +216,7 @@ def why_not_shared(model: Any, interface: ModelInterface) -> str:
 
 
 def _reads_padding(model: Any) -> bool:
-    """Whether padding in front of a text changes its logits, as where layers add a bias behind the mask."""
+    """Whether padding in front of a text changes its logits, as where layers add a bias after the mask."""
     ids = sample_tokens(model, 11)
     shown = (torch.arange(9, device=ids.device) >= 4).long()[None]
     padded = SingleSteps.of(model, prepare_call(model, ids[:, :9], shown))

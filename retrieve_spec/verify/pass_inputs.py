@@ -34,11 +34,11 @@ def kwargs_after(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int =
     return after
 
 
-def telling(name: str, value: Any) -> Iterator[str]:
+def describing(name: str, value: Any) -> Iterator[str]:
     """Names of an argument, or of parts of it, that are more than settings."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from telling(f"{name}.{key}", part)
+            yield from describing(f"{name}.{key}", part)
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         yield name
 
@@ -145,7 +145,7 @@ class PassInputs:
             kwargs["logits_to_keep"] = keep
         return kwargs
 
-    def has_read(self, outputs: Any) -> None:
+    def update_after_prompt(self, outputs: Any) -> None:
         """Let the model update the arguments after the prompt, which it has just read."""
         before = dict(self._extras)
         after = kwargs_after(self._model, outputs, {**before, "use_cache": True})
@@ -159,7 +159,7 @@ class PassInputs:
 
     def _take(self, extras: dict[str, Any]) -> None:
         self._extras = extras
-        self.names = frozenset(name for argument in extras.items() for name in telling(*argument))
+        self.names = frozenset(name for argument in extras.items() for name in describing(*argument))
 
     def after_prompt(self, cache: Any, past: int) -> None:
         """Note what the model adds to a decoding pass after `past` cached tokens, and its next position.

@@ -50,11 +50,11 @@ class Place:
 
 @contextmanager
 def noting_places(model: nn.Module, past: int, rows: int) -> Iterator[list[Place]]:
-    """Note where a pass over `rows` tokens behind `past` others hands on positions that were derived from these."""
+    """Note where a pass over `rows` tokens after `past` others hands on positions that were derived from these."""
     places: list[Place] = []
     noted: set[tuple[int, int | str]] = set()
 
-    def look(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         for key, value in (*enumerate(args), *kwargs.items()):
             kind = _kind_of(value, past, rows, out)
             if kind is not None and (id(module), key) not in noted:
@@ -65,7 +65,7 @@ def noting_places(model: nn.Module, past: int, rows: int) -> Iterator[list[Place
     with ExitStack() as hooks:
         for module in model.modules():
             if module is not model:
-                hooks.enter_context(module.register_forward_hook(look, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(note, with_kwargs=True))
         yield places
 
 
@@ -96,7 +96,7 @@ def _kind_of(value: Any, past: int, rows: int, out: Any) -> Kind | None:
 
 
 def _are_positions(value: torch.Tensor, past: int, rows: int) -> bool:
-    """Whether a tensor counts from `past` or a little behind it."""
+    """Whether a tensor counts from `past` or a little after it."""
     if value.numel() != rows:
         return False
     flat = value.reshape(-1).cpu()
@@ -111,7 +111,7 @@ def _are_distances(value: torch.Tensor, past: int, rows: int) -> bool:
 
 
 def _is_mask(value: torch.Tensor, past: int, rows: int) -> bool:
-    """Whether a tensor hides from every row the keys behind it, by one value for each head, and not the row itself."""
+    """Whether a tensor hides from every row the keys after it, by one value for each head, and not the row itself."""
     if value.ndim < 2 or value.shape[-2:] != (rows, past + rows):
         return False
     among = value[..., past:]
@@ -152,7 +152,7 @@ class DerivedPositions:
 
     @contextmanager
     def verifying(self, past: int, roots: int, tree: DraftTree, device: torch.device) -> Iterator[None]:
-        """Let the pass inside place the nodes of a tree behind `past` cached tokens and `roots` others."""
+        """Let the pass inside place the nodes of a tree after `past` cached tokens and `roots` others."""
         self._past, self._thread = past, get_ident()
         self._depths = torch.from_numpy(row_depths(roots, tree)).to(device)
         if self._masks:
@@ -176,7 +176,7 @@ class DerivedPositions:
         ids = _ids_among(args, kwargs, out.shape[-2])
         if padding is None or ids is None or not bool((ids == padding).any()):
             return out.index_select(-2, depths)
-        # Tokens behind a padding one are counted without it, but not in single steps: let there be none.
+        # Tokens after a padding one are counted without it, but not in single steps: let there be none.
         ordinary = torch.full_like(ids, padding + 1)
         args = tuple(ordinary if value is ids else value for value in args)
         every = module.forward(*args, **{name: ordinary if value is ids else value for name, value in kwargs.items()})

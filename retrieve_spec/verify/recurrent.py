@@ -46,7 +46,7 @@ class RowLayer(ScratchLayer):
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        """States behind rows are made when these are accepted."""
+        """States after rows are made when these are accepted."""
         return recurrent_states
 
 
@@ -142,18 +142,18 @@ class RowMixer(VerifyingMixer):
         """The mixer's forward, on a copy of its function."""
         if self._running.tree is not None:
             layers = [cache.layers[self.mixer.layer_idx] for cache in self._running.caches]
-            self.layer = RowLayer.beside(layers, range(len(layers))) if len(layers) > 1 else RowLayer(layers[0])
+            self.layer = RowLayer.of_texts(layers, range(len(layers))) if len(layers) > 1 else RowLayer(layers[0])
             args, kwargs = self.call_over(self.layer, args, kwargs)
         return self._bound(self.module, *args, **kwargs)
 
-    def states_behind(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
-        """The states behind the rows, made for them."""
+    def states_after(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
+        """The states after the rows, made for them."""
         layer = ScratchLayer(self.layer)
-        layer.conv_states[0] = self._conv.behind(tree, text, last)
+        layer.conv_states[0] = self._conv.state_after(tree, text, last)
         state = layer.recurrent_states.get(0)
         if state is not None:
             only = slice(text, text + 1)
-            layer.recurrent_states[0] = self._rows.behind(state[only], only, rows)
+            layer.recurrent_states[0] = self._rows.state_after(state[only], only, rows)
         return layer, 0
 
     def convolve(
@@ -352,7 +352,7 @@ class RecurrentState:
         rows, last = torch.from_numpy(taken).to(tree.above.device), int(taken[-1])
         with torch.no_grad():
             for mixer in self._mixers:
-                layer, row = mixer.states_behind(tree, text, rows, last)
+                layer, row = mixer.states_after(tree, text, rows, last)
                 layer.write_to(cache.layers[mixer.mixer.layer_idx], row)
         if tree.texts == 1:
             self.forget()

@@ -2,7 +2,7 @@
 
 No row's state is made. What a row adds to one below it is a product of the two, weighed by the decay in between, so
 that all rows of a pass are a few products of matrices, as within one chunk of a chunked scan; what the state in front
-of the pass adds is one more. The state behind a row is made when that row is accepted, from those above it.
+of the pass adds is one more. The state after a row is made when that row is accepted, from those above it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RowTree:
 
     @classmethod
     def of(cls, roots: Sequence[int], trees: Sequence[DraftTree], device: torch.device) -> RowTree:
-        """Rows of a pass over so many root tokens of each text, and the trees behind them."""
+        """Rows of a pass over so many root tokens of each text, and the trees after them."""
         sizes = [count + len(tree) for count, tree in zip(roots, trees, strict=True)]
         texts, width = len(sizes), max(sizes)
         parent, seen = np.full((texts, width), -1), np.zeros((texts, width, width), np.bool_)
@@ -159,7 +159,7 @@ def in_full(scan: Callable[Concatenate[RowTree, P], T]) -> Callable[Concatenate[
 
 @dataclass(frozen=True, slots=True)
 class ConvRows:
-    """Rows of a causal convolution behind its state, as one matrix per text.
+    """Rows of a causal convolution after its state, as one matrix per text.
 
     Attributes
     ----------
@@ -172,8 +172,8 @@ class ConvRows:
     rows: torch.Tensor
     held: int
 
-    def behind(self, tree: RowTree, text: int, row: int) -> torch.Tensor:
-        """(1, channels, held) the state behind a row."""
+    def state_after(self, tree: RowTree, text: int, row: int) -> torch.Tensor:
+        """(1, channels, held) the state after a row."""
         at = tree.windows(self.held, self.held).view(tree.texts, tree.width, -1)[text, row]
         return self.rows.flatten(0, 1).index_select(0, at).t()[None]
 
@@ -181,14 +181,14 @@ class ConvRows:
 def convolve(
     tree: RowTree, x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, ConvRows]:
-    """Causal depthwise convolution of rows (texts, channels, width) behind states (texts, channels, held).
+    """Causal depthwise convolution of rows (texts, channels, width) after states (texts, channels, held).
 
     Returns
     -------
     out
         (texts, channels, width).
     rows
-        What states behind rows are made from.
+        What states after rows are made from.
     """
     channels, length = weight.shape
     joined = torch.cat([state.transpose(1, 2), x.transpose(1, 2).to(state.dtype)], 1)
@@ -222,8 +222,8 @@ class SsdRows:
     keys: torch.Tensor
     since: torch.Tensor
 
-    def behind(self, state: torch.Tensor, text: Any = _ALL, rows: Any = _ALL) -> torch.Tensor:
-        """The states (…, heads, p, n) of some texts behind the last of some rows that follow one another."""
+    def state_after(self, state: torch.Tensor, text: Any = _ALL, rows: Any = _ALL) -> torch.Tensor:
+        """The states (…, heads, p, n) of some texts after the last of some rows that follow one another."""
         added, keys, since = self.added[text][:, rows], self.keys[text][:, rows], self.since[text][..., rows]
         texts, count = added.shape[:2]
         groups, size = keys.shape[2:]
@@ -267,7 +267,7 @@ def scan_ssd(
     out
         (texts, width, heads, p).
     rows
-        What states behind rows are made from.
+        What states after rows are made from.
     """
     texts, width, _, p = x.shape
     groups, n = keys.shape[2:]
@@ -298,8 +298,8 @@ class DeltaRows:
     values: torch.Tensor
     since: torch.Tensor
 
-    def behind(self, state: torch.Tensor, text: Any = _ALL, rows: Any = _ALL) -> torch.Tensor:
-        """The states (…, heads, dk, dv) of some texts behind the last of some rows that follow one another."""
+    def state_after(self, state: torch.Tensor, text: Any = _ALL, rows: Any = _ALL) -> torch.Tensor:
+        """The states (…, heads, dk, dv) of some texts after the last of some rows that follow one another."""
         keys, values = self.keys[text][:, :, rows], self.values[text][:, :, rows]
         since = self.since[text][..., rows]
         weighed = keys * (since[..., -1:] - since).exp_().unsqueeze(-1)
@@ -338,7 +338,7 @@ def scan_delta(
     out
         (texts, width, heads, dv).
     rows
-        What states behind rows are made from.
+        What states after rows are made from.
     """
     width = query.shape[1]
     since, between = tree.decays(decay)
@@ -358,7 +358,7 @@ def scan_delta(
 def scan_long(
     scan: Callable[..., tuple[torch.Tensor, SsdRows | DeltaRows]], parts: Sequence[torch.Tensor], state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of any number that follow one another, and the states behind them.
+    """Rows of any number that follow one another, and the states after them.
 
     Parameters
     ----------
@@ -377,7 +377,7 @@ def scan_long(
         if tree is None or tree.width != width:
             tree = RowTree.chain(texts, width, state.device)
         out, rows = scan(tree, *cut, state)
-        state = rows.behind(state)
+        state = rows.state_after(state)
         said.append(out)
     return torch.cat(said, 1) if len(said) > 1 else said[0], state
 

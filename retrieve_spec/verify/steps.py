@@ -215,7 +215,7 @@ class StepVerifier:
         return None
 
     def reads_rest(self, roots: int) -> bool:
-        """Whether the rest of a prompt is read with a draft behind it: never."""
+        """Whether the rest of a prompt is read with a draft after it: never."""
         return False
 
     def forward(

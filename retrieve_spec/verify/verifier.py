@@ -110,7 +110,7 @@ class VerifierOutput:
 
 
 Batching = Literal["packed", "padded", "none"]
-"""How several texts share passes: one behind the other, side by side with padding, or not at all."""
+"""How several texts share passes: one after the other, side by side with padding, or not at all."""
 
 
 class SharedPasses(Protocol):
@@ -208,7 +208,7 @@ class Verifier(Protocol):
         """
 
     def reads_rest(self, roots: int) -> bool:
-        """Whether the last few tokens of a prompt can be read in one pass with a draft behind them."""
+        """Whether the last few tokens of a prompt can be read in one pass with a draft after them."""
 
     def commit(self, path: NDArray[np.int32]) -> None:
         """Keep the root tokens of the last pass and the nodes of `path` (a,) int32, root side first; drop the rest."""

@@ -180,5 +180,5 @@ def test_ctrl_c_while_a_drafter_works_comes_behind_the_pass(
 
 def test_a_call_from_inside_of_what_is_done_alone_is_refused(tiny: Any) -> None:
     rs.accelerate(tiny, nodes=4)
-    with tiny.speculation.engine.alone(), pytest.raises(ConfigError, match="inside a pass"):
+    with tiny.speculation.engine.exclusive(), pytest.raises(ConfigError, match="inside a pass"):
         tiny.speculation.invalidate()

@@ -73,7 +73,7 @@ def test_convolution(texts: int, held: int, length: int) -> None:
         for row in range(tree.width):
             seen = torch.cat([state[text], x[text][:, path_to(tree, text, row)]], 1)
             assert_alike(out[text, :, row], (seen[:, -length:] * weight).sum(1) + bias)
-            torch.testing.assert_close(rows.behind(tree, text, row)[0], seen[:, -held:])
+            torch.testing.assert_close(rows.state_after(tree, text, row)[0], seen[:, -held:])
 
 
 def along_paths(tree: RowTree, state: torch.Tensor, out: torch.Tensor, rows: Any, step: Any) -> None:
@@ -88,7 +88,7 @@ def along_paths(tree: RowTree, state: torch.Tensor, out: torch.Tensor, rows: Any
                 wanted, said = step(wanted, text, at)
             assert_alike(out[text, row], said)
             only = slice(text, text + 1)
-            assert_alike(rows.behind(state[only], only, torch.tensor(path))[0], wanted)
+            assert_alike(rows.state_after(state[only], only, torch.tensor(path))[0], wanted)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

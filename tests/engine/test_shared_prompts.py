@@ -27,14 +27,14 @@ def prompt_of(length: int, row: int = 0) -> torch.Tensor:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every prompt, or end of one, that a model read."""
     sizes: list[int] = []
-    has_read = engine.has_read
+    record_piece = engine.record_piece
 
     def counted(sequence: Sequence, piece: Any, output: Any) -> None:
         if len(piece) == len(sequence.unread):
             sizes.append(len(piece))
-        has_read(sequence, piece, output)
+        record_piece(sequence, piece, output)
 
-    monkeypatch.setattr(engine, "has_read", counted)
+    monkeypatch.setattr(engine, "record_piece", counted)
     return sizes
 
 

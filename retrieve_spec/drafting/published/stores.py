@@ -392,6 +392,6 @@ class Dresd(PublishedDrafter):
         if self._hidden is None:
             return
         near = self.indexes.search(self._hidden, self.neighbours)
-        spans, _ = self.indexes.behind(near, self.length + 1)
+        spans, _ = self.indexes.spans_after(near, self.length + 1)
         for run in spans[spans[:, 0] == self.text[-1]][: self.drafts]:
             builder.add_run(ROOT, run[run != END][1:].tolist(), DENSE)
