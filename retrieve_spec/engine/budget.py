@@ -524,7 +524,7 @@ class Backoff:
         return rests
 
     def record_draft(self, pays: bool, share: float = 0.0) -> None:
-        """Be told whether the drafts that were looked for pay, and what `share` of a plain pass the look took."""
+        """Record whether drafting paid, and the `share` of a plain pass's time that it took."""
         self._pays = pays
         self._misses = 0 if pays else self._misses + 1
         misses = max(self._misses - self._patience, 0)
@@ -548,13 +548,13 @@ class Backoff:
 
 
 def within(tree: DraftTree, vocabulary: int) -> DraftTree:
-    """The nodes of a tree that a model of so many tokens can read, without those after others."""
+    """Return the nodes of a tree whose tokens, and whose ancestors' tokens, a model of so many tokens has."""
     kept = tree.token_ids.astype(np.uint32) < vocabulary  # one that is negative is no token either
     return pruned(tree, kept)
 
 
 def pruned(tree: DraftTree, kept: NDArray[np.bool_]) -> DraftTree:
-    """The nodes of a tree that are `kept`, (n,) bool, without those after others: drafters may hope more of these."""
+    """Return the nodes of a tree that are `kept`, (n,) bool, and whose ancestors are: a child may be rated higher."""
     count = int(kept.sum())
     if kept[:count].all():
         return tree if count == len(tree) else tree.first(count)

@@ -169,7 +169,7 @@ class Drafters:
             return drafter
 
     def _memory(self, drafter: Drafter, options: DraftOptions) -> TextMemory:
-        """What a drafter may remember while it works for a text."""
+        """Return what a drafter may remember while it works for a text."""
         session, scope = options.session, options.scope
         if session is True and drafter is not self.given:
             own = self._session(options)
@@ -191,7 +191,7 @@ class Drafters:
         return self._rollouts_calibration
 
     def close(self, drafter: Drafter, failed: bool = False) -> None:
-        """Take a drafter back; one that failed amid its work is not used again."""
+        """Take a drafter back; one that failed is not used again."""
         with self._lock:
             if self._opened.pop(id(drafter), None) is not None:
                 for scoped in _scoped(drafter):
@@ -210,7 +210,7 @@ class Drafters:
             self._made = {name: [self._build(name)] for name, made in self._made.items() if made}
 
     def times_forgotten(self, scope: str = "") -> int:
-        """How often a scope was to be forgotten: what began before the last time keeps nothing of its text."""
+        """How often a scope was forgotten; sequences that began before the last time keep nothing of their text."""
         return self._forgotten[None] + self._forgotten[scope]
 
     def forget(self, scope: str | None = None) -> None:
@@ -236,7 +236,7 @@ class Drafters:
                 self._rollouts_calibration = None
 
     def _all_calibrations(self) -> list[Calibration]:
-        """Those of all presets, the given drafter's, and the one that is kept in a file."""
+        """The calibrations of all presets and of the given drafter, and the one that is kept in a file."""
         known = [*self._calibrations.values(), getattr(self.given, "calibration", None), self._kept_calibration()]
         return list({id(one): one for one in known if isinstance(one, Calibration)}.values())
 
@@ -247,7 +247,7 @@ class Drafters:
         _keep(self.sessions, self._learned if at_once else (), at_once)
 
     def _calibration(self, name: str) -> Calibration:
-        """What drafters of a preset have learned together."""
+        """The calibration that the drafters of a preset share."""
         if name not in self._calibrations:
             calibration = self._calibrations[name] = self._kept_calibration()
             calibration.classes = token_classes(self._tokenizer if name == AUTO else None)
@@ -277,7 +277,7 @@ class Drafters:
             return Siblings(session, tokens, prompt, self.rollouts, vocabulary)
 
     def _build(self, name: str, stores: Sequence[Any] = (), contexts: int = MANY_CONTEXTS) -> Drafter:
-        """Make a drafter of a preset; it learns where all of that preset learn."""
+        """Make a drafter of a preset, which shares the preset's calibration."""
         drafter = build_drafter(
             self._config.with_options(draft=name),
             datastores=[*self.datastores, *stores],

@@ -46,7 +46,7 @@ class DeferredInterrupt:
         self.deliver()
 
     def deliver(self) -> None:
-        """Let what came so far be handled now, as between two passes."""
+        """Handle the interrupts received so far, as between two passes."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._handler(*pending)
@@ -106,14 +106,14 @@ class StepLock:
 
 
 class Driver:
-    """Lets readers drive what steps, whoever of them comes first, in any number of threads."""
+    """Lets readers in any number of threads take the steps, whichever of them comes first."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         self._lock, self._process = StepLock(), os.getpid()
 
     def step(self, own: Many[Sequence] = ()) -> None:
-        """One pass for every sequence that may go on; `own` are those that the caller waits for."""
+        """Run one pass for every sequence that can continue; the caller waits for `own`."""
         raise NotImplementedError
 
     def run(
@@ -153,12 +153,12 @@ class Driver:
             self.leave(*live)
 
     def join(self, sequence: Sequence) -> None:
-        """Let a sequence take part from the next step on."""
+        """Include a sequence from the next step on."""
         self._survive_fork()
         self._sequences.append(sequence)
 
     def leave(self, *sequences: Sequence) -> None:
-        """End sequences, however far they got; safe to call more than once, from any thread."""
+        """End sequences at any point; safe to call more than once, from any thread."""
         for sequence in sequences:
             sequence.cancelled = True
         if sequences and not self.is_stepping:  # from inside a step: its end ends them
@@ -191,7 +191,7 @@ class Driver:
 
     @contextlib.contextmanager
     def exclusive(self, unless: Callable[[], bool] = bool) -> Iterator[bool]:
-        """Keep others from stepping; False if there was to wait, and `unless` came true meanwhile."""
+        """Hold the lock on stepping; yield False if `unless` became true while waiting for it."""
         self._survive_fork()
         with self._lock.held(unless) as mine:
             try:
@@ -207,7 +207,7 @@ class Driver:
             self._sequences.remove(sequence)
 
     def _survive_fork(self) -> None:
-        """In a forked child nobody is left who steps, and what others had begun is over."""
+        """Cancel, in a forked child, the sequences of threads that it does not have."""
         if self._process != os.getpid():
             for sequence in self._sequences:
                 sequence.cancelled = True
@@ -215,7 +215,7 @@ class Driver:
 
 
 def _has_room(live: list[Sequence], another: Sequence, rows: int) -> bool:
-    """Whether one more sequence may begin beside those of a call that are under way; one always may."""
+    """Whether one more sequence of a call can begin beside those that are running; the first always can."""
     if not live:
         return True
     kept = sum(s.limits.bytes_per_token * (s.text.length + PASS.cache_block) for s in (*live, another))

@@ -1,8 +1,9 @@
-"""The engine: one step of all sequences that may go on. A step is draft → verify → accept and commit → learn.
+"""The engine: one step of all sequences that can continue. A step is draft → verify → accept and commit → learn.
 
-A step takes along every sequence that may go on, whoever reads it, so readers in several threads, or streams that one
-thread reads in turn, share passes without knowing of each other; a sequence is at most two passes ahead of its reader,
-so one that nobody reads costs no more. Who steps when is `driving.py`'s. An exception ends the sequence it came from.
+A step includes every sequence that can continue, whoever reads it, so readers in several threads, or streams that one
+thread reads in turn, share passes without knowing of each other. A sequence is at most two passes ahead of its reader,
+so an unread one costs no more than that. `driving.py` decides who steps when. An exception ends the sequence that
+raised it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Engine(Driver):
         self._in_step, self._backoff = in_step, Backoff()
 
     def step(self, own: Many[Sequence] = ()) -> None:
-        """One pass for every sequence that may go on; `own` are those that the caller waits for."""
+        """Run one pass for every sequence that can continue; the caller waits for `own`."""
         self.steps += 1
         here = autocast_key()
         going = [s for s in self._sequences if s.is_schedulable and (s.autocast_key == here or s in own)]
@@ -92,7 +93,7 @@ class Engine(Driver):
             raise
 
     def _pass(self, batch: list[Sequence]) -> None:
-        """One pass of the model over a batch: draft(all) → verify(all) → for each: accept, commit, learn."""
+        """Run one pass of the model over a batch: draft(all) → verify(all) → for each: accept, commit, learn."""
         times = [perf_counter()]
         batch = self._draft(batch)
         roots = sum(len(sequence.root_ids) for sequence in batch)
@@ -110,7 +111,7 @@ class Engine(Driver):
             self._note(batch, usual, np.diff(times).tolist(), roots - len(batch), padded)
 
     def _draft(self, batch: list[Sequence]) -> list[Sequence]:
-        """Give every sequence a tree within one budget for all; those whose drafters did not fail."""
+        """Draft a tree for every sequence within one budget; return the sequences whose drafters did not fail."""
         for sequence in batch:
             sequence.tree = NO_DRAFT
         if not any(sequence.drafter.drafts for sequence in batch):
@@ -136,13 +137,13 @@ class Engine(Driver):
         return batch
 
     def _seconds(self, batch: list[Sequence]) -> NDArray[np.float32] | None:
-        """(MAX_NODES + 1,) seconds of a pass over a batch by drafted nodes; None where these are not chosen by cost."""
+        """Return (MAX_NODES + 1,) seconds of a pass by drafted nodes; None where cost does not decide their number."""
         if any(sequence.limits.nodes is not None for sequence in batch) or (self._in_step and len(batch) > 1):
             return None
         return self.costs.seconds(len(batch), sum(sequence.text.length for sequence in batch))
 
     def _note(self, batch: list[Sequence], usual: bool, seconds: list[float], extra_roots: int, padded: bool) -> None:
-        """Enter a pass in reports and costs.
+        """Record a pass in reports and costs.
 
         Parameters
         ----------
@@ -170,7 +171,7 @@ class Engine(Driver):
 
 
 def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
-    """Divide sequences into those that one pass serves, `config.PASS.batch_rows` at most."""
+    """Divide sequences into batches for one pass each, of `config.PASS.batch_rows` at most."""
     shared: dict[object, list[Sequence]] = {}
     for sequence in sequences:
         passes = _passes_of(sequence)
@@ -196,7 +197,7 @@ def _passes_of(sequence: Sequence) -> SharedPasses | None:
 def _together(
     batch: list[Sequence], roots: Many[NDArray[np.int32]], trees: Many[DraftTree], keeps: Many[int] | None = None
 ) -> list[VerifierOutput] | None:
-    """What one pass computes for each of a batch, None where each is to be tried alone."""
+    """Run one pass over a batch and return its outputs; None where each sequence needs a pass of its own."""
     passes = _passes_of(batch[0]) if len(batch) > 1 else None
     if passes is None:
         return None
@@ -209,7 +210,7 @@ def _together(
 
 
 def run_each(sequences: Many[Sequence], act: Callable[..., object], *given: Many[Any]) -> list[Sequence]:
-    """Let every sequence act, each on what it is given; those that could. One that fails fails alone."""
+    """Call `act` for every sequence with its own arguments; return the sequences for which it did not raise."""
     going = []
     for sequence, *own in zip(sequences, *given, strict=True):
         try:
@@ -226,7 +227,7 @@ def draft(sequence: Sequence, most: int = MAX_NODES, cost: NDArray[np.float32] |
     Parameters
     ----------
     sequence
-        Its `tree` is set.
+        The sequence, whose `tree` is set.
     most
         Nodes at most.
     cost
@@ -246,7 +247,7 @@ def draft(sequence: Sequence, most: int = MAX_NODES, cost: NDArray[np.float32] |
 
 
 def _budget_of(sequence: Sequence, most: int, cost: NDArray[np.float32] | None) -> Budget:
-    """What a draft may take: it fits everything that the text may still become."""
+    """Return a budget that fits the rest of the text, whatever it becomes."""
     limits, length = sequence.limits, sequence.text.length
     left = limits.max_length - length - 1
     if limits.draft_end:
@@ -294,7 +295,7 @@ def verify(sequence: Sequence) -> None:
 
 
 def record_output(sequence: Sequence, output: VerifierOutput, first_row: int = 0, borrowed: bool = False) -> None:
-    """Take over what a pass computed for the draft; row `first_row` of it follows the root.
+    """Record what a pass computed for the draft; row `first_row` of it follows the root.
 
     A pass that is `borrowed` from another sequence has left nothing in the cache.
     """
@@ -307,7 +308,7 @@ def record_output(sequence: Sequence, output: VerifierOutput, first_row: int = 0
 
 
 def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
-    """Let sequences read the logits of their pass: once for all that look for the same."""
+    """Read the logits of a pass for its sequences, once for all that need the same of them."""
     alike: dict[bool | None, list[Sequence]] = {}  # whether rules truncate; None for plain reading
     for sequence in batch:
         sampler = sequence.sampler
@@ -329,7 +330,7 @@ def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
 
 
 def _read(batch: list[Sequence]) -> list[PassLogits]:
-    """What sequences that read alike look for in the logits of their pass."""
+    """Read from the logits of a pass what its sequences need, which is the same for all of them."""
     parts = [sequence.seen.every_logit for sequence in batch]
     needed = [max(sequence.drafter.top_k, 1) for sequence in batch]  # the walk looks at one
     top_k = max(needed)
@@ -346,7 +347,7 @@ def _read(batch: list[Sequence]) -> list[PassLogits]:
 
 
 def read_logits(sequence: Sequence, read: PassLogits | None = None) -> None:
-    """Bring over what the walk and the drafter need of a pass's logits, unless they are `read` already.
+    """Copy what the walk and the drafter need of a pass's logits to the host, unless they are `read` already.
 
     Waits for the device.
     """
@@ -357,7 +358,7 @@ def read_logits(sequence: Sequence, read: PassLogits | None = None) -> None:
 
 
 def accept(sequence: Sequence) -> None:
-    """Follow the target's choices down the tree, keep what was walked and show it."""
+    """Accept the nodes that the target chooses: walk down the tree, keep their rows and show their tokens."""
     seen, text = sequence.seen, sequence.text
     seen.walked = walk(seen.tree, seen.logits, seen.first_row, sequence.sampler, text, sequence.stopper, seen.path)
     sequence.commit()
@@ -375,7 +376,7 @@ def accept(sequence: Sequence) -> None:
 
 
 def learn(sequence: Sequence, prompt: bool = False) -> None:
-    """Tell a sequence's drafter what the pass showed; of the `prompt` it has seen the top tokens."""
+    """Let a sequence's drafter observe a pass; it has already observed the top tokens of the `prompt`."""
     seen, walked, top_k = sequence.seen, sequence.seen.walked, sequence.drafter.top_k
     last = seen.first_row + (int(walked.path[-1]) + 1 if len(walked.path) else 0)
     hidden = None if seen.output is None else seen.output.hidden
@@ -392,15 +393,15 @@ def learn(sequence: Sequence, prompt: bool = False) -> None:
 
 
 def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | None = None) -> None:
-    """Let sequences read their prompts.
+    """Read the prompts of sequences.
 
     Parameters
     ----------
     sequences
-        They are reading; those that came first are served first.
+        Sequences with unread prompts, served in order.
     most
-        Tokens of all of them at most, where others wait for the next pass; 0 reads all there is, but for sequences
-        whose pieces are limited (`Limits.prefill_chunk`): each of these reads one.
+        Tokens of all sequences at most, where others wait for the next pass; 0 reads whole prompts, except for
+        sequences whose pieces are limited (`Limits.prefill_chunk`), which read one piece each.
     threads
         How many threads these passes use; None where no CPU runs them.
     """
@@ -417,7 +418,7 @@ def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | No
 
 
 def _read_pieces(batch: list[Sequence], most: int, threads: PassThreads | None) -> int:
-    """One pass over pieces of the prompts of some of a batch; how many tokens that were."""
+    """Run one pass over pieces of prompts of some of a batch; return the number of tokens read."""
     began = perf_counter()
     pieces = _pieces(batch, most)
     batch, tokens = batch[: len(pieces)], sum(map(len, pieces))
@@ -430,7 +431,7 @@ def _read_pieces(batch: list[Sequence], most: int, threads: PassThreads | None) 
 
 
 def _pieces(batch: list[Sequence], most: int) -> list[NDArray[np.int32]]:
-    """Pieces of the prompts of the first few of a batch that fit in one pass; no prompt takes more than its half."""
+    """Return pieces of the first few prompts of a batch for one pass, of which no prompt takes more than half."""
     if len(batch) == 1:
         return [batch[0].piece(most)]
     room = min(most or PASS.max_rows, PASS.max_rows)
@@ -456,14 +457,14 @@ def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> Non
 
 
 def begin(sequence: Sequence) -> None:
-    """Open a sequence, if it may start; one whose prompt another one has read goes on from there."""
+    """Open a sequence if it can start; where another one has read its prompt, continue from there."""
     sequence.open()
     if sequence.read_before is not None:
         _first_choice(sequence, *sequence.read_before, borrowed=True)
 
 
 def read(sequence: Sequence, piece: NDArray[np.int32]) -> None:
-    """Read a piece of a prompt in a pass of its own; the last one brings a token."""
+    """Read a piece of a prompt in a pass of its own; the last piece yields a token."""
     keep = sequence.keeps(piece)
     record_piece(
         sequence, piece, sequence.verifier.forward(piece, keep=keep, want_hidden=sequence.drafter.wants_hidden)
@@ -471,7 +472,7 @@ def read(sequence: Sequence, piece: NDArray[np.int32]) -> None:
 
 
 def record_piece(sequence: Sequence, piece: NDArray[np.int32], output: VerifierOutput) -> None:
-    """Take over what a pass computed for a piece of a prompt."""
+    """Record what a pass computed for a piece of a prompt."""
     if len(piece) == len(sequence.unread):
         _first_choice(sequence, output, sequence.keeps(piece) - 1)
         return
@@ -481,7 +482,7 @@ def record_piece(sequence: Sequence, piece: NDArray[np.int32], output: VerifierO
 
 
 def _first_choice(sequence: Sequence, output: VerifierOutput, first_row: int, borrowed: bool = False) -> None:
-    """Choose the first token by the prompt's last pass, whose row `first_row` follows the prompt."""
+    """Choose the first token from the prompt's last pass, whose row `first_row` follows the prompt."""
     prompt = sequence.unread
     sequence.tree = NO_DRAFT
     record_output(sequence, output, first_row, borrowed)

@@ -94,7 +94,7 @@ class Row:
 
 
 def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -> list[Row]:
-    """The rows of a prepared call, those of a batch without the padding in front and over caches of their own."""
+    """Return the rows of a prepared call; those of a batch without padding in front and with their own caches."""
     whole = prepared.inputs
     texts = whole.input_ids if prepared.ids is None else prepared.ids
     fewer = texts.shape[1] - whole.input_ids.shape[1]
@@ -104,7 +104,7 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     mask = whole.model_kwargs.get("attention_mask")
     for index, padding in enumerate(padding_in_front(whole) or []):
         kwargs = {**whole.model_kwargs, cache_name: new_cache()}
-        if mask is not None:  # what is after the padding may have holes
+        if mask is not None:  # there may be padding inside the text, too
             rest = mask[index : index + 1, padding:]
             kwargs["attention_mask"] = None if bool(rest.all()) else rest
         if (positions := kwargs.get("position_ids")) is not None:
@@ -117,7 +117,7 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
 
 
 def padding_in_front(inputs: VerifierInputs) -> list[int] | None:
-    """Padding tokens in front of every row of a batch; None when a row has nothing else, or the mask is no row's."""
+    """Count the padding in front of each row; None if a row has nothing else, or the mask is of another shape."""
     mask = inputs.model_kwargs.get("attention_mask")
     rows, length = inputs.input_ids.shape
     if mask is None:
@@ -133,17 +133,17 @@ KEPT = 4
 
 
 def is_text_alone(inputs: VerifierInputs, cache_name: str) -> bool:
-    """Whether tokens are all that a model is given."""
+    """Whether the model is given tokens only."""
     known = OF_TEXT | {cache_name}
     return all(name in known or value is None for name, value in inputs.model_kwargs.items())
 
 
 @runtime_checkable
 class CopiesRows(Protocol):
-    """A verifier that can hand out what its cache holds."""
+    """A verifier that can copy the rows of its cache."""
 
     def copy_rows(self) -> DynamicCache | None:
-        """The rows held between two passes, in a cache that nothing writes to; None where rows are not all there is."""
+        """Return the cache's rows in a cache that nothing writes to; None where it holds more than rows."""
 
 
 class SharedPrompt:
@@ -157,7 +157,7 @@ class SharedPrompt:
         self._last_pass: tuple[VerifierOutput, int] | None = None  # and the row of it that follows the prompt
 
     def must_wait(self, is_reading: Callable[[], bool]) -> bool:
-        """Whether another sequence is reading the prompt; if nobody is, the one that asks does from now on."""
+        """Whether another sequence is reading the prompt; if none is, the caller becomes its reader."""
         if self._last_pass is not None:
             return False
         if self._is_read is not None and self._is_read != is_reading and self._is_read():
@@ -166,7 +166,7 @@ class SharedPrompt:
         return False
 
     def keep(self, verifier: Any, output: VerifierOutput, first_row: int) -> None:
-        """Keep what has been read and committed, unless nobody else will ask for it."""
+        """Keep what has been read and committed, if others share the prompt."""
         self._is_read = None
         if self.members < 2 or self._last_pass is not None or not isinstance(verifier, CopiesRows):
             return
@@ -176,7 +176,7 @@ class SharedPrompt:
             self._last_pass = VerifierOutput(output.logits.clone(), hidden), first_row
 
     def taken(self, inputs: VerifierInputs) -> tuple[VerifierInputs, tuple[VerifierOutput, int] | None]:
-        """What a sequence with these inputs starts from.
+        """Return what a sequence with these inputs starts from.
 
         Returns
         -------
@@ -194,14 +194,14 @@ class SharedPrompt:
 
 
 class SharedPrompts:
-    """The prompts of sequences that go together, by their tokens."""
+    """Prompts that several sequences share, by their tokens."""
 
     def __init__(self, cache_name: str) -> None:
         self.cache_name = cache_name
         self._known: dict[bytes, SharedPrompt] = {}
 
     def of(self, inputs: VerifierInputs) -> SharedPrompt | None:
-        """What sequences with these inputs share; None where they hold more than tokens."""
+        """Return the prompt that sequences with these inputs share; None where they hold more than tokens."""
         if not is_text_alone(inputs, self.cache_name) or inputs.past_length or inputs.returns_cache:
             return None
         parts = [inputs.input_ids, *(inputs.model_kwargs.get(name) for name in ("attention_mask", "position_ids"))]
@@ -217,7 +217,7 @@ class SharedPrompts:
 def siblings_of(
     rows: Many[Row], drafters: Drafters, options: DraftOptions, cache_name: str, vocabulary: int
 ) -> list[Siblings | None]:
-    """By row, what those with its prompt share; None for a row that has nothing but its own text.
+    """Return, by row, the memory that rows with its prompt share; None for a row that shares none.
 
     `vocabulary`: tokens that the model knows. A prompt of more than tokens has no answers in a memory of rollouts.
     """
@@ -233,7 +233,7 @@ def siblings_of(
 
 
 def _shown(row: Row) -> NDArray[np.int32]:
-    """(n,) int32 the prompt of a row without its padding."""
+    """Return the (n,) int32 prompt of a row without its padding."""
     ids: NDArray[np.int32] = row.inputs.input_ids[0].cpu().numpy().astype(np.int32)
     mask = row.inputs.model_kwargs.get("attention_mask")
     if mask is None or mask.ndim != 2 or mask.shape[1] != len(ids):
@@ -276,7 +276,7 @@ def sequences_of(
     options: CallOptions,
     together: SharedPrompts | None = None,
 ) -> list[Sequence]:
-    """A sequence for every row of a prepared call; nothing runs before the engine takes them along.
+    """Make a sequence for every row of a prepared call; nothing runs before the engine includes them.
 
     `predictions` has one for each row; `together` are prompts of other calls, whose sequences may share passes with
     these.
@@ -291,7 +291,7 @@ def sequences_of(
     if together is None and len(rows) > 1:
         together = SharedPrompts(speculation.interface.cache_name)
     verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then interface
-    # Otherwise somebody watches the drafter, or it must see every pass.
+    # Otherwise the drafter is the caller's, or must observe every pass.
     may_defer = (
         nodes is None and used is not None and used is not speculation.drafters.given and used.wants_hidden is None
     )
@@ -326,7 +326,7 @@ def _text_drafters(
     nodes: int | None,
     may_defer: bool,
 ) -> list[TextDrafter]:
-    """What drafts for each row; nothing is opened yet."""
+    """Make the drafter of each row; nothing is opened yet."""
     drafters, interface, ranks = speculation.drafters, speculation.interface, speculation.ranks
     name = uuid4().hex if len(rows) > 1 else None
     options = DraftOptions(OFF if nodes == 0 else call.draft, call.scope or "", name, None, stores, call.session)
@@ -351,7 +351,7 @@ def _text_drafters(
 
 
 def _sampler(row: Row, prepared: Prepared, seed: int | None, log_probs: bool) -> Sampler:
-    """What chooses the tokens of a row."""
+    """Make the sampler of a row."""
     config = prepared.config
     wants_dict = bool(config.return_dict_in_generate)
     return make_sampler(
@@ -373,7 +373,7 @@ class _CallLimits:
     unseen: int
 
     def of_row(self, padding: int, max_length: int | None) -> Limits:
-        """Limits of a row with so much padding; its criteria may say what length it may have."""
+        """Return the limits of a row with so much padding; its criteria may set its maximum length."""
         limits = self.limits
         return replace(
             limits,
@@ -384,7 +384,7 @@ class _CallLimits:
 
 
 def _limits(speculation: Speculation, prepared: Prepared, num_rows: int, nodes: int | None) -> _CallLimits:
-    """How much one pass of a call's sequences may draft, and what their caches take."""
+    """Return how much one pass of a call's sequences may draft, and what their caches take."""
     config, interface, whole = speculation.config, speculation.interface, prepared.inputs
     unseen = 0 if whole.holds_past else whole.past_length
     ends = [interface.max_positions] if interface.max_positions else []
@@ -407,7 +407,7 @@ def _limits(speculation: Speculation, prepared: Prepared, num_rows: int, nodes: 
 
 
 def _seed(prepared: Prepared, seed: int | None) -> int | None:
-    """Seed of a call's noise: the one given or one from torch's generator; None when it decodes greedily."""
+    """Return the seed of a call's noise: the given one, else one from torch's generator; None for greedy decoding."""
     seed = whole_seed(seed)
     if not prepared.config.do_sample:
         return None

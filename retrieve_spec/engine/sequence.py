@@ -68,7 +68,7 @@ class SeenPass:
 
 
 class Status(Enum):
-    """How far a sequence has got: its cache and drafter are still to be opened, are open, or are handed back."""
+    """State of a sequence: its cache and drafter are not opened yet, open, or handed back."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -158,37 +158,37 @@ class Sequence:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over, and its cache is handed back."""
+        """Whether it has ended and handed back its cache."""
         return self.status is Status.ENDED
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of the prompt is still to be read before anything is drafted."""
+        """Whether more of the prompt must be read before anything is drafted."""
         return len(self.unread) > 0 and not self._drafts_at_once
 
     @property
     def root_ids(self) -> NDArray[np.int32]:
-        """(m,) int32 what the next draft stands after: the last token, or the rest of a prompt."""
+        """(m,) int32 tokens that the next draft follows: the last token, or the rest of a prompt."""
         return self.unread if len(self.unread) else self.text.last_ids
 
     @property
     def is_open(self) -> bool:
-        """Whether it has started, and has some of its prompt to read."""
+        """Whether it has started and has an unread part of its prompt."""
         return self.status is Status.RUNNING and self.is_reading
 
     @property
     def is_over(self) -> bool:
-        """Whether no pass takes it along any more."""
+        """Whether no further pass includes it."""
         return self.stopped or self.cancelled or self.ended or self.error is not None
 
     @property
     def is_schedulable(self) -> bool:
-        """Whether the next pass may take it along: its reader is not too far behind."""
+        """Whether the next pass may include it: its reader is not too far behind."""
         return not self.is_over and self.reader.is_near
 
     @property
     def has_news(self) -> bool:
-        """Whether its reader has something to take, or nothing to wait for."""
+        """Whether its reader has tokens to take, or nothing to wait for."""
         return self.reader.has_pieces or self.ended
 
     @property
@@ -197,7 +197,7 @@ class Sequence:
         return self.is_reading and self.status is Status.WAITING and self.prompt is None and not self.is_over
 
     def _still_reads(self) -> bool:
-        """Whether others that have its prompt may wait until it has read it."""
+        """Whether sequences with the same prompt may wait until it has read it."""
         return self.is_reading and not self.is_over
 
     def open(self) -> None:
@@ -236,19 +236,19 @@ class Sequence:
         return self.unread if self.verifier.whole_prompts else self.unread[:size]
 
     def keeps(self, piece: NDArray[np.int32]) -> int:
-        """Positions at the end of a piece of the prompt whose logits are looked at."""
+        """Number of positions at the end of a piece of the prompt whose logits are read."""
         learns = self.drafter.top_k > 0
         ends = len(piece) == len(self.unread)
         return min(max(self.limits.prompt_logits, 1), len(piece)) if learns and ends else 1
 
     def commit(self) -> None:
-        """Let the cache keep the nodes of the pass that were walked so far."""
+        """Keep the rows of the nodes that were walked so far in the cache."""
         if not self.seen.is_committed:
             self.seen.is_committed = True
             self.verifier.commit(np.array(self.seen.path, np.int32))
 
     def fail(self, error: BaseException) -> None:
-        """Take down what it failed with; where the model has no position for its last token, that is what is said."""
+        """Record the error; where the model has no position for the last token, the error says so."""
         most, length = self.limits.positions, self.text.length - self.limits.padding
         if isinstance(error, IndexError) and 0 < most < length and "index out of range" in str(error):
             said = PositionError(
@@ -261,7 +261,7 @@ class Sequence:
         self.error = self.error or error
 
     def end(self) -> None:
-        """End the sequence, however far it got: the cache is handed back, the drafter keeps what it may keep."""
+        """End the sequence at any point: hand back the cache, and let the drafter keep what it may keep."""
         if self.ended:
             return
         started = self.status is Status.RUNNING
@@ -285,5 +285,5 @@ class Sequence:
 
 
 def autocast_key() -> tuple[object, ...]:
-    """What else of this thread a model's arithmetic depends on: sequences of one key share steps."""
+    """Return the autocast settings of this thread; only sequences with the same settings share steps."""
     return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")

@@ -91,7 +91,7 @@ class Sessions:
         return session
 
     def calibration_path(self, model_key: str) -> Path | None:
-        """Where what is learned about a model is kept, beside its answers."""
+        """Return the file of a model's calibration, beside that of the answers."""
         path = None if self.file is None else self.file.path
         return None if path is None else path.with_name(f"{path.name}.{model_key}.npy")
 
@@ -170,12 +170,12 @@ class Siblings(SessionMemory):
             self._rollouts.remember(self._prompt, token_ids.astype(np.int32))
 
     def append(self, text: object, token_ids: NDArray[np.int32]) -> None:
-        """Take down how a sample's text has gone on, (n,) int32; it is read when somebody looks."""
+        """Append (n,) int32 tokens to a sample's text; they are indexed when a drafter next needs them."""
         self._heard.setdefault(text, ([], 0))[0].extend(token_ids.tolist())
         self._news[text] = None
 
     def _read(self, sample: object) -> None:
-        """Read what a sample has written since the last time."""
+        """Index what a sample has written since the last time."""
         own = self.automata[-1]
         text, known = self._heard[sample]
         if len(text) - known < (EAGER if len(own) < MUCH else PATIENT):

@@ -193,11 +193,11 @@ class Speculation:
             return made
 
     def read(self, verifier: Verifier, ids: torch.Tensor) -> None:
-        """Let a fresh verifier read a prompt of (1, L) tokens but its last one."""
+        """Let a fresh verifier read a prompt of (1, L) tokens."""
         read_prompt(self.model, verifier, ids)
 
     def _padded_batch(self) -> tuple[PaddedBatch, str]:
-        """Passes of the model's own forward that texts share, tried once, and why they do not share them."""
+        """Return the passes of the model's own forward that texts can share, and why not to use them; tried once."""
         if self._padded is None or self._padded[0].interface is not self.interface:
             with keeping_texts(self.model):  # the call at hand may have been prepared already
                 self._padded = PaddedBatch(self.model, self.interface), why_not_shared(self.model, self.interface)

@@ -70,11 +70,11 @@ class TextDrafter:
         self._forgotten = drafters.times_forgotten(options.scope)
 
     def defer(self) -> None:
-        """Open the drafter when it is first asked for a tree, if that may be and it has not started."""
+        """Open the drafter only when a tree is first asked for, if that is allowed and it has not started."""
         self._defers = self._may_defer
 
     def start(self) -> str:
-        """Open the drafter, and let it read the text; why there is none, else empty."""
+        """Open the drafter and let it read the text; return why there is none, else an empty text."""
         self._is_deferred = self._defers
         return "" if self._is_deferred else self._begin()
 
@@ -142,7 +142,7 @@ class TextDrafter:
             self._on_pass(verified)
 
     def finish(self, failed: bool = False) -> None:
-        """End the drafter's work, which keeps what it may keep; of a sequence that `failed` maybe amid it, nothing."""
+        """Finish drafting and keep what may be kept; nothing where the sequence `failed`, maybe inside the drafter."""
         try:
             if failed:
                 return

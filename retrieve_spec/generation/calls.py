@@ -169,8 +169,8 @@ def _by_step(rows: Many[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] 
     return tuple(torch.cat([row[step] if step < len(row) else none for row in kept]) for step in range(longest))
 
 
-_UNHEARD = ("streamer", "assistant_model", "custom_generate")
-"""Arguments of which what decodes inside does not hear."""
+_NOT_PASSED_ON = ("streamer", "assistant_model", "custom_generate")
+"""Arguments that are not passed on to the decoding method inside."""
 
 
 def own_generate(model: Any) -> str:
@@ -269,8 +269,8 @@ def _check_decoded_inside(model: Any, arguments: dict[str, Any]) -> None:
         raise DelegatedCall(model.speculation.reason)
     if model.speculation.engine.is_stepping:
         raise DelegatedCall("it is asked for in the middle of another generation")
-    unheard = any(arguments.get(name) is not None for name in _UNHEARD)
-    if unheard or setting(model, arguments, "stop_strings") is not None:
+    not_passed_on = any(arguments.get(name) is not None for name in _NOT_PASSED_ON)
+    if not_passed_on or setting(model, arguments, "stop_strings") is not None:
         raise DelegatedCall(own_generate(model))
     check_arguments_decoded(model, arguments, "")
 

@@ -137,7 +137,7 @@ class SessionMemory:
             return sum(len(a) for a in self.automata)
 
     def append(self, text: object, token_ids: NDArray[np.int32]) -> None:
-        """Be told how a text under way has gone on, (n,) int32, once its drafter has learned that; nothing is kept."""
+        """Append (n,) int32 tokens to a running text; this memory keeps finished texts only, so it does nothing."""
 
     def remember(self, token_ids: NDArray[np.int32]) -> None:
         """Add one generated text, (n,) int32."""

@@ -70,7 +70,7 @@ def _six(tokens: range, special: set[int], first: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What single steps say.
+    """The logits of single steps.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class Reference:
 
 
 def by_single_steps(steps: SingleSteps, drafts: list[Draft]) -> Reference:
-    """Read drafts token by token after a text; a cache is held for as long as it is gone on from."""
+    """Read drafts token by token after a text; a cache is held only while a node still continues it."""
     rows, text = [], []
     kept: list[torch.Tensor] = []
     for draft in drafts:
@@ -141,7 +141,7 @@ def by_passes(verifier: Verifier, drafts: list[Draft]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """One text as plain decoding reads it.
+    """A text as plain decoding reads it.
 
     Attributes
     ----------
@@ -150,7 +150,7 @@ class PlainText:
     drafts
         What passes verify after the prompt.
     reference
-        What single steps say.
+        The logits of single steps.
     rounding
         How far other plain ways of reading it are from that.
     """

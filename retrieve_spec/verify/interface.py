@@ -186,7 +186,7 @@ def read_interface(model: Any) -> ModelInterface:
 
 
 def cache_name_of(model: Any) -> str:
-    """What a model calls its cache."""
+    """Return the name of a model's cache argument."""
     for takes in (model.forward, model.prepare_inputs_for_generation):
         for name in CACHE_NAMES:
             if name in inspect.signature(takes).parameters:
@@ -229,7 +229,7 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
 
 
 def _configs(model: Any) -> list[Any]:
-    """The configs of a model and its parts, those inside of others after them."""
+    """Return the configs of a model and of its parts, outer ones first."""
     found = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "sub_configs")]
     for config in found:  # grows meanwhile
         found += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]

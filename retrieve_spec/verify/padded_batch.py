@@ -179,7 +179,7 @@ def _side_by_side(caches: Sequence[Any], columns: int) -> DynamicCache:
 
 
 def _take_rows(cache: Any, whole: DynamicCache, at: int, columns: int, size: int) -> None:
-    """Let the cache of a text hold what it held, and its rows of a pass."""
+    """Give the cache of a text its own rows back, and its rows of the pass."""
     for theirs, layer in zip(cache.layers, whole.layers, strict=True):
         if type(theirs) in GROW_BY_ROWS:
             rows = slice(columns - theirs.keys.shape[2], columns + size)

@@ -34,7 +34,7 @@ from retrieve_spec.verify.verifier import (
 
 @dataclass(slots=True)
 class Captured:
-    """What `generate` hands a decoding method."""
+    """What `generate` gives a decoding method."""
 
     input_ids: torch.Tensor
     logits_processor: Any
@@ -56,7 +56,7 @@ def capture(
     generation_config: Any,
     **model_kwargs: Any,
 ) -> Captured:
-    """Stand in for a decoding method: take down what `generate` prepared."""
+    """Stand in for a decoding method: record what `generate` prepared."""
     return Captured(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
 
@@ -138,7 +138,7 @@ class SingleSteps:
         return next((cache for name in CACHE_NAMES if (cache := self._kwargs.get(name)) is not None), None)
 
     def fork(self) -> SingleSteps:
-        """The same text to be continued otherwise."""
+        """Return a copy that continues without this one."""
         twin = copy.copy(self)
         twin._kwargs = _separate(self._kwargs)
         return twin
@@ -154,7 +154,7 @@ def _separate(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def vocabulary(model: Any) -> int:
-    """Tokens that a model embeds and may say."""
+    """Number of tokens that a model embeds and can generate."""
     config = model.config.get_text_config(decoder=True)
     embedded = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 30)  # encoders may have a vocabulary apart
     return min(int(getattr(config, "vocab_size", embedded)), embedded)
@@ -197,7 +197,7 @@ class StepVerifier:
         self._held = []
 
     def go_on(self, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any) -> None:
-        """Take on a text, (1, L) long, that was read with these arguments and these outputs."""
+        """Continue a text, (1, L) long, that was read with these arguments and outputs."""
         after = kwargs_after(self.model, outputs, {**model_kwargs, "use_cache": True})
         self._steps, self._held = SingleSteps(self.model, text, after), held_by(self.model)
 
@@ -238,7 +238,7 @@ class StepVerifier:
         return VerifierOutput(logits)
 
     def commit(self, path: NDArray[np.int32]) -> None:
-        """Nothing to drop: every token that was fed stays."""
+        """Do nothing: every token that was fed stays."""
 
     def finish(self) -> Any:
         """Return the cache."""

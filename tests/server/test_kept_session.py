@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from live import Live
 
-from retrieve_spec.config import ServeConfig
+from retrieve_spec.config import DraftSources, ServeConfig
 from retrieve_spec.datastore.fingerprint import tokenizer_fingerprint
 from retrieve_spec.server.run import assemble
 from retrieve_spec.sources.answers import answers_by_scope
@@ -22,7 +22,12 @@ def serve(live: Any, reference_model: Any, tokenizer: Any, tmp_path: Path) -> An
 
     def start() -> Live:
         own = assemble(
-            reference_model, tokenizer, "reference", ServeConfig(), shared=True, session=tmp_path / "day.bin"
+            reference_model,
+            tokenizer,
+            "reference",
+            ServeConfig(),
+            shared=True,
+            sources=DraftSources(session=tmp_path / "day.bin"),
         )
         return live(own.backend, service=own, keys=(ALICE, BOB))
 
