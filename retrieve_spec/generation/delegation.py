@@ -30,7 +30,7 @@ from retrieve_spec.verify.interface import ModelInterface
 from retrieve_spec.verify.pass_inputs import TOKEN_TYPES
 from retrieve_spec.verify.steps import Captured
 from retrieve_spec.verify.tensor_parallel import why_in_step
-from retrieve_spec.verify.verifier import OF_TEXT, says_nothing
+from retrieve_spec.verify.verifier import OF_TEXT, is_absent
 
 _Examined = TypeVar("_Examined")
 
@@ -356,7 +356,7 @@ def extras_of(prepared: Prepared, cache_name: str) -> list[str]:
     """What a batch is given besides text; what belongs to which row only the model knows."""
     kwargs = prepared.inputs.model_kwargs
     parts = {name: value for name, value in kwargs.items() if isinstance(value, (torch.Tensor, dict))}
-    return [name for name, value in parts.items() if name not in OF_TEXT | {cache_name} and not says_nothing(value)]
+    return [name for name, value in parts.items() if name not in OF_TEXT | {cache_name} and not is_absent(value)]
 
 
 def _has_extras(batch: Batch) -> str:

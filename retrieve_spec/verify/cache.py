@@ -36,7 +36,7 @@ def decoder_cache(cache: Any) -> Any:
 
 
 def crop(cache: Any, tokens: int) -> None:
-    """Drop the last `-tokens` rows of keys and values in every layer; recurrent state is not this module's business."""
+    """Drop the last `-tokens` rows of keys and values in every layer; recurrent states stay."""
     for layer in cache.layers:
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.crop(tokens)
@@ -45,40 +45,40 @@ def crop(cache: Any, tokens: int) -> None:
 
 
 def record_past(cache: Any) -> None:
-    """Let sliding windows keep the rows that leave them until the next crop."""
+    """Keep the rows that leave sliding windows until the next crop."""
     for layer in cache.layers:
         if not isinstance(layer, LinearAttentionCacheLayerMixin) and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
 
 
 def trim(cache: Any) -> None:
-    """Let layers that record their past forget what no later token can see."""
+    """Drop, in layers that record their past, what no later token can see."""
     for layer in cache.layers:
         if getattr(layer, "record_past", False) and not isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.crop(0)
 
 
 def recording(cache: Any) -> list[bool]:
-    """Which layers record their past, to be restored with `set_recording`."""
+    """Return which layers record their past, for `set_recording`."""
     return [bool(getattr(layer, "record_past", False)) for layer in cache.layers]
 
 
 def set_recording(cache: Any, flags: list[bool]) -> None:
-    """Put the layers' recording back to what `recording` saw; layers made since then do not record."""
+    """Restore what `recording` returned; layers made since then do not record."""
     for i, layer in enumerate(cache.layers):
         if getattr(layer, "record_past", None) is not None and not isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.record_past = flags[i] if i < len(flags) else False
 
 
 def same_rows(cache: DynamicCache) -> DynamicCache:
-    """A cache of the same tensors; one grows without the other."""
+    """Return a cache of the same tensors that grows by itself."""
     twin = copy.copy(cache)
     twin.layers = [copy.copy(layer) for layer in cache.layers]
     return twin
 
 
 def apart(cache: Any) -> Any:
-    """A copy of a cache that goes on without it; rows are shared, as both put new ones into tensors of their own."""
+    """Return a copy of a cache that continues by itself; rows are shared, as both write new ones to other tensors."""
     if isinstance(cache, EncoderDecoderCache):
         twin = copy.copy(cache)
         twin.self_attention_cache = apart(cache.self_attention_cache)
@@ -90,7 +90,7 @@ def apart(cache: Any) -> Any:
 
 
 def cache_mode(cache: Any) -> tuple[Mode, str]:
-    """Best mode a cache allows, and why it is not "tree"."""
+    """Return the best mode that a cache allows, and why it is not "tree"."""
     if cache is None:
         return "tree", ""
     if type(cache) is EncoderDecoderCache:
@@ -110,7 +110,7 @@ def cache_mode(cache: Any) -> tuple[Mode, str]:
 
 
 def seq_length(cache: Any) -> int:
-    """Tokens that a cache holds; 0 for one of recurrent states alone, which does not say."""
+    """Return the number of tokens that a cache holds; 0 for one of recurrent states alone, which has no length."""
     try:
         return int(cache.get_seq_length())
     except ValueError:
@@ -120,8 +120,7 @@ def seq_length(cache: Any) -> int:
 class KeptRows:
     """Keeps the rows of accepted nodes in a cache, to every layer of which a pass appends rows.
 
-    Recurrent state beside the rows is none of its business, and layers that grow in another way are cropped as they do
-    it themselves.
+    Recurrent states beside the rows stay, and layers that grow in another way are cropped by their own method.
 
     Parameters
     ----------
@@ -134,7 +133,7 @@ class KeptRows:
         self.begin()
 
     def begin(self) -> None:
-        """Note the rows that are there before a pass."""
+        """Record how many rows each layer holds before a pass."""
         self._before = [_rows(layer) for layer in self._cache.layers]
 
     @property
@@ -153,7 +152,7 @@ class KeptRows:
             else:
                 trim(self._cache)
             return
-        stay = int((np.append(path, -1) != np.arange(len(path) + 1)).argmax())  # accepted rows that lie right
+        stay = int((np.append(path, -1) != np.arange(len(path) + 1)).argmax())  # accepted rows in place
         for i, layer in enumerate(self._cache.layers):
             rows = _rows(layer)
             # A layer that the pass did not write to holds what belongs to a picture.
@@ -177,13 +176,13 @@ def finite_nodes(cache: Any, draft: DraftTree) -> NDArray[np.bool_]:
 
 
 def _rows(layer: Any) -> int:
-    """Rows a layer holds."""
+    """Return the number of rows that a layer holds."""
     keys = getattr(layer, "keys", None)
     return int(keys.shape[-2]) if isinstance(keys, torch.Tensor) and keys.numel() else 0
 
 
 def _keep(layer: Any, first: int, path: NDArray[np.int32], nodes: int, stay: int) -> None:
-    """Keep the rows of a path of a layer, whose nodes begin at row `first`; the first `stay` of them lie right."""
+    """Keep the rows of a path in a layer whose nodes begin at row `first`; the first `stay` are in place already."""
     kept = []
     for part in (layer.keys, layer.values):
         if stay < len(path):

@@ -100,7 +100,7 @@ class HFVerifier:
 
     def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
         """See `Verifier.shared_passes`."""
-        if self.batch is None or is_reading or not self.batch.takes(self):
+        if self.batch is None or is_reading or not self.batch.can_share(self):
             return None
         return self.batch  # type: ignore[no-any-return]
 

@@ -195,7 +195,7 @@ def cache_name_of(model: Any) -> str:
 
 
 def new_cache(model: Any) -> DynamicCache:
-    """An empty cache as `generate` makes it."""
+    """Return an empty cache as `generate` makes it."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
@@ -211,14 +211,14 @@ def _keeps_state(model: Any, config: Any) -> bool:
 
 
 def attention_of(model: Any) -> str:
-    """Name of the attention implementation that a model uses now."""
+    """Return the name of the attention implementation that a model uses now."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "_attn_implementation", None) or "eager"
 
 
 @contextlib.contextmanager
 def attention_implementation(model: Any, name: str) -> Iterator[None]:
-    """Let a model use a registered attention function for a while; afterwards each of its parts uses its own again."""
+    """Use a registered attention function in a model inside the block, then restore that of each part."""
     before = [(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(name)
     try:
@@ -237,7 +237,7 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _read_masks(config: Any) -> tuple[dict[str, LayerView | None], Mode, str]:
-    """One mask per layer type, by the rule transformers' own `create_masks_for_generate` follows."""
+    """Return one mask per layer type, by the rule of transformers' `create_masks_for_generate`."""
     if not getattr(config, "is_causal", True):
         return {}, "plain", "the model is not causal"
     types = getattr(config, "layer_types", None)
@@ -264,7 +264,7 @@ def _read_masks(config: Any) -> tuple[dict[str, LayerView | None], Mode, str]:
 
 
 def _rope_switch(config: Any) -> tuple[int, bool]:
-    """Length at which rotary frequencies change, and whether the model then recomputes its cache."""
+    """Return the length at which rotary frequencies change, and whether the model then recomputes its cache."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     parameters: dict[str, Any] = given if isinstance(given, dict) else {}
     kind = parameters.get("rope_type", parameters.get("type"))
@@ -283,7 +283,7 @@ def weaker(a: tuple[Mode, str], b: tuple[Mode, str]) -> tuple[Mode, str]:
 
 
 def input_device(model: Any) -> torch.device:
-    """Device that token ids go to; of offloaded embeddings, the one that they are brought to for a pass."""
+    """Return the device of token ids; for offloaded embeddings, the device on which they run."""
     embeddings = model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
     device = weight.device if isinstance(weight, torch.Tensor) else torch.device(model.device)

@@ -261,30 +261,30 @@ class VerifyingMixer:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what the last pass computed."""
+        """Release what the last pass computed."""
         raise NotImplementedError
 
     def states_after(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
-        """What a text's cache layer holds after some rows that follow one another, up to `last`, and in which row."""
+        """Return the cache layer with a text's states after consecutive rows up to `last`, and the row they are in."""
         raise NotImplementedError
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The mixer's forward in a pass."""
+        """Run the mixer's forward in a pass."""
         raise NotImplementedError
 
     def put_in_place(self) -> None:
-        """Let the module's forward be ours."""
+        """Replace the module's forward."""
         self._own = vars(self.module).get("forward")
         vars(self.module)["forward"] = self.forward
 
     def take_out(self) -> None:
-        """Let it be what it was."""
+        """Restore the module's forward."""
         vars(self.module).pop("forward", None)
         if self._own is not None:
             vars(self.module)["forward"] = self._own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The mixer's forward, ours where this thread runs a pass."""
+        """Run the mixer's own forward, or ours where this thread runs a pass."""
         if self._running.thread == get_ident():
             return self.run(args, kwargs)
         own = self._own if self._own is not None else type(self.module).forward.__get__(self.module)
@@ -313,7 +313,7 @@ class SteppedMixer(VerifyingMixer):
         self._twin, self._given = mixer.twin((*mixer.inputs, *filter(None, [mixer.output])))
 
     def forget(self) -> None:
-        """Let go of what the last pass computed."""
+        """Release what the last pass computed."""
         self._levels: list[ScratchLayer] = []
 
     def states_after(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:

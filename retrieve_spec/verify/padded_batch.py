@@ -41,7 +41,7 @@ PADDED_LAYERS = (*TAKE_TREES, LinearAttentionLayer)
 """Layers of caches that texts share passes over."""
 _NOBODY = np.empty(0, np.bool_)
 _REACH = 48
-"""Windows up to this length are gone beyond when a pass is tried."""
+"""Longest window that trials of a shared pass exceed."""
 _DEVIATION = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest difference between a shared pass and a lone one, as a share of the logits' spread."""
 
@@ -57,7 +57,7 @@ class PaddedBatch:
         self._state = None if interface.recurrence is None else RecurrentState(interface.recurrence)
 
     @staticmethod
-    def takes(text: HFVerifier) -> bool:
+    def can_share(text: HFVerifier) -> bool:
         """Whether a text that has read its prompt can share passes now."""
         known = all(type(layer) in PADDED_LAYERS for layer in text.cache.whole.layers)
         return text.mode == "tree" and text.is_plain_text and known
@@ -116,7 +116,7 @@ class PaddedBatch:
         columns: int,
         width: int,
     ) -> dict[str, Any]:
-        """Arguments of a pass."""
+        """Return the arguments of a pass."""
         ids = np.zeros((len(texts), width), np.int64)
         positions = np.zeros_like(ids)
         for at, (text, root, tree) in enumerate(zip(texts, roots, trees, strict=True)):
@@ -159,7 +159,7 @@ class PaddedBatch:
 
 
 def _side_by_side(caches: Sequence[Any], columns: int) -> DynamicCache:
-    """Copies of the keys and values of texts in one cache, padded on the left; states stay where they are."""
+    """Copy the keys and values of texts into one cache, padded on the left; recurrent states stay where they are."""
     whole = DynamicCache()
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         if type(layers[0]) not in GROW_BY_ROWS:

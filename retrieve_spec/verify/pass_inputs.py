@@ -17,12 +17,12 @@ from retrieve_spec.verify.sequence_cache import SequenceCache
 from retrieve_spec.verify.verifier import CACHE_NAMES
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-"""Arguments that say of every token what it is."""
+"""Arguments that give the type of every token."""
 SET_EACH_PASS = {
     "input_ids", "decoder_input_ids", "inputs_embeds", "position_ids", "decoder_position_ids", "logits_to_keep",
     "use_cache",
 }  # fmt: skip
-"""Arguments that a pass gets from elsewhere."""
+"""Arguments that are set for each pass."""
 
 
 def kwargs_after(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int = 1) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def kwargs_after(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int =
 
 
 def describing(name: str, value: Any) -> Iterator[str]:
-    """Names of an argument, or of parts of it, that are more than settings."""
+    """Yield the names of an argument, or of parts of it, that are more than settings."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from describing(f"{name}.{key}", part)
@@ -117,7 +117,7 @@ class PassInputs:
 
     @property
     def is_padded(self) -> bool:
-        """Whether some slots of the prompt hold nothing."""
+        """Whether the prompt is padded."""
         return bool(self._padded.any())
 
     def is_reading(self, past: int) -> bool:
@@ -222,7 +222,7 @@ class PassInputs:
         return kwargs
 
     def _make_room(self, slots: int) -> None:
-        """Let the 2-D mask of a padded row reach as far as a text of `slots` tokens."""
+        """Extend the 2-D mask of a padded row to a text of `slots` tokens."""
         if self._attention_mask is not None and self._long_mask.shape[1] < slots:
             more = self._long_mask.new_ones((1, slots))
             self._long_mask = torch.cat([self._long_mask, more], dim=1)
@@ -250,13 +250,13 @@ class PassInputs:
         return prepared
 
     def _settings(self, prepared: dict[str, Any]) -> dict[str, Any]:
-        """Of what a model prepared, all that is not set for each pass."""
+        """Return what a model prepared without what is set for each pass."""
         unset = {name: value for name, value in prepared.items() if name not in SET_EACH_PASS}
         unset.pop(self._interface.mask_name, None)
         return {**unset, "use_cache": True}
 
     def _tree_masks(self, tree: DraftTree, roots: int, past: int, cached: Any) -> Any:
-        """Who sees which keys of a pass over one text."""
+        """Return which keys each row of a pass over one text sees."""
         rows = roots + len(tree)
 
         def visible(view: LayerView) -> torch.Tensor:
@@ -284,7 +284,7 @@ def masks_by_type(interface: ModelInterface, dtype: torch.dtype, visible: Callab
 
 
 def as_mask(visible: torch.Tensor, form: MaskForm, dtype: torch.dtype) -> Any:
-    """What an attention implementation takes for (rows, 1, q, kv) bool; flex attention's is of one row."""
+    """Convert a (rows, 1, q, kv) bool mask to the form that an attention takes; flex attention's is of one row."""
     if form == "bool":
         return visible
     if form == "float":

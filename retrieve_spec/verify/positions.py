@@ -70,7 +70,7 @@ def noting_places(model: nn.Module, past: int, rows: int) -> Iterator[list[Place
 
 
 def outermost(places: list[Place]) -> tuple[Place, ...]:
-    """Those whose modules are in no other's, as what is inside is handed on; one kind for each module."""
+    """Return the places whose modules are inside no other place's; one kind for each module."""
     told = {id(place.module) for place in places if place.kind != "past"}
     places = [place for place in places if place.kind != "past" or id(place.module) not in told]
     inside = {id(part) for place in places for part in place.module.modules() if part is not place.module}
@@ -78,7 +78,7 @@ def outermost(places: list[Place]) -> tuple[Place, ...]:
 
 
 def _kind_of(value: Any, past: int, rows: int, out: Any) -> Kind | None:
-    """What an argument says of positions; None for nothing."""
+    """Return how an argument depends on positions; None if it does not."""
     if isinstance(value, int) and not isinstance(value, bool):
         by_rows = isinstance(out, torch.Tensor) and out.ndim >= 2 and out.shape[-2] == rows
         return "past" if value == past and by_rows else None
@@ -195,7 +195,7 @@ class DerivedPositions:
         return before
 
     def _in_place_of(self, given: torch.Tensor, kind: Kind) -> torch.Tensor:
-        """What a module gets for what it is given; the same for all that are given the same tensor in a pass."""
+        """Return the replacement of a tensor, the same for all modules that are given it in a pass."""
         known = self._placed.get((id(given), kind))
         if known is not None and known[0] is given:
             return known[1]

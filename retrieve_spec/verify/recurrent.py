@@ -51,7 +51,7 @@ class RowLayer(ScratchLayer):
 
 
 def _activated(x: torch.Tensor, activation: Any) -> torch.Tensor:
-    """What an activation, by its name, makes of a tensor."""
+    """Apply an activation by its name."""
     if activation is None:
         return x
     made: torch.Tensor = (ACT2FN[activation] if isinstance(activation, str) else activation)(x)
@@ -133,13 +133,13 @@ class RowMixer(VerifyingMixer):
         self._bound.__kwdefaults__ = raw.__kwdefaults__
 
     def forget(self) -> None:
-        """Let go of what the last pass computed."""
+        """Release what the last pass computed."""
         self.layer: Any = None
         self._conv: Any = None  # the rows of the last pass over a draft as its convolution saw them: `ConvRows`
         self._rows: Any = None  # and as its recurrence saw them: `SsdRows` or `DeltaRows`
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The mixer's forward, on a copy of its function."""
+        """Run the mixer's forward on a copy of its function."""
         if self._running.tree is not None:
             layers = [cache.layers[self.mixer.layer_idx] for cache in self._running.caches]
             self.layer = RowLayer.of_texts(layers, range(len(layers))) if len(layers) > 1 else RowLayer(layers[0])
@@ -147,7 +147,7 @@ class RowMixer(VerifyingMixer):
         return self._bound(self.module, *args, **kwargs)
 
     def states_after(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
-        """The states after the rows, made for them."""
+        """Return the states after the rows, computed now."""
         layer = ScratchLayer(self.layer)
         layer.conv_states[0] = self._conv.state_after(tree, text, last)
         state = layer.recurrent_states.get(0)
@@ -298,11 +298,11 @@ class RecurrentState:
         self._roots: Sequence[int] = ()  # by text
 
     def apart(self) -> RecurrentState:
-        """The same modules for another text, between whose passes and those of this one there is no third."""
+        """Return the same modules for another text whose passes alternate with those of this one only."""
         return copy.copy(self)
 
     def forget(self) -> None:
-        """Let go of what the last pass computed."""
+        """Release what the last pass computed."""
         if self._tree is not None:
             self._tree = None
             for mixer in self._mixers:

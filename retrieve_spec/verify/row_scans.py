@@ -198,7 +198,7 @@ def convolve(
 
 
 def convolved(seen: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: int) -> torch.Tensor:
-    """What a convolution makes of what it sees, rounded once as by torch's own."""
+    """Apply a convolution and round once, as torch's own does."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     out = (seen.to(wide) * weight.to(wide)).sum(axis)
     return (out if bias is None else out + bias).to(weight.dtype)

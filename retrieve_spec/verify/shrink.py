@@ -143,7 +143,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _smaller(name: str, value: Any) -> Any:
-    """A width that is small, whatever else as it is."""
+    """Return a small value for a width, other values as they are."""
     if name in _HEADS and isinstance(value, int):
         return min(value, 4)
     if name in _SIZES and _is_number(value) and value > 0:
@@ -174,12 +174,12 @@ def _shrink_layers(text: Any, differing: dict[int, dict[str, Any]]) -> dict[int,
 
 
 def _counts_layers(text: Any) -> str:
-    """Which attribute of a decoder's config says how many layers it has; empty where none does."""
+    """Return the name of the config attribute that counts the decoder's layers; empty where there is none."""
     return next((name for name in _LAYERS if isinstance(getattr(text, name, None), int)), "")
 
 
 def keep_layers(text: Any, kept: Sequence[int]) -> None:
-    """Let a decoder's config have some of its layers only, in this order."""
+    """Keep only some layers in a decoder's config, in this order."""
     name = _counts_layers(text)
     count = getattr(text, name)
     lists = layer_lists(text, count)
@@ -189,7 +189,7 @@ def keep_layers(text: Any, kept: Sequence[int]) -> None:
 
 
 def layer_lists(text: Any, count: int) -> dict[str, list[Any]]:
-    """What a decoder's config says of each of its layers, by name."""
+    """Return the lists of a decoder's config with an entry for each layer, by name."""
     return {key: value for key, value in vars(text).items() if isinstance(value, list) and len(value) == count}
 
 
@@ -217,7 +217,7 @@ def _shrink_widths(part: Any) -> None:
 
 
 def shrink_vocabulary(part: Any, most: int) -> None:
-    """Leave a config the first tokens of its vocabulary; special ones beyond become the last of them."""
+    """Keep the first tokens of a config's vocabulary; special tokens beyond become the last of these."""
     for name in ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"):
         if isinstance(vocab := getattr(part, name, None), int):
             _set(part, name, min(vocab, most))
@@ -236,7 +236,7 @@ _MIXER_HEADS = (
 
 
 def _make_consistent(part: Any) -> None:
-    """Let widths that are made of others fit them."""
+    """Make widths that derive from others consistent with them."""
     for heads, width, factor in _MIXER_HEADS:
         sizes: list[Any] = [getattr(part, name, None) for name in (width, factor, "hidden_size")]
         if hasattr(part, heads) and all(_is_number(size) and size > 0 for size in sizes):
@@ -256,7 +256,7 @@ def _shrink_rope(parameters: dict[str, Any]) -> None:
 
 
 def randomise(model: Any) -> None:
-    """Weights large enough for every layer to be heard."""
+    """Draw weights large enough for every layer to change the logits."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2 and parameter.is_floating_point():

@@ -44,7 +44,7 @@ class Captured:
     added: int = 0  # places of the prompt that its text does not have
 
     def take(self) -> dict[str, Any]:
-        """The keyword arguments of the forward, with a cache of their own."""
+        """Return the forward's keyword arguments with a copy of the cache."""
         return copy.deepcopy(self.model_kwargs)
 
 
@@ -71,7 +71,7 @@ def prepare_call(model: Any, ids: torch.Tensor, attention_mask: torch.Tensor) ->
 
 
 def _encoded(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Arguments that give an encoder something to read, and a decoder its first token."""
+    """Return arguments that give an encoder a text, and a decoder its first token."""
     start = {"decoder_start_token_id": int(ids[0, 0])}
     if model.main_input_name == "input_ids":
         return {"input_ids": ids.flip(-1), **start}
@@ -95,14 +95,14 @@ class SingleSteps:
 
     @classmethod
     def of(cls, model: Any, call: Captured) -> SingleSteps:
-        """A prompt that nothing of has been read."""
+        """Return the steps of an unread prompt."""
         return cls(model, call.input_ids, call.take(), unread=call.input_ids.shape[1])
 
     @classmethod
     def after(
         cls, model: Any, text: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any, row: int = 0
     ) -> SingleSteps:
-        """A text (rows, L) that has been read with these arguments and outputs; their cache stays as it is."""
+        """Return the steps after a text (rows, L) that was read with these arguments and outputs; copies the cache."""
         kwargs = kwargs_after(model, outputs, {**model_kwargs, "use_cache": True})
         return cls(model, text, _separate(kwargs), row)
 
@@ -145,7 +145,7 @@ class SingleSteps:
 
 
 def _separate(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with a cache of their own; other tensors are read only."""
+    """Return the arguments with a copy of the cache; other tensors are read only."""
     return {
         name: apart(value) if isinstance(value, Cache)
         else value if isinstance(value, (torch.Tensor, ModelOutput)) else copy.deepcopy(value)
@@ -251,7 +251,7 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def keeping_texts(model: nn.Module) -> Iterator[None]:
-    """Put back what modules keep of a text, tensors or nothing, when the block ends; and their buffers."""
+    """Restore, when the block ends, the tensors that modules keep of a text, and their buffers."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         yield

@@ -45,7 +45,7 @@ class Trial:
 
 
 class PlainTexts:
-    """What plain decoding says of trials, read once each.
+    """The texts of trials as plain decoding reads them, once each.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class PlainTexts:
         self._read: dict[tuple[Trial, Mode], PlainText] = {}
 
     def read(self, model: Any, trial: Trial, mode: Mode) -> PlainText:
-        """A trial's text with the drafts of a mode; without padding where the model takes none."""
+        """Return a trial's text with the drafts of a mode; without padding where the model takes none."""
         text = self._read.get((trial, mode))
         if text is None:
             drafts = drafts_for(mode, trial.rounds, model)
@@ -73,7 +73,7 @@ class PlainTexts:
 
     @property
     def rounding(self) -> Rounding | None:
-        """What rounding makes of the texts at most; None where none was read."""
+        """The largest rounding of the texts; None where none was read."""
         return max((text.rounding for text in self._read.values()), key=lambda r: (r.rms, r.largest), default=None)
 
     def clear(self) -> None:
@@ -122,7 +122,7 @@ def check_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainTexts)
 def problem_of(
     model: Any, mode: Mode, trials: list[Trial], verifier: Callable[[], Verifier], texts: PlainTexts
 ) -> tuple[float, str] | None:
-    """How many times farther off a mode is than allowed, and what is wrong with it; None when nothing is."""
+    """Return by which factor a mode exceeds the allowed deviation, and what is wrong; None when nothing is."""
     try:
         with torch.no_grad():
             for trial in trials:
@@ -138,7 +138,7 @@ def problem_of(
 
 
 def _verified(text: PlainText, mode: Mode, verifier: Verifier) -> torch.Tensor:
-    """(rows, vocab) logits of the passes of a verifier."""
+    """Return the (rows, vocab) logits of a verifier's passes over a text."""
     try:
         _read(verifier, text.call, in_pieces=True)
         if verifier.mode != mode:
@@ -149,7 +149,7 @@ def _verified(text: PlainText, mode: Mode, verifier: Verifier) -> torch.Tensor:
 
 
 def read_prompt(model: Any, verifier: Verifier, ids: torch.Tensor) -> int:
-    """Let a verifier read a prompt of (1, L) tokens; how many it has then."""
+    """Let a verifier read a prompt of (1, L) tokens; return how many it holds then."""
     return _read(verifier, prepare_call(model, ids, torch.ones_like(ids)))
 
 

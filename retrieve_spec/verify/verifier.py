@@ -38,8 +38,8 @@ PassKind = Literal["recorded", "model's own", "plain"]
 """What runs the model: its recorded pass, its own forward over drafts, or its own forward token by token."""
 
 
-def says_nothing(value: Any) -> bool:
-    """Whether an argument is not there, or is what texts without pictures are given: no parts at all."""
+def is_absent(value: Any) -> bool:
+    """Whether an argument is None, or a mapping without parts, as texts without pictures are given."""
     return value is None or (isinstance(value, Mapping) and not value)
 
 
@@ -82,7 +82,7 @@ class VerifierInputs:
         kwargs = self.model_kwargs
         mask, cache = kwargs.get("attention_mask"), kwargs.get(cache_name)
         known = OF_TEXT | {cache_name}
-        if extras := [name for name, value in kwargs.items() if name not in known and not says_nothing(value)]:
+        if extras := [name for name, value in kwargs.items() if name not in known and not is_absent(value)]:
             return f"the model is given {', '.join(extras)}"
         if type(cache) is not DynamicCache:
             return f"the cache is a {type(cache).__name__}"

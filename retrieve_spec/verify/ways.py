@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def ways(
     model: Any, interface: ModelInterface, mode: Mode, padded: bool, layout: str
 ) -> Iterator[ModelInterface | str]:
-    """Interfaces that a mode may work with, the likeliest first, or why one is not there."""
+    """Yield interfaces that a mode may work with, the likeliest first, or why one does not exist."""
     by_tree = mode == "tree" or interface.recurrent
     for candidate in candidates(model, interface) if by_tree else (interface, unplaced(interface)):
         if isinstance(candidate, str):
@@ -38,20 +38,20 @@ def ways(
 
 
 def layout_of(interface: ModelInterface) -> str:
-    """Which of the candidates an interface is."""
+    """Return which of the candidates an interface is."""
     way = interface.recurrence.way if interface.recurrence is not None else ""
     inside = interface.masks_inside
     return f"{sorted(interface.masks)}{way}{bool(interface.places)}{inside}{interface.takes_position_ids}"
 
 
 def way_of_layout(model: Any, interface: ModelInterface, layout: str) -> ModelInterface | None:
-    """The candidate with a layout, None where there is none."""
+    """Return the candidate with a layout, None where there is none."""
     ways = (way for way in candidates(model, interface) if not isinstance(way, str))
     return next((way for way in ways if layout_of(way) == layout), None)
 
 
 def same_way(copied: Any, interface: ModelInterface) -> ModelInterface:
-    """How a copy of a model runs in the way that worked for the model."""
+    """Return the interface of a model's copy in the way that worked for the model."""
     own = read_interface(copied)
     return way_of_layout(copied, own, layout_of(interface)) or own
 
@@ -93,7 +93,7 @@ def unplaced(interface: ModelInterface) -> ModelInterface:
 
 
 def _find_places(model: Any, interface: ModelInterface) -> list[tuple[Place, ...]]:
-    """Where a model hands on positions that it derives itself, and then also masks; nothing where it cannot be told."""
+    """Find where a model passes on positions that it derives itself, and also masks; empty where it cannot be told."""
     ids = sample_tokens(model, PROMPT)
     root, *chain = (token % vocabulary(model) for token in range(5, 10))
     verifier = HFVerifier(model, interface, "chain")
