@@ -71,6 +71,16 @@ class DraftHints:
     session: Any = None
     scope: str = ""
 
+    def options(self, sampling: Sampling) -> CallOptions:
+        """Return the options of a call that decodes with these hints."""
+        return CallOptions(
+            draft=None if self.enabled else "off",
+            context_ids=np.array(self.context, np.int32) if self.enabled and self.context else None,
+            seed=None if sampling.greedy else sampling.seed,
+            scope=self.scope,
+            session=False if self.session is None else self.session,
+        )
+
 
 class SharedText:
     """A text that shares passes of the engine with others."""
@@ -270,42 +280,37 @@ class Backend:
     ) -> Text:  # fmt: skip
         """Return a text that continues a prompt, whose proper beginning the cache holds; no pass is run yet."""
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
-        guides: list[Any] = []
-        if sampling.presence or sampling.frequency:
-            guides.append(PenaltyProcessor(sampling.presence, sampling.frequency, len(prompt_ids)))
-        if sampling.begun and self._beginnings is not None:
-            guides.append(BeginningProcessor(self._beginnings, sampling.begun, len(prompt_ids)))
-        if sampling.grammar and self._grammars is not None:
-            guides.append(self._grammars.processor(sampling.grammar))
         arguments: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             self._cache_name: cache,
             "max_new_tokens": max_tokens,
-            **sampling.generate_kwargs(self._infill, guides),
+            **sampling.generate_kwargs(self._infill, self._guides(sampling, len(prompt_ids))),
         }
         if end_ids:
             arguments["eos_token_id"] = sorted(end_ids)
-        options = CallOptions(
-            draft=None if hints.enabled else "off",
-            context_ids=np.array(hints.context, np.int32) if hints.enabled and hints.context else None,
-            seed=None if sampling.greedy else sampling.seed,
-            scope=hints.scope,
-            session=False if hints.session is None else hints.session,
-        )
+        options = hints.options(sampling)
         prediction = list(hints.prediction) if hints.enabled and hints.prediction else None
         sequence = open_sequence(self.model, ids, options, prediction=prediction, **arguments)
         if sequence is None and sampling.logprobs is not None:
             raise ServeError("to tell log-probabilities", "this model decodes by itself", "Leave logprobs out.")
         if sequence is None:
-            return LoneText(
-                generate_stream(
-                    self.model, ids, draft=options.draft, seed=options.seed, scope=options.scope, **arguments
-                )
-            )
+            draft, seed, scope = options.draft, options.seed, options.scope
+            return LoneText(generate_stream(self.model, ids, draft=draft, seed=seed, scope=scope, **arguments))
         if sampling.logprobs is not None:
             sequence.sampler = TopLogProbSampler(sequence.sampler, sampling.logprobs)
         self._engine.join(sequence)
         return SharedText(sequence, self.model.speculation)
+
+    def _guides(self, sampling: Sampling, prompt: int) -> list[Any]:
+        """The logits processors that a request asks for, for a prompt of so many tokens."""
+        guides: list[Any] = []
+        if sampling.presence or sampling.frequency:
+            guides.append(PenaltyProcessor(sampling.presence, sampling.frequency, prompt))
+        if sampling.begun and self._beginnings is not None:
+            guides.append(BeginningProcessor(self._beginnings, sampling.begun, prompt))
+        if sampling.grammar and self._grammars is not None:
+            guides.append(self._grammars.processor(sampling.grammar))
+        return guides
 
     @property
     def _cache_name(self) -> str:
