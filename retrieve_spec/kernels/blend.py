@@ -192,7 +192,8 @@ def blend(
         mass -= spend
         m = read_level(
             table[row],
-            cursors[base + row],
+            cursors,
+            base + row,
             levels[level, 1],
             levels[level, 3],
             recency,

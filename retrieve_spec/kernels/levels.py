@@ -227,7 +227,8 @@ def evidence(source: Record, cursors: NDArray[np.int64], c: int, handle: int, st
 @inner
 def read_level(
     source: Record,
-    cursor: NDArray[np.int64],
+    cursors: NDArray[np.int64],
+    c: int,
     handle: int,
     total: int,
     recency: float,
@@ -277,7 +278,7 @@ def read_level(
                     n += 1
             return n
         if kind == KIND_EXACT:
-            n = exact_successors(source.exact, cursor[0], cursor[1], cursor[2], out_tokens, out_counts)
+            n = exact_successors(source.exact, cursors[c, 0], cursors[c, 1], cursors[c, 2], out_tokens, out_counts)
             for i in range(n):
                 out_p[i] = out_counts[i] / total
             return n
@@ -286,9 +287,9 @@ def read_level(
             return trie.successors(
                 spans_of(source.dense),
                 weight,
-                cursor[0],
-                cursor[1],
-                cursor[2],
+                cursors[c, 0],
+                cursors[c, 1],
+                cursors[c, 2],
                 READ_LIMIT,
                 out_tokens,
                 out_p,

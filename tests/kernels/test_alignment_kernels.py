@@ -37,7 +37,7 @@ class Pair:
             return []
         total, distinct = levels.evidence(source, cursor, 0, handle, None)
         tokens, counts, p = np.empty(32, np.int32), np.empty(32, np.int32), np.empty(32, np.float32)
-        n = levels.read_level(source, cursor[0], handle, total, 0.0, 0.0, tokens, counts, p, None)
+        n = levels.read_level(source, cursor, 0, handle, total, 0.0, 0.0, tokens, counts, p, None)
         shares = list(zip(tokens[:n].tolist(), p[:n].tolist(), strict=True))
         assert levels.next_level(source, handle, length, HASHES, None)[1] == -1
         return [(int(length), int(total), int(distinct), shares, None)]

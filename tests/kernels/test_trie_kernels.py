@@ -65,7 +65,7 @@ def test_nodes_are_what_the_spans_say(found, path):
             total = sum(weights.values())
             tokens, counts = np.empty(source_table.READ_LIMIT, np.int32), np.empty(source_table.READ_LIMIT, np.int32)
             p = np.empty(source_table.READ_LIMIT, np.float32)
-            n = levels.read_level(source, cursors[0], handle, count, 0.0, 0.0, tokens, counts, p, 1)
+            n = levels.read_level(source, cursors, 0, handle, count, 0.0, 0.0, tokens, counts, p, 1)
             assert tokens[:n].tolist() == sorted(weights)
             if total > 1e-30:  # single precision holds no smaller weights
                 assert p[:n].tolist() == pytest.approx(
