@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from retrieve_spec.server.history import Turn, joined
-from retrieve_spec.server.reading import THOUGHTS, ThoughtTags
+from retrieve_spec.server.reading import THOUGHTS, ThoughtTags, without_thoughts
 from retrieve_spec.server.tools import with_tools_told
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -100,6 +100,7 @@ class ChatTemplate:
             forms.append(lambda turns, tools: (with_tools_told(turns, ()), tools))
         if all(turn["role"] != "user" for turn in turns):
             forms.append(lambda turns, tools: ([*turns, {"role": "user", "content": ""}], tools))
+        forms.append(lambda turns, tools: (plain(turns), tools))
         for form in forms:
             try:
                 return self._render(turns, tools, **how)
@@ -262,6 +263,17 @@ def alternating(turns: Sequence[Turn]) -> list[Turn]:
             shaped.append({"role": "user", "content": ""})
         shaped.append(turn)
     return shaped
+
+
+def plain(turns: Sequence[Turn]) -> list[Turn]:
+    """Return a conversation of roles and texts alone: calls are told as text, and what was thought is left out."""
+    said = with_tools_told(turns, ())
+    return alternating(
+        [
+            {**turn, "content": without_thoughts(turn["content"])} if turn["role"] == "assistant" else turn
+            for turn in said
+        ]
+    )
 
 
 def _with_calls(turn: Turn, traits: Traits) -> Turn:

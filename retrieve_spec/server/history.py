@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2s
 from typing import Any
 
@@ -97,28 +97,29 @@ def _thought(part: Mapping[str, Any], place: str, left_out: list[str]) -> str:
 def _call(name: Any, given: Any, call_id: Any, place: str) -> dict[str, Any]:
     """A call as chats have it; without an id of its own it is called by its place."""
     known = call_id if isinstance(call_id, str) and call_id else blake2s(place.encode(), digest_size=4).hexdigest()
-    return {"id": known, "type": "function", "function": {"name": str(name), "arguments": read_arguments(given)}}
+    function = {"name": name if isinstance(name, str) else "unnamed", "arguments": read_arguments(given)}
+    return {"id": known, "type": "function", "function": function}
 
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def chat_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[Turn]:
-    """Return the turns of a chat's messages; further fields go to the chat template as they are.
+def _entries(history: Sequence[Any], name: str, left_out: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Places and objects of a history; what is no object is what the user says, and null is nothing."""
+    for number, entry in enumerate(history):
+        place = f"{name}.{number}"
+        if entry is None:
+            left_out.append(f"{place} (null)")
+        else:
+            yield place, entry if isinstance(entry, dict) else {"role": "user", "content": entry}
 
-    Raises
-    ------
-    ValueError
-        A message has no role.
-    """
+
+def chat_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
+    """Return the turns of a chat's messages, one at least; further fields go to the chat template as they are."""
     turns, waiting = list[Turn](), list[str]()
-    for number, message in enumerate(messages):
-        place, role = f"messages.{number}", message.get("role")
-        if not isinstance(role, str):
-            raise ValueError(f'"{place}.role": expected who speaks: system, user, assistant or tool')
-        if role not in _ROLES:
-            role = "tool" if role == "function" else _unknown_role(role, place, left_out)
+    for place, message in _entries(messages, "messages", left_out):
+        role = _role(message, place, left_out)
         if role in ("system", "developer"):
             turns += _system_turns(role, message, place, left_out)
         else:
@@ -127,18 +128,26 @@ def chat_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) -> li
                 turn["tool_call_id"] = waiting.pop(0)  # Ollama's clients send results in the order of the calls
             waiting = [call["id"] for call in turn["tool_calls"]] if "tool_calls" in turn else waiting
             turns.append(turn)
-    return turns
+    if turns and turns[-1] == {"role": "assistant", "content": ""}:
+        turns.pop()  # an answer of which nothing came
+    return turns or [{"role": "user", "content": ""}]
 
 
-def _unknown_role(role: str, place: str, left_out: list[str]) -> str:
-    left_out.append(f"{place}.role ({_plain(role)})")
-    return "user"
+def _role(message: Mapping[str, Any], place: str, left_out: list[str]) -> str:
+    """Who speaks; the user, unless calls or what came of one tell otherwise, where a message does not say."""
+    role = message.get("role")
+    if isinstance(role, str) and role in _ROLES:
+        return role
+    if role == "function":
+        return "tool"
+    left_out.append(f"{place}.role ({_plain(role or 'none')})")
+    return "assistant" if message.get("tool_calls") else "tool" if "tool_call_id" in message else "user"
 
 
 def _system_turns(role: str, message: Mapping[str, Any], place: str, left_out: list[str]) -> Iterator[Turn]:
     """The parts of instructions as turns of their own, without a line that changes with each request."""
     content = message.get("content")
-    others = {key: value for key, value in message.items() if key not in ("role", "content")}
+    others = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
     for part in content if isinstance(content, list) else [content]:
         text, _ = read_content(part, place, left_out)
         if changing := _CHANGING_LINE.match(text):
@@ -179,11 +188,11 @@ def _chat_calls(message: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     return calls
 
 
-def message_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[Turn]:
+def message_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
     """Return the turns of Anthropic's messages, where what came of each call is a turn."""
     turns = list[Turn]()
-    for number, message in enumerate(messages):
-        place, content = f"messages.{number}", message.get("content")
+    for place, message in _entries(messages, "messages", left_out):
+        content = message.get("content")
         blocks = content if isinstance(content, list) else [content]
         results = [block for block in map(_object, blocks) if block.get("type") == "tool_result"]
         calls = [block for block in map(_object, blocks) if block.get("type") == "tool_use"]
@@ -202,11 +211,11 @@ def message_turns(messages: Sequence[Mapping[str, Any]], left_out: list[str]) ->
     return turns
 
 
-def response_turns(items: Sequence[Mapping[str, Any]], names: Names, left_out: list[str]) -> list[Turn]:
+def response_turns(items: Sequence[Any], names: Names, left_out: list[str]) -> list[Turn]:
     """Return the turns of a response's input items; what an assistant says and calls in a row is one turn."""
     turns, thought = list[Turn](), ""
-    for number, item in enumerate(items):
-        place, kind = f"input.{number}", _kind_of(item) if item.get("type") else "message"
+    for place, item in _entries(items, "input", left_out):
+        kind = _kind_of(item) if item.get("type") else "message"
         if kind == "reasoning":
             thought = "\n".join(filter(None, (thought, _thought(item, place, left_out))))
             continue
@@ -272,8 +281,12 @@ def chat_tools(tools: Sequence[Any], left_out: list[str]) -> list[Any]:
         kind = _object(tool).get("type") or "function"
         if isinstance(kind, str) and kind != "function":
             left_out.append(f"tools.{number} ({_plain(kind)})")
+            continue
+        tool = {**tool, "type": kind} if isinstance(tool, dict) else tool
+        if tool in kept:
+            left_out.append(f"tools.{number} (again)")
         else:
-            kept.append({**tool, "type": kind} if isinstance(tool, dict) else tool)
+            kept.append(tool)
     return kept
 
 
@@ -297,16 +310,23 @@ def message_tools(tools: Sequence[Mapping[str, Any]], left_out: list[str]) -> li
 
 
 def response_tools(
-    tools: Sequence[Any], items: Sequence[Mapping[str, Any]], left_out: list[str]
+    tools: Sequence[Any], items: Sequence[Any], left_out: list[str], is_right: Callable[[Tool], bool]
 ) -> tuple[list[Tool], Names]:
-    """Return the functions among a response's tools and those that items of its input add, and how each is called."""
-    added = [tool for item in items if isinstance(own := item.get("tools"), list) for tool in own]
+    """Return the functions among a response's tools and those that items of its input add, and how each is called.
+
+    Those in the input are a history: one that is not right is left out.
+    """
+    added = [tool for item in items if isinstance(own := _object(item).get("tools"), list) for tool in own]
     kept, names = list[Tool](), Names()
     for tool, namespace in _functions(tools, "tools", left_out):
         kept.append(_function(_offered(tool.get("name"), namespace, names), tool))
     for tool, namespace in _functions(added, "input.tools", left_out):
-        if (namespace, str(tool.get("name"))) not in names:
+        if (namespace, str(tool.get("name"))) in names:
+            continue
+        if is_right(_function(tool.get("name"), tool)):
             kept.append(_function(_offered(tool.get("name"), namespace, names), tool))
+        else:
+            left_out.append(f"input.tools ({_plain(tool.get('name'))})")
     return kept, names
 
 

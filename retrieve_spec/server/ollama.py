@@ -23,6 +23,7 @@ from retrieve_spec.server.reading import Thought
 from retrieve_spec.server.schemas import (
     Asked,
     ChatRequest,
+    Item,
     Items,
     OpenAICompletionRequest,
     Penalty,
@@ -78,7 +79,7 @@ class OllamaRequest(Speculating):
 class OllamaChatRequest(OllamaRequest):
     """`POST /api/chat`."""
 
-    messages: Items[dict[str, Any]]
+    messages: Items[Item]
     tools: Items[dict[str, Any]] | None = None
 
     def as_chat(self) -> ChatRequest:
@@ -89,7 +90,7 @@ class OllamaChatRequest(OllamaRequest):
         Refusal
             400: it is none.
         """
-        messages = [_message(message) for message in self.messages]
+        messages = [_message(message) if isinstance(message, dict) else message for message in self.messages]
         return as_chat({**self.as_fields(), "messages": messages, "tools": self.tools}, self.left_out)
 
 

@@ -26,6 +26,13 @@ THOUGHTS = (
 )
 
 
+def without_thoughts(answer: str) -> str:
+    """Return what a model said after its last thought."""
+    for tags in THOUGHTS:
+        answer = answer.rpartition(tags.close)[2]
+    return answer
+
+
 @dataclass(frozen=True, slots=True)
 class Thinking:
     """What a prompt and its chat template say of thoughts.

@@ -19,6 +19,8 @@ from pydantic import (
     StrictBool,
     StrictInt,
     StrictStr,
+    ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -35,6 +37,8 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first wrong item is the only one that is looked at; thousands would take a fifth of a second."""
 
+Item = Annotated[Any, WithJsonSchema({"type": "object"})]
+"""What stands in a history, of which nothing is refused, whatever it is."""
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
 Count = Annotated[int, Field(ge=-1, le=1 << 31)]
 """Tokens; -1 is as many as fit."""
@@ -300,7 +304,8 @@ class Function(_Whole):
     @field_validator("parameters")
     @classmethod
     def _describe_an_object(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Refuse what is no JSON schema of arguments."""
+        """Refuse what is no JSON schema of arguments; what is null there says nothing."""
+        given = {key: value for key, value in given.items() if value is not None} if given else given
         schema = of_arguments(given or {})
         if schema.get("type", "object") not in ("object", ["object"]):
             raise ValueError('expected the "type" "object": arguments have names')
@@ -314,6 +319,15 @@ class Tool(_Whole):
 
     type: Literal["function"]
     function: Function
+
+
+def is_tool(fields: Mapping[str, Any]) -> bool:
+    """Whether a function can be offered."""
+    try:
+        Tool.model_validate(fields)
+    except ValidationError:
+        return False
+    return True
 
 
 class Conversation(Refusing):
@@ -333,7 +347,7 @@ class Conversation(Refusing):
     @classmethod
     def _translated(cls, fields: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         messages, tools, choice = (fields.get(name) for name in ("messages", "tools", "tool_choice"))
-        if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        if isinstance(messages, list) and messages:
             fields = {**fields, "messages": chat_turns(messages, left_out)}
         if isinstance(tools, list):
             fields = {**fields, "tools": chat_tools(tools, left_out)}

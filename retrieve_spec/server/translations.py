@@ -24,6 +24,7 @@ from retrieve_spec.server.models import Meant
 from retrieve_spec.server.reading import Thought
 from retrieve_spec.server.schemas import (
     ChatRequest,
+    Item,
     Items,
     Lenient,
     Number,
@@ -31,6 +32,7 @@ from retrieve_spec.server.schemas import (
     Share,
     Speculating,
     Text,
+    is_tool,
 )
 from retrieve_spec.server.service import Prepared, Service
 
@@ -77,8 +79,8 @@ class CountRequest(Speculating):
 
     _asks: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": (), "container": (), "context_management": ()}
 
-    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
-    system: Text | Items[dict[str, Any]] | None = None
+    messages: Annotated[Items[Item], Field(min_length=1)]
+    system: Text | Items[Item] | None = None
     tools: Items[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
@@ -282,7 +284,7 @@ class ResponsesRequest(Speculating):
         "include": (["reasoning.encrypted_content"],),
     }
 
-    input: Text | Annotated[Items[dict[str, Any]], Field(min_length=1)]
+    input: Text | Annotated[Items[Item], Field(min_length=1)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     stream: StrictBool | None = None
@@ -305,7 +307,7 @@ class ResponsesRequest(Speculating):
         """
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         left_out = list(self.left_out)
-        tools, self._names = response_tools(self.tools or (), items, left_out)
+        tools, self._names = response_tools(self.tools or (), items, left_out, is_tool)
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         wanted = None if self.text is None or self.text.format is None else self.text.format.model_dump(by_alias=True)
         fields = {

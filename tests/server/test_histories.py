@@ -1,12 +1,14 @@
 """Histories: what stands in one is never refused, in any dialect, and what has no text is told of."""
 
+import copy
 import json
+import random
 
 import pytest
 from templates import FAMILIES, HERMES
 
 USER = {"role": "user", "content": "Go on."}
-CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
 NAMES = "x-retrieve-spec-ignored"
 
 
@@ -36,6 +38,15 @@ PAST = [
     (CHAT, [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}], "No.", ""),
     (CHAT, [{"role": "critic", "content": "Hm."}], "user\nHm.", "messages.0.role (critic)"),
     (CHAT, [{"role": "assistant", "audio": {"id": "a"}}], "[audio]", "messages.0 (audio)"),
+    (CHAT, [None, "a text", {"content": "nobody's"}], "user\na text<|im_end|>\n<|im_start|>user\nnobody's",
+     "messages.0 (null), messages.2.role (none)"),
+    (CHAT, [{"tool_calls": [called({})]}, {"tool_call_id": "c1", "content": "came"}],
+     '"arguments": {}}\n</tool_call><|im_end|>\n<|im_start|>tool\ncame',
+     "messages.0.role (none), messages.1.role (none)"),
+    (CHAT, [{"role": "system", "content": "Rule.", "tool_calls": "x"}], "system\nRule.", ""),
+    (CHAT, [{"role": "assistant", "content": None}], "assistant\n<|im_end|>", ""),
+    (OLLAMA, [None, 1, {"content": "x"}], "user\n1", "messages.0 (null), messages.2.role (none)"),
+    (MESSAGES, [None, "a text"], "a text", "messages.0 (null)"),
     (MESSAGES, [block({"type": "image", "source": {}}, {"type": "text", "text": "x"})], "[image]x",
      "messages.0 (image)"),
     (MESSAGES, [block({"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "said"},
@@ -72,6 +83,10 @@ PAST = [
     (RESPONSES, [block({"type": "input_file", "filename": "a.pdf"})], "[file a.pdf]", "input.0 (input_file)"),
     (RESPONSES, [{"type": "compaction", "encrypted_content": "x"}], "", "input.0 (compaction)"),
     (RESPONSES, [{"type": ["a"], "role": "user"}], "", "input.0 (_a_)"),
+    (RESPONSES, [None, "a text", {"type": "message", "content": "x"}], "a text",
+     "input.0 (null), messages.1.role (none)"),
+    (RESPONSES, [{"type": "additional_tools", "tools": [{"type": "function", "name": "a b"}, 1]}], "",
+     "input.tools (a_b), input.tools (text)"),
     (RESPONSES, [{"type": "of tomorrow", "id": "1"}], "", "input.0 (of_tomorrow)"),
 ]  # fmt: skip
 
@@ -117,6 +132,19 @@ def test_what_asks_for_more_is_left_out_and_told(served):
     ]
     asks = [
         (CHAT, {"tools": tools, "web_search_options": {}}, "tools.1 (web_search), tools.2 (mcp)"),
+        (CHAT, {"tools": [tools[0]] * 2}, "tools.1 (again)"),
+        (
+            CHAT,
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"type": None, "properties": None, "required": None}},
+                    }
+                ]
+            },
+            "",
+        ),
         (CHAT, {"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
         (MESSAGES, {"context_management": {}, "mcp_servers": [{"url": "u"}]}, "mcp_servers"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, ""),
@@ -254,8 +282,65 @@ def test_a_prompt_that_is_too_long_is_told_in_the_dialects_words(served):
     assert error["type"] == "exceed_context_size_error" and error["n_ctx"] == 64 < error["n_prompt_tokens"]
 
 
+def places(value):
+    """Everything in a JSON value that can be another, as what it is in and its place there."""
+    for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield value, key
+        if isinstance(inner, dict | list):
+            yield from places(inner)
+
+
+HISTORIES = {
+    CHAT: [
+        {"role": "system", "content": "Rule."},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [called({}), called({})]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "came"}]},
+        {"role": "assistant", "content": "said", "refusal": None},
+    ],
+    MESSAGES: [
+        block({"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url", "url": "x"}}),
+        block({"type": "thinking", "thinking": "hm"}, {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+              role="assistant"),
+        block({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "came"}]}),
+    ],
+    RESPONSES: [
+        {"type": "additional_tools", "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "namespace": None, "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "came"}]},
+    ],
+    OLLAMA: [
+        {"role": "user", "content": "a", "images": ["x"]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+        {"role": "tool", "tool_name": "f", "content": "came"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", HISTORIES)
+def test_no_history_is_refused(served, templated, path):
+    """Items that are lost, doubled, in another order, or anything else in any part of them."""
+    server, draw = served("said", run=9), random.Random(path)
+    odd = [None, True, 1, 1e300, "x", "", "assistant", "tool", [], {}, [None], {"type": None}, {"role": "critic"}]
+    for number in range(80):
+        templated.chat_template = list(FAMILIES.values())[number % len(FAMILIES)]
+        history = copy.deepcopy(HISTORIES[path])
+        for _ in range(draw.choice([1, 1, 2, 4, 8])):
+            (inside, key), change = draw.choice(list(places(history)) or [([None], 0)]), draw.randrange(5)
+            if change == 0:
+                del inside[key]
+            elif change == 1 and isinstance(inside, list):
+                inside.insert(key, copy.deepcopy(inside[key]))
+            elif change == 2 and isinstance(inside, list):
+                draw.shuffle(inside)
+            else:
+                inside[key] = copy.deepcopy(draw.choice(odd))
+        answer = server.post(path, {**asked(path, history), "stream": False})
+        assert answer.status_code == 200, (answer.text, history)
+
+
 def test_json_of_any_shape_is_answered(served):
-    """What clients may send of a history, wrong in every way, is a 200 or a 400."""
+    """What clients may send of a request, wrong in every way, is a 200 or a 400."""
     server = served("said")
     odd = [None, 1, "x", [], {}, [1], [None], [{}], {"type": 1}, {"type": {}}, [{"type": [], "text": 1}], True, 1.5]
     for one in odd:

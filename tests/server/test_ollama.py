@@ -106,7 +106,7 @@ def test_what_there_is(thinker):
 
 
 def test_errors_are_texts(thinker):
-    for path, body in (("/api/chat", {"messages": [1]}), ("/api/generate", {"prompt": "x", "template": "{{ x }}"})):
+    for path, body in (("/api/chat", {"messages": "x"}), ("/api/generate", {"prompt": "x", "template": "{{ x }}"})):
         answer = thinker.post(path, body)
         assert answer.status_code == 400 and isinstance(answer.json()["error"], str)
     thinker.backend.fail = True

@@ -147,7 +147,7 @@ def test_others_are_answered_while_a_large_text_is_encoded(live, say, path, body
         (schemas.InfillRequest, "prediction", lambda items: {"content": items}),
         (schemas.InfillRequest, "response_fields", lambda items: items),
         (schemas.OpenAICompletionRequest, "prompt", lambda items: items),
-        (schemas.ChatRequest, "messages", lambda items: items),
+        (schemas.ChatRequest, "stop", lambda items: items),
         (schemas.DetokenizeRequest, "tokens", lambda items: items),
     ],
 )
