@@ -210,7 +210,11 @@ PASS = PassConfig()
 
 EDITORS = ("vscode", "vim", "neovim", "minuet", "zed", "continue")
 """Whose settings `retrieve-spec editor` knows."""
-TOOL_FORMATS = ("hermes", "qwen-coder", "glm", "llama", "mistral", "mistral-args", "functionary")
+TOOL_FORMATS = (
+    "hermes", "kimi", "deepseek-v3", "deepseek-v3.1", "deepseek-v4", "deepseek-v3.2", "gpt-oss", "gemma4",
+    "functiongemma", "minimax", "mistral-args", "mistral", "seed-oss", "qwen-coder", "glm", "functionary",
+    "phi", "granite", "cohere", "nemotron", "tool-calls", "lfm2", "pythonic", "llama",
+)  # fmt: skip
 """Ways in which models write calls of tools."""
 
 

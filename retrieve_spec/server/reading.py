@@ -12,10 +12,19 @@ from retrieve_spec.server.tools import CallParser, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class ThoughtTags:
-    """How one family of models encloses its thoughts."""
+    """How one family of models encloses its thoughts.
+
+    Attributes
+    ----------
+    opens, close
+        What a thought begins and ends with.
+    answers
+        What may stand in front of an answer, in this order.
+    """
 
     opens: str
     close: str
+    answers: tuple[str, ...] = ()
 
 
 THOUGHTS = (
@@ -23,7 +32,12 @@ THOUGHTS = (
     ThoughtTags("[THINK]", "[/THINK]"),
     ThoughtTags("<seed:think>", "</seed:think>"),
     ThoughtTags("<|START_THINKING|>", "<|END_THINKING|>"),
-)
+    ThoughtTags("<|channel>thought", "<channel|>"),
+    ThoughtTags(
+        "<|channel|>analysis<|message|>", "<|end|>",
+        ("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+    ),
+)  # fmt: skip
 
 
 def without_thoughts(answer: str) -> str:
@@ -75,10 +89,11 @@ def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str])
         return grammar
     answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
     close = mark(tags.close)
+    answers = " ".join(map(mark, tags.answers[:1]))
     is_token = close.startswith("<[")  # which is no part of any text
     thought = f"thought: /(?s:.*)/ {close}" if is_token else f"thought[suffix={close}]: /(?s:.*)/"
     begins = f"{mark(tags.opens)} thought" if thinking.begun is None else "thought"
-    start = f"start: ({begins} /[ \\n]{{0,4}}/){'?' if thinking.begun is None else ''} @answer"
+    start = f"start: ({begins} /[ \\n]{{0,4}}/ {answers}){'?' if thinking.begun is None else ''} @answer"
     lark = "\n".join(["%llguidance {}", start, thought])
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}]})
 
@@ -128,8 +143,7 @@ class AnswerReader:
         if self._state == "thought":
             yield from self._thought(ended)
         if self._state == "gap":
-            self._held = self._held.lstrip()
-            self._state = "answer" if self._held else "gap"
+            self._pass_gap(ended)
         answer = ""
         if self._state == "answer":
             answer, self._held = self._held, ""
@@ -140,13 +154,24 @@ class AnswerReader:
             yield answer
 
     def _begin(self, ended: bool) -> None:
-        """Tell from the first signs whether the answer begins with a thought."""
+        """Tell from the first signs whether the answer begins with a thought, or what may stand in front of it."""
         first = self._held.lstrip()
-        self._tags = next((tags for tags in THOUGHTS if first.startswith(tags.opens)), None)
-        if self._tags is not None:
+        self._tags = next((tags for tags in THOUGHTS if first.startswith((tags.opens, *tags.answers))), None)
+        if self._tags is not None and first.startswith(self._tags.opens):
             self._state, self._held = "thought", first.removeprefix(self._tags.opens)
-        elif ended or not any(tags.opens.startswith(first) for tags in THOUGHTS):
+        elif self._tags is not None:
+            self._state = "gap"
+        elif ended or not any(mark.startswith(first) for tags in THOUGHTS for mark in (tags.opens, *tags.answers)):
             self._state = "answer"
+
+    def _pass_gap(self, ended: bool) -> None:
+        """Leave out blanks, and what stands in front of an answer, as far as it has come."""
+        assert self._tags is not None
+        for mark in self._tags.answers:
+            self._held = self._held.lstrip().removeprefix(mark)
+        self._held = self._held.lstrip()
+        may_be_mark = any(mark.startswith(self._held) for mark in self._tags.answers)
+        self._state = "gap" if not self._held or (may_be_mark and not ended) else "answer"
 
     def _thought(self, ended: bool) -> Iterator[Thought]:
         """The certain part of a thought, without the blanks around all of it."""

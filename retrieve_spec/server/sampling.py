@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler
 from retrieve_spec.sampling.guides import EXTRA, GrammarProcessor, json_grammar, problem_of, read_vocabulary
 from retrieve_spec.sampling.samplers import LogProbSampler
+from retrieve_spec.server.call_formats import ToolFormat
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.reading import Thinking, after_thoughts
 from retrieve_spec.server.text import TextCodec
-from retrieve_spec.server.tools import ToolFormat, calls_grammar
+from retrieve_spec.server.tools import calls_grammar
 
 if TYPE_CHECKING:
     from retrieve_spec.server.schemas import Common
@@ -336,9 +338,12 @@ class Grammars:
         return self._valid(after_thoughts(grammar, thinking, self._mark), "tools", vocabulary)
 
     def _mark(self, text: str) -> str:
-        """A text in a grammar: as a token where it is one that steers the model."""
+        """A text in a grammar, with tokens where they steer the model."""
         added = self._tokenizer.get_added_vocab()
-        return f"<[{added[text]}]>" if text in added else json.dumps(text)
+        parts = (
+            re.split(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})", text) if added else [text]
+        )
+        return " ".join(f"<[{added[part]}]>" if part in added else json.dumps(part) for part in parts if part)
 
     def _valid(self, grammar: str, name: str, vocabulary: Any) -> str:
         if problem := problem_of(grammar, vocabulary):

@@ -20,6 +20,7 @@ from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
 from retrieve_spec.server.backend import Backend, DraftHints, can_cut
+from retrieve_spec.server.call_formats import HERMES, ToolFormat, find_tool_format
 from retrieve_spec.server.edits import Edit, find_edit
 from retrieve_spec.server.guard import Metrics, Refusal, TooLong
 from retrieve_spec.server.jobs import Task
@@ -43,7 +44,7 @@ from retrieve_spec.server.sampling import (
 )
 from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest, OpenAIOptions
 from retrieve_spec.server.text import StopRules, TextCodec
-from retrieve_spec.server.tools import HERMES, CallParser, ToolFormat, find_tool_format
+from retrieve_spec.server.tools import CallParser
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.sources.session import SessionMemory
 
@@ -392,7 +393,9 @@ class Service:
         edit = find_edit(request.messages[-1]["content"])
         prepared = self.raw(prompt.token_ids, request, caller, wanted, prompt.thinking, edit)
         schemas = request.argument_schemas
-        fmt = self._known_tool_format() if schemas else None
+        fmt = self._tool_format() if schemas else None
+        if schemas and fmt is None:
+            request.left_out.append("tools (how the model writes calls is not known: they stay text)")
 
         def reader() -> AnswerReader:
             return AnswerReader(prompt.thinking.begun, CallParser(fmt, schemas) if fmt else None)
@@ -539,31 +542,24 @@ class Service:
         """What the answer must be behind its thoughts: JSON, or calls of tools; empty for any text."""
         if not isinstance(request, ChatRequest) or not (request.named or request.tool_choice == "required"):
             return self.grammars.of(request, thinking)
-        schemas = request.argument_schemas
-        if request.named:
-            schemas = {request.named: schemas[request.named]}
-        several = not request.named and request.parallel_tool_calls is not False
-        return self.grammars.of_calls(self._known_tool_format(), schemas, thinking, several=several)
-
-    def _known_tool_format(self) -> ToolFormat:
-        """How the model writes calls.
-
-        Raises
-        ------
-        Refusal
-            400: nobody knows.
-        """
-        if not self.prompts.template.traits.tools:
-            return HERMES
-        fmt = find_tool_format(self.prompts.template.text, self.config.tool_format)
+        schemas, fmt = request.argument_schemas, self._tool_format()
         if fmt is None:
             raise Refusal(
                 400,
-                "not served with this model: tools; its chat template does not tell how it writes calls. Leave them"
-                f" out, or start the server with --tool-format {'|'.join(TOOL_FORMATS)}",
+                "not served with this model: a call that is required; its chat template does not tell how it writes"
+                f" calls. Ask with tool_choice auto, or start the server with --tool-format {'|'.join(TOOL_FORMATS)}",
                 "unsupported_field",
             )
-        return fmt
+        if request.named:
+            schemas = {request.named: schemas[request.named]}
+        several = not request.named and request.parallel_tool_calls is not False
+        return self.grammars.of_calls(fmt, schemas, thinking, several=several)
+
+    def _tool_format(self) -> ToolFormat | None:
+        """How the model writes calls; None where nobody knows."""
+        if not self.prompts.template.traits.tools:
+            return HERMES
+        return find_tool_format(self.prompts.template.text, self.config.tool_format)
 
     def _stops(self, request: Common) -> tuple[tuple[str, ...], frozenset[int]]:
         """Stop strings; one that spells a control token can only be seen as a token."""

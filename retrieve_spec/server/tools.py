@@ -6,6 +6,7 @@ error and its text is lost, an argument that spells the closing tag ends the cal
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,87 +16,7 @@ from typing import Any
 import pydantic_core
 import regex
 
-
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """How arguments are written that are no JSON: each in tags, as it is where it is a string. Ends of lines may lack.
-
-    Attributes
-    ----------
-    head, key
-        What stands in front of all arguments, and of the value of one; `{}` is the function's name, and the argument's.
-    value_close
-        What a value ends with.
-    end
-        What stands behind all arguments.
-    """
-
-    head: str
-    key: str
-    value_close: str
-    end: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """How one family of models writes a call.
-
-    Attributes
-    ----------
-    name
-        What `serve --tool-format` takes.
-    tell
-        What stands in the chat templates of these models, and of none of those below it in `FORMATS`.
-    opens
-        What a call begins with.
-    named
-        What stands between a function's name and its arguments; "" where one JSON object has both.
-    close
-        What a call ends with.
-    arguments
-        What the arguments are called in that object.
-    bare
-        The first call may begin without anything in front, and others behind a semicolon.
-    listed
-        All calls stand in one JSON list.
-    tags
-        What stands between `opens` and `close` where arguments are no JSON.
-    """
-
-    name: str
-    tell: str
-    opens: str
-    named: str = ""
-    close: str = ""
-    arguments: str = "arguments"
-    bare: bool = False
-    listed: bool = False
-    tags: Tags | None = None
-
-
-HERMES = ToolFormat("hermes", "<tool_call>", "<tool_call>", close="</tool_call>")
-"""Also that of models whose chat template knows of no tools: `with_tools_told` says how they write calls."""
-FORMATS = (
-    ToolFormat("mistral-args", "[ARGS]", "[TOOL_CALLS]", named="[ARGS]"),
-    ToolFormat("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", listed=True),
-    ToolFormat(
-        "qwen-coder", "<parameter=", "<tool_call>", close="</tool_call>",
-        tags=Tags("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>", "</function>\n"),
-    ),
-    ToolFormat(
-        "glm", "<arg_key>", "<tool_call>", close="</tool_call>",
-        tags=Tags("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),
-    ),
-    HERMES,
-    ToolFormat("functionary", "<function=", "<function=", named=">", close="</function>"),
-    ToolFormat("llama", "<|python_tag|>", "<|python_tag|>", arguments="parameters", bare=True),
-    ToolFormat("llama", '"parameters": ', "<|python_tag|>", arguments="parameters", bare=True),
-)  # fmt: skip
-
-
-def find_tool_format(template: str, name: str | None = None) -> ToolFormat | None:
-    """The format of that name, else the one that a chat template tells of, None for one that is not known."""
-    return next((fmt for fmt in FORMATS if (fmt.name == name if name else fmt.tell in template)), None)
+from retrieve_spec.server.call_formats import HERMES, Tags, ToolFormat
 
 
 def with_tools_told(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -141,6 +62,7 @@ Said = str | ToolCall
 _DECODER = json.JSONDecoder()
 _BLANKS = {"x-guidance": {"whitespace_pattern": " ?"}}
 _PYTHON = {"True": True, "False": False, "None": None}
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class CallParser:
@@ -159,7 +81,15 @@ class CallParser:
 
     def __init__(self, fmt: ToolFormat, schemas: Mapping[str, Any]) -> None:
         self._fmt, self._schemas = fmt, schemas
-        self._tagged = None if fmt.tags is None else _tagged_call(fmt.tags, fmt.close, schemas)
+        self._mark, self._head = _beginning(fmt), _named_call(fmt, schemas)
+        self._read_arguments: Callable[[str], tuple[Any, int]] = _read_json
+        if fmt.tags is not None:
+            self._tagged = _tagged_call(fmt.tags, fmt.close, schemas)
+            self._read_arguments = self._read_tagged
+        elif fmt.quote:
+            self._read_arguments = QuotedReader(fmt.quote).read
+        elif fmt.python:
+            self._read_arguments = _read_python
         self._held = ""
         self._at = -1  # where in what is held a call begins, if one does
         self._bare = fmt.bare  # a call may begin here with nothing in front
@@ -194,23 +124,30 @@ class CallParser:
 
     def _text_length(self, ended: bool) -> int:
         """How much of what is held is text, but for blanks in front of what is or may be a call; where that begins."""
-        held, opens = self._held, self._fmt.opens
+        if self._called and self._fmt.section_end and self._awaits_section_end(ended):
+            return 0
+        held = self._held
         blank = " \t\r\n;" if self._called else " \t\r\n"
         lead = len(held) - len(held.lstrip(blank)) if self._bare else -1
-        if held[lead : lead + 1] == "{" and lead >= 0:
+        if held[lead : lead + 1] == ("[" if self._fmt.python else "{") and lead >= 0:
             self._at = lead
             return 0
         if lead == len(held) and not ended:
             return 0
-        end = held.find(opens)
-        if end < 0 and ended:
-            return len(held)
-        if end < 0:
-            begun = next((size for size in range(len(opens) - 1, 0, -1) if held.endswith(opens[:size])), 0)
-            return len(held[: len(held) - begun].rstrip())
-        count = len(held[:end].rstrip())
-        self._at = end - count
+        found = self._mark.search(held, partial=not ended)
+        if found is None:
+            return len(held) if ended else len(held.rstrip())
+        count = len(held[: found.start()].rstrip())
+        if not found.partial:
+            self._at = found.start() - count
         return count
+
+    def _awaits_section_end(self, ended: bool) -> bool:
+        """Leave out what stands behind the last call; whether more is to come of what may be that."""
+        rest, end = self._held.lstrip(), self._fmt.section_end
+        if rest.startswith(end):
+            self._held = rest[len(end) :]
+        return bool(rest) and end.startswith(rest) and rest != end and not ended
 
     def _text(self, count: int) -> Iterator[str]:
         text, self._held = self._held[:count], self._held[count:]
@@ -221,18 +158,16 @@ class CallParser:
     def _read(self, ended: bool) -> tuple[list[ToolCall], str]:
         """What the call that has begun calls, and what stands behind it; errors are those of `_read_json`."""
         fmt, name = self._fmt, ""
-        begun = self._held[self._at :].removeprefix(fmt.opens)
-        if fmt.named:
-            heads = [known + fmt.named for known in self._schemas]
-            head = next((head for head in heads if begun.startswith(head)), "")
-            if not head:
-                raise _unsure(begun) if any(head.startswith(begun) for head in heads) else ValueError
-            name, begun = head.removesuffix(fmt.named), begun[len(head) :]
-        body = begun.lstrip()
-        value, end = self._read_tagged(body) if self._tagged else _read_json(body)
+        begun = self._held[self._at :]
+        mark = self._mark.match(begun)
+        body = begun[mark.end() :].lstrip() if mark else begun
+        if self._head is not None:
+            head = _complete(self._head.match(body, partial=True), body)
+            name, body = head["name"], body[head.end() :].lstrip()
+        value, end = self._read_arguments(body)
         if name:
-            value = {"name": name, "arguments": value}
-        calls = list(map(self._call, value if fmt.listed and isinstance(value, list) else [value]))
+            value = {fmt.function: name, fmt.arguments: value}
+        calls = list(map(self._call, value if (fmt.listed or fmt.python) and isinstance(value, list) else [value]))
         rest = body[end:]
         if fmt.close:
             rest = rest.lstrip()
@@ -247,12 +182,8 @@ class CallParser:
 
     def _read_tagged(self, body: str) -> tuple[Any, int]:
         """A function's name and arguments, and where they end; errors are those of `_read_json`."""
-        assert self._tagged is not None and self._fmt.tags is not None
-        found = self._tagged.match(body, partial=True)
-        if found is None:
-            raise ValueError
-        if found.partial:
-            raise _unsure(body)
+        assert self._fmt.tags is not None
+        found = _complete(self._tagged.match(body, partial=True), body)
         name, edge = found["name"], self._fmt.tags.value_close.partition("<")[0]
         pairs = zip(found.captures("key"), found.captures("value"), strict=True)
         arguments = {key: _value(text.removesuffix(edge), self._schemas[name], key) for key, text in pairs}
@@ -260,16 +191,40 @@ class CallParser:
 
     def _call(self, value: Any) -> ToolCall:
         """A call as JSON has it; a `ValueError` where it is none."""
-        named = isinstance(value, dict) and isinstance(value.get("name"), str)
-        arguments = value.get("arguments", value.get("parameters")) if named else None
-        if not isinstance(arguments, dict) or value["name"] not in self._schemas:
+        called = value if isinstance(value, dict) else {}
+        name, arguments = called.get(self._fmt.function), called.get("arguments", called.get("parameters"))
+        if not (isinstance(name, str) and isinstance(arguments, dict) and name in self._schemas):
             raise ValueError
-        return ToolCall(value["name"], arguments)
+        return ToolCall(name, arguments)
 
 
 def _unsure(text: str) -> json.JSONDecodeError:
     """What is raised where more than this text may make something of it."""
     return json.JSONDecodeError("more is to come", text, len(text))
+
+
+def _complete(found: regex.Match[str] | None, text: str) -> regex.Match[str]:
+    """A whole match; errors are those of `_read_json`."""
+    if found is None:
+        raise ValueError
+    if found.partial:
+        raise _unsure(text)
+    return found
+
+
+def _beginning(fmt: ToolFormat) -> regex.Pattern[str]:
+    """What finds the beginning of a call, with that of a section where one stands in front."""
+    section = rf"(?:{regex.escape(fmt.section)}\s*)?" if fmt.section else ""
+    return regex.compile(section + "|".join(filter(None, (regex.escape(fmt.opens), fmt.also))))
+
+
+def _named_call(fmt: ToolFormat, names: Collection[str]) -> regex.Pattern[str] | None:
+    """What finds the name of a function that stands in front of its arguments, behind the beginning of a call."""
+    if not fmt.names_apart:
+        return None
+    name = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
+    named = regex.escape(fmt.named.strip("\n")) or r"(?=\{)"
+    return regex.compile(rf"{regex.escape(fmt.lead)}(?P<name>{name}){fmt.between}\s*{named}")
 
 
 def _read_json(body: str) -> tuple[Any, int]:
@@ -286,6 +241,97 @@ def _read_json(body: str) -> tuple[Any, int]:
     return _DECODER.raw_decode(body)
 
 
+class QuotedReader:
+    """Reads JSON whose keys have no quotes, and whose texts stand between marks of their own.
+
+    Parameters
+    ----------
+    quote
+        The mark.
+    """
+
+    def __init__(self, quote: str) -> None:
+        mark = regex.escape(quote)
+        self._parts = regex.compile(
+            rf"""{mark}(?P<text>.*?){mark}|(?P<json>"(?:[^"\\]|\\.)*")|(?P<open>{mark}|")|(?P<signs>[\s,:]+)"""
+            rf"""|(?P<begin>[\{{\[])|(?P<end>[\}}\]])|(?P<word>(?:(?!{mark})[^\s{{}}\[\],:"])+)(?P<key>\s*:)?""",
+            regex.DOTALL,
+        )
+
+    def read(self, body: str) -> tuple[Any, int]:
+        """An object, and where it ends; errors are those of `_read_json`."""
+        if body and not body.startswith("{"):
+            raise ValueError
+        spelled, depth = list[str](), 0
+        for part in self._parts.finditer(body):
+            kind = part.lastgroup
+            if kind == "open":
+                break
+            spelled.append(self._in_json(part))
+            depth += (kind == "begin") - (kind == "end")
+            if depth == 0:
+                return pydantic_core.from_json("".join(spelled), allow_inf_nan=False), part.end()
+        raise _unsure(body)
+
+    @staticmethod
+    def _in_json(part: regex.Match[str]) -> str:
+        if part["text"] is not None:
+            return json.dumps(part["text"])
+        word = part["word"]
+        if word is None:
+            return str(part[0])
+        if part["key"]:
+            return f"{json.dumps(word)}:"
+        try:
+            pydantic_core.from_json(word, allow_inf_nan=False)
+        except ValueError:
+            return json.dumps(word)
+        return str(word)
+
+
+_PYTHON_LIST = regex.compile(
+    r"""(?P<nest>[\[({](?:[^\][(){}"']|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|(?&nest))*+[\])}])""", regex.DOTALL
+)
+
+
+def _read_python(body: str) -> tuple[Any, int]:
+    """A list of calls in Python's syntax, and where it ends; errors are those of `_read_json`."""
+    if body and not body.startswith("["):
+        raise ValueError
+    found = _complete(_PYTHON_LIST.match(body or "[", partial=True), body)
+    try:
+        listed = ast.parse(found[0], mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError from error
+    if not isinstance(listed, ast.List):
+        raise ValueError
+    return list(map(_python_call, listed.elts)), found.end()
+
+
+def _python_call(node: ast.expr) -> dict[str, Any]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError
+    given = {keyword.arg: _python_value(keyword.value) for keyword in node.keywords}
+    if None in given:  # **others
+        raise ValueError
+    return {"name": ast.unparse(node.func), "arguments": given}
+
+
+def _python_value(node: ast.expr) -> Any:
+    """A value as JSON has it, spelled as in Python or as in JSON."""
+    if isinstance(node, ast.List | ast.Tuple):
+        return list(map(_python_value, node.elts))
+    if isinstance(node, ast.Dict):
+        return {str(ast.literal_eval(key or node)): _python_value(value)
+                for key, value in zip(node.keys, node.values, strict=True)}  # fmt: skip
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | None):
+        raise ValueError
+    return value
+
+
 def _tagged_call(tags: Tags, close: str, names: Collection[str]) -> regex.Pattern[str]:
     """What finds the name and the arguments of a call; a value ends where another argument, or none, follows."""
 
@@ -294,7 +340,10 @@ def _tagged_call(tags: Tags, close: str, names: Collection[str]) -> regex.Patter
         return group.join(parts)
 
     name = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
-    key, end = spelled(tags.key, "(?P<key>[^<>]+)"), spelled(tags.end) or rf"(?=\s*{regex.escape(close)})"
+    key, end = (
+        spelled(tags.key, "(?P<key>[^<>]+)").replace(r"\*", '[^<>"]*'),
+        spelled(tags.end) or rf"(?=\s*{regex.escape(close)})",
+    )
     begun = "\n?" if tags.key.endswith("\n") else ""
     next_key = spelled(tags.key.partition("{}")[0])
     one = rf"(?>\s*{key}{begun}(?P<value>.*?){spelled(tags.value_close)}(?=\s*(?:{next_key}|{end})))"
@@ -379,26 +428,83 @@ def calls_grammar(fmt: ToolFormat, schemas: Mapping[str, Any], mark: Callable[[s
     several
         Whether there may be more than one call, where the format has a way to say that.
     """
-    rules, opens = [], "" if fmt.bare else mark(fmt.opens)
+    rules = []
     for number, (name, schema) in enumerate(schemas.items()):
-        call = f"call_{number}"
-        if fmt.tags is not None:
-            rules += _tagged_rules(call, name, schema or {}, fmt.tags, mark)
-            continue
-        closed = {} if schema and "properties" not in schema else {"additionalProperties": False}
-        given = {"type": "object", **closed, **(schema or {}), **_BLANKS}
-        spelled = json.dumps(name, ensure_ascii=False)
-        head, tail = f"{spelled} {mark(fmt.named)} GAP?" if fmt.named else "", ""
-        if not fmt.named:
-            head, tail = json.dumps(f'{{"name": {spelled}, "{fmt.arguments}": ', ensure_ascii=False), '"}"'
-        rules += [f"{call}: {head} {call}_arguments {tail}", f"{call}_arguments: %json {json.dumps(given)}"]
+        rules += _call_rules(f"call_{number}", name, schema or {}, fmt, mark)
     one = " | ".join(f"call_{number}" for number in range(len(schemas)))
-    further = ('("," GAP? one)*' if fmt.listed else "(GAP? whole)*") if several and not fmt.bare else ""
-    start = f'{opens} GAP? "[" one {further} "]"' if fmt.listed else f"whole {further}"
-    gap = "" if fmt.named or fmt.tags else "GAP?"
-    whole = f"{opens} {gap} one" + (f" GAP? {mark(fmt.close)}" if fmt.close else "")
-    rules += [f"start: {start}", f"whole: {whole}", f"one: {one}"]
+    opens, close = "" if fmt.bare else mark(fmt.opens), f"GAP? {mark(fmt.close)}" if fmt.close else ""
+    if fmt.listed or fmt.python:
+        further = '("," GAP? one)*' if several else ""
+        start = f'{opens} GAP? "[" one {further} "]" {close}'
+    else:
+        start = "whole (GAP? whole)*" if several and not fmt.single else "whole"
+    if fmt.section:
+        start = f"{mark(fmt.section)} GAP? {start} GAP? {mark(fmt.section_end)}"
+    gap = "" if fmt.names_apart or fmt.tags else "GAP?"
+    rules += [f"start: {start}", f"whole: {opens} {gap} one {close}", f"one: {one}"]
     return "\n".join(["%llguidance {}", "GAP: /[ \\n]/", *rules, ""])
+
+
+def _call_rules(
+    call: str, name: str, schema: Mapping[str, Any], fmt: ToolFormat, mark: Callable[[str], str]
+) -> list[str]:
+    """Rules for a call of one function."""
+    if fmt.tags is not None:
+        return _tagged_rules(call, name, schema, fmt.tags, mark)
+    if fmt.quote or fmt.python:
+        return _keyword_rules(call, name, schema, fmt, mark)
+    closed = {} if schema and "properties" not in schema else {"additionalProperties": False}
+    given = json.dumps({"type": "object", **closed, **schema, **_BLANKS})
+    spelled = json.dumps(name, ensure_ascii=False)
+    if fmt.names_apart:
+        parts = [mark(part) for part in (fmt.lead + name + fmt.written, fmt.named) if part]
+        head, tail = " ".join([*parts, "GAP?"]), ""
+    else:
+        head = json.dumps(f'{{"{fmt.function}": {spelled}, "{fmt.arguments}": ', ensure_ascii=False)
+        tail = '"}"'
+    return [f"{call}: {head} {call}_arguments {tail}", f"{call}_arguments: %json {given}"]
+
+
+def _value_rule(value: str, schema: Mapping[str, Any], key: str, spell: Callable[[Any], str]) -> str:
+    """The rule of an argument's value that is listed, or JSON; "" for a text of any kind."""
+    given, cases = schema["properties"][key], _cases(schema, key)
+    if listed := _all_listed(cases):
+        return f"{value}: {' | '.join(map(spell, listed))}"
+    if any(_may_be("string", case) for case in cases):
+        return ""
+    wanted = json.dumps({**given, **_BLANKS} if isinstance(given, dict) else {})
+    if '"$ref": "#' in wanted:  # from the root of the schema of all arguments
+        wanted = json.dumps({**given, **_BLANKS, "$defs": {"all": schema}})
+        wanted = wanted.replace('"$ref": "#', '"$ref": "#/$defs/all')
+    return f"{value}: %json {wanted}"
+
+
+def _keyword_rules(
+    call: str, name: str, schema: Mapping[str, Any], fmt: ToolFormat, mark: Callable[[str], str]
+) -> list[str]:
+    """Rules for a call whose arguments stand behind their names: those that are required first, in their order."""
+    begin, equals, end = ("(", "=", ")") if fmt.python else ("{", ":", "}")
+    quote = mark(fmt.quote) if fmt.quote else ""
+    needed, others, rules = list[str](), list[str](), list[str]()
+
+    def spell(value: Any) -> str:
+        if isinstance(value, str) and quote:
+            return f"{quote} {mark(value) if value else ''} {quote}"
+        return mark(repr(value) if fmt.python else json.dumps(value, ensure_ascii=False))
+
+    for number, key in enumerate(schema.get("properties", {})):
+        value = f"{call}_{number}"
+        text = (
+            f"{value}: {quote} /(?s:.*)/ {quote}" if quote.startswith("<[") else f'{value}: %json {{"type": "string"}}'
+        )
+        rules.append(_value_rule(value, schema, key, spell) or text)
+        (needed if key in schema.get("required", ()) else others).append(f"{mark(key + equals)} {value}")
+    comma = '"," " "? '
+    given = f" {comma}".join(needed)
+    if others:
+        one = f"({' | '.join(others)})"
+        given += f" ({comma} {one})*" if needed else f"({one} ({comma} {one})*)?"
+    return [f"{call}: {mark(fmt.lead + name + begin)} {given} {mark(end)}", *rules]
 
 
 def _tagged_rules(call: str, name: str, schema: Mapping[str, Any], tags: Tags, mark: Callable[[str], str]) -> list[str]:
@@ -410,22 +516,17 @@ def _tagged_rules(call: str, name: str, schema: Mapping[str, Any], tags: Tags, m
         return " ".join(mark(part) for part in re.split("(<[^<>]*>)", text) if part)
 
     arguments, rules, close = list[str](), list[str](), spelled(tags.value_close)
-    for number, (key, given) in enumerate(schema.get("properties", {}).items()):
-        value, end, cases = f"{call}_{number}", close, _cases(schema, key)
-        if listed := _all_listed(cases):
-            texts = [one if isinstance(one, str) else json.dumps(one) for one in listed]
-            rules.append(f"{value}: {' | '.join(map(mark, texts))}")
-        elif not any(_may_be("string", case) for case in cases):
-            wanted = json.dumps({**given, **_BLANKS} if isinstance(given, dict) else {})
-            if '"$ref": "#' in wanted:  # from the root of the schema of all arguments
-                wanted = json.dumps({**given, **_BLANKS, "$defs": {"all": schema}})
-                wanted = wanted.replace('"$ref": "#', '"$ref": "#/$defs/all')
-            rules.append(f"{value}: %json {wanted}")
-        elif "<[" in close:  # a token, which is no part of any text
-            rules.append(f"{value}: /(?s:.*)/")
-        else:
-            rules.append(f"{value}[suffix={json.dumps(tags.value_close)}]: /(?s:.*)/")
-            end = ""
-        argument = f'{spelled(tags.key.replace("{}", key))} {value} {end} "\\n"'
+    text, token, rest = close.partition("<[")
+    suffix = tags.value_close if not token else json.loads(text) if text else ""  # what the end of a text begins with
+    for number, key in enumerate(schema.get("properties", {})):
+        value, end = f"{call}_{number}", close
+        rule = _value_rule(value, schema, key, lambda one: mark(one if isinstance(one, str) else json.dumps(one)))
+        is_text = not rule
+        if is_text and suffix:
+            rule, end = f"{value}[suffix={json.dumps(suffix)}]: /(?s:.*)/", token + rest
+        rules.append(rule or f"{value}: /(?s:.*)/")
+        kind = '"true"' if is_text else '"false"' if "%json" in rule else '("true" | "false")'
+        head = f" {kind} ".join(map(spelled, tags.key.replace("{}", key).split("*")))
+        argument = f'{head} {value} {end} "\\n"'
         arguments.append(argument if key in required else f"({argument})?")
     return [f"{call}: {' '.join([spelled(tags.head.replace('{}', name)), *arguments, spelled(tags.end)])}", *rules]

@@ -6,8 +6,9 @@ import json
 import pytest
 from templates import FAMILIES, TOOLS, is_right
 
+from retrieve_spec.server.call_formats import HERMES, find_tool_format
 from retrieve_spec.server.reading import THOUGHTS, AnswerReader, Thought
-from retrieve_spec.server.tools import HERMES, CallParser, ToolCall
+from retrieve_spec.server.tools import CallParser, ToolCall
 
 USER = {"role": "user", "content": "Go on."}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_call>'
@@ -17,8 +18,8 @@ RUNS = [1, 7, 400]
 """Tokens of a pass."""
 
 
-def read(text, begun=None, pieces=1):
-    reader, out = AnswerReader(begun, CallParser(HERMES, {"add": {}})), []
+def read(text, begun=None, pieces=1, fmt=HERMES):
+    reader, out = AnswerReader(begun, CallParser(fmt, {"add": {}})), []
     for at in range(0, len(text), pieces):
         out += reader.feed(text[at : at + pieces])
     return [*out, *reader.finish()]
@@ -52,6 +53,27 @@ def test_thoughts_are_found_wherever_the_text_is_cut(tags):
     for (text, begun), expected in cases.items():
         for pieces in (1, 2, 3, 5, 11, len(text)):
             assert joined(read(text, begun, pieces)) == expected, (text, pieces)
+
+
+def test_channels_are_told_apart_wherever_the_text_is_cut():
+    """As gpt-oss writes: what it thinks, says before a call, calls, and says at last, each in a channel."""
+    analysis, next_message = "<|channel|>analysis<|message|>I muse.<|end|>", "<|start|>assistant"
+    final, preamble = "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"
+    calls = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+    call = ToolCall("add", {"a": 1})
+    cases = {
+        f"{analysis}{next_message}{final}Said. <b>": [Thought("I muse."), "Said. <b>"],
+        f"{final}Said.": ["Said."],
+        f"{analysis}{next_message}{calls}": [Thought("I muse."), call],
+        f"{analysis}{next_message}{calls}<|call|>": [Thought("I muse."), call],
+        f"{analysis}{next_message} to=functions.add<|channel|>commentary json<|message|>{{}}": [
+            Thought("I muse."), ToolCall("add", {})],
+        f"{preamble}I look.<|end|>{next_message}{calls}": ["I look.", call],
+        f"{calls[:-1]}": [calls[:-1]],
+    }  # fmt: skip
+    for text, expected in cases.items():
+        for pieces in (1, 2, 3, 5, 11, len(text)):
+            assert joined(read(text, None, pieces, find_tool_format("", "gpt-oss"))) == expected, (text, pieces)
 
 
 @pytest.fixture(params=["opened by the model", "opened by the template"])

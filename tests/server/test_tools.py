@@ -12,12 +12,13 @@ from templates import CHATML, HERMES, TOOLS, is_right
 
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.reference_model import load_model
+from retrieve_spec.server.call_formats import FORMATS, find_tool_format
 from retrieve_spec.server.run import assemble
 from retrieve_spec.server.schemas import ChatRequest
-from retrieve_spec.server.tools import FORMATS, CallParser, ToolCall, calls_grammar, find_tool_format
+from retrieve_spec.server.tools import CallParser, ToolCall, calls_grammar
 
 F, G = ToolCall("f", {"a": "</tool_call> ]}"}), ToolCall("get", {"b": [1, {"c": None}], "é": "\n"})
-NAMES = dict.fromkeys(("f", "fu", "get"))
+NAMES = dict.fromkeys(("f", "fu", "get", "g"))
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 tagged = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.tags], ids=lambda fmt: fmt.name)
 CODER = find_tool_format("", "qwen-coder")
@@ -25,16 +26,36 @@ CODER = find_tool_format("", "qwen-coder")
 
 def spelled(fmt, calls):
     """Calls as models of a format write them."""
-    listed = [{"name": call.name, fmt.arguments: call.arguments} for call in calls]
+    listed = [{fmt.function: call.name, fmt.arguments: call.arguments} for call in calls]
     if fmt.tags:
-        return "\n".join(map(partial(in_tags, fmt), calls))
-    if fmt.listed:
-        return f"{fmt.opens} {json.dumps(listed)}"
-    if fmt.named:
-        return "".join(f"{fmt.opens}{c.name}{fmt.named}{json.dumps(c.arguments)}{fmt.close}" for c in calls)
-    if fmt.bare:
-        return "; ".join(map(json.dumps, listed))
-    return "\n".join(f"{fmt.opens}\n{json.dumps(one)}\n{fmt.close}" for one in listed)
+        text = "\n".join(map(partial(in_tags, fmt), calls))
+    elif fmt.python:
+        text = f"{fmt.opens}[{', '.join(map(in_python, calls))}]{fmt.close}"
+    elif fmt.quote:
+        text = "".join(f"{fmt.opens}{fmt.lead}{c.name}{quoted(c.arguments, fmt.quote)}{fmt.close}" for c in calls)
+    elif fmt.listed:
+        text = f"{fmt.opens} {json.dumps(listed)}{fmt.close}"
+    elif fmt.names_apart:
+        parts = (fmt.opens, fmt.lead, "{}", fmt.written, fmt.named, "{}", "\n" * fmt.named.endswith("\n"), fmt.close)
+        text = "".join("".join(parts).replace("{}", c.name, 1).replace("{}", json.dumps(c.arguments)) for c in calls)
+    elif fmt.bare:
+        text = "; ".join(map(json.dumps, listed))
+    else:
+        text = "\n".join(f"{fmt.opens}\n{json.dumps(one)}\n{fmt.close}" for one in listed)
+    return f"{fmt.section}{text}{fmt.section_end}"
+
+
+def in_python(call):
+    return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+
+
+def quoted(value, quote):
+    """JSON with other quotes around texts, and none around keys."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{quoted(inner, quote)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(quoted(inner, quote) for inner in value) + "]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
 def in_tags(fmt, call, end="\n"):
@@ -42,7 +63,8 @@ def in_tags(fmt, call, end="\n"):
     spelled = fmt.tags.head.replace("{}", call.name)
     for key, value in call.arguments.items():
         text = value if isinstance(value, str) else json.dumps(value)
-        spelled += fmt.tags.key.replace("{}", key) + text + fmt.tags.value_close + end
+        head = fmt.tags.key.replace("{}", key).replace("*", "true" if isinstance(value, str) else "false")
+        spelled += head + text + fmt.tags.value_close + end
     return f"{fmt.opens}{spelled}{fmt.tags.end}{fmt.close}"
 
 
@@ -60,8 +82,8 @@ def cut_everywhere(fmt, text):
     """What is said of a text, which must be the same for one character at a time and wherever two cuts are."""
     whole = said(fmt, [text])
     assert said(fmt, text) == whole
-    for first in range(0, len(text), 1 + len(text) // 60):
-        for second in range(first, len(text), 1 + len(text) // 60):
+    for first in range(0, len(text), 1 + len(text) // 25):
+        for second in range(first, len(text), 1 + len(text) // 25):
             assert said(fmt, [text[:first], text[first:second], text[second:]]) == whole
     return whole
 
@@ -83,15 +105,19 @@ def test_calls_are_found_wherever_the_text_is_cut(fmt):
 @formats
 def test_what_is_no_call_is_text_to_the_last_character(fmt):
     whole = spelled(fmt, [F])
-    texts = [whole[:-size] for size in range(len(fmt.close) + 2, len(whole), 3)]
+    texts = [whole[:-size] for size in range(len(fmt.close + fmt.section_end) + 2, len(whole), 3)]
     texts += [spelled(fmt, [ToolCall("other", {})]), f"{fmt.opens} is how", " \n ", "{", fmt.opens + "[" * 2000]
     if fmt.tags:
-        texts.append(whole.replace("function=", "function:").replace("key>", "kay>"))
-        texts.append(whole.replace("=a>", "=a<b>").replace(">a<", ">a<b<"))
+        damaged = [
+            whole.replace(fmt.tags.value_close.strip(), "</oops>"),
+            whole.replace(fmt.tags.key[:5], "<oops"),
+            whole.replace("=a>", "=a<b>").replace(">a<", ">a<b<"),
+        ]
     else:
-        texts += [whole.replace(":", "=") + " \n", whole.replace('"a"', '"\\ud800"')]
-        texts.append(whole.replace('"</tool_call> ]}"', "NaN"))
-        texts.append(whole.replace('"name": "f"', '"name": ["f"]') if not fmt.named else " ")
+        damaged = [whole.replace(":", "=").replace("(", "[") + " \n", whole.replace('"a"', '"\\ud800"')]
+        damaged.append(whole.replace('"</tool_call> ]}"', "NaN"))
+        damaged.append(whole.replace(f'"{fmt.function}": "f"', f'"{fmt.function}": ["f"]'))
+    texts += [text for text in damaged if text != whole]
     for text in texts:
         assert [*said(fmt, [text]), ""][0] == text
         assert "".join(said(fmt, text)) == text
@@ -171,7 +197,7 @@ def lets_through(request, tokenizer):
         )
         matcher = llguidance.LLMatcher(vocabulary, grammar)
         assert not matcher.is_error(), matcher.get_error()
-        ids = own.encode(in_tags(fmt, ToolCall("f", arguments)), add_special_tokens=False)
+        ids = own.encode(spelled(fmt, [ToolCall("f", arguments)]), add_special_tokens=False)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     return decide
@@ -224,7 +250,7 @@ def test_a_long_value_is_read_as_fast_as_it_comes(fmt):
 def test_a_format_is_told_by_a_template_or_named():
     assert {fmt.name for fmt in FORMATS} == set(TOOL_FORMATS)
     for fmt in FORMATS:
-        assert find_tool_format(f"… {fmt.tell} …") is fmt
+        assert find_tool_format(f"… {' '.join(fmt.tells)} …") is fmt
         assert find_tool_format("…", fmt.name).name == fmt.name
     assert find_tool_format(CHATML) is None
     assert find_tool_format("<tool_call><function=f><parameter=a>1</parameter>").name == "qwen-coder"
@@ -353,12 +379,93 @@ def test_the_server_tells_of_tools_where_the_template_does_not(served, templated
         assert "You may call" not in server.post("/apply-template", fields).json()["prompt"]
 
 
-def test_calls_in_an_unknown_format_are_refused_unless_it_is_named(served, templated):
+def test_calls_in_an_unknown_format_stay_text_and_are_told_of_unless_it_is_named(served, templated):
     templated.chat_template = HERMES.replace("tool_call>", "call>")
-    raw = served("Hi.").post("/v1/chat/completions", BODY)
-    assert raw.status_code == 400 and "--tool-format hermes|qwen-coder" in raw.json()["error"]["message"]
+    said = SAID.replace("tool_call>", "call>")
+    server = served(said)
+    answer = server.post("/v1/chat/completions", BODY)
+    assert answer.json()["choices"][0]["message"]["content"] == said and "read_file" in last_prompt(server)
+    assert "how the model writes calls is not known" in answer.headers["x-retrieve-spec-ignored"]
+    required = server.post("/v1/chat/completions", {**BODY, "tool_choice": "required"})
+    assert required.status_code == 400 and "--tool-format hermes|kimi" in required.json()["error"]["message"]
     server = served(SAID, config=ServeConfig(tool_format="hermes"))
     assert server.post("/v1/chat/completions", BODY).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def last_prompt(server):
+    return server.service.codec.decode(server.backend.prompts[-1])
+
+
+WRITTEN = {
+    "kimi": "<|tool_calls_section_begin|>"
+    "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    '<|tool_call_begin|>functions.g:12 <|tool_call_argument_begin|>{"a": "x"}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "deepseek-v3": "<｜tool▁calls▁begin｜>"
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>\n"
+    '<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{"a":"x"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    '<｜tool▁call▁begin｜>g<｜tool▁sep｜>{"a": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek-v3.2": "<｜DSML｜function_calls>\n"
+    '<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n<｜DSML｜invoke name="g">\n'
+    '<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "gemma4": '<|tool_call>call:f{}<tool_call|><|tool_call>call:g{a:<|"|>x<|"|>}<tool_call|>',
+    "minimax": '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n<invoke name="g">\n'
+    '<parameter name="a">x</parameter>\n</invoke>\n</minimax:tool_call>',
+    "mistral-args": '[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[CALL_ID]a1b2c3d4e[ARGS]{"a": "x"}',
+    "seed-oss": "<seed:tool_call>\n<function=f>\n</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=g>\n<parameter=a>x</parameter>\n</function>\n</seed:tool_call>",
+    "glm": "<tool_call>f</tool_call><tool_call>g<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>",
+    "granite": '<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": "x"}}]',
+    "phi": 'functools[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": "x"}}]',
+    "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {}},\n'
+    '    {"tool_call_id": "1", "tool_name": "g", "parameters": {"a": "x"}}\n]<|END_ACTION|>',
+    "nemotron": '<TOOLCALL>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": "x"}}]</TOOLCALL>',
+    "lfm2": "<|tool_call_start|>[f(), g(a='x')]<|tool_call_end|>",
+    "pythonic": '[f(), g(a="x")]',
+}
+"""Two calls as models write them: of a function without arguments, and of one with a text."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_two_calls_of_one_turn_are_read_as_models_write_them(name):
+    fmt = find_tool_format("", name)
+    assert cut_everywhere(fmt, WRITTEN[name]) == [ToolCall("f", {}), ToolCall("g", {"a": "x"})]
+
+
+def test_values_in_the_syntax_of_python_and_without_quotes_are_json():
+    given = {"a": "it's \n", "b": [1, -2.5, True, None], "c": {"d": [], "e": "}"}}
+    for fmt in (find_tool_format("", "lfm2"), find_tool_format("", "gemma4")):
+        assert said(fmt, spelled(fmt, [ToolCall("f", given)])) == [ToolCall("f", given)]
+    pythonic, gemma = find_tool_format("", "pythonic"), find_tool_format("", "gemma4")
+    assert said(pythonic, '[f(a=true, b={"c": null})]') == [ToolCall("f", {"a": True, "b": {"c": None}})]
+    assert said(gemma, '<|tool_call>call:f{a:bare,"b":"}<"}<tool_call|>') == [ToolCall("f", {"a": "bare", "b": "}<"})]
+    for text in ("[f(1)]", "[f(a=b)]", "[f(**{})]", "[f, 1]", "[f(a=1j)]", "[1]", "[f(a=']"):
+        assert said(pythonic, text) == [text]
+
+
+def test_every_format_is_read_in_streams_as_in_whole_answers(served, templated):
+    """Where the template tells of it; and cut by the limit of tokens it is text."""
+    text = ""
+    server = served(lambda _: text, run=3)
+    functions = [{"type": "function", "function": {"name": name}} for name in ("f", "get")]
+    for fmt in FORMATS:
+        templated.chat_template = f"{{# {' '.join(fmt.tells)} #}}" + HERMES.replace("tool_call>", "call>")
+        text = ("" if fmt.bare else "I look.\n") + spelled(fmt, [F] if fmt.single else [F, G])
+        body = {"messages": ASK, "tools": functions}
+        (choice,) = server.post("/v1/chat/completions", body).json()["choices"]
+        events = [json.loads(event) for event in server.events("/v1/chat/completions", {**body, "stream": True})[:-1]]
+        deltas = [choice["delta"] for event in events for choice in event["choices"]]
+        named = [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+        given = "".join(call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ()))
+        calls = [call["function"] for call in choice["message"]["tool_calls"]]
+        assert (choice["message"]["content"] or "") == "".join(delta.get("content") or "" for delta in deltas), fmt.name
+        assert [call["name"] for call in calls] == named == ["f", "get"][: len(calls)], fmt.name
+        assert "".join(call["arguments"] for call in calls) == given
+        assert [json.loads(call["arguments"]) for call in calls] == [F.arguments, G.arguments][: len(calls)]
+        cut = server.post("/v1/chat/completions", {**body, "max_tokens": 12}).json()["choices"][0]
+        assert cut["finish_reason"] == "length" and text.startswith(cut["message"]["content"]), fmt.name
+        assert "tool_calls" not in cut["message"]
 
 
 def test_arguments_have_the_line_ends_of_the_document(served):
