@@ -47,7 +47,7 @@ class Task:
     reuse
         May continue a cache of an earlier prompt.
     settled
-        Tokens with which later prompts of the conversation will begin, too: a cache that cannot be cut is copied there.
+        Numbers of tokens with which later prompts may begin, too: a cache that cannot be cut is copied at each.
     """
 
     prompt_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class Task:
     warm: bool = False
     reuse: bool = True
     drafting: bool = True
-    settled: int = 0
+    settled: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -214,7 +214,7 @@ class Job:
         self.done = Completion(prompt_tokens=len(task.prompt_ids))
         self.text: Any = None
         self._slot: Any = None
-        self._settles = False
+        self._settled = list[int]()  # those of the task at which the cache is still to be copied
         self._backend, self._codec, self._pool, self._changed, self._clock = backend, codec, pool, changed, clock
         self._scanner = StopScanner(codec, task.rules, clock)
         self._said: list[int] = []
@@ -235,11 +235,10 @@ class Job:
         size = len(task.prompt_ids) * self._backend.token_bytes
         slot, self.done.cached_tokens = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse, size=size)
         self._slot = slot
-        self._settles = self.done.cached_tokens < task.settled < len(task.prompt_ids) and not can_cut(slot.cache)
-        if self._settles:
-            self.text = self._decode(task.prompt_ids[: task.settled], DraftHints(False, scope=task.scope), warm=True)
-        else:
-            self.text = self._decode(task.prompt_ids, self._hints(slot), warm=task.warm)
+        if not can_cut(slot.cache):
+            new = range(self.done.cached_tokens + 1, len(task.prompt_ids))
+            self._settled = [count for count in task.settled if count in new]
+        self.text = self._next_text()
         self.done.setup_s = self._since()
 
     def _decode(self, prompt_ids: tuple[int, ...], hints: DraftHints, *, warm: bool) -> Any:
@@ -253,13 +252,21 @@ class Job:
             hints=hints,
         )
 
+    def _next_text(self) -> Any:
+        """What takes part in passes: the prompt as far as the next copy of the cache, at last all of it."""
+        task = self.task
+        if self._settled:
+            ids = task.prompt_ids[: self._settled[0]]
+            return self._decode(ids, DraftHints(False, scope=task.scope), warm=True)
+        return self._decode(task.prompt_ids, self._hints(self._slot), warm=task.warm)
+
     def _settle(self) -> None:
-        """Go on from where later prompts will, after a copy of the cache has been kept."""
+        """Keep a copy of the cache where later prompts may go on from, and read on."""
         self.text.close()
-        self._settles = False
+        count = self._settled.pop(0)
         if not self.forgotten:
-            self._pool.settle(self._slot, self.task.prompt_ids[: self.task.settled])
-        self.text = self._decode(self.task.prompt_ids, self._hints(self._slot), warm=self.task.warm)
+            self._pool.settle(self._slot, self.task.prompt_ids[:count])
+        self.text = self._next_text()
 
     def _hints(self, slot: Slot) -> DraftHints:
         """What to draft from; what was said behind this prompt before, if nothing else is expected there."""
@@ -299,7 +306,7 @@ class Job:
         text, slot, prompt, done = self.text, self._slot, self.task.prompt_ids, self.done
         self._worked += self._since()
         fresh = text.take()
-        if self._settles and not self.cancel.is_set():
+        if self._settled and not self.cancel.is_set():
             if text.over:
                 self._settle()
             return False

@@ -54,6 +54,8 @@ _USERS = 64
 _FIM_TOKENS = 128
 _FIM_WINDOW = 2048
 _MAX_SEED = (1 << 63) - 1
+_SETTLED_EVERY = 1024
+"""Tokens after which a cache that cannot be cut is copied, of a prompt that has few."""
 _NEXT_SEED = 0x9E3779B97F4A7C15
 """Seeds of further samples are this far apart, so that those of neighbouring seeds are others."""
 
@@ -187,6 +189,12 @@ class Memory:
         while encoded:
             session.read(encoded.popleft())
         return session
+
+
+def settled_before(end: int) -> range:
+    """Where a prompt of so many tokens is likely to part from another: eight places at most, the same for both."""
+    every = _SETTLED_EVERY << (end // (8 * _SETTLED_EVERY)).bit_length()
+    return range(every, end, every)
 
 
 class Service:
@@ -401,8 +409,8 @@ class Service:
             return AnswerReader(prompt.thinking.begun, CallParser(fmt, schemas) if fmt else None)
 
         if not self._cuts_caches:
-            opening = self.prompts.opening(request)
-            prepared.task = replace(prepared.task, settled=len(prompt.token_ids) - max(1, len(opening)))
+            end = len(prompt.token_ids) - max(1, len(self.prompts.opening(request)))
+            prepared.task = replace(prepared.task, settled=(*settled_before(end), end))
         return replace(prepared, reader=reader)
 
     def raw(

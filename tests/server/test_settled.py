@@ -66,6 +66,21 @@ def test_every_branch_of_a_chat_goes_on_from_where_it_began(server):
     assert again[0] < 10
 
 
+def test_a_prompt_that_parts_from_another_goes_on_from_a_place_before_that(server):
+    """As that of another chat of the same agent: their instructions are the same, and a line behind them is not."""
+
+    def first_turn(line):
+        said = [INSTRUCTIONS, {"role": "user", "content": f"{'Rule. ' * 900}{line} {'More. ' * 60}"}]
+        spent = server.post("/v1/chat/completions", {"messages": said, "max_tokens": 5}).json()["timings"]
+        return spent["prompt_n"], spent["cache_n"]
+
+    size, cached = first_turn("One.")
+    assert size > 2048 and cached == 0
+    for line in ("Two.", "Three."):
+        assert first_turn(line)[1] == 2048
+    assert first_turn("Two.")[0] < 10
+
+
 def test_nothing_is_kept_of_who_asks_for_no_cache_or_has_had_it_forgotten(server):
     assert all(cached == 0 for _, cached, _ in turns(server, 2, cache_prompt=False))
     server.client.delete("/v1/workspace")
