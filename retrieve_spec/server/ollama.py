@@ -210,12 +210,16 @@ _LINES: dict[int | str, Any] = {**ANSWERS, 200: {"content": {OllamaAnswer.media_
 @router.post("/api/chat", responses=_LINES)
 async def chat(body: OllamaChatRequest, request: Request, service: Meant) -> Response:
     """The next message of a conversation (Ollama's dialect)."""
+    if not body.messages:
+        return _loaded(service, {"message": {"role": "assistant", "content": ""}})
     return await converse(service, request, body.as_chat(), OllamaAnswer)
 
 
 @router.post("/api/generate", responses=_LINES)
 async def generate(body: OllamaGenerateRequest, request: Request, service: Meant) -> Response:
     """What follows a prompt, or stands between it and a suffix (Ollama's dialect)."""
+    if not (body.prompt or body.suffix):
+        return _loaded(service, {"response": ""})
     write = partial(OllamaAnswer, chat=False)
     if not (body.suffix or body.raw):
         return await converse(service, request, body.as_chat(), write)
@@ -228,6 +232,12 @@ async def generate(body: OllamaGenerateRequest, request: Request, service: Meant
         return [service.raw(body.prompt, asked, who, wanted)]
 
     return await respond(service, request, asked, prepare, write)
+
+
+def _loaded(service: Service, said: dict[str, Any]) -> Response:
+    """The answer to a request without a question, by which clients have a model loaded."""
+    made = {"model": service.name, "created_at": datetime.now(UTC).isoformat()}
+    return JSONResponse({**made, **said, "done": True, "done_reason": "load"})
 
 
 def _entry(name: str) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str])
     tags = thinking.begun or thinking.may_begin
     if tags is None:
         return grammar
-    answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    answer, *parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     close = mark(tags.close)
     answers = " ".join(map(mark, tags.answers[:1]))
     is_token = close.startswith("<[")  # which is no part of any text
@@ -95,7 +95,7 @@ def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str])
     begins = f"{mark(tags.opens)} thought" if thinking.begun is None else "thought"
     start = f"start: ({begins} /[ \\n]{{0,4}}/ {answers}){'?' if thinking.begun is None else ''} @answer"
     lark = "\n".join(["%llguidance {}", start, thought])
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}]})
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}, *parts]})
 
 
 @dataclass(frozen=True, slots=True)

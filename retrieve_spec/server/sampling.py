@@ -325,8 +325,18 @@ class Grammars:
         vocabulary = self._read_vocabulary(name)
         return self._valid(after_thoughts(json_grammar(schema), thinking, self._mark), name, vocabulary)
 
-    def of_calls(self, fmt: ToolFormat, schemas: Mapping[str, Any], thinking: Thinking, *, several: bool) -> str:
+    def of_calls(
+        self,
+        fmt: ToolFormat,
+        schemas: Mapping[str, Any],
+        thinking: Thinking,
+        *,
+        several: bool,
+        otherwise: Mapping[str, Any] | None = None,
+    ) -> str:
         """The grammar of calls of functions after the thoughts, given the JSON schemas of their arguments.
+
+        In their place there may be JSON under the schema ``otherwise``.
 
         Raises
         ------
@@ -335,6 +345,11 @@ class Grammars:
         """
         vocabulary = self._read_vocabulary("tool_choice")
         grammar = calls_grammar(fmt, schemas, self._mark, several=several)
+        if otherwise is not None:
+            (answer,) = json.loads(json_grammar(otherwise))["grammars"]
+            either = {"lark_grammar": "%llguidance {}\nstart: @calls | @json"}
+            named = [{"name": "calls", "lark_grammar": grammar}, {**answer, "name": "json"}]
+            grammar = json.dumps({"grammars": [either, *named]})
         return self._valid(after_thoughts(grammar, thinking, self._mark), "tools", vocabulary)
 
     def _mark(self, text: str) -> str:

@@ -438,8 +438,6 @@ class ChatRequest(Conversation, OpenAIOptions):
     def _asks_for_one_thing(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs: true")
-        if self.offered and self.wanted_json()[0] is not None:
-            raise ValueError("response_format: not beside tools")
         return self
 
 

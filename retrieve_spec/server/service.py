@@ -548,9 +548,12 @@ class Service:
 
     def _grammar(self, request: Common, thinking: Thinking) -> str:
         """What the answer must be behind its thoughts: JSON, or calls of tools; empty for any text."""
-        if not isinstance(request, ChatRequest) or not (request.named or request.tool_choice == "required"):
+        if not isinstance(request, ChatRequest) or not request.offered:
             return self.grammars.of(request, thinking)
         schemas, fmt = request.argument_schemas, self._tool_format()
+        required, (wanted, _) = request.named or request.tool_choice == "required", request.wanted_json()
+        if not required and (wanted is None or fmt is None):
+            return self.grammars.of(request, thinking)
         if fmt is None:
             raise Refusal(
                 400,
@@ -561,7 +564,8 @@ class Service:
         if request.named:
             schemas = {request.named: schemas[request.named]}
         several = not request.named and request.parallel_tool_calls is not False
-        return self.grammars.of_calls(fmt, schemas, thinking, several=several)
+        otherwise = None if required else wanted
+        return self.grammars.of_calls(fmt, schemas, thinking, several=several, otherwise=otherwise)
 
     def _tool_format(self) -> ToolFormat | None:
         """How the model writes calls; None where nobody knows."""

@@ -105,6 +105,12 @@ def test_what_there_is(thinker):
         assert gone.status_code == 404 and "/v1" in gone.json()["error"]
 
 
+def test_a_request_without_a_question_loads_the_model(thinker):
+    for path, body in (("/api/chat", {"messages": []}), ("/api/generate", {"keep_alive": -1})):
+        answer = thinker.post(path, body).json()
+        assert (answer["done"], answer["done_reason"]) == (True, "load") and not thinker.backend.prompts
+
+
 def test_errors_are_texts(thinker):
     for path, body in (("/api/chat", {"messages": "x"}), ("/api/generate", {"prompt": "x", "template": "{{ x }}"})):
         answer = thinker.post(path, body)

@@ -55,7 +55,6 @@ MALFORMED = {
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema is required"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no type"}}}}, "response_for"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
-        ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "response_format"),
         ({"messages": []}, '"messages"'),
         ({"messages": []}, '"messages"'),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),

@@ -568,6 +568,22 @@ def test_a_call_that_is_required_is_one_with_drafts_and_without(grammatical, mon
     assert call["function"]["name"] == "add" and is_right("add", json.loads(call["function"]["arguments"]))
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama", "gpt-oss", "gemma4"])
+def test_json_beside_tools_is_calls_or_json(grammatical, monkeypatch, name):
+    """Whichever the model begins with; that of the bundled one is chance."""
+    monkeypatch.setattr(grammatical.service, "config", replace(grammatical.service.config, tool_format=name))
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    body = {**BODY, "response_format": wanted, "temperature": 1.5, "n": 12, "seed": 1, "max_tokens": 120}
+    called = []
+    for choice in grammatical.post("/v1/chat/completions", body).json()["choices"]:
+        calls = choice["message"].get("tool_calls", ())
+        called.append(bool(calls))
+        assert all(is_right(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls)
+        assert calls or json.loads(choice["message"]["content"])["n"] in (1, 2)
+    assert set(called) == {True, False}
+
+
 def test_several_calls_where_several_may_be(grammatical):
     body = {**BODY, "tool_choice": "required", "temperature": 1.0, "n": 4, "seed": 1}
     answer = grammatical.post("/v1/chat/completions", body).json()
