@@ -1,22 +1,25 @@
 """Model state: what a recording stands for, noted so that a later change is noticed.
 
 Noted are the modules with their classes, training modes, hooks and patched forwards, the attention implementation of
-their configs, plain attributes that stand on them (numbers, texts, functions and the like, and lists of these: what
-adapters are switched by), and of every tensor which it is, its type, shape and device. The numbers inside parameters
-and buffers are not, as a recording reads the live tensors; those of other tensors are by their version counters.
-Whatever else is changed, `invalidate()` is told of.
+their configs, plain attributes that stand on them (numbers, texts, functions, methods and the like, and lists of
+these: what adapters are switched by), and of every tensor which it is, its type, shape and device. The numbers inside
+parameters and buffers are not, as a recording reads the live tensors; those of other tensors are by their version
+counters. Whatever else is changed, `invalidate()` is told of.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_wide
@@ -24,11 +27,12 @@ from torch.nn.modules import module as torch_wide
 _FOLLOWED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
 """Attributes of every module in which torch has what it runs."""
 _OF_TORCH = frozenset(vars(nn.Module()))
-_PLAIN = frozenset({
-    str, bytes, bool, int, float, complex, types.NoneType, torch.dtype, torch.device, torch.Size,
-    types.FunctionType, types.BuiltinFunctionType,
-})  # fmt: skip
-_LISTS = frozenset({list, tuple, set, frozenset, dict})
+_PLAIN = (
+    str, bytes, int, float, complex, np.generic, types.NoneType, Enum, torch.dtype, torch.device,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
+)  # fmt: skip
+_NUMBERS = (int, float)
+_LISTS = (list, tuple, set, frozenset, dict)
 _LONGEST = 64
 """Entries of a list that is followed at most."""
 Attribute = tuple[type, str]
@@ -44,14 +48,17 @@ class _Look:
     parts
         Modules, their classes, and what torch has these run.
     values
-        Plain attributes, by the number of the module and the name.
+        What plain attributes are compared by (`_noted`), by the number of the module and the name.
     tensors
         Parameters, buffers, and tensors that are attributes, likewise.
+    lists
+        Plain attributes that have entries.
     """
 
     parts: list[Any]
     values: dict[tuple[int, str], Any]
     tensors: dict[tuple[int, str], torch.Tensor | None]
+    lists: list[Any]
 
 
 class ModelState:
@@ -71,10 +78,8 @@ class ModelState:
         self._classes = list(map(type, self._modules))
         self._slots = {cls: _slots_of(cls) for cls in self._classes}
         look = self._look()
-        values = {key: copy.copy(value) for key, value in look.values.items()}
-        self._seen = _Look(
-            [copy.copy(p) if isinstance(p, (dict, list)) else p for p in look.parts], values, look.tensors
-        )
+        parts = [copy.copy(part) if isinstance(part, (dict, list)) else part for part in look.parts]
+        self._seen = replace(look, parts=parts)
         self._tensors = list({id(tensor): tensor for tensor in look.tensors.values() if tensor is not None}.values())
         weights = set(map(id, (*model.parameters(), *model.buffers())))
         self._others = [tensor for tensor in self._tensors if id(tensor) not in weights]
@@ -82,20 +87,37 @@ class ModelState:
         self._kinds, self._places = list(map(kind, self._tensors)), list(map(place, self._tensors))
         replaced = {name for _, name in self._unfollowed}
         self._partly = [m for m in self._modules if self._slots[type(m)] or not replaced.isdisjoint(vars(m))]
-        self._attributes = list(map(self._attributes_of, self._partly))
-        self._lives = [*self._containers(), *(value for value in look.values.values() if type(value) in _LISTS)]
+        self._lives = [*self._containers(), *look.lists]
+        own = [vars(module) for module in self._modules]
+        numbers = [(d, name) for d in own for name in d if name not in _OF_TORCH and isinstance(d[name], _NUMBERS)]
+        self._numbers = [list(column) for column in zip(*numbers, strict=True)] or [[], []]
+        self._lists = look.lists
+        self._take_copies()
+
+    def _take_copies(self) -> None:
+        """Keep what the next look is compared with before it goes into anything."""
         self._copies = list(map(copy.copy, self._lives))
+        self._attributes = list(map(self._attributes_of, self._partly))
+        self._types = self._types_now()
+
+    def _types_now(self) -> list[type]:
+        """Types of attributes that others equal, as `True` equals 1."""
+        lists = (entries.values() if isinstance(entries, dict) else entries for entries in self._lists)
+        return list(map(type, chain(map(operator.getitem, *self._numbers), *lists)))
 
     def _containers(self) -> Iterator[Any]:
         """The dictionaries that every look reads; of modules in `_partly`, a part of their own is read."""
         yield from (torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks)
         partly = set(map(id, self._partly))
+        configs = {}
         for module in self._modules:
             own = vars(module)
             if id(module) not in partly:
                 yield own
             yield from (own[name] for name in (*_FOLLOWED, "_parameters", "_buffers"))
-            yield getattr(own.get("config"), "__dict__", {})
+            config = own.get("config")
+            configs[id(config)] = getattr(config, "__dict__", {})
+        yield from configs.values()
 
     def _attributes_of(self, module: nn.Module) -> dict[str, Any]:
         """A module's attributes but for those that its forward replaces."""
@@ -106,7 +128,7 @@ class ModelState:
     def _look(self) -> _Look:
         """See what the model is now."""
         modules = list(self._model.modules())
-        look = _Look([modules, torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks], {}, {})
+        look = _Look([modules, torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks], {}, {}, [])
         for number, module in enumerate(modules):
             own, cls = vars(module), type(module)
             attention = getattr(own.get("config"), "_attn_implementation", None)
@@ -117,7 +139,9 @@ class ModelState:
                 if isinstance(value, torch.Tensor):
                     look.tensors[number, name] = value
                 elif _is_plain(value):
-                    look.values[number, name] = value
+                    look.values[number, name] = _noted(value)
+                    if isinstance(value, _LISTS):
+                        look.lists.append(value)
             for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
                 if (cls, name) not in self._unfollowed:
                     look.tensors[number, name] = tensor
@@ -135,7 +159,8 @@ class ModelState:
         """Whether nothing has changed where a look would read, which takes a seventh of the time of a look."""
         try:
             same = self._lives == self._copies and list(map(type, self._modules)) == self._classes
-            return same and list(map(self._attributes_of, self._partly)) == self._attributes
+            same = same and list(map(self._attributes_of, self._partly)) == self._attributes
+            return same and self._types_now() == self._types
         except Exception:  # what compares two tensors or arrays has no truth value
             return False
 
@@ -143,15 +168,24 @@ class ModelState:
         look, seen = self._look(), self._seen
         alike = look.parts == seen.parts and look.values == seen.values and not _changed(look.tensors, seen.tensors)
         if alike:  # what changed is not followed, and need not be looked into again
-            self._copies = list(map(copy.copy, self._lives))
-            self._attributes = list(map(self._attributes_of, self._partly))
+            self._take_copies()
         return alike
 
     def replaced(self) -> set[Attribute]:
         """Tensors and plain attributes that are others than they were, that went, or that were not there."""
+        tensors, values = self._changes()
+        return {(type(self._modules[number]), name) for number, name in tensors | values}
+
+    def kept_of_texts(self) -> set[Attribute]:
+        """What was replaced in modules of which tensors were: a table, and how long it is."""
+        tensors, values = self._changes()
+        modules = {number for number, _ in tensors}
+        return {(type(self._modules[number]), name) for number, name in tensors | values if number in modules}
+
+    def _changes(self) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
+        """Which tensors, and which plain attributes, are others than they were."""
         look, seen = self._look(), self._seen
-        changed = _changed(look.tensors, seen.tensors) | _changed(look.values, seen.values, operator.eq)
-        return {(type(look.parts[0][number]), name) for number, name in changed}
+        return _changed(look.tensors, seen.tensors), _changed(look.values, seen.values, operator.eq)
 
     def has_moved(self) -> bool:
         """Whether a tensor has another storage than before; then what kept its address must not use it."""
@@ -185,10 +219,21 @@ def plain_attributes(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is a number, a text, a function or the like, or a short list of these."""
-    if type(value) in _LISTS:
-        entries = value.values() if type(value) is dict else value
-        return len(entries) <= _LONGEST and all(type(entry) in _PLAIN or isinstance(entry, Enum) for entry in entries)
-    return type(value) in _PLAIN or isinstance(value, Enum)
+    if isinstance(value, _LISTS):
+        entries = value.values() if isinstance(value, dict) else value
+        return len(entries) <= _LONGEST and all(isinstance(entry, _PLAIN) for entry in entries)
+    return isinstance(value, _PLAIN)
+
+
+def _noted(value: Any) -> Any:
+    """What a plain value is compared by: `True` is not 1, and a NaN is itself."""
+    if isinstance(value, dict):
+        return type(value), {name: (type(entry), entry) for name, entry in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return type(value), {(type(entry), entry) for entry in value}
+    if isinstance(value, (list, tuple)):
+        return type(value), [(type(entry), entry) for entry in value]
+    return type(value), value
 
 
 def _slots_of(cls: type) -> list[str]:

@@ -34,7 +34,7 @@ from retrieve_spec.verify.cache import GROW_BY_ROWS
 from retrieve_spec.verify.comparison import Rounding, is_exact, rows_for_one_order, why_not_one_order
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, input_device, new_cache, read_interface
-from retrieve_spec.verify.probe import REACH, Finding
+from retrieve_spec.verify.probe import REACH, Finding, call_once
 from retrieve_spec.verify.shrink import float32_copy, shrunk
 from retrieve_spec.verify.signatures import SignatureModes
 from retrieve_spec.verify.steps import StepVerifier, held_by, keeping_texts
@@ -400,7 +400,7 @@ class VerifierFactory:
             self.finding = Finding("plain", why, read_interface(self._model))
             return _Known(ModelState(self._model), self.finding)
         no_autocast = torch.autocast(input_device(self._model).type, enabled=False)
-        with keeping_texts(self._model), no_autocast, sdpa_kernel(_READY_MADE):
+        with no_autocast, sdpa_kernel(_READY_MADE):
             known = (self._found_before() if is_first else None) or self._find_out(is_first)
         self.finding = known.finding
         for other in self._known:
@@ -411,18 +411,22 @@ class VerifierFactory:
 
     def _find_out(self, is_first: bool) -> _Known:
         """Probe the model, and record it if it may be."""
-        before = ModelState(self._model)
-        finding = self._find_mode(self._model)
-        kept = before.replaced()  # of a text, or counted: a forward sets them
-        self._disturb_texts(kept)
-        recording, why = try_recording(self._model, finding, self._config, self._layer)
-        if self._config.exact and recording is None and finding.mode != "plain":
-            finding = replace(finding, mode="plain", reason=f"no pass is exact here: {why}")
-        known = _Known(ModelState(self._model, kept), finding, recording, why)
-        if recording is None and finding.mode != "plain":
-            known.layers = self._row_layers(finding)
+        with keeping_texts(self._model):
+            loaded = ModelState(self._model)
+            call_once(self._model)
+            called = ModelState(self._model)
+            finding = self._find_mode(self._model)
+            kept = called.replaced() | loaded.kept_of_texts()
+            is_as_loaded = not loaded.replaced()
+            self._disturb_texts(kept)
+            recording, why = try_recording(self._model, finding, self._config, self._layer)
+            if self._config.exact and recording is None and finding.mode != "plain":
+                finding = replace(finding, mode="plain", reason=f"no pass is exact here: {why}")
+            known = _Known(ModelState(self._model, kept), finding, recording, why)
+            if recording is None and finding.mode != "plain":
+                known.layers = self._row_layers(finding)
         finding.texts.clear()
-        if finding.mode == "tree" and not kept and is_first:
+        if finding.mode == "tree" and not kept and is_as_loaded and is_first:
             self._keep(known)
         return known
 
@@ -447,7 +451,8 @@ class VerifierFactory:
         try:
             check_recorded(self._model, finding, self._config)
             if verdict.traced:
-                known.recording = record_again(self._model, finding, self._layer, verdict)
+                with keeping_texts(self._model):
+                    known.recording = record_again(self._model, finding, self._layer, verdict)
                 return known
         except VerificationError as error:
             if verdict.traced:

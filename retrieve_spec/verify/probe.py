@@ -26,6 +26,7 @@ itself, where passes of the latter two may be as far from single steps as other 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -34,13 +35,17 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+import torch
+
 from retrieve_spec.errors import in_a_line
+from retrieve_spec.model_layers import evaluating
 from retrieve_spec.verify.cache import cache_mode
 from retrieve_spec.verify.comparison import is_exact, rows_change_one_another
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import ModelInterface, new_cache, read_interface, weaker
 from retrieve_spec.verify.shrink import CHOICES, float32_copy, is_deep, lengths_of, shrunk
 from retrieve_spec.verify.signatures import SignatureModes
+from retrieve_spec.verify.steps import SingleSteps, prepare_call, sample_tokens
 from retrieve_spec.verify.trials import PROMPT, PlainTexts, Trial, problem_of
 from retrieve_spec.verify.verifier import Mode
 from retrieve_spec.verify.ways import layout_of, ways
@@ -90,6 +95,15 @@ class Examined:
     def longest(self) -> int:
         """The longest of these lengths that what is examined has itself; 0 without any."""
         return max(lengths_of(self.model.config).values(), default=0)
+
+
+def call_once(model: Any) -> None:
+    """Let a model's forward set what it sets once, if it can read: another text than those that `probe` reads."""
+    ids = sample_tokens(model, PROMPT - 1, which=1)
+    with contextlib.suppress(Exception), torch.no_grad(), evaluating(model):
+        steps = SingleSteps.of(model, prepare_call(model, ids, torch.ones_like(ids)))
+        steps.feed()
+        steps.feed(int(ids[0, 0]))
 
 
 def probe(model: Any, interface: ModelInterface) -> Finding:

@@ -251,25 +251,24 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def keeping_texts(model: nn.Module) -> Iterator[None]:
-    """Restore, when the block ends, the tensors that modules keep of a text, and their buffers."""
+    """Restore, when the block ends, what modules keep of a text: tensors, buffers, and what they count beside these."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         yield
     finally:
         for module, attributes, buffers in before:
+            names = attributes.keys() | vars(module).keys()
+            changes = [(name, attributes.get(name, _MISSING), vars(module).get(name, _MISSING)) for name in names]
+            changes = [(name, was, value) for name, was, value in changes if was is not value]
+            keeps = any(module._buffers[name] is not buffer for name, buffer in buffers.items())
+            if not keeps and not any(isinstance(value, torch.Tensor) for _, *values in changes for value in values):
+                continue
             module._buffers.update(buffers)  # dynamic rotary frequencies are replaced by those of another length
-            for name in attributes.keys() | vars(module).keys():
-                was, value = attributes.get(name, _MISSING), vars(module).get(name, _MISSING)
-                if was is value or not (_is_tensor(was) or _is_tensor(value)):
-                    continue
+            for name, was, _ in changes:  # a table and how long it is, say, belong together
                 if was is _MISSING:
                     delattr(module, name)
                 else:
                     setattr(module, name, was)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def held_by(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:

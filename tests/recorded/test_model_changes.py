@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -264,6 +265,15 @@ class Strength(enum.Enum):
     DOUBLE = 2.0
 
 
+class Times(enum.IntEnum):
+    ONCE = 1
+    TWICE = 2
+
+
+class Name(str):
+    """Of a kind of text."""
+
+
 class Switched(nn.Module):
     """Another activation by each plain attribute, as adapters that are written by hand are switched; counts calls."""
 
@@ -278,6 +288,10 @@ class Switched(nn.Module):
         self.strength = Strength.DOUBLE
         self.form = nn.functional.silu
         self.calls, self._number, self.is_off = 0, 1, False
+        self.chosen: str | None = None
+        self.limit, self.exactly, self.times, self.kind = float("nan"), True, Times.ONCE, Name("a")
+        self.after = self.leave
+        self.before = partial(torch.mul, other=1.0)
 
     @property
     def number(self) -> int:
@@ -289,11 +303,21 @@ class Switched(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        if self.chosen is None:
+            self.chosen = "a"
         if self.is_off:
             return x
+        x = self.after(self.before(x)) * {"a": 1.0, "b": 0.8}[self.chosen] * self.times * len(self.kind)
+        x = x * (1.0 if math.isnan(self.limit) else self.limit) * (1.0 if self.exactly is True else 0.3)
         scale = self.scales.get(self.name or "", 3.0) * self.strength.value * self.number
         scale *= 1.0 if self.slot is None else self.slot
         return self.form(x) * scale * len(self.active) * getattr(self, "later", 1.0)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def halve(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x
 
 
 ATTRIBUTES: dict[str, Callable[[Switched], object]] = {
@@ -302,7 +326,14 @@ ATTRIBUTES: dict[str, Callable[[Switched], object]] = {
     "a bool": lambda part: setattr(part, "is_off", True),
     "a number behind a property": lambda part: setattr(part, "number", 2),
     "an enum": lambda part: setattr(part, "strength", Strength.HALF),
+    "an enum of numbers": lambda part: setattr(part, "times", Times.TWICE),
+    "a kind of text": lambda part: setattr(part, "kind", Name("bb")),
+    "a number that equals another": lambda part: setattr(part, "exactly", 1),
+    "a NaN": lambda part: setattr(part, "limit", 0.5),
+    "one that the first call sets": lambda part: setattr(part, "chosen", "b"),
     "a function": lambda part: setattr(part, "form", torch.tanh),
+    "a method": lambda part: setattr(part, "after", part.halve),
+    "a function with arguments": lambda part: setattr(part, "before", partial(torch.mul, other=0.5)),
     "an entry of a dict": lambda part: part.scales.update(a=2.0),
     "an entry of a list": lambda part: part.active.append("b"),
     "another list": lambda part: setattr(part, "active", ["a", "b", "c"]),
@@ -326,6 +357,25 @@ def test_plain_attributes_of_modules_are_followed(
         check(model, kind)  # though calls are counted
     ATTRIBUTES[change](part[0])
     assert not torch.equal(check(model, kind), before)
+
+
+def test_a_table_that_grows_with_texts_goes_on_to_fit_its_length() -> None:
+    class Tabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.length, self.table = 0, torch.empty(0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[-2] > self.length:
+                self.length = x.shape[-2]
+                self.table = torch.ones(self.length)
+            return nn.functional.silu(x) * self.table[: x.shape[-2], None]
+
+    model = build("llama")
+    model.model.layers[1].mlp.act_fn = Tabled()
+    accelerate(model)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids(20), **OPTIONS), says(model))
 
 
 def test_a_model_that_nobody_holds_goes() -> None:
