@@ -241,6 +241,7 @@ def retokenize_datastore(
         return grow(work, base, event, shards, config, workers=workers, progress=progress, kept=())
 
 
+_COUNTED_TWICE = "duplicate, but counted twice: of its segment n-grams alone are kept"
 Chosen = dict[str, set[int]]
 
 
@@ -370,8 +371,8 @@ def unite(
 ) -> ChangeReport:
     """Publish a store of the segments of other stores.
 
-    A text that an earlier segment has is a copy, which nothing shows. A segment that several stores have is taken once,
-    and what one of them removed of it is removed.
+    A text that an earlier segment has is a copy, which nothing shows, but for counts of n-grams that are kept without
+    their text. A segment that several stores have is taken once, and what one of them removed of it is removed.
 
     Parameters
     ----------
@@ -401,8 +402,10 @@ def unite(
             texts = {n: text.tobytes() for n, text in enumerate(segment.documents.hashes) if n not in dropped}
             copies = [number for number, text in texts.items() if text in known]
             known.update(texts.values())
-            skipped += [(row.path, row.source, "duplicate") for row in map(segment.documents.__getitem__, copies)]
-            if len(copies) < len(texts):
+            is_whole = len(copies) < len(texts)
+            reason = _COUNTED_TWICE if is_whole and not len(segment.tokens) else "duplicate"
+            skipped += [(row.path, row.source, reason) for row in map(segment.documents.__getitem__, copies)]
+            if is_whole:
                 link_files(store.path / SEGMENTS / entry.name, entry.files, work.path / f"segment-{len(entries):06d}")
                 hidden = sorted({*dropped, *copies})
                 if hidden:

@@ -259,6 +259,22 @@ def test_a_text_that_merged_stores_share_is_found_and_counted_once(tokenizer, tm
         check_ngrams(table, tokenizer, texts)
 
 
+def test_a_text_whose_ngrams_alone_are_kept_is_listed_once_and_said_to_count_twice(tokenizer, tmp_path):
+    shared, config = "abcabcabbabc", StoreConfig(index="ngram")
+    stores = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
+    for store, own in zip(stores, (["cabcabca"], ["bacbacab"], []), strict=True):
+        folder = write(tmp_path / f"{store.name}-texts", {f"{i}.txt": text for i, text in enumerate([shared, *own])})
+        build_datastore(store, str(folder), tokenizer, config=config)
+    report = merge_datastores(tmp_path / "m", stores)
+    (twice,) = (reason for reason in report.skipped_by_reason if "counted twice" in reason)
+    assert report.skipped_by_reason == {twice: 1, "duplicate": 1}
+    verify_datastore(tmp_path / "m")
+    opened = open_datastore(tmp_path / "m")
+    assert sorted(Counter(document.tokens for document in opened.documents()).items()) == [(8, 2), (12, 1)]
+    for table, texts in zip(opened.ngrams, ([shared, "cabcabca"], [shared, "bacbacab"]), strict=True):
+        check_ngrams(table, tokenizer, texts)
+
+
 def test_merging_links_files_and_takes_a_segment_once(tokenizer, texts, records, tmp_path):
     build_datastore(tmp_path / "a", str(texts), tokenizer)
     merge_datastores(tmp_path / "b", [tmp_path / "a"])
