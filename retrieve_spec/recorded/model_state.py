@@ -26,7 +26,8 @@ from torch.nn.modules import module as torch_wide
 
 _FOLLOWED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
 """Attributes of every module in which torch has what it runs."""
-_OF_TORCH = frozenset(vars(nn.Module()))
+_UNREAD = frozenset({*vars(nn.Module()), "generate"})
+"""Attributes that are no values: those of torch, which are looked at by themselves, and what `accelerate` replaces."""
 _PLAIN = (
     str, bytes, int, float, complex, np.generic, types.NoneType, Enum, torch.dtype, torch.device,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
@@ -89,7 +90,7 @@ class ModelState:
         self._partly = [m for m in self._modules if self._slots[type(m)] or not replaced.isdisjoint(vars(m))]
         self._lives = [*self._containers(), *look.lists]
         own = [vars(module) for module in self._modules]
-        numbers = [(d, name) for d in own for name in d if name not in _OF_TORCH and isinstance(d[name], _NUMBERS)]
+        numbers = [(d, name) for d in own for name in d if name not in _UNREAD and isinstance(d[name], _NUMBERS)]
         self._numbers = [list(column) for column in zip(*numbers, strict=True)] or [[], []]
         self._lists = look.lists
         self._take_copies()
@@ -134,7 +135,7 @@ class ModelState:
             attention = getattr(own.get("config"), "_attn_implementation", None)
             look.parts.extend((cls, own["training"], own.get("forward"), attention, *(own[name] for name in _FOLLOWED)))
             for name, value in self._attributes_of(module).items():
-                if name in _OF_TORCH:
+                if name in _UNREAD:
                     continue
                 if isinstance(value, torch.Tensor):
                     look.tensors[number, name] = value
@@ -213,7 +214,7 @@ def plain_attributes(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
     """The plain attributes of a model's modules: the number of the module, the name, and the value."""
     for number, module in enumerate(model.modules()):
         for name, value in vars(module).items():
-            if name not in _OF_TORCH and _is_plain(value):
+            if name not in _UNREAD and _is_plain(value):
                 yield number, name, value
 
 
