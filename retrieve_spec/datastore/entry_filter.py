@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,38 +79,68 @@ _COPY = re.compile(r"(?:\.gz|\.zst|\.bak|\.orig|~)+\Z")
 """Ends of names of compressed files and of copies: the name before it counts, too."""
 _SAMPLE = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SAMPLES))
 _GUESSES = frozenset(
-    ["ArtifactoryDetector", "BasicAuthDetector", "CloudantDetector", "IbmCloudIamDetector", "IbmCosHmacDetector",
-     "IPPublicDetector", "SoftlayerDetector"]
+    ["ArtifactoryDetector", "BasicAuthDetector", "CloudantDetector", "DiscordBotTokenDetector", "IbmCloudIamDetector",
+     "IbmCosHmacDetector", "IPPublicDetector", "PrivateKeyDetector", "SoftlayerDetector", "TelegramBotTokenDetector"]
 )  # fmt: skip
-"""Detectors of what has no form of its own, which take several times as long as all others together, and of
-passwords in addresses, which are looked at here."""
+"""Detectors of what has no form of its own, which take several times as long as all others together, and of what is
+looked at here."""
+_HEX, _ALNUM, _WORDS = "[0-9a-f]", "[A-Za-z0-9]", r"[\w-]"
+_PREFIXES = (
+    (_HEX, 32, "dapi key- fc- sk_ e2b_ rubygems_ do[opr]_v1_ pul- sbp_ sq[apu]_ bk(?:ua|at|ct)_ glptt- lin_oauth_ crsr_"
+               r" key_ CLOJARS_ shippo_(?:live|test)_ sgp_(?:\w{5,16}_)? lsv2_(?:pt|sk)_ live_ sntryu_"),
+    (_ALNUM, 14, "rzp_live_"),
+    (_ALNUM, 16, "[sr]k_(?:live|test|prod|org_live|org_test)_"),
+    (_ALNUM, 20, "LTAI"),
+    (_ALNUM, 22, "a[ks]- fw_ re_[A-Za-z0-9]{8}_ rnd_ vc[pirak]_"),
+    (_ALNUM, 26, "hf_ api_org_ ATBB NRAK- cio phx_ AKID sk- rpa_ npm_ pn[ub]_ nf[pcoub]_ r8_"),
+    (_ALNUM, 40, "gsk_ pplx- csk- xai- ntn_ lin_api_ secret_ oy2 cf[aku]?t_ wandb_v1_ EZ[AT]K napi_ pat_ AKCp cmVmdGtu"
+                 " hc[ab]ik_ rdme_ EAA[A-Z]"),
+    (_WORDS, 20, "sk-(?:ant|proj|svcacct|admin|or-v1|lf)- gl(?:rtr|wt|ffct)- sb_secret_ hv[sbr][.] ya29[.] xox[a-z]-"
+                 r" xoxe[.]xox[bp]- GOCSPX- sq0[a-z]{3}- dckr_(?:pat|oat)_ tskey-[a-z]+-\w+- FLW(?:SEC|PUB)K(?:_TEST)?-"
+                 " tvly-"),
+    (_WORDS, 32, "github_pat_ AIza AQ[.]Ab8 HRKU- figd_ fo1_ tgp_v1_ vercel_blob_rw_ pscale_(?:tkn|pw|oauth)_ 1//0 AQVN"
+                 " CFPAT- polar_[a-z]+_ duffel_(?:live|test)_ tfp_ jina_ pcsk_ nvapi- y[0-3]_ fio-u-"),
+    (r"[\w+/=-]", 32, "whsec_ glc_ sntrys_ fm[12][ar]?_ ABSK ops_eyJ IQoJb3JpZ2lu SharedAccessKey= AT(?:ATT|CTT)3"),
+    (r"[A-Z0-9]", 58, "AGE-SECRET-KEY-(?:PQ-)?1"),
+)  # fmt: skip
+"""Tokens that begin in a way of their own: what they are made of, at least how many characters, and how they begin."""
+_FORMS = (
+    r"glsa_[A-Za-z0-9]{32}_[0-9A-Fa-f]{8}", r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}", r"PMAK-[0-9a-f]{24}-[0-9a-f]{34}",
+    r"xapp-\d-[A-Z0-9]+-\d+-[0-9a-z]{32,}", r"dp\.(?:ct|pt|sa|scim|st)\.[A-Za-z0-9.]{40,}", r"atlasv1\.[\w=-]{60,}",
+    r"v1\.0-[0-9a-f]{24}-[0-9a-f]{146}", r"xkeysib-[0-9a-f]{64}-\w{16}", r"pat[A-Za-z0-9]{14}\.[0-9a-f]{64}",
+    r"[0-9a-f]{32}-[0-9a-f]{8}-[0-9a-f]{8}(?![\w-])", r"sk\.eyJ[\w-]{40,}\.[\w-]{20,}", r"pk_\d{6,9}_[A-Z0-9]{32}",
+    r"[12]/\d{15,16}(?:/\d{15,16})?:[0-9a-f]{32}", r"access_token\$production\$[0-9a-z]{16}\$[0-9a-f]{32}",
+    r"access-(?:production|development)-[0-9a-f-]{36}", r"dt0[a-z]\d\d\.[A-Z0-9]{24}\.[A-Z0-9]{64}",
+    r"sl\.(?:u\.)?[\w-]{130,}", r"snyk_[a-z]{3}\.[0-9a-f]{8}\.[\w.-]{40,}",
+    r"CCI(?:PAT|PRJ)_[A-Za-z0-9]{22}_[0-9a-f]{40}", r"st\.[0-9a-f-]{24,36}\.[0-9a-f]{32}\.[0-9a-f]{32}",
+    r"discord(?:app)?\.com/api/webhooks/\d{17,20}/[\w-]{60,}",
+    r"hooks\.slack\.com/(?:workflows|triggers)/[\w/]{40,}",
+    r"[\w.~]{3}\dQ~[\w.~-]{31,34}", r"sig=[A-Za-z0-9%]{43,}%3[Dd]",  # Azure
+)  # fmt: skip
 _TOKEN = re.compile(
-    "|".join(
-        (
-            r"github_pat_\w{36,}",
-            r"sk-(?:ant|proj|svcacct|admin|or-v1)-[\w-]{20,}",
-            r"hf_[A-Za-z0-9]{30,}", r"api_org_[A-Za-z0-9]{30,}",
-            r"AIza[\w-]{35}", r"GOCSPX-[\w-]{28}", r"ya29\.[\w-]{20,}",  # Google
-            r"gsk_[A-Za-z0-9]{48,}", r"xai-[A-Za-z0-9]{64,}", r"pplx-[A-Za-z0-9]{40,}", r"r8_[A-Za-z0-9]{37}",
-            r"nvapi-[\w-]{60,}", r"lsv2_(?:pt|sk)_[0-9a-f]{32}_[0-9a-f]{10}",
-            r"[sr]k_(?:live|test|prod)_[0-9A-Za-z]{16,}", r"whsec_[0-9A-Za-z+/]{32,}",  # Stripe
-            r"npm_[A-Za-z0-9]{36}", r"rubygems_[0-9a-f]{48}", r"dckr_(?:pat|oat)_[\w-]{27,}",
-            r"xapp-\d-[A-Z0-9]+-\d+-[0-9a-z]{32,}", r"xox[a-z]-[\w-]{24,}",  # Slack
-            r"do[opr]_v1_[0-9a-f]{64}", r"dapi[0-9a-f]{32}", r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}",
-            r"hv[sbr]\.[\w-]{24,}", r"dp\.(?:ct|pt|sa|scim|st)\.[A-Za-z0-9.]{40,}", r"pul-[0-9a-f]{40}",
-            r"gl(?:c_[A-Za-z0-9+/=]{32,}|sa_[A-Za-z0-9]{32}_[0-9A-Fa-f]{8})", r"NRAK-[A-Z0-9]{27}",
-            r"sntry[su]_[\w+/=-]{40,}", r"lin_api_[A-Za-z0-9]{40}", r"ntn_[A-Za-z0-9]{40,}", r"figd_[\w-]{40}",
-            r"ATATT3[\w=-]{100,}", r"PMAK-[0-9a-f]{24}-[0-9a-f]{34}", r"pat[A-Za-z0-9]{14}\.[0-9a-f]{64}",
-            r"sbp_[0-9a-f]{40}", r"sb_secret_[\w-]{22,}", r"tskey-[a-z]+-\w+-\w{20,}", r"HRKU-[\w-]{36,}",
-            r"AGE-SECRET-KEY-1[0-9A-Z]{58}", r"SharedAccessKey=[A-Za-z0-9+/]{40,}",
-            r"BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----",
-        )
-    )
-)  # fmt: skip
-"""Tokens and keys with a form of their own that detect-secrets does not know, as their makers and gitleaks describe."""
-_RANDOM_CHARS, _DIFFERENT = 24, 8
-"""Characters at the end of a token, and how many different ones are no placeholder."""
-_ADDRESS = re.compile(r"://([^\s:/?#\[\]@\"'`,;]+):([^\s:/?#\[\]@\"'`,;]+)@(\[[^\]\s]*\]|[\w.-]*)")
+    r"(?<![A-Za-z0-9_])(?:"
+    + "|".join([f"(?:{'|'.join(begins.split())}){of}{{{most},}}" for of, most, begins in _PREFIXES] + list(_FORMS))
+    + ")"
+)
+"""Tokens with a form of their own that detect-secrets does not know, as their makers and gitleaks describe."""
+_DRAWN = re.compile(
+    r"(?<![\w.-])(?:([MNO][\w-]{23,27}\.[\w-]{6}\.[\w-]{27,40})|\d{8,10}:([\w-]{35}))(?![\w.-])"  # Discord, Telegram
+)
+"""What is a token if it was drawn."""
+_LONG = re.compile(r"[\w/+=.~$:%-]{20,}")
+"""What tokens stand in: a twentieth of ordinary source, which is looked through for all of their forms."""
+_VALUE = re.compile(r"(?:[:=]>?[ \t]*[\"']?|Bearer +)([A-Za-z0-9+/_-]{32,256}={0,2})(?![\w.(\[+/-])")
+_NAMED = re.compile(
+    r"(?i:(?:secret|(?:api|access|account|auth|azure\w*)[_-]?key|(?:access|auth|api|session)[_-]?token|passw(?:or)?d)"
+    r"(?:[_-]?(?:access)?[_-]?(?:key|token|value))?[\"']?[ \t]*\Z)"
+)
+_NAME_CHARS = 48
+"""Values, and the names before these that make drawn ones secrets, within so many characters."""
+_KEY_BLOCK = re.compile(r"BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|PuTTY-User-Key-File-\d: ")
+_RANDOM_CHARS, _DIFFERENT, _TURNS = 24, 8, 6
+"""Characters at the end of a token, how many different ones are no placeholder, and how often what is drawn turns from
+one case of letters, or digits, to another."""
+_ADDRESS = re.compile(r"://([^\s:/?#\[\]@\"'`,;]*):([^\s:/?#\[\]@\"'`,;]+)@(\[[^\]\s]*\]|[\w.-]*)")
 _NO_HOST = re.compile(
     r"|(?:.*\.)?(?:localhost|test|example|invalid)|(?:.*\.)?example\.(?:com|org|net)|host\.docker\.internal"
     r"|127(?:\.\d+){3}|0\.0\.0\.0|::1?|host(?:name)?"
@@ -157,11 +188,21 @@ def secret_name(path: str | os.PathLike[str]) -> bool:
 
 def secret_text(text: str) -> bool:
     """Whether a text holds a key or token: those that detect-secrets knows, newer ones, and passwords in addresses."""
+    long = "\n".join(_LONG.findall(text))
     return (
-        any(True for detector in _detectors() for _ in detector.analyze_string(text))
-        or any(_is_token(text, found) for found in _TOKEN.finditer(text))
+        any(not _is_example(found) for detector in _detectors() for found in detector.analyze_string(long))
+        or any(_is_token(found[0]) for found in _TOKEN.finditer(long))
+        or any(_is_drawn(found[found.lastindex or 0]) for found in _DRAWN.finditer(long))
+        or any(_is_named_secret(text, found) for found in _VALUE.finditer(text))
         or any(_is_password(*found.groups()) for found in _ADDRESS.finditer(text))
+        or _KEY_BLOCK.search(text) is not None
     )
+
+
+def _is_named_secret(text: str, found: re.Match[str]) -> bool:
+    """Whether what stands before a value says that it is a secret, and it looks like one."""
+    name = text[max(0, found.start() - _NAME_CHARS) : found.start()]
+    return (found[0].startswith("Bearer") or _NAMED.search(name) is not None) and _is_drawn(found[1])
 
 
 def _assigns_secret(name: str, text: str) -> bool:
@@ -170,10 +211,22 @@ def _assigns_secret(name: str, text: str) -> bool:
     return any(detector.analyze_line(filename=name, line=line, line_number=0) for line in text.splitlines())
 
 
-def _is_token(text: str, found: re.Match[str]) -> bool:
-    """Whether what looks like a token begins a word, and is no placeholder such as one of x alone."""
-    inside = found.start() > 0 and (text[found.start() - 1].isalnum() or text[found.start() - 1] == "_")
-    return not inside and len(set(found[0][-_RANDOM_CHARS:])) >= _DIFFERENT
+def _is_token(found: str) -> bool:
+    """Whether what looks like a token is no placeholder, as one of x alone or words, and no well-known example."""
+    end = found[-_RANDOM_CHARS:]
+    digits = sum(character.isdigit() for character in found[-2 * _RANDOM_CHARS :])
+    return len(set(end)) >= _DIFFERENT and digits > 0 and not _is_example(found)
+
+
+def _is_example(found: str) -> bool:
+    """Whether a token says that it is one that documentation shows."""
+    return "EXAMPLE" in found.upper()
+
+
+def _is_drawn(value: str) -> bool:
+    """Whether a value is one that nobody writes: between cases of letters and digits it turns again and again."""
+    kinds = [(c.isdigit(), c.isupper()) for c in value[-_RANDOM_CHARS:] if c.isalnum()]
+    return _is_token(value) and sum(kind != after for kind, after in pairwise(kinds)) >= _TURNS
 
 
 def _is_password(user: str, password: str, host: str) -> bool:
@@ -205,7 +258,7 @@ def generated_text(name: str, text: str) -> bool:
 
 PARTS = ("ignored", "generated", "secrets")
 """Parts of the filter that can be switched off."""
-RULES = f"{__version__} 6"
+RULES = f"{__version__} 7"
 """Name of these rules; the number changes with what they let in: nothing said under others counts."""
 MAX_BYTES = 256 << 10
 
