@@ -44,11 +44,15 @@ def stranger(tmp_path: Path) -> list[str]:
 def test_commands_run_in_a_temporary_folder(stranger: list[str], tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     said = []
-    for words in (
+    commands = (
         ["build", "store", "../text", "--tokenizer", "reference"],
         ["search", "store", "def add("],
+        ["sync", "store", "../text"],
+        ["doctor", "--model", "none"],
         ["generate", "--model", "reference", "--prompt", "def add(", "--max-new-tokens", "2", "--draft", "off"],
-    ):
+        ["forget"],
+    )
+    for words in commands:
         command = [*stranger, "-m", "retrieve_spec.cli", *words]
         done = subprocess.run(command, cwd=temporary, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -57,7 +61,7 @@ def test_commands_run_in_a_temporary_folder(stranger: list[str], tmp_path: Path)
     sentence = (
         f"Code of compiled kernels is kept in {own}: set NUMBA_CACHE_DIR to a folder that can be written and stays"
     )
-    assert [text.count(sentence) for text in said] == [1] * 3, said
+    assert [text.count(sentence) for text in said] == [1] * len(commands), said
     assert not (temporary / "~").exists()
     assert own.stat().st_mode & 0o777 == 0o700 and list((own / "kernels").rglob("*.nbi"))
 
