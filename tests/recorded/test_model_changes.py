@@ -342,8 +342,10 @@ ATTRIBUTES: dict[str, Callable[[Switched], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", ATTRIBUTES)
-@pytest.mark.parametrize("recorded_pass", ["always", "off"])
+@pytest.mark.parametrize(
+    ("change", "recorded_pass"),
+    [(change, "always") for change in ATTRIBUTES] + [("a text", "off"), ("one that the first call sets", "off")],
+)
 def test_plain_attributes_of_modules_are_followed(
     change: str, recorded_pass: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
