@@ -124,7 +124,7 @@ FORMATS = (
         section="<｜DSML｜function_calls>", section_end="</｜DSML｜function_calls>",
     ),
     ToolFormat(
-        "gpt-oss", ("<|channel|>", "to=functions."), "<|channel|>commentary to=functions.",
+        "gpt-oss", ("<|channel|>", "functions."), "<|channel|>commentary to=functions.",
         also=r"(?:<\|end\|>)?(?:<\|start\|>assistant)?\s*(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.",
         between=r"\s*(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?(?:json)?",
         written=" <|constrain|>json", named="<|message|>", section_end="<|call|>", single=True,

@@ -94,7 +94,7 @@ class ChatTemplate:
             Whatever the template raises.
         """
         forms: list[Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], tuple[Any, Any]]] = []
-        if any("description" not in tool["function"] for tool in tools):
+        if tools:
             forms.append(lambda turns, tools: (turns, list(map(_described, tools))))
         if any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns):
             forms.append(lambda turns, tools: (with_tools_told(turns, ()), tools))
@@ -106,7 +106,7 @@ class ChatTemplate:
                 return self._render(turns, tools, **how)
             except Exception:  # templates raise what they like
                 turns, tools = form(turns, tools)
-        return self._render(turns, tools, **how)
+        return self._render(turns, tools, **{"tools": [], **how})  # which some look through even where there are none
 
     def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], /, **how: Any) -> str:
         given = {**how, "tools": list(tools)} if tools and self.traits.tools else how
@@ -212,8 +212,14 @@ def _called(traits: Traits, *names: str) -> list[Turn]:
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool with a description, without which some templates fail."""
-    return {**tool, "function": {"description": "", **tool["function"]}}
+    """A tool with descriptions of itself and of its arguments, without which some templates fail."""
+    function = {"description": "", **tool["function"]}
+    given = function.get("parameters") or {}
+    properties = {
+        name: {"description": "", **schema} if isinstance(schema, dict) else schema
+        for name, schema in given.get("properties", {}).items()
+    }
+    return {**tool, "function": {**function, "parameters": {**given, "properties": properties}}}
 
 
 def instructed(turns: Sequence[Turn], traits: Traits) -> list[Turn]:

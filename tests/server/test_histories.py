@@ -379,6 +379,9 @@ GAPS = {
     ),
     "fails without a description": (
         "{% for t in tools or [] %}{{ t.function.description + '!' }}{% endfor %}" + SHOWN, "n\": 2"),
+    "fails without descriptions of arguments": (
+        "{% for t in tools or [] %}{{ t.function.parameters.properties.a.description + '!' }}{% endfor %}" + SHOWN,
+        "n\": 2"),
     "wants the arguments as text": (
         "{% for c in m.tool_calls or [] %}{{ 'calls ' + c.function.name + c.function.arguments }}{% endfor %}",
         'calls f{"n": 1}calls f{"n": 2}'),
@@ -402,7 +405,13 @@ def test_calls_are_shown_whatever_the_template_leaves_out(served, templated, gap
     calls = [{**called({"n": number}), "id": f"call-{number}"} for number in (1, 2)]
     came = [{"role": "tool", "tool_call_id": f"call-{number}", "content": f"came {number}"} for number in (1, 2)]
     past = [{"role": "system", "content": "Rule."}, {"role": "assistant", "content": "", "tool_calls": calls}, *came]
-    body = {"messages": past, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
+    body = {"messages": past, "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
     assert server.post(CHAT, body).status_code == 200
     prompt = server.service.codec.decode(server.backend.prompts[-1])
     assert shown in prompt and "came 1" in prompt and "came 2" in prompt
+
+
+def test_a_template_that_looks_through_tools_where_there_are_none_is_given_an_empty_list(served, templated):
+    templated.chat_template = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + FAMILIES["chatml"]
+    assert served("said").post(CHAT, {"messages": [USER]}).status_code == 200
