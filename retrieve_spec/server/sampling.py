@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from retrieve_spec.sampling.samplers import LogProbSampler
 from retrieve_spec.server.call_formats import ToolFormat
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.reading import Thinking, after_thoughts
-from retrieve_spec.server.text import TextCodec
+from retrieve_spec.server.text import TextCodec, any_of
 from retrieve_spec.server.tools import calls_grammar
 
 if TYPE_CHECKING:
@@ -308,7 +307,8 @@ class Grammars:
     """Grammars for the vocabulary of one model."""
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int]) -> None:
-        self._tokenizer = tokenizer
+        self._added: dict[str, int] = tokenizer.get_added_vocab()
+        self._find_added = any_of(self._added)
         self._vocabulary = cache(partial(read_vocabulary, tokenizer, sorted(end_ids)))
 
     def of(self, request: Common, thinking: Thinking) -> str:
@@ -354,11 +354,8 @@ class Grammars:
 
     def _mark(self, text: str) -> str:
         """A text in a grammar, with tokens where they steer the model."""
-        added = self._tokenizer.get_added_vocab()
-        parts = (
-            re.split(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})", text) if added else [text]
-        )
-        return " ".join(f"<[{added[part]}]>" if part in added else json.dumps(part) for part in parts if part)
+        parts = filter(None, self._find_added.split(text))
+        return " ".join(f"<[{self._added[part]}]>" if part in self._added else json.dumps(part) for part in parts)
 
     def _valid(self, grammar: str, name: str, vocabulary: Any) -> str:
         if problem := problem_of(grammar, vocabulary):

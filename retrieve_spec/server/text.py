@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
@@ -47,7 +47,7 @@ def with_line_feeds(value: Any) -> Any:
     return with_texts(value, lambda text: text.replace("\r\n", "\n"))
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+def any_of(texts: Collection[str]) -> re.Pattern[str]:
     """What finds the longest of some texts; vocabularies have a thousand, few of which begin like anything."""
     by_start = dict[str, list[str]]()
     for text in sorted(filter(None, texts), key=len, reverse=True):
@@ -74,7 +74,7 @@ class TextCodec:
         described = json.loads(tokenizer.backend_tokenizer.to_str())
         added = described.get("added_tokens") or []
         described["added_tokens"] = [token for token in added if not _is_control(token)]
-        self.controls = _any_of([token["content"] for token in added if _is_control(token)])
+        self.controls = any_of([token["content"] for token in added if _is_control(token)])
         """Finds control tokens that are spelled in a text."""
         described["post_processor"] = None
         described["truncation"] = described["padding"] = None

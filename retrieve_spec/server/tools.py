@@ -218,11 +218,16 @@ def _beginning(fmt: ToolFormat) -> regex.Pattern[str]:
     return regex.compile(section + "|".join(filter(None, (regex.escape(fmt.opens), fmt.also))))
 
 
+def _any_of(names: Collection[str]) -> str:
+    """An expression for the longest of some names."""
+    return "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
+
+
 def _named_call(fmt: ToolFormat, names: Collection[str]) -> regex.Pattern[str] | None:
     """What finds the name of a function that stands in front of its arguments, behind the beginning of a call."""
     if not fmt.names_apart:
         return None
-    name = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
+    name = _any_of(names)
     named = regex.escape(fmt.named.strip("\n")) or r"(?=\{)"
     return regex.compile(rf"{regex.escape(fmt.lead)}(?P<name>{name}){fmt.between}\s*{named}")
 
@@ -289,7 +294,7 @@ class QuotedReader:
         return str(word)
 
 
-_PYTHON_LIST = regex.compile(
+_BRACKETED = regex.compile(
     r"""(?P<nest>[\[({](?:[^\][(){}"']|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|(?&nest))*+[\])}])""", regex.DOTALL
 )
 
@@ -298,7 +303,7 @@ def _read_python(body: str) -> tuple[Any, int]:
     """A list of calls in Python's syntax, and where it ends; errors are those of `_read_json`."""
     if body and not body.startswith("["):
         raise ValueError
-    found = _complete(_PYTHON_LIST.match(body or "[", partial=True), body)
+    found = _complete(_BRACKETED.match(body or "[", partial=True), body)
     try:
         listed = ast.parse(found[0], mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -339,7 +344,7 @@ def _tagged_call(tags: Tags, close: str, names: Collection[str]) -> regex.Patter
         parts = [r"\s*".join(map(regex.escape, part.strip("\n").split("\n"))) for part in text.split("{}")]
         return group.join(parts)
 
-    name = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
+    name = _any_of(names)
     key, end = (
         spelled(tags.key, "(?P<key>[^<>]+)").replace(r"\*", '[^<>"]*'),
         spelled(tags.end) or rf"(?=\s*{regex.escape(close)})",
