@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import PASS
+from retrieve_spec.engine.scheduler import has_room
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError
 
@@ -160,7 +161,7 @@ class Driver:
     def leave(self, *sequences: Sequence) -> None:
         """End sequences at any point; safe to call more than once, from any thread."""
         for sequence in sequences:
-            sequence.cancelled = True
+            sequence.turn.cancelled |= not sequence.ended
         if sequences and not self.is_stepping:  # from inside a step: its end ends them
             with self.exclusive():
                 pass
@@ -210,13 +211,11 @@ class Driver:
         """Cancel, in a forked child, the sequences of threads that it does not have."""
         if self._process != os.getpid():
             for sequence in self._sequences:
-                sequence.cancelled = True
+                sequence.turn.cancelled = True
             self._lock, self._process = StepLock(), os.getpid()
 
 
 def _has_room(live: list[Sequence], another: Sequence, rows: int) -> bool:
     """Whether one more sequence of a call can begin beside those that are running; the first always can."""
-    if not live:
-        return True
-    kept = sum(s.limits.bytes_per_token * (s.text.length + PASS.cache_block) for s in (*live, another))
-    return len(live) < rows and kept <= PASS.batch_bytes
+    held = [s.limits.bytes_per_token * (s.text.length + PASS.cache_block) for s in (*live, another)]
+    return has_room(held[:-1], held[-1], rows, PASS.batch_bytes)

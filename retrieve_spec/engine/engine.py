@@ -35,6 +35,7 @@ from retrieve_spec.engine.budget import (
     within,
 )
 from retrieve_spec.engine.driving import Driver
+from retrieve_spec.engine.scheduler import Scheduler
 from retrieve_spec.engine.sequence import SeenPass, Sequence, autocast_key
 from retrieve_spec.sampling.acceptance import PassLogits, read_side_by_side, walk
 from retrieve_spec.sampling.samplers import DeviceSampler, read_sampled
@@ -62,11 +63,13 @@ class Engine(Driver):
         What passes cost; sizes drafts where sequences leave it open, and learns.
     threads
         How many threads passes use; None where no CPU runs them.
+    scheduler
+        Decides whose turn it is.
     """
 
     def __init__(self, in_step: bool) -> None:
         super().__init__()
-        self.costs = Costs()
+        self.costs, self.scheduler = Costs(), Scheduler()
         self.threads: PassThreads | None = None
         self.steps = 0
         self._in_step, self._backoff = in_step, Backoff()
@@ -76,13 +79,10 @@ class Engine(Driver):
         self.steps += 1
         here = autocast_key()
         going = [s for s in self._sequences if s.is_schedulable and (s.autocast_key == here or s in own)]
+        going = self.scheduler.next_pass(going)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                if self._backoff.samples(len(going)):
-                    run_each([s for s in going if s.is_reading], lambda sequence: sequence.drafter.defer())
-                run_each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(FEW_ROOTS))
-                decoding = [s for s in going if not s.is_reading and not s.is_over]
-                reading = [s for s in going if s.is_reading and not s.is_over]
+                reading, decoding = self._schedule(going)
                 read_all(reading, PASS.prompt_piece if decoding else 0, self.threads)
                 for batch in passes_over(decoding):
                     self._pass(batch)
@@ -91,6 +91,14 @@ class Engine(Driver):
                 if not sequence.is_over:
                     sequence.fail(error)
             raise
+
+    def _schedule(self, going: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the sequences of a step that read their prompts, and those that decode."""
+        if self._backoff.samples(len(going)):
+            run_each([s for s in going if s.is_reading], lambda sequence: sequence.drafter.defer())
+        run_each([s for s in going if s.may_draft_at_once], lambda sequence: sequence.draft_at_once(FEW_ROOTS))
+        going = [s for s in going if not s.is_over]
+        return [s for s in going if s.is_reading], [s for s in going if not s.is_reading]
 
     def _pass(self, batch: list[Sequence]) -> None:
         """Run one pass of the model over a batch: draft(all) → verify(all) → for each: accept, commit, learn."""
@@ -252,7 +260,7 @@ def _budget_of(sequence: Sequence, most: int, cost: NDArray[np.float32] | None) 
     left = limits.max_length - length - 1
     if limits.draft_end:
         left = min(left, limits.draft_end - length)
-    nodes = min(most if limits.nodes is None else limits.nodes, most, limits.most_nodes)
+    nodes = min(most if limits.nodes is None else limits.nodes, most, sequence.turn.most_nodes)
     if limits.slot_end:
         nodes = min(nodes, max(limits.slot_end - length, 0))
     if left < 1:
@@ -401,7 +409,7 @@ def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | No
         Sequences with unread prompts, served in order.
     most
         Tokens of all sequences at most, where others wait for the next pass; 0 reads whole prompts, except for
-        sequences whose pieces are limited (`Limits.prefill_chunk`), which read one piece each.
+        sequences whose pieces are limited (`Sequence.piece_limit`), which read one piece each.
     threads
         How many threads these passes use; None where no CPU runs them.
     """
@@ -414,7 +422,7 @@ def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | No
         for batch in passes_over(opened):
             if not most or left > 0:
                 left -= _read_pieces(batch, left if most else 0, threads)
-        sequences = [s for s in sequences if s.is_reading and not (s.is_open and s.limits.prefill_chunk)]
+        sequences = [s for s in sequences if s.is_reading and not (s.is_open and s.piece_limit)]
 
 
 def _read_pieces(batch: list[Sequence], most: int, threads: PassThreads | None) -> int:

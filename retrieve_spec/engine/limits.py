@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retrieve_spec.config import MAX_NODES
-
 
 @dataclass(slots=True)
 class Limits:
@@ -29,8 +27,6 @@ class Limits:
         Positions at the end of the prompt whose top tokens the drafter sees.
     provenance
         Note where accepted drafts came from.
-    most_nodes
-        Draft nodes at most, however many `nodes` leaves to the drafter and the measured cost.
     positions
         Positions that the model was made for; 0 where it does not say.
     padding
@@ -49,7 +45,6 @@ class Limits:
     prefill_chunk: int = 0
     prompt_logits: int = 0
     provenance: bool = False
-    most_nodes: int = MAX_NODES
     positions: int = 0
     padding: int = 0
     bytes_per_token: int = 0

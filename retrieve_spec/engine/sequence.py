@@ -21,6 +21,7 @@ from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.limits import Limits
 from retrieve_spec.engine.reader import Reader
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.scheduler import Turn
 from retrieve_spec.errors import PositionError
 from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler, Stopper, Walk
 from retrieve_spec.verify.verifier import Verifier, VerifierInputs, VerifierOutput
@@ -117,8 +118,10 @@ class Sequence:
         Numbers of the engine's steps it took part in after its prompt.
     status
         How far it has got.
-    stopped, cancelled
-        Whether its text is complete, and whether nobody wants more of it.
+    turn
+        What the scheduler knows of it; `turn.cancelled` ends it.
+    stopped
+        Whether its text is complete.
     error, cache
         What it failed with, and the cache as plain `generate` leaves it.
     """
@@ -141,7 +144,7 @@ class Sequence:
         self.report = GenerationReport()
         self.reader = Reader(waits_for_reader)
         self.status = Status.WAITING
-        self.cancelled = self.stopped = False
+        self.turn, self.stopped = Turn(), False
         self.error: BaseException | None = None
         self.cache: Any = None
         self.verifier, self.drafter, self.limits = verifier, drafter, limits
@@ -179,7 +182,7 @@ class Sequence:
     @property
     def is_over(self) -> bool:
         """Whether no further pass includes it."""
-        return self.stopped or self.cancelled or self.ended or self.error is not None
+        return self.stopped or self.turn.cancelled or self.ended or self.error is not None
 
     @property
     def is_schedulable(self) -> bool:
@@ -232,8 +235,14 @@ class Sequence:
 
         Models whose forward over several tokens takes no notice of their state read their prompt in one piece.
         """
-        size = min(self.limits.prefill_chunk or len(self.unread), most or len(self.unread))
+        size = min(limit for limit in (most, self.piece_limit, len(self.unread)) if limit)
         return self.unread if self.verifier.whole_prompts else self.unread[:size]
+
+    @property
+    def piece_limit(self) -> int:
+        """Prompt tokens of it that the next pass may read; 0 for no limit."""
+        limits = [limit for limit in (self.limits.prefill_chunk, self.turn.most_piece) if limit]
+        return min(limits, default=0)
 
     def keeps(self, piece: NDArray[np.int32]) -> int:
         """Number of positions at the end of a piece of the prompt whose logits are read."""

@@ -23,6 +23,7 @@ from retrieve_spec.engine.budget import using
 from retrieve_spec.engine.engine import Engine
 from retrieve_spec.engine.joining import CallOptions, CopiesRows
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.scheduler import Scheduler, Turn, of_lowest_rank
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ServeError
@@ -88,9 +89,15 @@ class SharedText:
     def __init__(self, sequence: Decoded, speculation: Speculation) -> None:
         self.sequence, self._speculation = sequence, speculation
 
-    def bound(self, *, piece: int, nodes: int) -> None:
-        """Read so many tokens of the prompt, and draft so many nodes, in the next pass at most."""
-        self.sequence.limits.prefill_chunk, self.sequence.limits.most_nodes = piece, nodes
+    @property
+    def turn(self) -> Turn:
+        """What the scheduler knows of it."""
+        return self.sequence.turn
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a pass has included it since the last `take`, or it has ended."""
+        return self.sequence.has_news
 
     @property
     def unread(self) -> int:
@@ -138,13 +145,16 @@ class LoneText:
 
     unread = 0
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, turn: Turn) -> None:
+        self.turn = turn
         self._stream, self._taken = stream, list[int]()
         self._error: Exception | None = None
         self.over = False
 
-    def bound(self, *, piece: int, nodes: int) -> None:
-        """Nothing: its one step is the original's."""
+    @property
+    def has_news(self) -> bool:
+        """Whether it has been decoded."""
+        return self.over
 
     def step(self) -> None:
         """Decode all of it; what it fails with is its own, as others are in the same pass."""
@@ -276,9 +286,10 @@ class Backend:
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
-        hints: DraftHints,
+        hints: DraftHints, turn: Turn | None = None,
     ) -> Text:  # fmt: skip
         """Return a text that continues a prompt, whose proper beginning the cache holds; no pass is run yet."""
+        turn = turn or Turn()
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
         arguments: dict[str, Any] = {
             "tokenizer": self.tokenizer,
@@ -295,7 +306,8 @@ class Backend:
             raise ServeError("to tell log-probabilities", "this model decodes by itself", "Leave logprobs out.")
         if sequence is None:
             draft, seed, scope = options.draft, options.seed, options.scope
-            return LoneText(generate_stream(self.model, ids, draft=draft, seed=seed, scope=scope, **arguments))
+            return LoneText(generate_stream(self.model, ids, draft=draft, seed=seed, scope=scope, **arguments), turn)
+        sequence.turn = turn
         if sampling.logprobs is not None:
             sequence.sampler = TopLogProbSampler(sequence.sampler, sampling.logprobs)
         self._engine.join(sequence)
@@ -322,12 +334,17 @@ class Backend:
         return engine
 
     def step(self, texts: Sequence[Text]) -> None:
-        """One pass over texts that are not over."""
+        """One pass over those of the lowest rank of texts that are not over."""
+        texts = of_lowest_rank(texts)
         if shared := [text.sequence for text in texts if isinstance(text, SharedText)]:
             self._engine.advance(shared)
         for text in texts:
             if isinstance(text, LoneText):
                 text.step()
+
+    def schedule_with(self, scheduler: Scheduler) -> None:
+        """Let a scheduler decide what the model's passes include."""
+        self._engine.scheduler = scheduler
 
     def forget(self, scope: str) -> None:
         """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
@@ -382,13 +399,8 @@ class SlotPool:
         self._slots: list[Slot] = []
         self._ticks = 0
 
-    def take(
-        self, prompt_ids: Sequence[int], scope: str = "", *, reuse: bool = True, size: int = 0
-    ) -> tuple[Slot, int]:
-        """Hold a cache with the beginning of a prompt in it; how many tokens of it (at most all but the last).
-
-        It will take ``size`` bytes.
-        """
+    def take(self, prompt_ids: Sequence[int], scope: str = "", *, reuse: bool = True) -> tuple[Slot, int]:
+        """Hold a cache with the beginning of a prompt in it; how many tokens of it (at most all but the last)."""
         self._ticks += 1
         prompt = np.asarray(prompt_ids, np.int64)
         best, shared = None, 0
@@ -404,7 +416,7 @@ class SlotPool:
         behind = best.token_ids[len(prompt) :] if best is not None and shared == len(prompt) else prompt[:0]
         slot, keep = self._prepare(best, keep, scope)
         slot.token_ids, slot.behind = prompt[:keep], behind
-        slot.used, slot.held, slot.size = self._ticks, True, max(slot.size, size)
+        slot.used, slot.held = self._ticks, True
         self._shrink()
         return slot, keep
 
@@ -441,11 +453,6 @@ class SlotPool:
             kept = Counter(slot.scope for slot in free)
             most = max(kept.values())
             self.drop(min((slot for slot in free if kept[slot.scope] == most), key=lambda slot: slot.used))
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the caches that are worked on, as they were when that began or as they will be."""
-        return sum(slot.size for slot in self._slots if slot.held)
 
     def release(self, slot: Slot, token_ids: Sequence[int] | None) -> None:
         """Give a cache back that holds a prefix of these tokens, as long as it is; None: it is not to be kept."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from threading import Condition, Event
+from threading import Condition
 from time import monotonic
 from typing import Any, Literal
 
 import numpy as np
 
 from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.server.backend import Backend, DraftHints, Slot, SlotPool, can_cut
+from retrieve_spec.engine.scheduler import AHEAD, ORDINARY, TYPING, Turn
+from retrieve_spec.server.backend import COPY_FROM, Backend, DraftHints, Slot, SlotPool, can_cut
 from retrieve_spec.server.sampling import Sampling, TokenLogProb
 from retrieve_spec.server.text import StopRules, StopScanner, StopType, TextCodec
 
@@ -74,8 +75,8 @@ class Task:
 
     @property
     def rank(self) -> int:
-        """What comes first: text at a cursor (0), other text (1), prompts that are only read ahead (2)."""
-        return 2 if self.warm else 0 if self.typing else 1
+        """What comes first (`engine.scheduler`)."""
+        return AHEAD if self.warm else TYPING if self.typing else ORDINARY
 
     def replaced_by(self, newer: Task) -> bool:
         """Whether a newer task makes this one useless."""
@@ -194,6 +195,8 @@ class Job:
 
     Attributes
     ----------
+    turn
+        What the scheduler knows of it; `turn.cancelled` ends the work after the current pass.
     begun
         Whether it has taken a cache.
     forgotten
@@ -210,7 +213,7 @@ class Job:
     ) -> None:  # fmt: skip
         self.task, self.waiters = task, [Waiter(task, sink)]
         self.begun = self.superseded = self.forgotten = False
-        self.cancel = Event()
+        self.turn = Turn(task.rank, cache_bytes=len(task.prompt_ids) * backend.token_bytes, deadline_s=task.deadline_s)
         self.done = Completion(prompt_tokens=len(task.prompt_ids))
         self.text: Any = None
         self._slot: Any = None
@@ -218,8 +221,8 @@ class Job:
         self._backend, self._codec, self._pool, self._changed, self._clock = backend, codec, pool, changed, clock
         self._scanner = StopScanner(codec, task.rules, clock)
         self._said: list[int] = []
-        self._worked, self._told = 0.0, 0  # seconds; tokens that were published
-        self.submitted = self._noted_at = clock()
+        self._told = 0  # tokens that were published
+        self._noted_at = clock()
 
     def join(self, waiter: Waiter) -> None:
         """Let somebody wait for it, too, and tell them what has been published."""
@@ -232,8 +235,7 @@ class Job:
     def start(self) -> None:
         """Take a cache, and look up what to draft from."""
         task, self._noted_at = self.task, self._clock()
-        size = len(task.prompt_ids) * self._backend.token_bytes
-        slot, self.done.cached_tokens = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse, size=size)
+        slot, self.done.cached_tokens = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse)
         self._slot = slot
         if not can_cut(slot.cache):
             new = range(self.done.cached_tokens + 1, len(task.prompt_ids))
@@ -250,6 +252,7 @@ class Job:
             end_ids=task.rules.end_ids,
             sampling=Sampling() if warm else task.sampling,
             hints=hints,
+            turn=self.turn,
         )
 
     def _next_text(self) -> Any:
@@ -292,6 +295,13 @@ class Job:
         rules = self.task.rules
         return room if rules.max_tokens < 0 else min(rules.max_tokens + len(rules.begun.encode()), room)
 
+    def copies_from(self, other: Job) -> bool:
+        """Whether it can copy, from a task of its rank, a prompt's beginning that is still being read."""
+        prompt, theirs = self.task.prompt_ids, other.task.prompt_ids
+        shared = max(COPY_FROM, len(prompt) // 2)
+        may_copy = self.task.reuse and self.task.rank == other.task.rank and self.task.scope == other.task.scope
+        return may_copy and other.text.unread > 0 and shared <= len(prompt) and prompt[:shared] == theirs[:shared]
+
     def wait(self) -> None:
         """Note that others had the pass."""
         self.done.waited_s += self._since()
@@ -304,22 +314,23 @@ class Job:
     def proceed(self) -> bool:
         """Take what a pass brought; whether the task is done, and who waits may be told before it is closed."""
         text, slot, prompt, done = self.text, self._slot, self.task.prompt_ids, self.done
-        self._worked += self._since()
+        self.turn.worked_s += self._since()
         fresh = text.take()
-        if self._settled and not self.cancel.is_set():
+        if self._settled and not self.turn.cancelled:
             if text.over:
                 self._settle()
             return False
         if fresh and not self._said:
-            done.prompt_s, done.first_s = self._worked, done.waited_s + done.setup_s + self._worked
+            done.prompt_s = self.turn.worked_s
+            done.first_s = done.waited_s + done.setup_s + done.prompt_s
             slot.token_ids, slot.copied = np.asarray(prompt, np.int64), text.copy_cache
         self._said += fresh
-        slot.size = (len(prompt) + len(self._said)) * self._backend.token_bytes
+        self.turn.cache_bytes = (len(prompt) + len(self._said)) * self._backend.token_bytes
         if self._goes_on(fresh, text.over):
             return False
         done.report = text.report
-        done.prompt_s = done.prompt_s if self._said else self._worked
-        done.predict_s = self._worked - done.prompt_s
+        done.prompt_s = done.prompt_s if self._said else self.turn.worked_s
+        done.predict_s = self.turn.worked_s - done.prompt_s
         self._conclude()
         return True
 
@@ -328,9 +339,9 @@ class Job:
         scanner = self._scanner
         if fresh and not self.task.warm:
             scanner.push(fresh)
-        if self.cancel.is_set() or is_over or scanner.stopped:
+        if self.turn.cancelled or is_over or scanner.stopped:
             return False
-        self.done.deadline_hit = self.task.deadline_s is not None and self._worked > self.task.deadline_s
+        self.done.deadline_hit = self.turn.is_past_deadline
         if self.done.deadline_hit:
             return False
         self._tell()
@@ -355,7 +366,7 @@ class Job:
     def _conclude(self) -> None:
         scanner, done = self._scanner, self.done
         scanner.finish()
-        if self.cancel.is_set():
+        if self.turn.cancelled:
             done.outcome = "superseded" if self.superseded else "cancelled"
         else:
             self._tell()

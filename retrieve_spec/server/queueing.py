@@ -1,9 +1,8 @@
-"""Request queue: its thread owns the model and streams completions of tasks, those at somebody's cursor first.
+"""Request queue: it hands tasks to the model's engine, steps it in a thread of its own, and streams what passes bring.
 
-Every pass of the model serves all tasks of the rank whose turn it is: nobody who types waits for another who does, and
-chats, which stand aside while somebody types, go on beside one another. The queue is bounded, stale keystrokes are
-answered as superseded instead of late, identical tasks of one scope share one decode, and cancellation is looked at
-after every pass, reading the prompt included.
+Which tasks begin and which share a pass is the engine's scheduler's to decide: nobody who types waits for another who
+does, and chats, which stand aside while somebody types, go on together. The queue itself is bounded, answers stale
+keystrokes as superseded instead of late, and lets identical tasks of one scope share one decode.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from threading import Condition, Thread
 from time import monotonic
 from typing import Any, TypeVar
 
-from retrieve_spec.config import MAX_NODES
+from retrieve_spec.engine.scheduler import Scheduler, of_lowest_rank
 from retrieve_spec.errors import ServeError, in_a_line
-from retrieve_spec.server.backend import COPY_FROM, Backend, SlotPool
+from retrieve_spec.server.backend import Backend, SlotPool
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Completion, Job, Outcome, Sink, Task, Waiter
 from retrieve_spec.server.text import TextCodec
@@ -26,14 +25,6 @@ from retrieve_spec.server.text import TextCodec
 log = logging.getLogger("retrieve_spec.server")
 
 T = TypeVar("T")
-_PAUSE_S = 1.5
-"""Seconds without a next key after which somebody has paused, and comes first."""
-_TYPES_ON_S = 2.0
-"""Seconds after a key within which the next one is waited for."""
-_MOST_TYPING = 16
-"""Completions at a cursor that are under way beside one another: a pass over many costs each of them less."""
-_SHORT, _FEW_NODES = 64, 16
-"""Tokens of prompts that other texts read in a pass meanwhile, and nodes they draft: the key may come in any pass."""
 
 
 def _refusal(expected: str, got: str, remedy: str) -> Refusal:
@@ -41,7 +32,7 @@ def _refusal(expected: str, got: str, remedy: str) -> Refusal:
 
 
 class RequestQueue:
-    """Serves tasks on one model, whose engine schedules the passes of those whose turn it is.
+    """Serves tasks on one model, whose engine schedules them.
 
     Parameters
     ----------
@@ -84,11 +75,13 @@ class RequestQueue:
         self.backend = backend
         self.codec = codec
         self._pool = SlotPool(backend, slots, cache_bytes)
-        self._max_queue, self._max_begun, self._most_bytes = max_queue, max_begun, cache_bytes
+        self._max_queue = max_queue
         self._share = max_queue if share is None else share
-        self._chunk = prefill_chunk
-        self._typed_at = -_TYPES_ON_S
-        self._on_done, self._clock = on_done, clock
+        self._scheduler = Scheduler(
+            max_running=max_begun, cache_bytes=cache_bytes, prefill_chunk=prefill_chunk, clock=clock
+        )
+        backend.schedule_with(self._scheduler)
+        self._on_done = on_done
         self._changed = Condition()
         self._jobs: list[Job] = []  # in the order they came
         self._closed = False
@@ -104,7 +97,7 @@ class RequestQueue:
         with self._changed:
             self._closed = True
             for job in self._jobs:
-                job.cancel.set()
+                job.turn.cancelled = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
@@ -159,14 +152,13 @@ class RequestQueue:
             ended.
         """
         gone: list[Waiter] = []
-        fresh = Job(task, sink, self.backend, self.codec, self._pool, self._changed, self._clock)
+        fresh = Job(task, sink, self.backend, self.codec, self._pool, self._changed, self._scheduler.clock)
         try:
             with self._changed:
                 if self._closed:
                     raise _refusal("to take a request", "the server is ending", "Start it again.")
-                if task.rank == 0:
-                    self._typed_at = self._clock()
-                twins = (job for job in self._jobs if not (job.cancel.is_set() or job.superseded))
+                self._scheduler.submit(fresh.turn)
+                twins = (job for job in self._jobs if not (job.turn.cancelled or job.superseded))
                 job = next((job for job in twins if job.task.key == task.key), None)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
@@ -204,7 +196,7 @@ class RequestQueue:
                 replaced = list(job.waiters)
             if replaced and len(replaced) == len(job.waiters):
                 job.superseded = True
-                job.cancel.set()
+                job.turn.cancelled = True
                 if job.begun:
                     continue
                 self._jobs.remove(job)
@@ -229,7 +221,7 @@ class RequestQueue:
                 "Try again in a moment.",
             )
         self._jobs.remove(candidates[0])
-        candidates[0].cancel.set()
+        candidates[0].turn.cancelled = True
         return candidates[0].waiters
 
     def _leave(self, job: Job, waiter: Waiter) -> None:
@@ -238,7 +230,7 @@ class RequestQueue:
             if waiter not in job.waiters:
                 return
             if len(job.waiters) == 1:
-                job.cancel.set()
+                job.turn.cancelled = True
                 gone = job in self._jobs and not job.begun
                 if gone:
                     self._jobs.remove(job)
@@ -279,17 +271,19 @@ class RequestQueue:
             except Exception as error:
                 log.warning("a task between requests failed: %s", in_a_line(error))
                 done.set_exception(error)
-        jobs = [job for job in jobs if not (job.cancel.is_set() and self._proceed(job))]
+        jobs = [job for job in jobs if not (job.turn.cancelled and self._proceed(job))]
         self._pass(self._begin(jobs))
         return bool(self._jobs or self._chores)
 
     def _begin(self, jobs: list[Job]) -> list[Job]:
-        """Begin the tasks whose turn it is and that there is room for; all that are under way."""
-        under_way = [job for job in jobs if job.begun]
-        for job in sorted((job for job in jobs if not job.begun), key=self._order):
-            if not self._may_begin(job, under_way):
+        """Begin the tasks that the scheduler lets begin; return all that are under way."""
+        running = [job for job in jobs if job.begun]
+        for job in self._scheduler.in_order([job for job in jobs if not job.begun]):
+            if any(job.copies_from(other) for other in running):
                 continue
-            job.done.waited_s = self._clock() - job.submitted
+            if not self._scheduler.may_begin(job.turn, [other.turn for other in running]):
+                continue
+            job.done.waited_s = self._scheduler.clock() - job.turn.submitted
             if job.task.stale_s is not None and job.done.waited_s > job.task.stale_s:
                 self._finish(job, Completion("superseded", prompt_tokens=len(job.task.prompt_ids)))
                 continue
@@ -299,57 +293,17 @@ class RequestQueue:
                 job.begun = True
             with self._failing(job):
                 job.start()
-                under_way.append(job)
-        return under_way
+                running.append(job)
+        return running
 
-    def _order(self, job: Job) -> tuple[int, int, float]:
-        """What waiting tasks are begun in the order of, least first.
-
-        Somebody who has just pressed a key comes first: the others will soon press the next one. Unless they pause, and
-        look at the screen: then who has waited longest comes before all.
-        """
-        if job.task.rank > 0:
-            return job.task.rank, 0, job.submitted
-        pauses = self._clock() - job.submitted > _PAUSE_S
-        return (0, 0, job.submitted) if pauses else (0, 1, -job.submitted)
-
-    def _may_begin(self, job: Job, under_way: list[Job]) -> bool:
-        """Whether a task may begin beside those under way: there is room, and it cannot copy what one is reading."""
-        task = job.task
-        if any(other.task.rank < task.rank for other in under_way):
-            return False
-        like = sum(other.task.rank == task.rank for other in under_way)
-        if not like:
-            return True
-        if (
-            like >= (self._max_begun if task.rank else _MOST_TYPING)
-            or self._pool.held_bytes + len(task.prompt_ids) * self.backend.token_bytes > self._most_bytes
-        ):
-            return False
-        alike = max(COPY_FROM, len(task.prompt_ids) // 2)
-        return not (task.reuse and alike <= len(task.prompt_ids)) or not any(
-            other.task.scope == task.scope
-            and other.text.unread > 0
-            and other.task.prompt_ids[:alike] == task.prompt_ids[:alike]
-            for other in under_way
-        )
-
-    def _pass(self, under_way: list[Job]) -> None:
-        """One pass of the model for all of the first rank; the others wait."""
-        if not under_way:
+    def _pass(self, running: list[Job]) -> None:
+        """Let the model run one pass, and tasks take what it brought; what fails in it fails all that shared it."""
+        if not running:
             return
-        first = min(job.task.rank for job in under_way)
-        turn = [job for job in under_way if job.task.rank == first]
-        makes_room = first > 0 and self._clock() - self._typed_at < _TYPES_ON_S
-        for job in turn:
-            job.text.bound(
-                piece=min(_SHORT, self._chunk) if makes_room else self._chunk,
-                nodes=_FEW_NODES if makes_room else MAX_NODES,
-            )
-        with self._failing(*turn):
-            self.backend.step([job.text for job in turn])
-            for job in under_way:
-                if job in turn:
+        with self._failing(*of_lowest_rank(running)):
+            self.backend.step([job.text for job in running])
+            for job in running:
+                if job.text.has_news:
                     self._proceed(job)
                 else:
                     job.wait()
@@ -396,7 +350,7 @@ class RequestQueue:
                 return  # whoever waited has been told
             self._jobs.remove(job)
             waiters, job.waiters = job.waiters, []
-            job.cancel.set()
+            job.turn.cancelled = True
         self._on_done(job.task, done)
         for waiter in waiters:
             waiter.sink(done)

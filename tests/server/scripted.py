@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from waiting import HANG_S
 
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.engine.scheduler import Scheduler, Turn
 from retrieve_spec.server.backend import DraftHints
 
 
@@ -43,17 +44,28 @@ class ScriptedBackend:
         return 8 * len(cache)
 
     def decode(
-        self, cache: list[int], prompt_ids: Sequence[int], *, max_tokens: int, hints: DraftHints, **_: object
+        self,
+        cache: list[int],
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        hints: DraftHints,
+        turn: Turn,
+        **_: object,
     ) -> "ScriptedText":
         assert list(prompt_ids[: len(cache)]) == cache, "the cache does not hold the beginning of the prompt"
         assert len(cache) < len(prompt_ids)
         self.hints.append(hints)
-        return ScriptedText(self, cache, list(prompt_ids), max_tokens, self.run if hints.enabled else 1)
+        return ScriptedText(self, cache, list(prompt_ids), max_tokens, self.run if hints.enabled else 1, turn)
+
+    def schedule_with(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
 
     def step(self, texts: Sequence["ScriptedText"]) -> None:
         self.gate.acquire()
         time.sleep(self.pass_s)
         self.passes += 1
+        texts = self.scheduler.next_pass(texts)
         self.together.append(len(texts))
         for text in texts:
             text.go_on()
@@ -65,14 +77,11 @@ class ScriptedBackend:
 class ScriptedText:
     """What a scripted model says behind a prompt; the prompt is read by pieces."""
 
-    def __init__(self, backend, cache, prompt, max_tokens, run):
-        self.backend, self.cache, self.prompt, self.piece, self.run = backend, cache, prompt, 0, run
-        self.max_tokens = max_tokens
+    def __init__(self, backend, cache, prompt, max_tokens, run, turn):
+        self.backend, self.cache, self.prompt, self.run, self.turn = backend, cache, prompt, run, turn
+        self.max_tokens, self.has_news = max_tokens, False
         self.said, self.at, self.fresh = None, 0, []
         self.report = GenerationReport()
-
-    def bound(self, *, piece, nodes):
-        self.piece = piece
 
     @property
     def unread(self):
@@ -84,12 +93,13 @@ class ScriptedText:
 
     def go_on(self):
         assert not self.over
+        self.has_news, piece = True, self.turn.most_piece
         if self.said is None:
             if self.backend.fail:
                 raise RuntimeError("out of memory")
-            if self.piece and self.unread > self.piece:
-                self.backend.prefilled.append(self.piece)
-                self.cache += self.prompt[len(self.cache) :][: self.piece]
+            if piece and self.unread > piece:
+                self.backend.prefilled.append(piece)
+                self.cache += self.prompt[len(self.cache) :][:piece]
                 return
             self.backend.prompts.append(tuple(self.prompt))
             self.said = self.backend.script(self.prompt)[: self.max_tokens]
@@ -106,7 +116,7 @@ class ScriptedText:
         accepted["prediction"] = accepted.get("prediction", 0) + len(run) - 1
 
     def take(self):
-        taken, self.fresh = self.fresh, []
+        taken, self.fresh, self.has_news = self.fresh, [], False
         return taken
 
     def copy_cache(self):

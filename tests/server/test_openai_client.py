@@ -38,7 +38,7 @@ def test_closing_mid_stream_stops_the_model(live, say, official):
         next(stream)
     (job,) = server.service.queue._jobs
     stream.close()
-    wait_for(job.cancel.is_set)
+    wait_for(lambda: job.turn.cancelled)
     spent = backend.passes
     backend.gate.release(1000)
     wait_for(lambda: bool(server.done))

@@ -50,7 +50,7 @@ def test_a_request_that_an_editor_gives_up_is_given_up(live, say):
             await asked
 
     with_editor(server, give_up)
-    wait_for(lambda: all(job.cancel.is_set() for job in server.service.queue._jobs))
+    wait_for(lambda: all(job.turn.cancelled for job in server.service.queue._jobs))
     server.backend.gate.release(1000)
     wait_for(lambda: bool(server.done))
     assert server.done[-1][1].outcome == "cancelled"
