@@ -114,7 +114,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """
     if is_fingerprint(tokenizer):
         return str(tokenizer)
-    content = json.dumps(_pipeline(tokenizer), sort_keys=True, separators=(",", ":"))
+    return fingerprint_of(load_tokenizer(tokenizer))
+
+
+def fingerprint_of(loaded: Tokenizer) -> str:
+    """Return the fingerprint of a tokenizer that is loaded; see `tokenizer_fingerprint`."""
+    content = json.dumps(_pipeline(loaded), sort_keys=True, separators=(",", ":"))
     return PREFIX + hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -123,15 +128,15 @@ def is_fingerprint(tokenizer: Any) -> bool:
     return isinstance(tokenizer, str) and tokenizer.startswith(PREFIX)
 
 
-def pipeline_differences(one: Any, other: Any) -> list[str]:
+def pipeline_differences(one: Tokenizer, other: Tokenizer) -> list[str]:
     """Parts in which the pipelines of two tokenizers differ, by their names in ``tokenizer.json``."""
     first, second = _pipeline(one), _pipeline(other)
     return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
 
 
-def _pipeline(tokenizer: Any) -> dict[str, Any]:
+def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
     """The parts of a tokenizer that decide about ids, in one way of writing them."""
-    content = json.loads(load_tokenizer(tokenizer).to_str())
+    content = json.loads(tokenizer.to_str())
     model = content["model"]
     vocabulary = model.pop("vocab")
     pieces: dict[str, tuple[Any, ...]]

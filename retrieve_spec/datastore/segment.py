@@ -36,7 +36,7 @@ from retrieve_spec.datastore.indexes import (
     build_ngrams,
     suffix_beginnings,
 )
-from retrieve_spec.datastore.manifest import TOMBSTONES, DenseRecord, SegmentEntry
+from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, DenseRecord, SegmentEntry
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.induced_sort import sort_suffixes
 from retrieve_spec.kernels.ngram import SLOT, forget_document
@@ -474,6 +474,15 @@ def write_segment(
     table, origins = table_arrays(rows)
     arrays = {"vocabulary": to_global, "documents": starts, **table, **index_text(tokens, to_global, config)}
     return write_files(folder, {name + SUFFIX: array for name, array in sorted(arrays.items())}), origins
+
+
+def open_with_tombstones(
+    store: Path, entry: SegmentEntry, vocabulary: int, record: DenseRecord | None, *, as_written: bool
+) -> Segment:
+    """Map a segment of a store as `open_segment` does, without the documents that its tombstones remove."""
+    tombstones = tombstones_of(store, entry) if entry.tombstones else None
+    place = store / SEGMENTS / entry.name
+    return open_segment(place, entry, vocabulary, record, tombstones, as_written=as_written)
 
 
 def open_segment(

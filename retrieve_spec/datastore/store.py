@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from retrieve_spec.datastore.dense import DenseIndex
 from retrieve_spec.datastore.files import check_content, map_array
 from retrieve_spec.datastore.fingerprint import (
+    fingerprint_of,
     is_fingerprint,
     load_tokenizer,
     pipeline_differences,
@@ -28,7 +29,7 @@ from retrieve_spec.datastore.fingerprint import (
 from retrieve_spec.datastore.indexes import ContextFilter, NgramTable, filter_contexts
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.remote import local_folder
-from retrieve_spec.datastore.segment import TABLE, Document, Segment, open_segment, tombstones_of
+from retrieve_spec.datastore.segment import TABLE, Document, Segment, open_with_tombstones
 from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
 from retrieve_spec.kernels.source_table import ORIGIN_BITS
 from retrieve_spec.processors import memory
@@ -97,6 +98,32 @@ class Datastore:
         except Exception as error:  # the library raises bare Exception
             place = self.path / self.manifest.tokenizer_name
             raise StoreCorruptError(f"a tokenizer in {place}", str(error)) from None
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Compare the store's tokenizer with the one at hand (anything `tokenizer_fingerprint` takes).
+
+        A store made before fingerprints told of whole pipelines is compared by its copy of the tokenizer.
+
+        Raises
+        ------
+        TokenizerMismatchError
+            When they differ, naming the parts that do.
+        """
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        if fingerprint == self.fingerprint:
+            return
+        built_with = fingerprint_of(self.tokenizer)
+        if fingerprint == built_with:
+            return
+        got = f"{self.path}, built with tokenizer {built_with[7:19]}"
+        if not is_fingerprint(tokenizer):
+            parts = pipeline_differences(self.tokenizer, load_tokenizer(tokenizer))
+            got += f", which differs in {', '.join(parts)}"
+        raise TokenizerMismatchError(
+            f"a store built with the model's tokenizer ({fingerprint[7:19]})",
+            got,
+            f"Convert it with `retrieve-spec retokenize {self.path} --tokenizer MODEL`, or build one for this model.",
+        )
 
     def document_at(self, segment: int, position: int) -> Document:
         """Find the document that covers a token position.
@@ -183,7 +210,10 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     TokenizerMismatchError
         When the store was built with another tokenizer.
     """
-    return _opened(local_folder(path), tokenizer, as_written=False)
+    store = _opened(local_folder(path), as_written=False)
+    if tokenizer is not None:
+        store.check_tokenizer(tokenizer)
+    return store
 
 
 def open_as_written(path: str | os.PathLike[str]) -> Datastore:
@@ -191,32 +221,30 @@ def open_as_written(path: str | os.PathLike[str]) -> Datastore:
 
     So nothing is altered in memory, which takes a while where much was removed. Otherwise as `open_datastore`.
     """
-    return _opened(Path(path), None, as_written=True)
+    return _opened(Path(path), as_written=True)
 
 
-def _opened(folder: Path, tokenizer: Any, *, as_written: bool) -> Datastore:
-    manifest = read_manifest(folder)
-    if tokenizer is not None:
-        check_tokenizer(folder, manifest, tokenizer)
+def _opened(folder: Path, *, as_written: bool) -> Datastore:
+    before = None
     while True:
+        manifest = read_manifest(folder)
         try:
             return open_segments(folder, manifest, as_written=as_written)
         except StoreCorruptError:
             # A change may have taken files away since the manifest was read: what is there now counts.
-            before, manifest = manifest, read_manifest(folder)
             if manifest == before:
                 raise
+            before = manifest
 
 
 def open_segments(folder: Path, manifest: Manifest, *, as_written: bool) -> Datastore:
     """The segments of a manifest, which need not stand in the folder yet."""
+    segments = tuple(
+        open_with_tombstones(folder, entry, manifest.vocabulary, manifest.dense, as_written=as_written)
+        for entry in manifest.segments
+    )
     tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"), ("|u1",))
-    segments = []
-    for entry in manifest.segments:
-        tombstones = tombstones_of(folder, entry) if entry.tombstones else None
-        place, ids, dense = folder / SEGMENTS / entry.name, manifest.vocabulary, manifest.dense
-        segments.append(open_segment(place, entry, ids, dense, tombstones, as_written=as_written))
-    return Datastore(folder, manifest, tuple(segments), tokenizer)
+    return Datastore(folder, manifest, segments, tokenizer)
 
 
 def check_files(folder: Path, entry: SegmentEntry) -> None:
@@ -238,30 +266,8 @@ def check_files(folder: Path, entry: SegmentEntry) -> None:
 
 
 def check_tokenizer(folder: Path, manifest: Manifest, tokenizer: Any) -> None:
-    """Compare the tokenizer of a store with the one at hand (anything `tokenizer_fingerprint` takes).
-
-    A store made before fingerprints told of whole pipelines is compared by its copy of the tokenizer.
-
-    Raises
-    ------
-    TokenizerMismatchError
-        When they differ, naming the parts that do.
-    """
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    if fingerprint == manifest.fingerprint:
-        return
-    own = load_tokenizer(folder / manifest.tokenizer_name)
-    built_with = tokenizer_fingerprint(own)
-    if fingerprint == built_with:
-        return
-    got = f"{folder}, built with tokenizer {built_with[7:19]}"
-    if not is_fingerprint(tokenizer):
-        got += f", which differs in {', '.join(pipeline_differences(own, tokenizer))}"
-    raise TokenizerMismatchError(
-        f"a store built with the model's tokenizer ({fingerprint[7:19]})",
-        got,
-        f"Convert it with `retrieve-spec retokenize {folder} --tokenizer MODEL`, or build one for this model.",
-    )
+    """Compare tokenizers as `Datastore.check_tokenizer` does, for a store that need not be whole."""
+    open_segments(folder, replace(manifest, segments=()), as_written=True).check_tokenizer(tokenizer)
 
 
 SHARE = 0.25

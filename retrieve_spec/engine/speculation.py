@@ -14,7 +14,7 @@ import torch
 
 from retrieve_spec.config import AUTO, SpeculationConfig
 from retrieve_spec.datastore.dense import check_model
-from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
+from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.engine.engine import Engine
@@ -230,7 +230,7 @@ def open_store(store: Any, tokenizer: Any) -> Datastore:
     if isinstance(store, (str, os.PathLike)):
         return open_datastore(store, tokenizer=tokenizer)
     if tokenizer is not None and isinstance(store, Datastore):
-        check_tokenizer(store.path, store.manifest, tokenizer)
+        store.check_tokenizer(tokenizer)
     require(hasattr(store, "segments"), "a datastore's folder, or an open one", store, "Give its path.")
     return store  # type: ignore[no-any-return]
 
