@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from operator import itemgetter
 from statistics import median
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -409,6 +409,7 @@ class Costs:
 
 
 Seconds = NDArray[np.float32]
+T = TypeVar("T")
 _LOOKS = 8
 """Looks at the same few sequences of many before others are looked at."""
 _LOSS, _MOST_RESTS = 0.02, 64
@@ -538,7 +539,7 @@ class Backoff:
         """Whether some of so many sequences are asked in place of all."""
         return sequences > self._few and not self._pays
 
-    def sample(self, batch: list[Any]) -> list[Any]:
+    def sample(self, batch: Many[T]) -> Many[T]:
         """Those of a batch to ask for drafts: neighbours, who may be siblings, and others after a few looks."""
         if not self.samples(len(batch)):
             return batch

@@ -22,18 +22,8 @@ from retrieve_spec.config import FEW_ROOTS, MAX_NODES, PASS
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.forced import forced_run, with_forced
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import (
-    Backoff,
-    Costs,
-    PassThreads,
-    gain,
-    keep_best,
-    row_cost,
-    share_evenly,
-    share_out,
-    using,
-    within,
-)
+from retrieve_spec.engine.budget import Backoff, Costs, PassThreads, keep_best, using, within
+from retrieve_spec.engine.draft_batch import BatchBudget, draft_batch
 from retrieve_spec.engine.driving import Driver
 from retrieve_spec.engine.scheduler import Scheduler
 from retrieve_spec.engine.sequence import SeenPass, Sequence, autocast_key
@@ -125,24 +115,12 @@ class Engine(Driver):
         if not any(sequence.drafter.drafts for sequence in batch):
             return batch
         count, padded, seconds = len(batch), pads(batch), self._seconds(batch)
-        shares = count > 1 and seconds is not None
-        if shares and self._backoff.rests():
-            return batch
-        began = perf_counter()
-        most_rows = min(sequence.verifier.most_rows for sequence in batch)
-        most = max(most_rows - count, 0) // (count if padded else 1)
-        cost = None if seconds is None else row_cost(seconds, count, padded)
-        asked = self._backoff.sample(batch) if shares else batch
-        run_each(asked, lambda sequence: draft(sequence, most, cost))
-        batch = [sequence for sequence in batch if not sequence.is_over]
-        trees = [sequence.tree for sequence in batch]
-        trees = (share_evenly if padded else share_out)(trees, seconds, most)
+        most = max(min(sequence.verifier.most_rows for sequence in batch) - count, 0) // (count if padded else 1)
+        backoff = self._backoff if count > 1 and seconds is not None else None
+        trees = draft_batch(batch, BatchBudget(seconds, most, padded), draft_or_fail, backoff)
         for sequence, tree in zip(batch, trees, strict=True):
             sequence.tree = tree
-        if len(batch) > 1 and seconds is not None:
-            took = perf_counter() - began
-            self._backoff.record_draft(gain(trees, seconds, padded) > took, took / float(seconds[0]))
-        return batch
+        return [sequence for sequence in batch if not sequence.is_over]
 
     def _seconds(self, batch: list[Sequence]) -> NDArray[np.float32] | None:
         """Return (MAX_NODES + 1,) seconds of a pass by drafted nodes; None where cost does not decide their number."""
@@ -229,21 +207,29 @@ def run_each(sequences: Many[Sequence], act: Callable[..., object], *given: Many
     return going
 
 
-def draft(sequence: Sequence, most: int = MAX_NODES, cost: NDArray[np.float32] | None = None) -> None:
+def draft_or_fail(sequence: Sequence, most: int, cost: NDArray[np.float32] | None) -> DraftTree:
+    """Return what `draft` does, or no draft where the sequence's drafter fails: then the sequence has failed."""
+    try:
+        return draft(sequence, most, cost)
+    except BaseException as error:
+        sequence.fail(error)
+        return NO_DRAFT
+
+
+def draft(sequence: Sequence, most: int = MAX_NODES, cost: NDArray[np.float32] | None = None) -> DraftTree:
     """Ask a sequence's drafter for a tree that fits everything the text may still become.
 
     Parameters
     ----------
     sequence
-        The sequence, whose `tree` is set.
+        The sequence.
     most
         Nodes at most.
     cost
         (n + 1,) seconds of a pass over 0 … n drafted nodes, or None.
     """
-    sequence.tree = NO_DRAFT
     if not sequence.drafter.drafts or sequence.verifier.mode == "plain":
-        return
+        return NO_DRAFT
     budget = _budget_of(sequence, most, cost)
     tree = sequence.drafter.draft(budget)
     if (guide := sequence.drafter.guide) is not None and budget.max_nodes:
@@ -251,7 +237,7 @@ def draft(sequence: Sequence, most: int = MAX_NODES, cost: NDArray[np.float32] |
         tree = with_forced(tree, guide, sequence.text.ids, budget.ahead, most_deep)
         tree = keep_best(tree, budget.cost, budget.max_nodes)
     tree = within(tree, sequence.limits.vocabulary)
-    sequence.tree = tree.first_branch() if sequence.verifier.mode == "chain" and not tree.is_chain else tree
+    return tree.first_branch() if sequence.verifier.mode == "chain" and not tree.is_chain else tree
 
 
 def _budget_of(sequence: Sequence, most: int, cost: NDArray[np.float32] | None) -> Budget:

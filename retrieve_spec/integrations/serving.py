@@ -21,7 +21,8 @@ from retrieve_spec.drafting.batch import BatchRow, Slots
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.engine.budget import Backoff, CostModel, Costs, share_out, within
+from retrieve_spec.engine.budget import Backoff, CostModel, Costs, Seconds, within
+from retrieve_spec.engine.draft_batch import BatchBudget, draft_batch
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.kernels.batch import PLAN
 from retrieve_spec.kernels.treemask import find_child
@@ -41,7 +42,7 @@ _SAVE_EVERY = 30.0
 _FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
 """Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
 _PATIENCE = 4
-"""Looks in a row which find nothing that pays, behind which steps rest: a few say little of the next one. Resting no
+"""Looks in a row which find nothing that pays, after which steps rest: a few say little of the next one. Resting no
 sooner is worth one per cent for a lone sampled request."""
 
 
@@ -129,7 +130,7 @@ class ServingDrafter:
         Tokens of the model: what has another number is never drafted. None: anything may be.
     state
         Folder in which calibration, phrases and the session are kept between runs, one for each model; made when there
-        is none. It is written when a request ends, but not for half a minute behind the last time.
+        is none. It is written when a request ends, half a minute apart at least.
 
     Raises
     ------
@@ -265,7 +266,7 @@ class ServingDrafter:
         Parameters
         ----------
         token_ids
-            (n,) token ids behind those it has been given.
+            (n,) token ids after those it has been given.
         verified
             How many nodes of the last draft, in order, the engine has verified; None for all, 0 where it took another
             way. What was not verified says nothing about how far drafts can be trusted.
@@ -396,7 +397,7 @@ class ServingDrafter:
             slots = self._slots
             if slots is None or self._slots_of[0] is not requests or self._slots_of[1] is not texts:
                 slots = self._fill_slots(requests, texts, lengths, places, longest, max_nodes)
-            if any(lengths[place] > self._width for place in places):  # a kernel would read what lies behind
+            if any(lengths[place] > self._width for place in places):  # a kernel would read past the row's end
                 raise ConfigError(f"lengths up to {self._width}", f"{lengths[list(places)]}", "See `step`.")
             plan, pace, rows = self._plan, self._pace, len(requests)
             context, sampled = int(plan["context"][0]), self._samples
@@ -446,12 +447,15 @@ class ServingDrafter:
             self._pace.stepped(len(rows), 0, context, sampled)
             return [NO_DRAFT] * len(rows)
         seconds = self._pace.curve(len(rows), context, sampled)
-        cost = seconds if len(rows) == 1 else None
-        found = []
-        for state, most, depth in zip(rows, nodes, depths, strict=True):
-            tree = state.row.draft(Budget(most, depth, cost), chains)
-            found.append(tree if self.vocabulary is None else within(tree, self.vocabulary))
-        trees = share_out(found, seconds, MAX_NODES)
+
+        def draft(limited: tuple[Request, int, int], _most: int, cost: Seconds | None) -> DraftTree:
+            state, most, depth = limited
+            # Of several rows each drafts all that it may, as in `step`: what pays is decided over all of them.
+            tree = state.row.draft(Budget(most, depth, cost if len(rows) == 1 else None), chains)
+            return tree if self.vocabulary is None else within(tree, self.vocabulary)
+
+        limited = list(zip(rows, nodes, depths, strict=True))
+        trees = draft_batch(limited, BatchBudget(seconds, MAX_NODES), draft)
         for state, tree in zip(rows, trees, strict=True):  # only a draft that does not pay is judged by its first token
             unknown = self.vocabulary is not None and state.row.first_token >= self.vocabulary
             if len(tree) or seconds is None or unknown:
