@@ -112,7 +112,7 @@ def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, referen
 
 
 def parting(model: Any, prompt_ids: torch.Tensor, ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """Where two texts behind a prompt part.
+    """Where two texts after a prompt part.
 
     Parameters
     ----------

@@ -347,7 +347,7 @@ def open_index(content: NDArray[np.uint8]) -> Any:
 
 
 def nearest(index: Any, keys: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Similarities (q, k) and numbers (q, k) of the keys in an index most like some (q, dims); -1 behind the last."""
+    """Similarities (q, k) and numbers (q, k) of the keys in an index most like some (q, dims); -1 after the last."""
     if not isinstance(index, _faiss().IndexIVF):
         similarity, numbers = index.search(keys, k)
         return similarity, numbers

@@ -219,7 +219,7 @@ class HiddenStates:
             When one is NaN or infinite.
         """
         longest, first = max(len(row) for row in rows), len(self.prefix)
-        ids = np.zeros((len(rows), first + longest), np.int64)  # padded behind, where nothing looks back from
+        ids = np.zeros((len(rows), first + longest), np.int64)  # padded at the end, from where nothing looks back
         ids[:, :first] = self.prefix
         for i, row in enumerate(rows):
             ids[i, first : first + len(row)] = row
@@ -237,13 +237,13 @@ class HiddenStates:
         def stop_before(_module: Any, args: Any) -> None:
             raise _Caught(args[0])
 
-        def stop_behind(_module: Any, _args: Any, out: Any) -> None:
+        def stop_after(_module: Any, _args: Any, out: Any) -> None:
             raise _Caught(out[0] if isinstance(out, tuple) else out)
 
         if self.layer == "last":
             hook = self.model.get_output_embeddings().register_forward_pre_hook(stop_before)
         else:
-            hook = decoder_blocks(self.model)[int(self.layer) - 1].register_forward_hook(stop_behind)
+            hook = decoder_blocks(self.model)[int(self.layer) - 1].register_forward_hook(stop_after)
         try:
             with torch.inference_mode():
                 self.model(input_ids=ids, use_cache=False)

@@ -215,7 +215,7 @@ class Rules:
         return self.joined(folder, [os.path.join(folder, name) for name in self.names])
 
     def joined(self, folder: str, files: Sequence[str]) -> Rules:
-        """These rules, and behind them what some files say of a folder."""
+        """These rules, and after them what some files say of a folder."""
         spec = _read_rules(files)
         return self if spec is None else replace(self, specs=(*self.specs, (folder, spec)))
 

@@ -59,7 +59,7 @@ def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
     """Records of a file of JSON Lines, or of a part of one, whose lines are read up to so many bytes at once."""
     with open_packed(file.location, file.compression) as stream:
         stream.seek(file.start)
-        end = file.end or (math.inf if file.compression else file.size)  # what is written behind it may never end
+        end = file.end or (math.inf if file.compression else file.size)  # what is written after it may never end
         number = file.line
         while stream.tell() < end and (line := stream.readline(limit + 1)):
             number += 1

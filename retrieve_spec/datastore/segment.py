@@ -578,7 +578,7 @@ def _hide(segment: Segment, ranks: NDArray[np.uint32]) -> None:
             raise StoreCorruptError(f"tombstones of {len(sa):,} suffixes of segment {segment.name}", "others")
         first = np.flatnonzero(np.diff(ranks.astype(np.int64), prepend=-2) != 1)  # of ranks that follow one another
         shown = ranks[first].astype(np.int64) - 1
-        if shown.size and shown[0] < 0:  # none is in front: the next one behind
+        if shown.size and shown[0] < 0:  # none comes before: the next one after
             shown[0] = first[1] if len(first) > 1 else len(ranks)
         sa[ranks] = np.repeat(sa[shown], np.diff(first, append=len(ranks)))
         sampled = ranks[ranks & ((1 << TOP_SHIFT) - 1) == 0]

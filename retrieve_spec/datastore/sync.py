@@ -50,7 +50,7 @@ RACY_NS = 2_000_000_000
 
 FolderState = dict[str, tuple[Any, ...]]
 """Of each file by its place: bytes, times of the last change in nanoseconds by the file itself (0: look again) and by
-the system, and of each of its texts the name behind that of the file, SHA-256 or "", reason it is left out or "",
+the system, and of each of its texts the name after that of the file, SHA-256 or "", reason it is left out or "",
 licence by its own lines or None without any."""
 
 
@@ -92,11 +92,11 @@ def look(
 
 
 def _texts(entries: EntryFilter, file: SourceFile) -> Iterator[list[Any]]:
-    """Name behind that of the file, SHA-256 or "", reason or "", own licence, of every text that a file holds."""
+    """Name after that of the file, SHA-256 or "", reason or "", own licence, of every text that a file holds."""
     for text in texts_of([file], FOLLOWED_BYTES):
         content, skip = read_text(text, entries)
-        behind = text.path[len(file.path) :]
-        yield [behind, "", skip, None] if skip else [behind, text_hash(content), "", own_licence(content)]
+        rest = text.path[len(file.path) :]
+        yield [rest, "", skip, None] if skip else [rest, text_hash(content), "", own_licence(content)]
 
 
 def read_state(store: Path, rules: str) -> dict[str, FolderState]:
@@ -227,16 +227,16 @@ def _synchronised(
         found[place] = {file.location: about for file, about in state.items()}
         rule = source.licence_rule(Path(place))
         said = ((one, *text) for one in state for text in state[one][3])
-        for file, behind, digest, reason, own in said:
+        for file, rest, digest, reason, own in said:
             if rule is not None and digest:
                 # Records are not under the licence of their collection.
-                path = None if behind else Path(file.location)
+                path = None if rest else Path(file.location)
                 reason = str(rule.refuses(rule.licence(path, own)) or "")
             if digest and not reason:
                 first.setdefault(digest, file)
-                wanted.setdefault((place, file.path + behind), set()).add(digest)
+                wanted.setdefault((place, file.path + rest), set()).add(digest)
             else:
-                skipped.append((file.path + behind, place, reason))
+                skipped.append((file.path + rest, place, reason))
     gone, held = _compare(opened, [source.path for source in sources], wanted)
     fresh = list(dict.fromkeys(file for digest, file in first.items() if digest not in held))
     report = ChangeReport("sync", 0, 0, len(manifest.segments), tuple(skipped))

@@ -335,7 +335,7 @@ def fuse_kernels(graph: fx.Graph, kernels: Any, half: bool) -> None:
 
 
 def _turn_normed(graph: fx.Graph, kernels: Any) -> None:
-    """Let rows be normalised as they lie, and the axes of heads and rows change places behind that."""
+    """Let rows be normalised as they lie, and the axes of heads and rows change places after that."""
     for norm in nodes_of(graph):
         turned: Node = norm.args[0] if is_call(norm, kernels.rms_norm) else None
         if is_call(turned, aten.transpose.int) and turned.args[1:] == (1, 2):
@@ -366,7 +366,7 @@ def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
 
 
 def fuse_linears(graph: fx.Graph, add_rms_norm: Callable[..., Any]) -> None:
-    """Let 16-bit linear layers of one input run in one launch, and those behind which a sum is normalised with it."""
+    """Let 16-bit linear layers of one input run in one launch, and those after which a sum is normalised with it."""
     from retrieve_spec.kernels import triton_products
 
     for norm in nodes_of(graph):

@@ -48,7 +48,7 @@ class Slab:
         return keys[index : index + 1], values[index : index + 1]
 
     def fits(self, held: int, rows: int) -> bool:
-        """Whether rows `held … held + rows - 1` fit behind the rows held, without other tensors."""
+        """Whether rows `held … held + rows - 1` fit after the rows held, without other tensors."""
         return held + rows - self._first(held) <= self.capacity
 
     def _first(self, held: int) -> int:
@@ -57,7 +57,7 @@ class Slab:
         return self.offset + gone // KEY_BLOCK * KEY_BLOCK
 
     def make_room(self, held: int, rows: int) -> None:
-        """Let rows `held … held + rows - 1` fit behind the rows held.
+        """Let rows `held … held + rows - 1` fit after the rows held.
 
         Where they did not, the tensors are replaced, one after the other: nobody else may hold the old ones.
         """
@@ -168,7 +168,7 @@ class KVBuffer:
         self._fits = 0
 
     def make_room(self, rows: int) -> None:
-        """Let a pass over `rows` rows fit behind the rows held."""
+        """Let a pass over `rows` rows fit after the rows held."""
         if self.length + rows <= self._fits:
             return
         self.settle()
@@ -177,7 +177,7 @@ class KVBuffer:
         self._fits = min(slab.offset + slab.capacity for slab in self.slabs)
 
     def make_room_in(self, slab: Slab, held: int, rows: int) -> None:
-        """Let `rows` rows fit behind `held` in one slab; the views of its old tensors go first, and with them these."""
+        """Let `rows` rows fit after `held` in one slab; the views of its old tensors go first, and with them these."""
         self._fits = 0
         if slab.fits(held, rows):
             slab.make_room(held, rows)
@@ -192,7 +192,7 @@ class KVBuffer:
             self.refresh()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's (1, kv_heads, rows, head_dim) behind the rows held; views of all that its slab holds then."""
+        """Write a layer's (1, kv_heads, rows, head_dim) after the rows held; views of all that its slab holds then."""
         slab, rows = self.slabs[self.slab_of[layer]], keys.shape[2]
         self.settle()
         if not slab.tensors:

@@ -64,12 +64,12 @@ def append_copies(program: torch.export.ExportedProgram, path: str, like: Sequen
     traced = _nodes_by_layer(graph, path, max(like) + 1)
     handed_on = [_handed_on(nodes) for nodes in traced]
     shared = set(takewhile(lambda node: node is not traced[0][0], graph.nodes))
-    last, behind = handed_on[-1], traced[-1][-1].next
+    last, following = handed_on[-1], traced[-1][-1].next
     readers, hidden = set(last.users) - set(traced[-1]), last
     for layer in range(len(traced), len(like)):
         at = like[layer]
         new = _add_weights(program, f"{path}.{at}.", f"{path}.{layer}.") | {handed_on[at - 1]: hidden}
-        with graph.inserting_before(behind):
+        with graph.inserting_before(following):
             for node in traced[at]:
                 if not all(given in new or given in shared or _counts(given) for given in node.all_input_nodes):
                     raise NotImplementedError("a layer takes more than hidden states")

@@ -118,7 +118,7 @@ class PassShape:
 class PackedBuffer:
     """The inputs of one pass over the rows of several texts, each with slabs of its own.
 
-    Padding rows belong to the last text: they see themselves only and are written behind its real rows.
+    Padding rows belong to the last text: they see themselves only and are written after its real rows.
 
     Parameters
     ----------

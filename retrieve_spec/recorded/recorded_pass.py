@@ -315,7 +315,7 @@ class RecordedPass:
                 for kinds in self._states
             ]
 
-    def goes_on_behind(self, cache: Any) -> bool:
+    def continues(self, cache: Any) -> bool:
         """Whether what a cache holds is in the formats of the keys and values of this pass."""
         layers = [(layer.keys, layer.values) for layer in cache.layers if layer.is_initialized]
         return all(

@@ -38,7 +38,7 @@ _ROOT, _ITSELF = row_depths(1, None), visible_rows(1, None)
 class RecordedVerifier:
     """A `Verifier` whose passes cost what the arithmetic costs.
 
-    The prompt is read by an `HFVerifier`. At the first pass behind it the cache's rows move to slabs, every further
+    The prompt is read by an `HFVerifier`. At the first pass after it the cache's rows move to slabs, every further
     pass is one run of the recorded code, and `finish` puts the rows back into the cache that `start` was given. A
     generation that the recorded pass cannot serve is left to the `HFVerifier` entirely.
     """
@@ -121,7 +121,7 @@ class RecordedVerifier:
             return "the text is longer than those whose rotary frequencies were recorded"
         if not self.own.inputs.shifts_alike:
             return "positions differ from axis to axis"
-        if self._cache is not None and not self.recorded.goes_on_behind(self._cache):
+        if self._cache is not None and not self.recorded.continues(self._cache):
             return "the cache holds numbers of another format"
         if self._state is not None and not self._state.holds():
             return "the model has changed since this generation was set up"
@@ -160,13 +160,13 @@ class RecordedVerifier:
         return self.recorded.reads_prompts and roots > max(FEW, keep) and self._goes_on_as_it_is
 
     def reads_rest(self, roots: int) -> bool:
-        """Whether it reads the last few tokens of a prompt behind what the cache was given with, and a draft too."""
+        """Whether it reads the last few tokens of a prompt after what the cache was given with, and a draft too."""
         is_the_rest = self._past > 0 and roots == self._unread <= FEW
         return not self.pass_reason and is_the_rest and self._goes_on_as_it_is
 
     @property
     def _goes_on_as_it_is(self) -> bool:
-        """Whether the prompt's rows go behind those of the cache one by one: no padding inside, no windows."""
+        """Whether the prompt's rows go after those of the cache one by one: no padding inside, no windows."""
         return self._in_a_row and not self.recorded.exact and not any(cache_windows(self._cache))
 
     batching: Batching = "packed"
@@ -283,7 +283,7 @@ class RecordedVerifier:
 
 @dataclass(frozen=True, slots=True)
 class PackedPasses:
-    """Recorded passes over the texts of several verifiers, one behind the other."""
+    """Recorded passes over the texts of several verifiers, one after the other."""
 
     recorded: RecordedPass
 
@@ -313,7 +313,7 @@ def forward_together(
 ) -> list[VerifierOutput]:
     """Verify the trees of several texts in one pass, or read their prompts; each keeps its cache, commits for itself.
 
-    The recorded operations do not look beyond a row of the pass, so the texts stand one behind the other without
+    The recorded operations do not look beyond a row of the pass, so the texts stand one after the other without
     padding between them; only the attention takes them apart.
 
     Parameters
@@ -376,7 +376,7 @@ def run_pass(
     wanted: NDArray[np.int64] | None,
     graphs: PassGraphs | None,
 ) -> tuple[torch.Tensor, torch.Tensor, Ran]:
-    """Run a pass over the rows of some texts, one behind the other.
+    """Run a pass over the rows of some texts, one after the other.
 
     Parameters
     ----------

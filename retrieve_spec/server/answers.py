@@ -203,7 +203,7 @@ class ItemizedAnswer(Answer):
 
     @abstractmethod
     def _last(self, done: Completion) -> Events:
-        """Events behind all items."""
+        """Events after all items."""
 
 
 class LlamaAnswer(Answer):

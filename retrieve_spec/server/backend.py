@@ -243,7 +243,7 @@ class Backend:
         return sum(held.values())
 
     def measure(self) -> float:
-        """Seconds that a token of a prompt takes to read, measured behind as many tokens."""
+        """Seconds that a token of a prompt takes to read, measured after as many tokens."""
         ids, cache = self._some_ids(), self.new_cache()
         count = len(ids)
         self._read(cache, ids)
@@ -365,9 +365,9 @@ class Slot:
     """One cache, the (n,) int64 tokens whose keys and values it holds, and whose they are.
 
     While a slot is `held` by a task under way nobody else works on it, and what it holds may only be `copied`, if at
-    all; one that was `dropped` is not kept any longer than that. What the cache held `behind` the prompt that it was
-    taken for was said there before, or stood there. One that is `settled` is what later prompts are likely to go on
-    from, and is copied for each.
+    all; one that was `dropped` is not kept any longer than that. `continuation` is what the cache held after the prompt
+    that it was taken for: said there before, or part of a longer prompt. One that is `settled` is what later prompts
+    are likely to go on from, and is copied for each.
     """
 
     cache: Any
@@ -379,7 +379,7 @@ class Slot:
     dropped: bool = False
     settled: bool = False
     copied: Callable[[], Any] | None = None
-    behind: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    continuation: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def common_prefix(a: ArrayLike, b: ArrayLike) -> int:
@@ -413,9 +413,9 @@ class SlotPool:
                 if n > shared or (n == shared and best is not None and best.held):
                     best, shared = slot, n
         keep = min(shared, len(prompt) - 1)
-        behind = best.token_ids[len(prompt) :] if best is not None and shared == len(prompt) else prompt[:0]
+        continuation = best.token_ids[len(prompt) :] if best is not None and shared == len(prompt) else prompt[:0]
         slot, keep = self._prepare(best, keep, scope)
-        slot.token_ids, slot.behind = prompt[:keep], behind
+        slot.token_ids, slot.continuation = prompt[:keep], continuation
         slot.used, slot.held = self._ticks, True
         self._shrink()
         return slot, keep

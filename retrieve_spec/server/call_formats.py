@@ -17,7 +17,7 @@ class Tags:
     value_close
         What a value ends with.
     end
-        What stands behind all arguments.
+        What stands after all arguments.
     """
 
     head: str
@@ -47,7 +47,7 @@ class ToolFormat:
     arguments, function
         What the arguments, and the function, are called in that object.
     bare
-        The first call may begin without anything in front, and others behind a semicolon.
+        The first call may begin without anything in front, and others after a semicolon.
     single
         A turn ends with its call.
     listed
@@ -59,7 +59,7 @@ class ToolFormat:
     python
         The calls are a list in Python's syntax, with arguments by name.
     section, section_end
-        What stands in front of the first of several calls, and behind the last.
+        What stands in front of the first of several calls, and after the last.
     also
         An expression for other beginnings of a call that models write.
     between, written

@@ -144,7 +144,7 @@ EDITORS = {
         "the extension llama-vscode (ggml-org.llama-vscode); grey text at the cursor, Tab takes it",
         own=False,
     ),
-    "vim": Editor("llama.vim", "the plug-in ggml-org/llama.vim; grey text behind the cursor, Tab takes it"),
+    "vim": Editor("llama.vim", "the plug-in ggml-org/llama.vim; grey text after the cursor, Tab takes it"),
     "neovim": Editor("neovim.lua", "Neovim 0.12, no plug-in; Tab takes the completion"),
     "minuet": Editor("minuet.lua", "Neovim with the plug-in milanglacier/minuet-ai.nvim; Alt-A takes the completion"),
     "zed": Editor("zed.json", "Zed, nothing else; Tab takes the prediction", own=False),

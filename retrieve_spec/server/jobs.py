@@ -272,7 +272,7 @@ class Job:
         self.text = self._next_text()
 
     def _hints(self, slot: Slot) -> DraftHints:
-        """What to draft from; what was said behind this prompt before, if nothing else is expected there."""
+        """What to draft from; what was said after this prompt before, if nothing else is expected there."""
         hints = self.task.hints()  # also where only the prompt is read: the drafter's memory reads the new chunks now
         if self.task.warm or not self.task.drafting:
             return DraftHints(enabled=False, scope=self.task.scope)
@@ -281,11 +281,11 @@ class Job:
         return hints if hints.prediction else replace(hints, prediction=self._said_before(slot))
 
     def _said_before(self, slot: Slot) -> tuple[int, ...]:
-        """What was said behind this prompt before, in part perhaps, if it agrees with what has been typed since.
+        """What was said after this prompt before, in part perhaps, if it agrees with what has been typed since.
 
         Where the model is sure it says the same again: it is verified in one pass instead of decoded again.
         """
-        tokens = tuple(slot.behind.tolist())
+        tokens = tuple(slot.continuation.tolist())
         text, begun = self._codec.decode(tokens), self.task.rules.begun
         return tokens if text.startswith(begun) or begun.startswith(text) else ()
 

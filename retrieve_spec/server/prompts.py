@@ -114,7 +114,7 @@ class Prompts:
         return [*ids[:suffix], *ids[prefix + 1 : last]], ids[suffix + 1 : prefix]
 
     def expected(self, request: Common, begun: str = "") -> list[int]:
-        """Tokens of the text a client expects, behind what was begun; what is too long to be said is left out."""
+        """Tokens of the text a client expects, after what was begun; what is too long to be said is left out."""
         if not request.prediction:
             return []
         return self.codec.encode(begun + request.prediction.as_text()[: self.most_chars])
@@ -128,7 +128,7 @@ _CHARS_PER_TOKEN = 3
 _EXTRA_WINDOWS = 4
 """Other files may take so many times the room of the current one."""
 _MOST_BEHIND, _LEAST_BEHIND = 1280, 96
-"""Characters left of the cursor that stand behind the suffix: the more lines there are to begin at, the longer one
+"""Characters left of the cursor that stand after the suffix: the more lines there are to begin at, the longer one
 stays the place, and the suffix is read again with every other one."""
 
 
@@ -151,7 +151,7 @@ class FimFormat:
     suffix_first
         The suffix comes before the prefix.
     path_inside
-        The path of the current file stands behind the prefix token instead of before it (StarCoder2).
+        The path of the current file stands after the prefix token instead of before it (StarCoder2).
     sections
         Other files are written as ``+++++ path`` sections (Codestral).
     """
@@ -342,7 +342,7 @@ def _head(text: str, max_chars: int) -> str:
 
 
 def _first_kept(sizes: Sequence[int], room: int) -> int:
-    """Of things in a row, the number of the first such that there is room for it and all behind it."""
+    """Of things in a row, the number of the first such that there is room for it and all after it."""
     first = len(sizes)
     while first and sizes[first - 1] <= room:
         first -= 1
@@ -370,9 +370,9 @@ class FimAssembler:
 
     Notes
     -----
-    The suffix does not change while somebody types, but where it stands behind the prefix it is read again with every
-    key. So the last lines of the prefix stand behind it, as the beginning of the middle: what is typed is then read
-    behind what a cache holds. The place where they begin is chosen as in `stable_tail`. A middle that goes on in the
+    The suffix does not change while somebody types, but where it stands after the prefix it is read again with every
+    key. So the last lines of the prefix stand after it, as the beginning of the middle: what is typed is then read
+    after what a cache holds. The place where they begin is chosen as in `stable_tail`. A middle that goes on in the
     middle of a word is nothing that models were trained on, as they were on prefixes which end there; that word is
     left to healing.
     """
@@ -417,7 +417,7 @@ class FimAssembler:
         before, after = [v.prefix, *prefix], [v.suffix, *suffix]
         body = [*after, *before] if fmt.suffix_first else [*before, *after]
         bos = [] if v.bos is None else [v.bos]
-        # A begin-of-text token stands before the fill-in-the-middle part, behind the other files (llama.cpp #11106).
+        # A begin-of-text token stands before the fill-in-the-middle part, after the other files (llama.cpp #11106).
         ids = [*extra, *bos, *body] if extra else [*bos, *body]
         if v.middle is not None:
             ids += [v.middle, *middle]
@@ -425,7 +425,7 @@ class FimAssembler:
         return FimPrompt(ids, [*extra, *suffix, *prefix, *middle], dropped or cut, begun)
 
     def _divided(self, text: str, heals: bool) -> tuple[list[int], list[int]]:
-        """The text left of the cursor as what stands before the suffix, and behind it."""
+        """The text left of the cursor as what stands before the suffix, and after it."""
         most = min(_MOST_BEHIND, self._before)
         if heals and not self.vocabulary.fmt.suffix_first:
             at = anchor(text, most)

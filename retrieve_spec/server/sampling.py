@@ -182,7 +182,7 @@ class InfillProcessor:
         self.top_k, self.top_p = top_k or 40, top_p
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """(rows, vocab) scores behind texts (rows, n)."""
+        """(rows, vocab) scores after texts (rows, n)."""
         top, ids = scores.float().topk(min(self.top_k, scores.shape[-1]), dim=-1)  # (rows, k)
         p = top.softmax(-1)
         before = p.cumsum(-1) - p
@@ -200,13 +200,13 @@ class InfillProcessor:
 
 
 class PenaltyProcessor:
-    """Takes OpenAI's penalties from the scores of tokens behind a prompt; a `LogitsProcessor` in all but its base."""
+    """Takes OpenAI's penalties from the scores of tokens after a prompt; a `LogitsProcessor` in all but its base."""
 
     def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
         self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """(1, vocab) scores behind a text (1, n)."""
+        """(1, vocab) scores after a text (1, n)."""
         said = torch.bincount(input_ids[0, self._prompt_length :], minlength=scores.shape[-1])[: scores.shape[-1]]
         return scores - self._frequency * said - self._presence * (said > 0)
 
@@ -267,7 +267,7 @@ class BeginningProcessor:
         self._beginnings, self._begun, self._prompt_length = beginnings, begun.encode(), prompt_length
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """(1, vocab) scores behind a text (1, n)."""
+        """(1, vocab) scores after a text (1, n)."""
         if not (rest := self._rest(input_ids[0])):
             return scores
         allowed = torch.tensor(self._beginnings.agreeing(rest), device=scores.device)
@@ -276,7 +276,7 @@ class BeginningProcessor:
         return out
 
     def acts_on(self, ids: Any) -> bool:
-        """Whether what was begun is still to be said behind a text (n,)."""
+        """Whether what was begun is still to be said after a text (n,)."""
         return bool(self._rest(ids))
 
     def _rest(self, ids: Any) -> bytes:
@@ -451,7 +451,7 @@ class LogProbWriter:
         }
 
     def _told(self, tokens: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-        """Tokens with their texts, as they are behind other text, and bytes."""
+        """Tokens with their texts, as they are after other text, and bytes."""
         return [
             {
                 "token": self._text(token_id),

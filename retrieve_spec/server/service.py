@@ -547,7 +547,7 @@ class Service:
         )
 
     def _grammar(self, request: Common, thinking: Thinking) -> str:
-        """What the answer must be behind its thoughts: JSON, or calls of tools; empty for any text."""
+        """What the answer must be after its thoughts: JSON, or calls of tools; empty for any text."""
         if not isinstance(request, ChatRequest) or not request.offered:
             return self.grammars.of(request, thinking)
         schemas, fmt = request.argument_schemas, self._tool_format()

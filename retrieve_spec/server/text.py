@@ -321,7 +321,7 @@ class StopScanner:
                 self._end("eos")
                 return count
             self.token_ids.append(token_id)
-            self._append(self._behind_begun(token_id, self._decoder.push([token_id])), now)
+            self._append(self._without_begun(token_id, self._decoder.push([token_id])), now)
             if not self.stopped and 0 <= self._rules.max_tokens <= self.counted:
                 self._end("limit")
             if self.stopped:
@@ -353,7 +353,7 @@ class StopScanner:
         self.text += rest[self._begun :]
         self._begun -= min(self._begun, len(rest))
 
-    def _behind_begun(self, token_id: int, piece: str) -> str:
+    def _without_begun(self, token_id: int, piece: str) -> str:
         """The text of a token without what the client has of it already; its tokens are those that are shown."""
         known = min(self._begun, len(piece))
         fresh, self._begun = piece[known:], self._begun - known

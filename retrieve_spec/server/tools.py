@@ -69,7 +69,7 @@ class CallParser:
     """Divides an answer into text and calls, the same wherever it is cut into pieces.
 
     What may become a call is held back until it is one, or cannot become one any more and is text. Blanks in front of a
-    call, and behind one at the end, are left out.
+    call, and after one at the end, are left out.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ class CallParser:
         return count
 
     def _awaits_section_end(self, ended: bool) -> bool:
-        """Leave out what stands behind the last call; whether more is to come of what may be that."""
+        """Leave out what stands after the last call; whether more is to come of what may be that."""
         rest, end = self._held.lstrip(), self._fmt.section_end
         if rest.startswith(end):
             self._held = rest[len(end) :]
@@ -156,7 +156,7 @@ class CallParser:
             yield text
 
     def _read(self, ended: bool) -> tuple[list[ToolCall], str]:
-        """What the call that has begun calls, and what stands behind it; errors are those of `_read_json`."""
+        """What the call that has begun calls, and what stands after it; errors are those of `_read_json`."""
         fmt, name = self._fmt, ""
         begun = self._held[self._at :]
         mark = self._mark.match(begun)
@@ -224,7 +224,7 @@ def _any_of(names: Collection[str]) -> str:
 
 
 def _named_call(fmt: ToolFormat, names: Collection[str]) -> regex.Pattern[str] | None:
-    """What finds the name of a function that stands in front of its arguments, behind the beginning of a call."""
+    """What finds the name of a function that stands in front of its arguments, after the beginning of a call."""
     if not fmt.names_apart:
         return None
     name = _any_of(names)
@@ -487,7 +487,7 @@ def _value_rule(value: str, schema: Mapping[str, Any], key: str, spell: Callable
 def _keyword_rules(
     call: str, name: str, schema: Mapping[str, Any], fmt: ToolFormat, mark: Callable[[str], str]
 ) -> list[str]:
-    """Rules for a call whose arguments stand behind their names: those that are required first, in their order."""
+    """Rules for a call whose arguments stand after their names: those that are required first, in their order."""
     begin, equals, end = ("(", "=", ")") if fmt.python else ("{", ":", "}")
     quote = mark(fmt.quote) if fmt.quote else ""
     needed, others, rules = list[str](), list[str](), list[str]()
