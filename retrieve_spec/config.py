@@ -21,7 +21,7 @@ MAX_NODES = 1024
 """Hard limit of draft nodes per pass; a pass is never asked for more. Recorded passes take `PASS.tree_rows` rows."""
 CACHE_VARIABLE = "RETRIEVE_SPEC_CACHE"
 FEW_ROOTS = 16
-"""Tokens of a prompt that are read in one pass with the first draft behind them."""
+"""Tokens of a prompt that are read in one pass with the first draft after them."""
 
 
 def dial(nodes: int | str) -> int | None:
@@ -276,7 +276,7 @@ class ServeConfig:
     slots
         Key-value caches kept for reuse; each document that is typed in needs one.
     chats
-        Answers that are decoded beside one another, behind completions at a cursor, of which many are.
+        Answers that are decoded at the same time, after completions at a cursor, of which many are.
     max_queue
         Requests that may wait for the model.
     tool_format

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]*@")
 _SIGNATURE = re.compile(r"(https?://[^\s?]*\?)[^\s'\"]*[^\s'\".,:;)]")
-"""What is asked for behind an address of the web: it may let in whom it is shown to."""
+"""What is asked for after an address of the web: it may let in whom it is shown to."""
 
 
 def _public(text: str) -> str:

@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "retrieve_spec"
 
 
 def answered(llm: Any, prompt: list[int], count: int, temperature: float) -> tuple[list[int], float, float]:
-    """Tokens of an answer; seconds and processor seconds behind the first of them."""
+    """Tokens of an answer; seconds and processor seconds after the first of them."""
     text: list[int] = []
     began = busy = 0.0
     llm.set_seed(len(prompt))

@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"no size {', '.join(unknown)}: name some of {', '.join([*SHAPES, *HYBRIDS])}")
     answers = chosen(options)
     if not answers:
-        limits = f"of {SHORTEST} tokens behind a prompt of at most {options.context}"
+        limits = f"of {SHORTEST} tokens after a prompt of at most {options.context}"
         raise SystemExit(f"no answer {limits} in {options.trace}")
     if options.processor:
         torch.set_num_threads(1)

@@ -121,7 +121,7 @@ def clocked(worker: Any) -> list[float]:
         propose = drafter.propose
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            thread_time()  # behind a model's pass the clock itself takes microseconds to be found
+            thread_time()  # after a model's pass the clock itself takes microseconds to be found
             began = thread_time()
             try:
                 return propose(*args, **kwargs)

@@ -96,7 +96,7 @@ def origin(made: dict[str, Any]) -> str:
 
 
 def two(value: float) -> str:
-    """A number with two digits behind the first one that counts: 1,234; 12.3; 0.12."""
+    """A number with two digits after the first one that counts: 1,234; 12.3; 0.12."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 

@@ -378,7 +378,7 @@ def shape(check: Check, size: str) -> None:
 
 
 def curve(check: Check, make: Callable[[], Any], model: Any, context: int) -> dict[str, float]:
-    """Milliseconds of a pass by number of drafted nodes behind a context."""
+    """Milliseconds of a pass by number of drafted nodes after a context."""
     ids = torch.as_tensor((np.arange(context) * 7919 + 13) % model.config.vocab_size, device=check.device)[None]
     cache = DynamicCache(config=model.config)
     kwargs = {"past_key_values": cache, "position_ids": torch.arange(context, device=check.device)[None]}

@@ -22,7 +22,7 @@ TRACES, MANY = "TRACES/*.jsonl", 4
 
 _started = getattr(sys.modules["__main__"], "__file__", None)
 if _started is not None and any(Path(_started).resolve().is_relative_to(ROOT / name) for name in ("scripts", "tools")):
-    sys.path.insert(1, str(ROOT))  # behind the folder of the script
+    sys.path.insert(1, str(ROOT))  # after the folder of the script
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 from retrieve_spec.bench.machine import OtherWork, machine_facts  # noqa: E402 (of this checkout)

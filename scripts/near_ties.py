@@ -32,13 +32,13 @@ Inputs = list[torch.Tensor]
 
 
 def one_by_one(model: Any, prompts: Inputs, tokens: int, **arguments: Any) -> Texts:
-    """Greedy text behind each prompt."""
+    """Greedy text after each prompt."""
     settings = {"max_new_tokens": tokens, "do_sample": False, **arguments}
     return [model.generate(ids[None], **settings)[0, len(ids) :].tolist() for ids in prompts]
 
 
 def in_pairs(model: Any, prompts: Inputs, tokens: int, pad: int) -> Texts:
-    """Greedy text behind each prompt, two prompts at a time, padded on the left."""
+    """Greedy text after each prompt, two prompts at a time, padded on the left."""
     texts: Texts = []
     for pair in zip(prompts[::2], prompts[1::2], strict=True):
         given = padded(list(pair))

@@ -117,7 +117,7 @@ class TraceDriven:
             return VerifierOutput(out.logits.scatter(1, self._trace[at][:, None], RECORDED_LOGIT), out.hidden, out.ran)
 
     def commit(self, path: Any) -> None:
-        """Go on behind the accepted nodes."""
+        """Go on after the accepted nodes."""
         self._past += self._roots + len(path)
         self._inner.commit(path)
         if not self.read_at and self._past >= self._prompt:

@@ -51,7 +51,7 @@ class Calibration:
     rates
         (RATES, 2) float32: how often tokens without context came, of how many chances.
     factors
-        (CLASSES + PLACES, 2 · CLASSES) float32: how often those of a class came, and were expected, behind one and
+        (CLASSES + PLACES, 2 · CLASSES) float32: how often those of a class came, and were expected, after one and
         two other classes.
     drafts
         (2, 2) float64: draft tokens accepted and expected, greedy and with known noise; old ones fade.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from retrieve_spec.sources.recycling import Bigrams
 
 Layer = int | Literal["last"]
-"""Where hidden states are taken: `"last"` (what the output embeddings read, after the final norm) or N >= 1, behind the
+"""Where hidden states are taken: `"last"` (what the output embeddings read, after the final norm) or N >= 1, after the
 N-th block."""
 
 
@@ -37,7 +37,7 @@ class Budget:
         changes what it proposes and never what is emitted. None when decoding greedily or when it is not known.
     ahead
         A chain of at most `max_nodes` that comes next whatever the target thinks, as nothing else may. A drafter may
-        begin its tree with it, and draft `max_depth` tokens behind it; the tree of one that does not is dropped.
+        begin its tree with it, and draft `max_depth` tokens after it; the tree of one that does not is dropped.
     """
 
     max_nodes: int

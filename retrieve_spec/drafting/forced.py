@@ -1,6 +1,6 @@
 """Forced tokens: drafts where a grammar, or whoever names the tokens that may come, leaves no choice.
 
-What a text must go on with needs no source: it stands in front of the draft with probability one. Behind a branch of
+What a text must go on with needs no source: it stands in front of the draft with probability one. After a branch of
 the draft, which may end where something else is forced, it is as probable as the branch.
 """
 
@@ -15,7 +15,7 @@ from retrieve_spec.drafting.tree import FIELDS, ROOT, DraftTree
 from retrieve_spec.kernels.calibration import FORCED
 
 _WORTH = np.log(0.1)
-"""Logarithm of the probability of a branch below which nobody looks at what is forced behind it."""
+"""Logarithm of the probability of a branch below which nobody looks at what is forced after it."""
 
 
 class Guide(Protocol):
@@ -50,7 +50,7 @@ def forced_run(guide: Guide, ids: NDArray[np.int64], most: int, log_p: float = 0
 
 
 def with_forced(tree: DraftTree, guide: Guide, ids: NDArray[np.int64], ahead: DraftTree, max_depth: int) -> DraftTree:
-    """A draft that begins with what is `ahead` of a text (n,), and goes on with what is forced behind its branches.
+    """A draft that begins with what is `ahead` of a text (n,), and goes on with what is forced after its branches.
 
     It is at most `max_depth` deep. Where a guide leaves one token nothing else is drafted.
     """
@@ -68,7 +68,7 @@ def with_forced(tree: DraftTree, guide: Guide, ids: NDArray[np.int64], ahead: Dr
 
 
 class _Grown:
-    """The nodes of a draft and of what is forced behind them, in depth-first order."""
+    """The nodes of a draft and of what is forced after them, in depth-first order."""
 
     def __init__(self, tree: DraftTree, guide: Guide, max_depth: int) -> None:
         self._tree, self._guide, self._max_depth = tree, guide, max_depth
@@ -85,7 +85,7 @@ class _Grown:
         return len(self.nodes) - 1
 
     def follow(self, node: int, place: int, text: NDArray[np.int64]) -> None:
-        """Add all that comes behind a node, which ends a text and has been added at a place."""
+        """Add all that comes after a node, which ends a text and has been added at a place."""
         log_p, depth = (0.0, 0) if node == ROOT else (float(self._tree.log_p[node]), int(self._tree.depth[node]))
         children, tokens = self._children.get(node, []), self._tree.token_ids
         found = self._guide.forced(text) if log_p >= _WORTH else None

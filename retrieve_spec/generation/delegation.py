@@ -391,7 +391,7 @@ def _may_tell_rows_apart(batch: Batch) -> str:
 def _continues_stopped_rows(batch: Batch) -> str:
     kinds = {type(criterion) for criterion in batch.prepared.criteria}
     continues = kinds & {StopStringCriteria, MaxTimeCriteria} and EosTokenCriteria not in kinds
-    return "rows of a batch go on behind where they stop: there is no end-of-text token" if continues else ""
+    return "rows of a batch continue past their end: there is no end-of-text token" if continues else ""
 
 
 def _has_an_empty_row(batch: Batch) -> str:

@@ -239,7 +239,7 @@ def _who_generates() -> tuple[Any, Any]:
 def _check_logits(llama: Any) -> None:
     """Refuse a `Llama` that has room for the logits of one batch only.
 
-    With a draft model it writes those of every position, and fails at the first one behind its batch.
+    With a draft model it writes those of every position, and fails at the first one after its batch.
     """
     if len(llama.scores) < len(llama.input_ids):
         raise ConfigError(

@@ -209,7 +209,7 @@ class Corpus:
 
 @dataclass(slots=True)
 class _Seen:
-    """A request as last seen: itself, if it still is, its answer, how many tokens that had, and those behind it."""
+    """A request as last seen: itself, if it still is, its answer, how many tokens that had, and those after it."""
 
     request: weakref.ref[Any]
     answer: Any
@@ -225,7 +225,7 @@ class TreeCorpus(Corpus):
     token ids), `sampling_params`, `input_embeds`, `is_retracted` and `finished()`. It is only looked at.
 
     Where there is less to draft than the width, trees are filled up with a path of tokens that nobody believes in,
-    behind a leaf: so no two children of a node carry the same token, which a verifier that samples would count twice.
+    after a leaf: so no two children of a node carry the same token, which a verifier that samples would count twice.
 
     Parameters
     ----------
@@ -251,7 +251,7 @@ class TreeCorpus(Corpus):
         requests
             The batch.
         latest
-            Tokens behind the answer of each that the engine has accepted and not written there yet.
+            Tokens after the answer of each that the engine has accepted and not written there yet.
 
         Returns
         -------
@@ -290,8 +290,8 @@ class TreeCorpus(Corpus):
         """Give a request the tokens of its text that it has not been given, and begin it if it is new."""
         answer, seen = request.output_ids, self._seen.get(request.rid)
         if seen is not None:
-            behind = [*answer[seen.written :], *latest]
-            if seen.request() is not request or behind[: len(seen.latest)] != list(seen.latest):
+            following = [*answer[seen.written :], *latest]
+            if seen.request() is not request or following[: len(seen.latest)] != list(seen.latest):
                 self._forget(request.rid, False)  # tokens were taken back, or the name is another's
                 seen = None
         if seen is None:
@@ -303,9 +303,9 @@ class TreeCorpus(Corpus):
                 request.sampling_params.top_k != 1,  # how SGLang writes a temperature of 0
             )
             seen = _Seen(weakref.ref(request), answer, drafts)
-            self._seen[request.rid], behind = seen, [*answer, *latest]
+            self._seen[request.rid], following = seen, [*answer, *latest]
         if seen.drafts:
-            self.drafter.feed(request.rid, behind[len(seen.latest) :])
+            self.drafter.feed(request.rid, following[len(seen.latest) :])
         seen.answer, seen.written, seen.latest = answer, len(answer), latest
         return seen
 
@@ -342,9 +342,9 @@ def mask_of(parent: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 
 def _fill(token_ids: NDArray[np.int32], parent: NDArray[np.int32], tree: DraftTree) -> None:
-    """Write a tree behind the token at the beginning of the two (width,) rows, and fill them up with a path.
+    """Write a tree after the token at the beginning of the two (width,) rows, and fill them up with a path.
 
-    The path goes on behind the first leaf and says that its token comes again and again: a guess that costs nothing.
+    The path goes on after the first leaf and says that its token comes again and again: a guess that costs nothing.
     """
     drafted = 1 + len(tree)
     token_ids[1:drafted] = tree.token_ids

@@ -303,7 +303,7 @@ class AnswerMemory:
             ) from error
 
     def _merged(self, path: Path) -> _Bounded:
-        """What the file holds, and what is new behind it, as far as that fits."""
+        """What the file holds, and what is new after it, as far as that fits."""
         kept = _Bounded(*self._kept.bounds)
         for key, answers in unpacked(path).items():
             if not key.startswith(self._owner):

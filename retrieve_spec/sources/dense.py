@@ -25,7 +25,7 @@ NEIGHBOURS = 50
 TEMPERATURE = 0.1
 """A span weighs ``exp(similarity / TEMPERATURE)``; on generated code 0.05 and 0.2 predict hardly worse."""
 SPAN_TOKENS = 32
-"""Tokens read behind a neighbour at most."""
+"""Tokens read after a neighbour at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class DenseIndexes:
         Returns
         -------
         spans, origins
-            (m, width) int32 token ids, `trie.END` behind the last of a document; (m,) int64, where the first ones stand
+            (m, width) int32 token ids, `trie.END` after the last of a document; (m,) int64, where the first ones stand
             (`kernels/step.py`).
         """
         spans = np.full((len(near.position), width), trie.END, np.int32)
@@ -156,7 +156,7 @@ class DenseSource:
         self.weight[:n] = np.exp(apart.astype(np.float64) / TEMPERATURE)
 
     def root(self) -> NDArray[np.int64]:
-        """Cursor behind the token that was asked for: (lo, hi, depth, match length)."""
+        """Cursor after the token that was asked for: (lo, hi, depth, match length)."""
         cursor = np.array([0, self.count, 1, -1], np.int64)
         cursor[3] = trie.dense_length(self.similarity, self.spans, 0, self.count, 1)
         return cursor

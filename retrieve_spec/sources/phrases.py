@@ -83,7 +83,7 @@ class PhraseMemory:
             kernels.learn(self.sets, self.tokens, self.probs, self.seen, text, requester, self.requests)
 
     def packed(self) -> NDArray[np.uint8]:
-        """What several were given, as bytes (n,) behind a version and a checksum.
+        """What several were given, as bytes (n,) after a version and a checksum.
 
         Fingerprints of what one requester alone was given are left out: two token ids can be found by trying all pairs.
         """

@@ -1,4 +1,4 @@
-"""The target's own top tokens: at contexts it has seen, rejected branches included, and behind each token alone."""
+"""The target's own top tokens: at contexts it has seen, rejected branches included, and after each token alone."""
 
 from __future__ import annotations
 

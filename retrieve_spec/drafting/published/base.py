@@ -220,12 +220,12 @@ class NgramIndex:
     longest
         Longest n-gram.
     length
-        How many tokens a place has behind it to be one of the `newest`.
+        How many tokens a place has after it to be one of the `newest`.
 
     Attributes
     ----------
     first, newest
-        n-gram → where its first occurrence goes on, and its newest one that has so many tokens behind it.
+        n-gram → where its first occurrence goes on, and its newest one that has so many tokens after it.
     """
 
     def __init__(self, longest: int, length: int) -> None:
@@ -234,7 +234,7 @@ class NgramIndex:
         self.newest: dict[Gram, int] = {}
 
     def read(self, text: array[int], new: int) -> None:
-        """Index what the newest `new` tokens add: n-grams that go on now, or have `length` tokens behind them now."""
+        """Index what the newest `new` tokens add: n-grams that go on now, or have `length` tokens after them now."""
         end = len(text)
         begin = end - new
         lead = max(0, begin - self._length - self._longest)

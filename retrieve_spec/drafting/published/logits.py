@@ -93,7 +93,7 @@ class LogitSpec(PublishedDrafter):
     after it: each of their top 64 but the chosen one becomes a child of the root, continued from the text by the
     longest n-gram of 3 … 1 tokens that ends in it, to 4 tokens in all for ranks 0 … 8, 3 up to rank 32, else 1. Before
     them comes the continuation of the text itself, of at most 20 tokens. An n-gram continues from its newest place
-    with 20 tokens behind it, else from its first place. 63 nodes in all.
+    with 20 tokens after it, else from its first place. 63 nodes in all.
 
     Differs: drafts that begin alike share nodes, which leaves room for later ranks. Probabilities are constants that
     fall with the rank.
@@ -217,7 +217,7 @@ class Lookahead(PublishedDrafter):
 
 
 def keep_newest(known: dict[Gram, None], gram: Gram, most: int) -> None:
-    """Put an n-gram behind the others that are known; of more than `most` the oldest goes."""
+    """Put an n-gram after the others that are known; of more than `most` the oldest goes."""
     known.pop(gram, None)
     known[gram] = None
     if len(known) > most:

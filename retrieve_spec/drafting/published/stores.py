@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Places = list[tuple[int, int, int]]
 """A match: (number of the segment, first suffix, end of the interval) wherever it occurs."""
 Follow = Callable[[Any], Iterable[tuple[int, int, Any]]]
-"""State → (token, count, state behind it) of its continuations."""
+"""State → (token, count, state after it) of its continuations."""
 FIRST = 5000
 """Matches read at most per segment, the first in the order of the suffix array, as in REST."""
 CHOICES = 64
@@ -269,8 +269,8 @@ def frequent_grams(follow: Follow, start: Any, length: int) -> Iterator[tuple[Gr
             yield gram, -count
         elif gram:
             cut[gram] = -count
-        for token, n, behind in below:
-            heapq.heappush(front, (-n, (*gram, token), behind))
+        for token, n, state in below:
+            heapq.heappush(front, (-n, (*gram, token), state))
     yield from sorted(cut.items(), key=lambda item: (-item[1], item[0]))
 
 
@@ -342,7 +342,7 @@ class Hierarchy(PublishedDrafter):
 
 
 def _below_state(automaton: SuffixAutomaton, state: int) -> Iterator[tuple[int, int, int]]:
-    """Tokens that follow a state of an automaton, their counts and the states behind them."""
+    """Tokens that follow a state of an automaton, their counts and the states after them."""
     tokens, counts, _ = automaton.successors(state)
     for token, count in zip(tokens.tolist(), counts.tolist(), strict=True):
         yield token, count, automaton.advance(state, 1, token)[0]
