@@ -57,7 +57,7 @@ test-nojit: setup-test
 
 ## make test-cpus  the tests of kernels with vector code, compiled for CPUs with less than this one has (x86)
 test-cpus: setup-test
-	@test "$$(uname -m)" = x86_64 || exit 0; for cpu in znver3 haswell generic; do \
+	@test "$$(uname -m)" = x86_64 || exit 0; for cpu in znver3 generic; do \
 		features=$$(test $$cpu = generic || echo $(AVX2)); echo "$$cpu $$features"; \
 		NUMBA_CPU_NAME=$$cpu NUMBA_CPU_FEATURES=$$features ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
 		NUMBA_CACHE_DIR=$(VENV)/numba-$$cpu $(BIN)/python -m pytest -q $(CPU_TESTS) $(ARGS) || exit 1; done
