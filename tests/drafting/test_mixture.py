@@ -1,3 +1,4 @@
+import numba
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.session import SessionMemory
 
 RANDOM = np.random.default_rng(11)
+long_run = pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="takes minutes without the compiler")
 
 
 def markov(seed, length, alphabet=40, order=2, peaked=0.75):
@@ -36,6 +38,7 @@ def test_limits_of_the_config():
     assert len(drafter.propose(Budget(10**6, 10))) <= MAX_NODES
 
 
+@long_run
 @pytest.mark.parametrize("cost", [None, np.linspace(1.0, 1.5, 33).astype(np.float32)])
 def test_expected_is_what_comes(run, cost):
     """Within 5 % over a long run, from the first token on."""
@@ -183,6 +186,7 @@ def noisy(drafter, run, text, known, start=300, seed=9, unseen=0):
     return np.mean(r.accepted), np.mean([tree.expected_accepted for tree in r.trees])
 
 
+@long_run
 def test_known_noise_tells_which_token_will_be_drawn(run):
     text = sampled(9, 5000)
     plain, _ = noisy(MixtureDrafter(recycling=False), run, text, False)
