@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.fx import config as fx_config
 from torch.nn import functional
 from torch.nn.modules import module as torch_wide
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
@@ -263,7 +264,10 @@ class RecordedPass:
         self.layer, self.exact = layer, exact
         self.by_kernels, self.by_copies = row_kernels is not None, bool(like)
         self.device = input_device(model)
-        with attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet():
+        with (
+            attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet(),
+            _without_stacks(),
+        ):  # fmt: skip
             program = self._export_kinds(recording, like) if like else self._export(recording)
         self.rules = recording.log.live_rules()
         self._compiled = compiled = graph_passes.compile_program(program, recording, row_kernels, self.rules, exact > 0)
@@ -377,3 +381,14 @@ def _quiet() -> Iterator[None]:
         transformers.logging.set_verbosity(verbosity)
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
+
+
+@contextlib.contextmanager
+def _without_stacks() -> Iterator[None]:
+    """Keep torch from noting of every operation where the model's code calls it: a fifth of the work of a trace."""
+    before = getattr(fx_config, "do_not_emit_stack_traces", False)  # torch before 2.13 notes them nevertheless
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = before

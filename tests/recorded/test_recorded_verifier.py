@@ -89,6 +89,23 @@ def test_switches() -> None:
         RecordedPass(model.train(), 2)
 
 
+def test_a_trace_notes_no_stacks_and_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were a fifth of the work."""
+    if not hasattr(torch.fx.config, "do_not_emit_stack_traces"):
+        pytest.skip("this torch notes them always")
+    stacks, export = list[Any](), torch.export.export
+
+    def noting(*args: Any, **options: Any) -> Any:
+        program = export(*args, **options)
+        stacks.extend(node.stack_trace for node in program.graph.nodes)
+        return program
+
+    monkeypatch.setattr(torch.export, "export", noting)
+    RecordedPass(build("llama"), 2)
+    assert not any("small_decoders" in stack or "modeling_llama" in stack for stack in stacks if stack)
+    assert not torch.fx.config.do_not_emit_stack_traces
+
+
 def test_cudnn_plans_nothing_while_a_model_is_examined() -> None:
     """It plans anew for every length of a text, and a trial reads many."""
     model, allowed = build("llama"), list[bool]()
