@@ -58,9 +58,9 @@ def test_origins_point_at_the_drafted_text(run, stores, kind):
     opened = stores[kind]
     segments = [(store, i) for store in opened for i in range(len(store.segments))]
     known = 0
-    for number, text in enumerate(TEXTS):
+    for first, second in ((1, 2), (3, 0)):  # of two segments, or stores
         drafter = drafter_of(opened, provenance=True)
-        mixed = [*text[:60], 777, *TEXTS[(number + 1) % 4][20:80]]
+        mixed = [*TEXTS[first][:60], 777, *TEXTS[second][20:80]]
         r = run(drafter)
         drafter.start(np.array(mixed[:5], np.int32))
         at = 5
@@ -81,7 +81,7 @@ def test_origins_point_at_the_drafted_text(run, stores, kind):
                 document = store.document_at(segment, position)
                 assert document == store.document_at(segment, position - len(wanted) + 1)
                 known += 1
-    assert known > 1000
+    assert known > 500
     assert all((tree.origin == -1).all() for tree in run(drafter_of(opened)).request(TEXTS[0][:20], TEXTS[0]).trees)
 
 
