@@ -35,12 +35,12 @@ _product, _tile = block_product(_VECTORS), tile_product(_VECTORS)
 
 
 @inner
-def block_of(rows: int) -> int:
-    """Rows of the first block of so many."""
-    for block in BLOCKS:
+def block_of(blocks: tuple[int, ...], rows: int) -> int:
+    """Rows of the first block of so many, by the sizes that there are."""
+    for block in blocks:
         if rows <= block:
             return block
-    return BLOCKS[-1]
+    return blocks[-1]
 
 
 @inner
@@ -51,7 +51,7 @@ def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, q: int, sc
     sums are scaled, float32; with 8, whose weights lie 128 too high, they are int32 and -128 times as large.
     """
     first = row // _MOST * _MOST
-    block = block_of(rows - first)
+    block = block_of(BLOCKS, rows - first)
     for group in range(groups):
         place = first * groups + group * block + row - first
         scale, whole = _quantise_group(view_u16(x + 2 * GROUP * group, GROUP), view_i8(q + GROUP * place, GROUP))
@@ -99,7 +99,7 @@ def multiply_panel(
     ahead, number = weight + (panel_bytes if shares > 1 else _AHEAD), 0
     first = 0
     while first < rows:
-        block, at = block_of(rows - first), first * groups
+        block, at = block_of(BLOCKS, rows - first), first * groups
         for some in range(0, LANES, _WIDTH):
             asked = ahead + number * panel_bytes // shares if number < shares else weight
             _product(

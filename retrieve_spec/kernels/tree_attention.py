@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.compiled_code import inner, part
 from retrieve_spec.kernels.layer_rows import exp
 from retrieve_spec.kernels.number_formats import bytes_of, is_bfloat16, narrow, view_numbers, wide
-from retrieve_spec.kernels.packed_products import BLOCKS, block_of
+from retrieve_spec.kernels.packed_products import block_of
 from retrieve_spec.kernels.vector_code import LANES, mix_block, score_block
 from retrieve_spec.kernels.vector_units import unit_here
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
@@ -34,7 +34,8 @@ _BASE = np.float64(3 << 11)
 """A number whose last bit stands for such a part, and that of its sum with a share, too."""
 _BASE_BITS = np.int64(_BASE.view(np.int64))
 _VECTORS = unit_here()
-_MOST, _WIDTH, _HAS_PAIRS = BLOCKS[-1], _VECTORS.lanes, _VECTORS.add_pairs is not None
+_BLOCKS = _VECTORS.attention_blocks
+_MOST, _WIDTH, _HAS_PAIRS = _BLOCKS[-1], _VECTORS.lanes, _VECTORS.add_pairs is not None
 _score, _mix = score_block(_VECTORS), mix_block(_VECTORS)
 
 
@@ -175,7 +176,7 @@ def attend_part(
     asks, mixed = scratch, scratch + 4 * QUERIES * d
     scores = mixed + 4 * QUERIES * dv
     for first_query in range(0, count, _MOST):
-        block, laid = block_of(count - first_query), asks + query_bytes * first_query
+        block, laid = block_of(_BLOCKS, count - first_query), asks + query_bytes * first_query
         for q in range(first_query, min(first_query + block, count)):
             head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
             chunk_bytes = query_bytes // chunks
@@ -198,8 +199,8 @@ def attend_part(
         for first_query in range(0, count, _MOST):
             of_query, to = scores + 4 * (stride * first_query + start), mixed + 4 * (dv * first_query + i)
             _mix(
-                like, block_of(count - first_query), of_query, 4 * stride, of, size * dv, whole - start, last - whole,
-                to, 4 * dv,
+                like, block_of(_BLOCKS, count - first_query), of_query, 4 * stride, of, size * dv, whole - start,
+                last - whole, to, 4 * dv,
             )  # fmt: skip
     for q in range(count):
         head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups

@@ -146,9 +146,9 @@ def block_product(unit: VectorUnit) -> Any:
 def score_block(unit: VectorUnit) -> Any:
     """Compiled function of the float32 products of a block of rows with some keys: as many as the unit has lanes.
 
-    Its parameters: a number of the format; rows (of the unit's blocks); the address of the first key, and how many
-    bytes are between two; the address of the block's rows, (chunks, rows, `query_bytes` of a chunk); chunks of 64 bytes
-    of a key; the address of the first row's results, and how many bytes are between two rows'.
+    Its parameters: a number of the format; rows (of the unit's blocks of attention); the address of the first key, and
+    how many bytes are between two; the address of the block's rows, (chunks, rows, `query_bytes` of a chunk); chunks of
+    64 bytes of a key; the address of the first row's results, and how many bytes are between two rows'.
     """
     lanes = unit.lanes
 
@@ -193,7 +193,7 @@ def score_block(unit: VectorUnit) -> Any:
                 for row, total in enumerate(loop(builder, chunks, [zeros(lanes)] * count, add_chunk)):
                     store(builder, total, place(builder, out, row, stride), 4)
 
-            switch(builder, rows, {count: partial(code, count) for count in unit.blocks})
+            switch(builder, rows, {count: partial(code, count) for count in unit.attention_blocks})
             return context.get_dummy_value()
 
         return types.void(like, *[types.int64] * 7), codegen
@@ -294,9 +294,9 @@ def _add_product(builder: Any, sums: Any, weights: Any, activations: Any) -> Any
 def mix_block(unit: VectorUnit) -> Any:
     """Compiled function that adds up 16 numbers of values by shares.
 
-    Its parameters: a number of the values' format; rows (of the unit's blocks); the address of the first row's float32
-    shares, and how many bytes are between two rows'; the same of values; how many all rows see, and how many there are
-    after these, one at least; and of float32 results.
+    Its parameters: a number of the values' format; rows (of the unit's blocks of attention); the address of the first
+    row's float32 shares, and how many bytes are between two rows'; the same of values; how many all rows see, and how
+    many there are after these, one at least; and of float32 results.
     """
     nothing = zeros(LANES)
 
@@ -338,7 +338,7 @@ def mix_block(unit: VectorUnit) -> Any:
                 for row, total in enumerate(loop(builder, times, totals, add_seen)):
                     store(builder, total, place(builder, out, row, out_stride), 4)
 
-            switch(builder, rows, {count: partial(code, count) for count in unit.blocks})
+            switch(builder, rows, {count: partial(code, count) for count in unit.attention_blocks})
             return context.get_dummy_value()
 
         return types.void(like, *[types.int64] * 9), codegen

@@ -44,7 +44,10 @@ class VectorUnit:
     add_group
         How it multiplies bytes.
     blocks
-        Numbers of rows that products of bytes, and attention, compute at once.
+        Numbers of rows that products of bytes compute at once. They keep few sums of bytes in registers, those of
+        floats may lie in memory.
+    attention_blocks
+        The same of attention, which adds to all of its sums all the time.
     tiles
         By number of rows that products by unpacked weights compute at once, how many rows of weights they take.
     bfloat16_tiles
@@ -60,6 +63,7 @@ class VectorUnit:
     lanes: int
     add_group: AddGroup
     blocks: tuple[int, ...] = (1, 2, 3, 4)
+    attention_blocks: tuple[int, ...] = (1, 2, 3, 4)
     tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
     bfloat16_tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
     add_pairs: Callable[..., Any] | None = None
@@ -180,7 +184,7 @@ def portable(lanes: int) -> VectorUnit:
 
 def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
     """The units of a CPU with some of LLVM's features, fastest first."""
-    narrow = {"tiles": {1: 8, 2: 4, 3: 4}, "bfloat16_tiles": {1: 8, 2: 4}}  # 16 registers
+    narrow = {"blocks": (1, 2, 3, 4, 6, 8, 9), "tiles": {1: 8, 2: 4, 3: 4}, "bfloat16_tiles": {1: 8, 2: 4}}
     if not is_x86:
         if has("dotprod"):
             by_lane = group_by_fours(_add_signed_bytes)
@@ -190,12 +194,12 @@ def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
     if not all(map(has, ("avx2", "fma", "f16c"))):
         return
     if has("avx512bw") and has("avx512vl"):
-        pairs, wide = _add_pairs_avx512 if has("avx512bf16") else None, (1, 2, 4, 8, 12, 16)
+        pairs = _add_pairs_avx512 if has("avx512bf16") else None
         if has("avx512vnni"):
             fours = group_by_fours(partial(_add_bytes_by, "llvm.x86.avx512.vpdpbusd.512"))
-            yield VectorUnit(16, fours, wide, add_pairs=pairs)
+            yield VectorUnit(16, fours, (1, 2, 4, 8, 9, 12, 16), (1, 2, 4, 8, 12, 16), add_pairs=pairs)
         by_pairs = group_by_pairs("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
-        yield VectorUnit(16, by_pairs, (1, 2, 4, 8), add_pairs=pairs)
+        yield VectorUnit(16, by_pairs, (1, 2, 4, 8), (1, 2, 4, 8), add_pairs=pairs)
     if has("avxvnni"):
         fours = group_by_fours(partial(_add_bytes_by, "llvm.x86.avx512.vpdpbusd.256"))
         yield VectorUnit(8, fours, **narrow)

@@ -221,7 +221,7 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, unit: VectorUnit) -
     (_, multiply_keys, multiply_lying), size = multiplying(unit), dtype.itemsize
     tiles = unit.bfloat16_tiles if dtype == torch.bfloat16 else unit.tiles
     asked = dtype if dtype == torch.bfloat16 and unit.add_pairs else torch.float32
-    for rows in unit.blocks:
+    for rows in unit.attention_blocks:
         x = torch.randn(rows, 96).to(dtype)
         wanted = x.double() @ weight.double().T
         chunks, scores = 96 * size // 64, torch.empty(rows, 16)

@@ -22,8 +22,8 @@ def count(loop: list[str], instruction: str) -> int:
 @pytest.mark.parametrize(
     ("cpu", "bits_4", "bits_8"),
     [
-        ("haswell", {"vpmaddubsw": 32, "vpmaddwd": 4}, {"vpmaddubsw": 64, "vpmaddwd": 8}),
-        ("avxvnni", {"vpdpbusd": 32}, {"vpdpbusd": 32}),
+        ("haswell", {"vpmaddubsw": 72, "vpmaddwd": 9}, {"vpmaddubsw": 144, "vpmaddwd": 18}),
+        ("avxvnni", {"vpdpbusd": 72}, {"vpdpbusd": 72}),
         ("skylake", {"vpmaddubsw": 64, "vpmaddwd": 8}, {"vpmaddubsw": 128, "vpmaddwd": 16}),
         ("zen4", {"vpdpbusd": 128}, {"vpdpbusd": 128}),
         ("dotprod", {"sdot": 32}, {"sdot": 32}),
