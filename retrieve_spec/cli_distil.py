@@ -104,6 +104,6 @@ def _show(report: DistilReport) -> None:
 
 def _words(report: DistilReport) -> str:
     return (
-        f"{report.answers:,} answers, {report.tokens:,} tokens, {report.contexts:,} contexts "
-        f"in {report.seconds:.0f} s ({report.tokens_per_pass:.2f} tokens per pass)"
+        f"{report.answers:,} answers, {report.tokens:,} tokens in {report.seconds:.0f} s "
+        f"({report.tokens_per_pass:.2f} tokens per pass)" + (f", {report.contexts:,} contexts" * bool(report.contexts))
     )

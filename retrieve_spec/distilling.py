@@ -1,8 +1,8 @@
 """Distilling: a model answers prompts and reads texts, and what it says is kept beside a store for later drafts.
 
 Drafting is never better than what it can look up, and nothing says a model's next tokens better than the model. What it
-answers becomes documents of the store; its own top tokens after every context of one to three tokens become a table
-(`retrieve_spec.sources.distilled`).
+answers becomes documents of the store; its own top tokens after contexts of one to three tokens, averaged over all that
+it wrote and read, become a table (`retrieve_spec.sources.distilled`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,35 +33,26 @@ from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.streams import Finished, generate_many
-from retrieve_spec.sources.distilled import DistilledTable, distilled_folder, keep_distilled
-from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.kernels.recycling import WAYS
+from retrieve_spec.sources.distilled import OBSERVED, distilled_folder, keep_distilled
+from retrieve_spec.sources.observations import Observations
 from retrieve_spec.verify.interface import input_device
 
 CONTEXTS = 1 << 20
 """Contexts of a table, 80 bytes each."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 """One after the other: what a model says greedily, as chats draw it, and what else it might say."""
-_ANSWER, _FOLLOW_UPS, _PIECE = 256, 2, 512
-"""Tokens of an answer, later turns of a conversation, tokens of a text that are read at once."""
-SUBJECTS = (
-    "the water cycle", "photosynthesis", "riding a bicycle", "the French Revolution", "black holes", "baking bread",
-    "the rules of chess", "machine learning", "volcanoes", "the human heart", "climate change", "ancient Rome",
-    "growing tomatoes", "the stock market", "learning a language", "public transport", "jazz", "healthy breakfasts",
-    "planning a week", "sorting algorithms", "databases", "web servers", "unit tests", "recursion", "the Moon",
-    "penguins", "electric cars", "job interviews", "saving money", "the Olympic Games", "vaccines", "Shakespeare",
-    "the printing press", "solar panels", "yoga", "coffee", "moving house", "regular expressions", "a lost dog",
-    "a train journey",
+_ANSWER, _FOLLOW_UPS, _PIECE, _TOP = 256, 2, 512, 8
+"""Tokens of an answer, later turns of a conversation, tokens of a text that are read at once, next tokens kept."""
+FOLLOW_UPS = (
+    "Say that in other words.", "Give an example.", "Make it shorter.", "Why?", "What should I read next?",
+    "Summarise that in one sentence.", "Now write it as a list.", "Are you sure? Check each step.",
+    "Translate your answer into German.", "List all names and numbers in it as JSON.",
 )  # fmt: skip
-FORMS = (
-    "Explain {} to a child.", "Write a short story about {}.", "List ten facts about {}.",
-    "What are the advantages and disadvantages of {}?", "Write an email to a colleague about {}.",
-    "Summarise what matters about {} in three sentences.", "Give step-by-step instructions that have to do with {}.",
-    "Write a Python function that has to do with {}, and explain it.", "What is the history of {}?",
-    "Write a poem about {}.", "Compare {} with something similar.", "Write a table of facts about {} in Markdown.",
-    "Ask me five questions about {}, with answers.", "Write JSON that describes {}.",
-    "A train leaves at 9:40 and a talk about {} begins two and a half hours later. When? Think step by step.",
-)  # fmt: skip
-FOLLOW_UPS = ("Say that in other words.", "Give an example.", "Make it shorter.", "Why?", "What should I read next?")
+
+
+_SHARES = {"write": 5, "facts": 2, "reckon": 2, "translate": 1, "code": 1, "play": 1}
+"""How often each kind of general prompt is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class DistilReport:
     answers, tokens
         Answers that the model gave, and tokens that it wrote and read.
     contexts
-        Contexts that the table knows now.
+        Contexts that the table knows at the end; 0 before.
     seconds
         How long it took.
     tokens_per_pass
@@ -87,9 +79,16 @@ class DistilReport:
 
 
 def general_prompts(seed: int = 0) -> Iterator[str]:
-    """Short prompts of many kinds in random order, each once."""
-    prompts = [form.format(subject) for form, subject in itertools.product(FORMS, SUBJECTS)]
-    return iter([prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))])
+    """Yield short prompts of many kinds in random order, each once, without end."""
+    given = json.loads((Path(__file__).parent / "general_prompts.json").read_text(encoding="utf-8"))
+    draw = random.Random(seed)
+    asked = set[str]()
+    while True:
+        form = draw.choice(given["kinds"][draw.choices(list(_SHARES), list(_SHARES.values()))[0]])
+        prompt = form.format(**{slot: draw.choice(words) for slot, words in given["words"].items()})
+        if prompt not in asked:
+            asked.add(prompt)
+            yield prompt
 
 
 def distil(
@@ -134,18 +133,18 @@ def distil(
     BuildError, StoreError
         The store cannot be written, or the folder holds something else.
     """
-    if contexts & (contexts - 1) or contexts < 1:
-        raise ConfigError("contexts as a power of two", str(contexts), f"Take {1 << max(contexts, 1).bit_length()}.")
+    if contexts & (contexts - 1) or contexts < WAYS:
+        remedy = f"Take {1 << max(contexts, WAYS).bit_length()}."
+        raise ConfigError(f"contexts as a power of two, at least {WAYS}", str(contexts), remedy)
     store, fingerprint = Path(store), model_fingerprint(model)
     if (store / MANIFEST).exists():
         open_datastore(store, tokenizer=tokenizer)
     else:
         check_folder(store)
-    table = RecyclingTable(contexts)
-    known = distilled_folder(store, fingerprint)
-    written = _go_on_with(table, known) if known.exists() else 0
+    known = distilled_folder(store, fingerprint) / OBSERVED
+    earlier = [Observations.load(known)] if known.exists() else []
     with accelerated(model, tokenizer):
-        work = _Work(model, tokenizer, table, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
+        work = _Work(model, tokenizer, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
         try:
             for text in texts:
                 work.read(text)
@@ -155,18 +154,9 @@ def distil(
     if not work.tokens:
         raise ConfigError("prompts to ask or texts to read", "none", "Leave prompts out to ask general ones.")
     _keep_answers(store, tokenizer, work.answers)
-    keep_distilled(table, store, {"model": fingerprint, "tokens": written + work.tokens})
-    return work.report()
-
-
-def _go_on_with(table: RecyclingTable, path: Path) -> int:
-    """Take over what is known of the model, if that is a table of this size; how many tokens taught it."""
-    known = DistilledTable.open(path)
-    if len(known.sets) != len(table.sets):
-        return 0
-    table.sets[:] = known.sets
-    table.entries.reshape(-1)[:] = known.entries[: table.entries.size]
-    return int(known.about.get("tokens", 0))
+    observations = Observations.joined(earlier + work.observed)
+    about = {"model": fingerprint, "tokens": len(observations.token_ids)}
+    return replace(work.report(), contexts=keep_distilled(observations, contexts, store, about))
 
 
 class _Done(Exception):
@@ -197,27 +187,27 @@ class _Work:
         self,
         model: Any,
         tokenizer: Any,
-        table: RecyclingTable,
         max_tokens: float,
         end: float,
         on_progress: Callable[[DistilReport], None] | None,
     ) -> None:
-        self._model, self._tokenizer, self._table = model, tokenizer, table
+        self._model, self._tokenizer = model, tokenizer
         self._max_tokens, self._end, self._began, self._on_progress = max_tokens, end, perf_counter(), on_progress
         self._passes = self._generated = self._planned = self.tokens = 0
         self.answers: list[str] = []
+        self.observed: list[Observations] = []
 
     def report(self) -> DistilReport:
         """What has come of it."""
         seconds, pace = perf_counter() - self._began, self._generated / max(self._passes, 1)
-        return DistilReport(len(self.answers), self.tokens, self._table.num_contexts, seconds, pace)
+        return DistilReport(len(self.answers), self.tokens, 0, seconds, pace)
 
     def read(self, text: str) -> None:
         """Let the model read a text in pieces, and learn what it says after each token."""
         ids: NDArray[np.int32] = np.array(self._tokenizer(text)["input_ids"], np.int32)
         for first in range(0, len(ids), _PIECE):
             piece = ids[first : first + _PIECE]
-            self._learn(piece, len(piece))
+            self._observe(piece)
             self._planned += len(piece)
             self._count(len(piece))
 
@@ -265,10 +255,10 @@ class _Work:
         return ids
 
     def _take(self, done: Finished) -> str:
-        """Learn from an answer, read once more with its prompt, and return its text."""
+        """Observe what the model says in an answer, read once more with its prompt, and return its text."""
         [output], prompt = done.outputs, np.array(done.request["inputs"], np.int32)
         answer: str = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        self._learn(np.concatenate([prompt, output.token_ids]), len(output.token_ids))
+        self._observe(np.concatenate([prompt, output.token_ids]).astype(np.int32))
         self.answers.append(answer)
         self._passes += output.report.passes
         self._generated += len(output.token_ids)
@@ -277,12 +267,14 @@ class _Work:
         return answer
 
     @torch.no_grad()
-    def _learn(self, ids: NDArray[np.int32], count: int) -> None:
-        """Learn what the model says after each of the last `count` of some tokens, read as one text."""
+    def _observe(self, ids: NDArray[np.int32]) -> None:
+        """Note what the model says after each of some tokens, read as one text."""
         given = torch.tensor(ids[None], dtype=torch.long, device=input_device(self._model))
-        best = self._model(input_ids=given, use_cache=False).logits[0, -count:].float().topk(self._table.k)
-        top_ids = best.indices.cpu().numpy().astype(np.int32)
-        self._table.learn_text(ids, top_ids, best.values.cpu().numpy())
+        logits = self._model(input_ids=given, use_cache=False).logits[0].float()
+        best = logits.topk(_TOP)
+        probs = (best.values - logits.logsumexp(-1, keepdim=True)).exp().to(torch.float16).cpu().numpy()
+        top_ids = best.indices.to(torch.int32).cpu().numpy()
+        self.observed.append(Observations(ids, np.array([len(ids)]), top_ids, probs))
 
     def _count(self, tokens: int) -> None:
         self.tokens += tokens

@@ -16,25 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError, StoreError, in_a_line
-from retrieve_spec.kernels.recycling import MOST
+from retrieve_spec.kernels.recycling import MOST, SET, WAYS
 from retrieve_spec.kernels.source_table import KIND_DISTILLED
-from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.observations import Contexts, Observations, averaged
 from retrieve_spec.sources.rows import Row, source_row
 
 if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 logger = logging.getLogger(__name__)
-FOLDER = "distilled"
-"""Folder of a store that holds the tables, one for each model."""
+FOLDER, OBSERVED = "distilled", "observed.npz"
+"""Folder of a store that holds the tables, one for each model, and the file of what a table was made of."""
 _REMEDY = "Distil the model again."
 
 
 class DistilledTable:
     """Contexts of one to three tokens → the target's top k next tokens with probabilities, read and never written.
 
-    It is a recycling table (`retrieve_spec.sources.recycling`) that was filled before: with the model's own top tokens
-    after all that it wrote and read then.
+    It has the layout of a recycling table (`retrieve_spec.sources.recycling`), and holds averages of the model's own
+    top tokens over all that it wrote and read (`retrieve_spec.sources.observations`).
 
     Parameters
     ----------
@@ -77,23 +77,39 @@ class DistilledTable:
         return cls(sets, entries, about)
 
 
-def keep_distilled(table: RecyclingTable, store: Path, about: dict[str, Any]) -> Path:
-    """Write what a recycling table has learned of a model beside a store, in place of what is there of that model.
+def keep_distilled(observations: Observations, capacity: int, store: Path, about: dict[str, Any]) -> int:
+    """Write a table of what a model said beside a store, in place of what is there of that model.
+
+    Parameters
+    ----------
+    observations
+        What it said; kept, too, so that a later run can add to it.
+    capacity
+        Contexts that the table has room for, a power of two; of those that do not fit, the most observed stay.
+    store
+        Folder of the store.
+    about
+        `DistilledTable.about`.
+
+    Returns
+    -------
+    int
+        Contexts in the table.
 
     Raises
     ------
     StoreError
         It cannot be written; what was there stays.
     """
-    capacity = len(table.entries)
     path = distilled_folder(store, str(about["model"]))
     partial = path.with_name(f".{uuid4().hex}")
-    entries = np.concatenate([table.entries.reshape(-1), np.zeros(MOST, np.int32)])
+    sets, entries = _placed(averaged(observations), capacity)
     try:
         partial.mkdir(parents=True)
-        np.save(partial / "sets.npy", table.sets)
-        np.save(partial / "entries.npy", entries)
-        whole = {**about, "capacity": capacity, "k": table.k}
+        np.save(partial / "sets.npy", sets.reshape(-1))
+        np.save(partial / "entries.npy", np.concatenate([entries.reshape(-1), np.zeros(MOST, np.int32)]))
+        observations.save(partial / OBSERVED)
+        whole = {**about, "capacity": capacity, "k": entries.shape[1] // 2}
         (partial / "about.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
         if path.exists():
             os.rename(path, old := path.with_name(f".{uuid4().hex}"))
@@ -104,7 +120,23 @@ def keep_distilled(table: RecyclingTable, store: Path, about: dict[str, Any]) ->
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StoreError(f"to write to {path}", in_a_line(error), "Check permissions and free space.") from error
-    return path
+    return int(np.count_nonzero(sets[:, :WAYS]))
+
+
+def _placed(contexts: Contexts, capacity: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    """(sets, entries) of a table, as `retrieve_spec.kernels.recycling` reads them."""
+    k = contexts.top_ids.shape[1]
+    home = ((contexts.keys >> np.uint64(20)) & np.uint64(capacity // WAYS - 1)).astype(np.int64)
+    order = np.lexsort((-contexts.counts, home))
+    begins = np.r_[True, home[order][1:] != home[order][:-1]]
+    way = np.arange(len(order)) - np.flatnonzero(begins)[np.cumsum(begins) - 1]
+    order, way = order[way < WAYS], way[way < WAYS]
+    sets = np.zeros((capacity // WAYS, SET), np.uint64)
+    sets[home[order], way] = contexts.keys[order]
+    sets[home[order], WAYS + way] = contexts.counts[order]
+    entries = np.zeros((capacity, 2 * k), np.int32)
+    entries[home[order] * WAYS + way] = np.hstack([contexts.top_ids[order], contexts.probs[order].view(np.int32)])
+    return sets, entries
 
 
 def distilled_folder(store: Path, model: str) -> Path:

@@ -1,6 +1,7 @@
 """Distilled tables: what a model was asked lies beside a store, and is drafted where a text has shown nothing."""
 
 import json
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -14,21 +15,28 @@ from retrieve_spec.distilling import distil, general_prompts
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import BuildError, ConfigError, TokenizerMismatchError
+from retrieve_spec.kernels import recycling
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.distilled import distilled_folder, distilled_tables, keep_distilled
-from retrieve_spec.sources.recycling import RecyclingTable
+from retrieve_spec.sources.distilled import OBSERVED, distilled_folder, distilled_tables, keep_distilled
+from retrieve_spec.sources.observations import BACKOFF, Observations, averaged
 
 ABOUT = {"model": "model:1", "tokens": 3}
 
 
-def learned(*contexts):
-    """A table in which each context, newest token last, is followed by two tokens."""
-    table = RecyclingTable(1 << 8, 4)
+def said(*contexts):
+    """Observations of texts that are these contexts, each followed by two tokens."""
+    parts = []
     for context, top in contexts:
-        newest = np.array([[*context[::-1], 0, 0, 0][:3]], np.int32)
-        lens, ids = np.array([len(context)], np.int32), np.array([top], np.int32)
-        table.learn(newest, lens, ids, np.array([[3.0, 1.0]], np.float32))
-    return table
+        top_ids = np.array([*((token, 9) for token in context[1:]), top], np.int32)
+        probs = np.full(top_ids.shape, [0.75, 0.125], np.float16)
+        parts.append(Observations(np.array(context, np.int32), np.array([len(context)]), top_ids, probs))
+    return Observations.joined(parts)
+
+
+def keep(store, observations, about=ABOUT):
+    """Keep a table of them beside a store, and return its folder."""
+    keep_distilled(observations, 1 << 8, store.path, about)
+    return distilled_folder(store.path, about["model"])
 
 
 @pytest.fixture
@@ -38,7 +46,7 @@ def store(make_store):
 
 
 def test_first_draft_of_a_text_is_what_the_model_was_asked(store):
-    keep_distilled(learned(([5], (7, 9)), ([5, 7], (30, 31)), ([1, 5, 7], (40, 31))), store.path, ABOUT)
+    keep(store, said(([5], (7, 9)), ([5, 7], (30, 31)), *[([1, 5, 7], (40, 31))] * 9))
     drafter = MixtureDrafter(datastores=[store])
     drafter.start(np.array([1, 5], np.int32))
     tree = drafter.propose(Budget(4, 2))
@@ -48,17 +56,67 @@ def test_first_draft_of_a_text_is_what_the_model_was_asked(store):
 
 
 def test_a_table_is_put_in_place_of_the_last_one_of_its_model(store):
-    keep_distilled(learned(([5], (7, 9))), store.path, ABOUT)
-    path = keep_distilled(learned(([6], (8, 9))), store.path, ABOUT | {"tokens": 9})
-    keep_distilled(learned(([6], (3, 9))), store.path, {"model": "model:2", "tokens": 1})
+    keep(store, said(([5], (7, 9))))
+    path = keep(store, said(([6], (8, 9))), ABOUT | {"tokens": 9})
+    keep(store, said(([6], (3, 9))), {"model": "model:2", "tokens": 1})
     assert sorted(table.about["tokens"] for table in distilled_tables([store])) == [1, 9]
-    assert sorted(file.name for file in path.iterdir()) == ["about.json", "entries.npy", "sets.npy"]
+    assert sorted(file.name for file in path.iterdir()) == ["about.json", "entries.npy", OBSERVED, "sets.npy"]
     assert len(list(path.parent.iterdir())) == 2, "nothing is left of what was replaced"
+
+
+def smoothed(observations, context, k):
+    """Average what followed a context, and back off to its last tokens; most probable first."""
+    shares, times, shorter = {}, 0, {}
+    if len(context) > 1:
+        shorter = smoothed(observations, context[1:], k)
+        shares = {token: BACKOFF * p for token, p in shorter.items()}
+    begin = 0
+    for length in observations.lengths:
+        text = observations.token_ids[begin : begin + length].tolist()
+        for end in range(len(context), length + 1):
+            if text[end - len(context) : end] == context:
+                times += 1
+                place = begin + end - 1
+                for token, p in zip(observations.top_ids[place].tolist(), observations.probs[place], strict=True):
+                    shares[token] = shares.get(token, 0.0) + float(p)
+        begin += length
+    total = times + (BACKOFF if shorter else 0.0)
+    best = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:k]
+    return {token: p / total for token, p in best}
+
+
+def test_averages_are_those_of_every_context():
+    rng = np.random.default_rng(5)
+    lengths = np.array([40, 1, 25])
+    n = int(lengths.sum())
+    top_ids = np.argsort(rng.random((n, 12)), axis=1)[:, :3].astype(np.int32)
+    probs = np.sort(rng.random((n, 3)) / 3)[:, ::-1].astype(np.float16)
+    observations = Observations(rng.integers(0, 4, n).astype(np.int32), lengths, top_ids, probs)
+    found = averaged(observations)
+    contexts = set()
+    begin = 0
+    for length in lengths:
+        text = observations.token_ids[begin : begin + length].tolist()
+        contexts |= {tuple(text[end - order : end]) for order in (1, 2, 3) for end in range(order, length + 1)}
+        begin += length
+    assert len(found.keys) == len(contexts)
+    for context in contexts:
+        h = np.uint64(0)
+        for token in context[::-1]:
+            h = np.uint64(recycling.mix(h, token))
+        [at] = np.flatnonzero(found.keys == h)
+        expected = smoothed(observations, list(context), 3)
+        np.testing.assert_allclose(found.probs[at][found.top_ids[at] >= 0], list(expected.values()), rtol=1e-4)
+        assert found.counts[at] == sum(
+            observations.token_ids[s:e].tolist()[i : i + len(context)] == list(context)
+            for s, e in zip(np.cumsum(lengths) - lengths, np.cumsum(lengths), strict=True)
+            for i in range(e - s)
+        )
 
 
 @pytest.mark.parametrize("damage", ["sets.npy", "entries.npy", "about.json"])
 def test_a_damaged_table_is_left_out(store, caplog, damage):
-    path = keep_distilled(learned(([5], (7, 9))), store.path, ABOUT) / damage
+    path = keep(store, said(([5], (7, 9)))) / damage
     path.write_bytes(path.read_bytes()[:-40])
     assert distilled_tables([store]) == []
     assert "not drafted from" in caplog.text and "Distil the model again" in caplog.text
@@ -68,7 +126,7 @@ def test_tokens_of_another_model_are_never_drafted(store, reference_model, refer
     """Ids that the model does not have may stand in a table of another one."""
     ids = reference_tokenizer("def f(", return_tensors="pt").input_ids
     last = int(ids[0, -1])
-    keep_distilled(learned(([last], (1 << 20, 9))), store.path, ABOUT)
+    keep(store, said(([last], (1 << 20, 9))))
     plain = reference_model.generate(ids, max_new_tokens=8, do_sample=False)
     drafter = MixtureDrafter(datastores=[store])
     rs.accelerate(reference_model, reference_tokenizer, drafter=drafter, nodes=8)
@@ -146,5 +204,9 @@ def test_what_is_asked_for(reference_model, reference_tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="prompts to ask or texts to read"):
         distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=[])
     assert not (tmp_path / "store").exists()
-    prompts = list(general_prompts())
-    assert len(set(prompts)) == len(prompts) > 500
+
+
+def test_general_prompts_are_of_many_kinds_and_each_is_asked_once():
+    prompts = list(islice(general_prompts(), 2000))
+    assert len(set(prompts)) == 2000 and not any("{" in prompt for prompt in prompts)
+    assert prompts == list(islice(general_prompts(), 2000)) != list(islice(general_prompts(seed=1), 2000))

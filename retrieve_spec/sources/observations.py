@@ -1,0 +1,135 @@
+"""What a model says after contexts of one to three tokens: averages over all that it wrote and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.kernels.recycling import ORDERS
+
+BACKOFF = 2.0
+"""Observations that what is known of a context's last tokens alone counts for: held-out likelihood is best there."""
+_KEPT = ("token_ids", "lengths", "top_ids", "probs")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observations:
+    """What a model said would come next, at every place of some texts.
+
+    Attributes
+    ----------
+    token_ids
+        (n,) int32, the texts, one after another.
+    lengths
+        (texts,) int64, their tokens.
+    top_ids, probs
+        (n, k) int32 the most probable next tokens after each token and all before it in its text, and float16 their
+        probabilities.
+    """
+
+    token_ids: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    top_ids: NDArray[np.int32]
+    probs: NDArray[np.float16]
+
+    @classmethod
+    def joined(cls, parts: list[Observations]) -> Observations:
+        """All of some, in order."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in _KEPT))
+
+    @classmethod
+    def load(cls, path: Path) -> Observations:
+        """Read what `save` wrote."""
+        with np.load(path) as kept:
+            return cls(*(kept[name] for name in _KEPT))
+
+    def save(self, path: Path) -> None:
+        """Write them to a file."""
+        np.savez(path, **{name: getattr(self, name) for name in _KEPT})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contexts:
+    """Contexts and what a model says after them.
+
+    Attributes
+    ----------
+    keys
+        (m,) uint64 hashes of their tokens (`retrieve_spec.kernels.recycling.mix`).
+    counts
+        (m,) int64, how often each was observed.
+    top_ids, probs
+        (m, k) int32 the most probable next tokens, -1 after the last, and float32 their probabilities.
+    """
+
+    keys: NDArray[np.uint64]
+    counts: NDArray[np.int64]
+    top_ids: NDArray[np.int32]
+    probs: NDArray[np.float32]
+
+
+def averaged(observations: Observations) -> Contexts:
+    """Average what was observed after each context of one to three tokens.
+
+    A context that was observed seldom is smoothed towards what comes after its last tokens alone, as in interpolated
+    n-gram models (Chen & Goodman 1999), but of the model's own probabilities instead of counts.
+    """
+    keys = _context_keys(observations)
+    found: list[Contexts] = []
+    for order in range(ORDERS):
+        shorter = found[-1] if found else None
+        places = np.flatnonzero(keys[order])
+        if not len(places):  # no text is as long
+            break
+        of_order = keys[order][places]
+        known, first, counts = np.unique(of_order, return_index=True, return_counts=True)
+        top_ids, probs = observations.top_ids[places], observations.probs[places].astype(np.float32)
+        if shorter is not None:
+            at = np.searchsorted(shorter.keys, keys[order - 1][places[first]])
+            of_order = np.concatenate([of_order, known])
+            top_ids = np.concatenate([top_ids, shorter.top_ids[at]])
+            probs = np.concatenate([probs, np.float32(BACKOFF) * shorter.probs[at]])
+        top_ids, sums = _largest_sums(of_order, top_ids, probs)
+        total = (counts + (BACKOFF if shorter else 0.0)).astype(np.float32)
+        found.append(Contexts(known, counts, top_ids, sums / total[:, None]))
+    joined = (np.concatenate([getattr(of, name) for of in found]) for name in ("keys", "counts", "top_ids", "probs"))
+    return Contexts(*joined)
+
+
+def _context_keys(observations: Observations) -> NDArray[np.uint64]:
+    """(orders, n) hashes of the last one, two, … tokens at each place; 0 where a text has fewer."""
+    lengths, tokens = observations.lengths, observations.token_ids.astype(np.uint64)
+    place = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    keys = np.zeros((ORDERS, len(tokens)), np.uint64)
+    h = np.zeros(len(tokens), np.uint64)
+    for order in range(ORDERS):  # as `mix` does
+        h = (h ^ (np.roll(tokens, order) + np.uint64(1))) * np.uint64(0x9E3779B97F4A7C15)
+        h ^= h >> np.uint64(31)
+        h = h * np.uint64(0xD6E8FEB86659FD93) | np.uint64(1)
+        keys[order] = np.where(place >= order, h, 0)
+    return keys
+
+
+def _largest_sums(
+    keys: NDArray[np.uint64], top_ids: NDArray[np.int32], probs: NDArray[np.float32]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Sum probabilities (n, k) by key and token; (m, k) tokens and sums, the largest first, of the keys in order."""
+    k = top_ids.shape[1]
+    listed = top_ids.reshape(-1) >= 0
+    keys, tokens, sums = np.repeat(keys, k)[listed], top_ids.reshape(-1)[listed], probs.reshape(-1)[listed]
+    by_token = np.lexsort((tokens, keys))
+    keys, tokens, sums = keys[by_token], tokens[by_token], sums[by_token]
+    first = np.flatnonzero(np.r_[True, (keys[1:] != keys[:-1]) | (tokens[1:] != tokens[:-1])])
+    keys, tokens, sums = keys[first], tokens[first], np.add.reduceat(sums, first)
+    by_sum = np.lexsort((tokens, -sums, keys))
+    keys, tokens, sums = keys[by_sum], tokens[by_sum], sums[by_sum]
+    begins = np.r_[True, keys[1:] != keys[:-1]]
+    row = np.cumsum(begins) - 1
+    rank = np.arange(len(keys)) - np.flatnonzero(begins)[row]
+    out_ids, out_sums = np.full((row[-1] + 1, k), -1, np.int32), np.zeros((row[-1] + 1, k), np.float32)
+    kept = rank < k
+    out_ids[row[kept], rank[kept]], out_sums[row[kept], rank[kept]] = tokens[kept], sums[kept]
+    return out_ids, out_sums
