@@ -103,7 +103,8 @@ def _show(report: DistilReport) -> None:
 
 
 def _words(report: DistilReport) -> str:
+    known = f", {report.contexts:,} contexts" if report.contexts else ""
     return (
         f"{report.answers:,} answers, {report.tokens:,} tokens in {report.seconds:.0f} s "
-        f"({report.tokens_per_pass:.2f} tokens per pass)" + (f", {report.contexts:,} contexts" * bool(report.contexts))
+        f"({report.tokens_per_pass:.2f} tokens per pass){known}"
     )

@@ -49,8 +49,6 @@ FOLLOW_UPS = (
     "Summarise that in one sentence.", "Now write it as a list.", "Are you sure? Check each step.",
     "Translate your answer into German.", "List all names and numbers in it as JSON.",
 )  # fmt: skip
-
-
 _SHARES = {"write": 5, "facts": 2, "reckon": 2, "translate": 1, "code": 1, "play": 1}
 """How often each kind of general prompt is asked."""
 

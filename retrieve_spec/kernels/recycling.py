@@ -47,6 +47,27 @@ def mix(h: np.uint64, token: int) -> np.uint64:
     return h * np.uint64(0xD6E8FEB86659FD93) | np.uint64(1)
 
 
+@door
+def context_keys(tokens: NDArray[np.int32], places: NDArray[np.int64], keys: NDArray[np.uint64]) -> None:
+    """Write the hashes of the contexts of one, two, … tokens that end at each token.
+
+    Parameters
+    ----------
+    tokens, places
+        (n,) int32 texts, one after another, and (n,) int64 how many tokens of its text come before each.
+    keys
+        (ORDERS, n) uint64, the result; 0 where a text has fewer tokens.
+    """
+    for i in range(len(tokens)):
+        h = np.uint64(0)
+        for order in range(len(keys)):
+            if order <= places[i]:
+                h = mix(h, tokens[i - order])
+                keys[order, i] = h
+            else:
+                keys[order, i] = 0
+
+
 @inner
 def home(sets: NDArray[np.uint64], key: np.uint64) -> int:
     """The set in which a context is kept."""

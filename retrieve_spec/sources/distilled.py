@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from retrieve_spec.errors import StoreCorruptError, StoreError, in_a_line
 from retrieve_spec.kernels.recycling import MOST, SET, WAYS
 from retrieve_spec.kernels.source_table import KIND_DISTILLED
-from retrieve_spec.sources.observations import Contexts, Observations, averaged
+from retrieve_spec.sources.observations import Contexts, Observations, averaged, rank_in_group
 from retrieve_spec.sources.rows import Row, source_row
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ def _placed(contexts: Contexts, capacity: int) -> tuple[NDArray[np.uint64], NDAr
     k = contexts.top_ids.shape[1]
     home = ((contexts.keys >> np.uint64(20)) & np.uint64(capacity // WAYS - 1)).astype(np.int64)
     order = np.lexsort((-contexts.counts, home))
-    begins = np.r_[True, home[order][1:] != home[order][:-1]]
-    way = np.arange(len(order)) - np.flatnonzero(begins)[np.cumsum(begins) - 1]
+    way = rank_in_group(home[order])
     order, way = order[way < WAYS], way[way < WAYS]
     sets = np.zeros((capacity // WAYS, SET), np.uint64)
     sets[home[order], way] = contexts.keys[order]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.recycling import ORDERS
+from retrieve_spec.errors import StoreCorruptError, in_a_line
+from retrieve_spec.kernels.recycling import ORDERS, context_keys
 
 BACKOFF = 2.0
 """Observations that what is known of a context's last tokens alone counts for: held-out likelihood is best there."""
@@ -42,9 +45,19 @@ class Observations:
 
     @classmethod
     def load(cls, path: Path) -> Observations:
-        """Read what `save` wrote."""
-        with np.load(path) as kept:
-            return cls(*(kept[name] for name in _KEPT))
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        StoreCorruptError
+            It is something else.
+        """
+        try:
+            with np.load(path) as kept:
+                return cls(*(kept[name] for name in _KEPT))
+        except (OSError, ValueError, LookupError, BadZipFile) as error:
+            remedy = "Delete the folder that it is in, and distil again."
+            raise StoreCorruptError(f"what was observed of a model in {path}", in_a_line(error), remedy) from error
 
     def save(self, path: Path) -> None:
         """Write them to a file."""
@@ -77,18 +90,21 @@ def averaged(observations: Observations) -> Contexts:
     A context that was observed seldom is smoothed towards what comes after its last tokens alone, as in interpolated
     n-gram models (Chen & Goodman 1999), but of the model's own probabilities instead of counts.
     """
-    keys = _context_keys(observations)
+    lengths = observations.lengths
+    places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    keys = np.empty((ORDERS, len(places)), np.uint64)
+    context_keys(observations.token_ids, places, keys)
     found: list[Contexts] = []
     for order in range(ORDERS):
         shorter = found[-1] if found else None
-        places = np.flatnonzero(keys[order])
-        if not len(places):  # no text is as long
+        observed = np.flatnonzero(keys[order])
+        if not len(observed):  # no text is as long
             break
-        of_order = keys[order][places]
+        of_order = keys[order][observed]
         known, first, counts = np.unique(of_order, return_index=True, return_counts=True)
-        top_ids, probs = observations.top_ids[places], observations.probs[places].astype(np.float32)
+        top_ids, probs = observations.top_ids[observed], observations.probs[observed].astype(np.float32)
         if shorter is not None:
-            at = np.searchsorted(shorter.keys, keys[order - 1][places[first]])
+            at = np.searchsorted(shorter.keys, keys[order - 1][observed[first]])
             of_order = np.concatenate([of_order, known])
             top_ids = np.concatenate([top_ids, shorter.top_ids[at]])
             probs = np.concatenate([probs, np.float32(BACKOFF) * shorter.probs[at]])
@@ -99,18 +115,11 @@ def averaged(observations: Observations) -> Contexts:
     return Contexts(*joined)
 
 
-def _context_keys(observations: Observations) -> NDArray[np.uint64]:
-    """(orders, n) hashes of the last one, two, … tokens at each place; 0 where a text has fewer."""
-    lengths, tokens = observations.lengths, observations.token_ids.astype(np.uint64)
-    place = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    keys = np.zeros((ORDERS, len(tokens)), np.uint64)
-    h = np.zeros(len(tokens), np.uint64)
-    for order in range(ORDERS):  # as `mix` does
-        h = (h ^ (np.roll(tokens, order) + np.uint64(1))) * np.uint64(0x9E3779B97F4A7C15)
-        h ^= h >> np.uint64(31)
-        h = h * np.uint64(0xD6E8FEB86659FD93) | np.uint64(1)
-        keys[order] = np.where(place >= order, h, 0)
-    return keys
+def rank_in_group(groups: NDArray[Any]) -> NDArray[np.int64]:
+    """How many equal ones come directly before each of some sorted numbers (n,)."""
+    begins = np.r_[True, groups[1:] != groups[:-1]]
+    rank: NDArray[np.int64] = np.arange(len(groups)) - np.flatnonzero(begins)[np.cumsum(begins) - 1]
+    return rank
 
 
 def _largest_sums(
@@ -126,9 +135,8 @@ def _largest_sums(
     keys, tokens, sums = keys[first], tokens[first], np.add.reduceat(sums, first)
     by_sum = np.lexsort((tokens, -sums, keys))
     keys, tokens, sums = keys[by_sum], tokens[by_sum], sums[by_sum]
-    begins = np.r_[True, keys[1:] != keys[:-1]]
-    row = np.cumsum(begins) - 1
-    rank = np.arange(len(keys)) - np.flatnonzero(begins)[row]
+    rank = rank_in_group(keys)
+    row = np.cumsum(rank == 0) - 1
     out_ids, out_sums = np.full((row[-1] + 1, k), -1, np.int32), np.zeros((row[-1] + 1, k), np.float32)
     kept = rank < k
     out_ids[row[kept], rank[kept]], out_sums[row[kept], rank[kept]] = tokens[kept], sums[kept]

@@ -45,11 +45,6 @@ class RecyclingTable:
             self.sets[:] = 0
             self._memory[0] = 0
 
-    @property
-    def num_contexts(self) -> int:
-        """Contexts that have entries."""
-        return int(np.count_nonzero(self.sets.reshape(-1, 2, kernels.WAYS)[:, 0]))
-
     def learn(self, tails: Ids, tail_lens: Ids, ids: Ids, logits: NDArray[np.float32]) -> None:
         """Remember the target's top tokens after m contexts.
 

@@ -14,11 +14,10 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil, general_prompts
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.errors import BuildError, ConfigError, TokenizerMismatchError
-from retrieve_spec.kernels import recycling
+from retrieve_spec.errors import BuildError, ConfigError, StoreCorruptError, TokenizerMismatchError
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.distilled import OBSERVED, distilled_folder, distilled_tables, keep_distilled
-from retrieve_spec.sources.observations import BACKOFF, Observations, averaged
+from retrieve_spec.sources.observations import Observations
 
 ABOUT = {"model": "model:1", "tokens": 3}
 
@@ -64,56 +63,6 @@ def test_a_table_is_put_in_place_of_the_last_one_of_its_model(store):
     assert len(list(path.parent.iterdir())) == 2, "nothing is left of what was replaced"
 
 
-def smoothed(observations, context, k):
-    """Average what followed a context, and back off to its last tokens; most probable first."""
-    shares, times, shorter = {}, 0, {}
-    if len(context) > 1:
-        shorter = smoothed(observations, context[1:], k)
-        shares = {token: BACKOFF * p for token, p in shorter.items()}
-    begin = 0
-    for length in observations.lengths:
-        text = observations.token_ids[begin : begin + length].tolist()
-        for end in range(len(context), length + 1):
-            if text[end - len(context) : end] == context:
-                times += 1
-                place = begin + end - 1
-                for token, p in zip(observations.top_ids[place].tolist(), observations.probs[place], strict=True):
-                    shares[token] = shares.get(token, 0.0) + float(p)
-        begin += length
-    total = times + (BACKOFF if shorter else 0.0)
-    best = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:k]
-    return {token: p / total for token, p in best}
-
-
-def test_averages_are_those_of_every_context():
-    rng = np.random.default_rng(5)
-    lengths = np.array([40, 1, 25])
-    n = int(lengths.sum())
-    top_ids = np.argsort(rng.random((n, 12)), axis=1)[:, :3].astype(np.int32)
-    probs = np.sort(rng.random((n, 3)) / 3)[:, ::-1].astype(np.float16)
-    observations = Observations(rng.integers(0, 4, n).astype(np.int32), lengths, top_ids, probs)
-    found = averaged(observations)
-    contexts = set()
-    begin = 0
-    for length in lengths:
-        text = observations.token_ids[begin : begin + length].tolist()
-        contexts |= {tuple(text[end - order : end]) for order in (1, 2, 3) for end in range(order, length + 1)}
-        begin += length
-    assert len(found.keys) == len(contexts)
-    for context in contexts:
-        h = np.uint64(0)
-        for token in context[::-1]:
-            h = np.uint64(recycling.mix(h, token))
-        [at] = np.flatnonzero(found.keys == h)
-        expected = smoothed(observations, list(context), 3)
-        np.testing.assert_allclose(found.probs[at][found.top_ids[at] >= 0], list(expected.values()), rtol=1e-4)
-        assert found.counts[at] == sum(
-            observations.token_ids[s:e].tolist()[i : i + len(context)] == list(context)
-            for s, e in zip(np.cumsum(lengths) - lengths, np.cumsum(lengths), strict=True)
-            for i in range(e - s)
-        )
-
-
 @pytest.mark.parametrize("damage", ["sets.npy", "entries.npy", "about.json"])
 def test_a_damaged_table_is_left_out(store, caplog, damage):
     path = keep(store, said(([5], (7, 9)))) / damage
@@ -131,6 +80,15 @@ def test_tokens_of_another_model_are_never_drafted(store, reference_model, refer
     drafter = MixtureDrafter(datastores=[store])
     rs.accelerate(reference_model, reference_tokenizer, drafter=drafter, nodes=8)
     assert torch.equal(reference_model.generate(ids, max_new_tokens=8, do_sample=False), plain)
+
+
+def test_observations_that_are_damaged_are_named(tmp_path):
+    path = tmp_path / "observed.npz"
+    said(([5, 6], (7, 9))).save(path)
+    assert Observations.load(path).token_ids.tolist() == [5, 6]
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(StoreCorruptError, match="distil again"):
+        Observations.load(path)
 
 
 PROMPTS = ["def add(a, b):", "class Stack:", "import os\n"]
