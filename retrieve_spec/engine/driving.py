@@ -65,11 +65,15 @@ _PATIENCE = 0.1
 
 
 class StepLock:
-    """Keeps all threads but one from stepping."""
+    """Keeps all threads but one from stepping.
+
+    Whoever would take the next step lets those in first who need it for anything else, such as a call that begins: a
+    thread that takes one step after another would not leave them time to wake up.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._holder = 0
+        self._holder = self._going_first = 0
 
     @property
     def is_mine(self) -> bool:
@@ -77,8 +81,18 @@ class StepLock:
         return self._holder == threading.get_ident()
 
     @contextlib.contextmanager
-    def held(self, unless: Callable[[], bool] = bool) -> Iterator[bool]:
-        """Hold it; False if there was to wait, and `unless` came true meanwhile. Ctrl-C waits for the end of the block.
+    def held(self, unless: Callable[[], bool] | None = None) -> Iterator[bool]:
+        """Hold it during a block, for whose end Ctrl-C waits.
+
+        Parameters
+        ----------
+        unless
+            Given by those who take a step: they do not wait for it any longer when this is true.
+
+        Yields
+        ------
+        bool
+            Whether it is held.
 
         Raises
         ------
@@ -91,10 +105,7 @@ class StepLock:
             )
         with DeferredInterrupt() as interrupt:
             with self._changed:
-                while self._holder and not unless():
-                    self._changed.wait(_PATIENCE)
-                    interrupt.deliver()
-                mine = not self._holder
+                mine = self._take(interrupt) if unless is None else self._take_step(interrupt, unless)
                 if mine:
                     self._holder = threading.get_ident()
             try:
@@ -104,6 +115,26 @@ class StepLock:
                     with self._changed:
                         self._holder = 0
                         self._changed.notify_all()
+
+    def _take(self, interrupt: DeferredInterrupt) -> bool:
+        self._going_first += 1
+        try:
+            while self._holder:
+                self._wait(interrupt)
+        finally:
+            self._going_first -= 1
+        return True
+
+    def _take_step(self, interrupt: DeferredInterrupt, unless: Callable[[], bool]) -> bool:
+        while self._holder or self._going_first:
+            if unless():
+                return False
+            self._wait(interrupt)
+        return True
+
+    def _wait(self, interrupt: DeferredInterrupt) -> None:
+        self._changed.wait(_PATIENCE)
+        interrupt.deliver()
 
 
 class Driver:
@@ -191,8 +222,8 @@ class Driver:
         return self._lock.is_mine
 
     @contextlib.contextmanager
-    def exclusive(self, unless: Callable[[], bool] = bool) -> Iterator[bool]:
-        """Hold the lock on stepping; yield False if `unless` became true while waiting for it."""
+    def exclusive(self, unless: Callable[[], bool] | None = None) -> Iterator[bool]:
+        """Hold the lock on stepping; yield False if `unless` became true while a step waited for it."""
         self._survive_fork()
         with self._lock.held(unless) as mine:
             try:

@@ -291,6 +291,30 @@ def test_threads_share_passes(tiny: Any, prompt: torch.Tensor, recorded_pass: An
     assert engine.steps < 6 * 24, "steps that took several along"
 
 
+def test_a_call_that_begins_waits_for_one_step_of_another(tiny: Any, prompt: torch.Tensor) -> None:
+    rs.accelerate(tiny, draft="off")
+    tokens, under_way = 0, threading.Event()
+
+    def count(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        nonlocal tokens
+        tokens += 1
+        under_way.set()
+        time.sleep(0.02)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(answer_of, tiny, prompt, max_new_tokens=150, stopping_criteria=[count])
+        under_way.wait()
+        waited = []
+        for _ in range(5):
+            before = tokens
+            tiny.speculation.forget()
+            waited.append(tokens - before)
+        tiny.speculation.engine.leave(*tiny.speculation.engine._sequences)
+        other.result()
+    assert max(waited) <= 2, waited
+
+
 def test_seeds_in_threads_hold_where_the_original_draws(tiny: Any, prompt: torch.Tensor) -> None:
     """All threads draw from one generator of torch."""
     rs.accelerate(tiny, draft="off")
