@@ -41,8 +41,12 @@ def explain_read_errors(path: str | Path) -> Iterator[None]:
     except (StoreError, FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        got = error.strerror or str(error)
-        raise StoreError(f"to read {path}", got, "Check who may read it, and the disk.") from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: str | Path, error: OSError) -> StoreError:
+    """Error about a file that may not be read, or that the disk cannot give."""
+    return StoreError(f"to read {path}", error.strerror or str(error), "Check who may read it, and the disk.")
 
 
 def sync_folder(folder: Path) -> None:

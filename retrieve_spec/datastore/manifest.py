@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieve_spec.config import StoreConfig
-from retrieve_spec.datastore.files import FileEntry, explain_read_errors, replace_file
+from retrieve_spec.datastore.files import FileEntry, replace_file, unreadable
 from retrieve_spec.errors import (
     BuildError,
     RetrieveSpecError,
@@ -212,10 +212,12 @@ def read_manifest(store: Path) -> Manifest:
     """
     path = store / MANIFEST
     try:
-        with explain_read_errors(path):
-            return manifest_of(path.read_bytes(), path)
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _missing(store) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return manifest_of(content, path)
 
 
 def manifest_of(content: bytes, path: str | Path) -> Manifest:

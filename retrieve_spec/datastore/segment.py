@@ -36,7 +36,7 @@ from retrieve_spec.datastore.indexes import (
     build_ngrams,
     suffix_beginnings,
 )
-from retrieve_spec.datastore.manifest import SEGMENTS, TOMBSTONES, DenseRecord, SegmentEntry
+from retrieve_spec.datastore.manifest import TOMBSTONES, DenseRecord, SegmentEntry
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.induced_sort import sort_suffixes
 from retrieve_spec.kernels.ngram import SLOT, forget_document
@@ -214,6 +214,7 @@ MOST_TOKENS = 1 << 17
 _STEP = 1 << 20
 DOCUMENTS, RANKS, COPIES = "documents", "ranks", "copies"
 _NONE = np.empty(0, np.uint32)
+_NO_TOMBSTONES = dict.fromkeys((DOCUMENTS, RANKS, COPIES), _NONE)
 
 
 def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint32]]:
@@ -224,7 +225,7 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
     StoreCorruptError
         When a file is missing or has another size.
     """
-    found = dict.fromkeys((DOCUMENTS, RANKS, COPIES), _NONE)
+    found = dict(_NO_TOMBSTONES)
     for name, file in entry.tombstones.items():
         kind = name.removesuffix(SUFFIX).rpartition("-")[2]
         if kind not in found:  # a later kind, maybe, that hides more
@@ -233,7 +234,7 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
     return found
 
 
-def hidden_of(found: dict[str, NDArray[np.uint32]], documents: int, segment: str) -> tuple[int, ...]:
+def hidden_of(found: Mapping[str, NDArray[np.uint32]], documents: int, segment: str) -> tuple[int, ...]:
     """Numbers of the documents that are not listed: removed ones and copies.
 
     Raises
@@ -476,21 +477,12 @@ def write_segment(
     return write_files(folder, {name + SUFFIX: array for name, array in sorted(arrays.items())}), origins
 
 
-def open_with_tombstones(
-    store: Path, entry: SegmentEntry, vocabulary: int, record: DenseRecord | None, *, as_written: bool
-) -> Segment:
-    """Map a segment of a store as `open_segment` does, without the documents that its tombstones remove."""
-    tombstones = tombstones_of(store, entry) if entry.tombstones else None
-    place = store / SEGMENTS / entry.name
-    return open_segment(place, entry, vocabulary, record, tombstones, as_written=as_written)
-
-
 def open_segment(
     folder: Path,
     entry: SegmentEntry,
     vocabulary: int,
     record: DenseRecord | None = None,
-    tombstones: Mapping[str, NDArray[np.uint32]] | None = None,
+    tombstones: Mapping[str, NDArray[np.uint32]] = _NO_TOMBSTONES,
     *,
     as_written: bool = False,
 ) -> Segment:
@@ -503,7 +495,7 @@ def open_segment(
     vocabulary, record
         Of the store's manifest.
     tombstones
-        What counts as removed (`tombstones_of`); None opens the segment as its files are.
+        What counts as removed (`tombstones_of`); without them the segment is opened as its files are.
     as_written
         Whether the indexes show removed documents like others, for a reader that drafts nothing.
 
@@ -513,9 +505,7 @@ def open_segment(
         When a file is missing or has the wrong size, or the vocabulary is damaged (its ids would reach the model).
     """
     place = os.path.join(folder, "")
-    found = {} if tombstones is None else dict(tombstones)
-    ranks = found.get(RANKS, _NONE)
-    hiding = not as_written and len(found) > 0
+    hiding = not as_written and any(map(len, tombstones.values()))
 
     def load(name: str, scattered: bool = False, private: bool = False) -> NDArray[Any]:
         file, dtypes = entry.files.get(name + SUFFIX), _DTYPES.get(name, ("<u4",))
@@ -534,7 +524,7 @@ def open_segment(
         if not len(slots) or len(slots) % SLOT:
             raise StoreCorruptError(f"an n-gram table in {folder}", f"{len(slots):,} numbers")
         ngrams = NgramTable(slots.reshape(-1, SLOT), *successors)
-    removed = hidden_of(found, len(starts) - 1, entry.name) if found else ()
+    removed = hidden_of(tombstones, len(starts) - 1, entry.name)
     table = {name: load(name) for name in TABLE}
     dense = None
     if record is not None and INDEX in entry.files:
@@ -553,25 +543,25 @@ def open_segment(
         removed,
         ngrams,
         dense,
-        ranks,
+        tombstones[RANKS],
     )
     suffixes, shown = len(segment.suffix_array), len(segment.top) << TOP_SHIFT
     if not 0 <= shown - suffixes < 1 << TOP_SHIFT or (suffixes and not len(segment.tokens)):
         raise StoreCorruptError(f"a text, its {suffixes:,} suffixes and their top table in {folder}", "another size")
     if hiding:
-        _hide(segment, ranks)
+        _hide(segment)
     return segment
 
 
-def _hide(segment: Segment, ranks: NDArray[np.uint32]) -> None:
-    """Let the indexes of a segment, mapped privately, not show removed documents, whose suffixes have these ranks.
+def _hide(segment: Segment) -> None:
+    """Let the indexes of a segment, mapped privately, not show removed documents.
 
     Raises
     ------
     StoreCorruptError
         When the tombstones do not fit the segment.
     """
-    tokens, sa, top, ngrams = segment.tokens, segment.suffix_array, segment.top, segment.ngram
+    tokens, sa, top, ngrams, ranks = segment.tokens, segment.suffix_array, segment.top, segment.ngram, segment.hidden
     altered: list[NDArray[Any]] = [sa, top]
     if len(ranks):
         if not (ranks[1:] > ranks[:-1]).all() or len(ranks) >= len(sa) or int(ranks[-1]) >= len(sa):

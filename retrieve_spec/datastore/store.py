@@ -29,7 +29,7 @@ from retrieve_spec.datastore.fingerprint import (
 from retrieve_spec.datastore.indexes import ContextFilter, NgramTable, filter_contexts
 from retrieve_spec.datastore.manifest import SEGMENTS, Manifest, SegmentEntry, read_manifest
 from retrieve_spec.datastore.remote import local_folder
-from retrieve_spec.datastore.segment import TABLE, Document, Segment, open_with_tombstones
+from retrieve_spec.datastore.segment import TABLE, Document, Segment, open_segment, tombstones_of
 from retrieve_spec.errors import StoreCorruptError, TokenizerMismatchError
 from retrieve_spec.kernels.source_table import ORIGIN_BITS
 from retrieve_spec.processors import memory
@@ -240,7 +240,14 @@ def _opened(folder: Path, *, as_written: bool) -> Datastore:
 def open_segments(folder: Path, manifest: Manifest, *, as_written: bool) -> Datastore:
     """The segments of a manifest, which need not stand in the folder yet."""
     segments = tuple(
-        open_with_tombstones(folder, entry, manifest.vocabulary, manifest.dense, as_written=as_written)
+        open_segment(
+            folder / SEGMENTS / entry.name,
+            entry,
+            manifest.vocabulary,
+            manifest.dense,
+            tombstones_of(folder, entry),
+            as_written=as_written,
+        )
         for entry in manifest.segments
     )
     tokenizer = map_array(folder / manifest.tokenizer_name, replace(manifest.tokenizer, dtype="|u1"), ("|u1",))
