@@ -23,7 +23,8 @@ from retrieve_spec.engine.budget import PassThreads, using
 from retrieve_spec.engine.first_passes import measure_passes, read_bigrams
 from retrieve_spec.engine.speculation import Speculation, check_stores, open_store
 from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, require
-from retrieve_spec.generation.calls import BEFORE, generate, why_delegated, why_not_inside
+from retrieve_spec.generation.calls import generate, why_delegated, why_not_inside
+from retrieve_spec.generation.request import BEFORE
 from retrieve_spec.generation.streams import generate_many, generate_stream
 from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
 from retrieve_spec.model_layers import base_model, embedded_tokens, evaluating

@@ -34,8 +34,12 @@ from retrieve_spec.generation.request import (
     check_arguments_decoded,
     from_captured,
     is_one_row,
+    original,
+    own_generate,
     prepare,
+    prepare_call,
     row_predictions,
+    speculation_of,
 )
 from retrieve_spec.sampling.acceptance import RowText
 from retrieve_spec.sampling.samplers import LogProbSampler, whole_seed
@@ -173,14 +177,6 @@ _NOT_PASSED_ON = ("streamer", "assistant_model", "custom_generate")
 """Arguments that are not passed on to the decoding method inside."""
 
 
-def own_generate(model: Any) -> str:
-    """Why calls of a model are no ordinary ones: its class decodes in its own manner; empty when it does not."""
-    kind = type(model)
-    if kind._sample is not GenerationMixin._sample:
-        return f"{kind.__name__} has a way of decoding of its own"
-    return "" if kind.generate is GenerationMixin.generate else f"{kind.__name__} has a generate of its own"
-
-
 def why_not_inside(model: Any) -> str:
     """Why the decoding inside a `generate` of its own is not ours either; empty where it is, or there is none."""
     why = own_generate(model)
@@ -275,8 +271,6 @@ def _check_decoded_inside(model: Any, arguments: dict[str, Any]) -> None:
     check_arguments_decoded(model, arguments, "")
 
 
-BEFORE = "_generate_before_speculation"
-"""Where an accelerated model keeps a `generate` that was set on it before."""
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings", "scope", "store", "return_logprobs")
 _SEEDING = threading.RLock()
@@ -345,20 +339,6 @@ def seeded(seed: int | None, model: Any) -> Iterator[None]:
         yield
 
 
-def prepare_call(
-    model: Any, arguments: dict[str, Any], why_single: str = "it asks for more than one row"
-) -> Prepared | str:
-    """Return the prepared call, or why the original `generate` decodes it; `why_single` as of `Call`."""
-    if why_own := own_generate(model):
-        return why_own
-    if model.speculation.engine.is_stepping:
-        return "it is asked for in the middle of another generation"
-    try:
-        return prepare(model, original(model), model.speculation.interface, arguments, why_single)
-    except DelegatedCall as why:
-        return str(why)
-
-
 def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared, streamer: Any) -> None:
     """Run the sequences of a call to their ends; the first that fails ends all.
 
@@ -396,26 +376,6 @@ def why_delegated(model: Any, interface: ModelInterface) -> str:
     except Exception as error:  # whatever a model says to a prompt without what it is made for
         return f"a prompt of text alone fails ({in_a_line(error)})"
     return ""
-
-
-def speculation_of(model: Any) -> Speculation:
-    """What an accelerated model carries.
-
-    Raises
-    ------
-    ConfigError
-        The model is not accelerated.
-    """
-    speculation = getattr(model, "speculation", None)
-    if not isinstance(speculation, Speculation):
-        raise ConfigError("an accelerated model", type(model).__name__, "Call retrieve_spec.accelerate(model) first.")
-    return speculation
-
-
-def original(model: Any) -> Any:
-    """`generate` as it was before."""
-    original = model.__dict__.get(BEFORE)
-    return original if original is not None else types.MethodType(type(model).generate, model)
 
 
 def delegate(

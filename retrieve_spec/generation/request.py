@@ -1,4 +1,4 @@
-"""Requests: what the original `generate` prepares for decoding, unless the call is left to it (`DelegatedCall`).
+"""Requests: from the arguments of a call to its sequence, unless the call is left to `generate` (`DelegatedCall`).
 
 The original `generate` prepares: it merges generation configs, builds masks, positions, cache, processors and stopping
 criteria, then hands them to our callable (`custom_generate`), which only takes them down.
@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
 from collections.abc import Callable, Collection
-from dataclasses import fields
+from collections.abc import Sequence as Many
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.engine.joining import DelegatedCall, Prepared
+from retrieve_spec.engine.joining import CallOptions, DelegatedCall, Prepared, sequences_of
+from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError, PromptError, UnknownTokenError, nearest
 from retrieve_spec.generation.delegation import (
     TOO_MANY,
@@ -43,6 +48,8 @@ from retrieve_spec.verify.verifier import CACHE_NAMES, VerifierInputs
 _ROWS = "a prompt of token ids, a tensor of shape (rows, tokens)"
 _ELSEWHERE = frozenset(["datastores", "drafter", "config", *(field.name for field in fields(SpeculationConfig))])
 """Options of `accelerate`."""
+BEFORE = "_generate_before_speculation"
+"""Where an accelerated model keeps a `generate` that was set on it before."""
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
@@ -149,6 +156,69 @@ def _as_rows(value: Any, model: Any) -> torch.Tensor:
     if not tensor.ndim:
         raise ConfigError("text or token ids as prompt", repr(value)[:60], "Give a text, or one row of ids.")
     return (tensor if tensor.ndim > 1 else tensor[None]).to(input_device(model))
+
+
+def open_sequence(
+    model: Any,
+    input_ids: torch.Tensor,
+    options: CallOptions,
+    *,
+    prediction: Many[int] | None = None,
+    **kwargs: Any,
+) -> Sequence | None:
+    """Return the sequence of a row (1, L), which `speculation.engine` joins and takes from pass to pass.
+
+    Other arguments are those of `generate_stream`. None where the call is left to the original `generate`.
+    """
+    tokenizer = kwargs.get("tokenizer")
+    prepared = prepare_call(model, {**as_inputs(input_ids, tokenizer, model), **kwargs})
+    if isinstance(prepared, str):
+        return None
+    if options.context_ids is not None:
+        options = replace(options, context_ids=known_ids(options.context_ids, "context_ids", model))
+    expected = prediction_ids(prediction, tokenizer, model)
+    (sequence,) = sequences_of(speculation_of(model), prepared, [expected], options)
+    return sequence
+
+
+def prepare_call(model: Any, arguments: dict[str, Any], why_single: str = TOO_MANY) -> Prepared | str:
+    """Return the prepared call, or why the original `generate` decodes it; `why_single` as of `Call`."""
+    if why_own := own_generate(model):
+        return why_own
+    if model.speculation.engine.is_stepping:
+        return "it is asked for in the middle of another generation"
+    try:
+        return prepare(model, original(model), model.speculation.interface, arguments, why_single)
+    except DelegatedCall as why:
+        return str(why)
+
+
+def own_generate(model: Any) -> str:
+    """Why calls of a model are no ordinary ones: its class decodes in its own manner; empty when it does not."""
+    kind = type(model)
+    if kind._sample is not GenerationMixin._sample:
+        return f"{kind.__name__} has a way of decoding of its own"
+    return "" if kind.generate is GenerationMixin.generate else f"{kind.__name__} has a generate of its own"
+
+
+def speculation_of(model: Any) -> Speculation:
+    """What an accelerated model carries.
+
+    Raises
+    ------
+    ConfigError
+        The model is not accelerated.
+    """
+    speculation = getattr(model, "speculation", None)
+    if not isinstance(speculation, Speculation):
+        raise ConfigError("an accelerated model", type(model).__name__, "Call retrieve_spec.accelerate(model) first.")
+    return speculation
+
+
+def original(model: Any) -> Any:
+    """`generate` as it was before."""
+    original = model.__dict__.get(BEFORE)
+    return original if original is not None else types.MethodType(type(model).generate, model)
 
 
 Generate = Callable[..., Any]

@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -18,9 +18,16 @@ from retrieve_spec.engine.joining import CallOptions, SharedPrompts, sequences_o
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence
 from retrieve_spec.errors import ConfigError, require
-from retrieve_spec.generation.calls import delegate, noted, prepare_call, speculation_of
+from retrieve_spec.generation.calls import delegate, noted
 from retrieve_spec.generation.delegation import setting
-from retrieve_spec.generation.request import as_inputs, known_ids, prediction_ids, row_predictions
+from retrieve_spec.generation.request import (
+    as_inputs,
+    known_ids,
+    prediction_ids,
+    prepare_call,
+    row_predictions,
+    speculation_of,
+)
 from retrieve_spec.model_layers import base_model
 
 
@@ -237,29 +244,6 @@ def generate_stream(
     decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
     pieces = _pieces(_runs(model, arguments, expected, options, under_way), decoder)
     return Stream(pieces, lambda: under_way[0] if under_way else None)
-
-
-def open_sequence(
-    model: Any,
-    input_ids: torch.Tensor,
-    options: CallOptions,
-    *,
-    prediction: Many[int] | None = None,
-    **kwargs: Any,
-) -> Sequence | None:
-    """Return the sequence of a row (1, L), which `speculation.engine` joins and takes from pass to pass.
-
-    Other arguments are those of `generate_stream`. None where the call is left to the original `generate`.
-    """
-    tokenizer = kwargs.get("tokenizer")
-    prepared = prepare_call(model, {**as_inputs(input_ids, tokenizer, model), **kwargs})
-    if isinstance(prepared, str):
-        return None
-    if options.context_ids is not None:
-        options = replace(options, context_ids=known_ids(options.context_ids, "context_ids", model))
-    expected = prediction_ids(prediction, tokenizer, model)
-    (sequence,) = sequences_of(speculation_of(model), prepared, [expected], options)
-    return sequence
 
 
 def _runs(

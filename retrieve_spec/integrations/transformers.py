@@ -25,8 +25,9 @@ from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.engine.joining import DelegatedCall
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
-from retrieve_spec.generation.calls import BEFORE, decode_captured, seeded
+from retrieve_spec.generation.calls import decode_captured, seeded
 from retrieve_spec.generation.calls import generate as accelerated_generate
+from retrieve_spec.generation.request import BEFORE
 from retrieve_spec.verify.steps import capture
 
 FOLDER = str(Path(__file__).parent / "recipe")

@@ -27,7 +27,8 @@ from retrieve_spec.engine.scheduler import Scheduler, Turn, of_lowest_rank
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ServeError
-from retrieve_spec.generation.streams import generate_stream, open_sequence
+from retrieve_spec.generation.request import open_sequence
+from retrieve_spec.generation.streams import generate_stream
 from retrieve_spec.model_layers import max_positions
 from retrieve_spec.server.sampling import (
     BeginningProcessor,

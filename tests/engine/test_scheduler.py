@@ -9,7 +9,7 @@ import retrieve_spec as rs
 from retrieve_spec.engine.joining import CallOptions
 from retrieve_spec.engine.scheduler import AHEAD, ORDINARY, TYPING, Scheduler, Turn
 from retrieve_spec.engine.sequence import Sequence
-from retrieve_spec.generation.streams import open_sequence
+from retrieve_spec.generation.request import open_sequence
 
 
 def opened(model: Any, prompt: torch.Tensor, turn: Turn) -> Sequence:
