@@ -26,7 +26,7 @@ from retrieve_spec.engine.budget import Backoff, Costs, PassThreads, keep_best, 
 from retrieve_spec.engine.draft_batch import BatchBudget, draft_batch
 from retrieve_spec.engine.driving import Driver
 from retrieve_spec.engine.scheduler import Scheduler
-from retrieve_spec.engine.sequence import SeenPass, Sequence, autocast_key
+from retrieve_spec.engine.sequence import SeenPass, Sequence, Status, autocast_key
 from retrieve_spec.sampling.acceptance import PassLogits, read_side_by_side, walk
 from retrieve_spec.sampling.samplers import DeviceSampler, read_sampled
 from retrieve_spec.verify.verifier import Ran, SharedPasses, VerifierOutput
@@ -359,13 +359,13 @@ def accept(sequence: Sequence) -> None:
     if sequence.prompt is not None and seen.output is not None:
         sequence.prompt.keep(sequence.verifier, seen.output, seen.first_row)
         sequence.prompt = None
-    sequence.stopped = seen.walked.stopped
     if sequence.is_reading:  # the prompt's pass
         report, verifier = sequence.report, sequence.verifier
         report.passes, report.new_tokens = 1, len(seen.walked.emitted)
         if sequence.drafter.drafts and verifier.reason != report.reason:  # what the prompt showed
             report.mode, report.reason = verifier.mode, verifier.reason
     sequence.unread, sequence.read_before = sequence.unread[:0], None
+    sequence.status = Status.COMPLETE if seen.walked.stopped else Status.DECODING
     sequence.reader.show(seen.walked.emitted)
 
 
@@ -402,13 +402,13 @@ def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | No
     left = most
     while True:
         sequences = run_each([s for s in sequences if not s.is_over], begin)
-        opened = [s for s in sequences if s.is_open and not s.is_over]
+        opened = [s for s in sequences if s.status is Status.READING and not s.is_over]
         if not opened or (most and left <= 0):
             return
         for batch in passes_over(opened):
             if not most or left > 0:
                 left -= _read_pieces(batch, left if most else 0, threads)
-        sequences = [s for s in sequences if s.is_reading and not (s.is_open and s.piece_limit)]
+        sequences = [s for s in sequences if s.is_reading and not (s.status is Status.READING and s.piece_limit)]
 
 
 def _read_pieces(batch: list[Sequence], most: int, threads: PassThreads | None) -> int:

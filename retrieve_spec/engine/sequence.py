@@ -69,11 +69,22 @@ class SeenPass:
 
 
 class Status(Enum):
-    """State of a sequence: its cache and drafter are not opened yet, open, or handed back."""
+    """State of a sequence, from the first to one of the last three."""
 
     WAITING = "waiting"
-    RUNNING = "running"
-    ENDED = "ended"
+    """Its cache and drafter are not opened yet."""
+    READING = "reading"
+    """The next pass reads a piece of its prompt."""
+    DECODING = "decoding"
+    """The next pass verifies a draft, and may read the last few tokens of its prompt too."""
+    COMPLETE = "complete"
+    """Its text is complete; the end of the step hands back its cache."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_ENDED = (Status.FINISHED, Status.FAILED, Status.CANCELLED)
 
 
 class Sequence:
@@ -120,8 +131,6 @@ class Sequence:
         How far it has got.
     turn
         What the scheduler knows of it; `turn.cancelled` ends it.
-    stopped
-        Whether its text is complete.
     error, cache
         What it failed with, and the cache as plain `generate` leaves it.
     """
@@ -144,7 +153,7 @@ class Sequence:
         self.report = GenerationReport()
         self.reader = Reader(waits_for_reader)
         self.status = Status.WAITING
-        self.turn, self.stopped = Turn(), False
+        self.turn = Turn()
         self.error: BaseException | None = None
         self.cache: Any = None
         self.verifier, self.drafter, self.limits = verifier, drafter, limits
@@ -155,19 +164,18 @@ class Sequence:
         self.unread = inputs.uncached_ids
         self.tree = NO_DRAFT
         self.seen: SeenPass = SeenPass(NO_DRAFT)
-        self._drafts_at_once = False
         self.prompt = prompt
         self.read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
 
     @property
     def ended(self) -> bool:
         """Whether it has ended and handed back its cache."""
-        return self.status is Status.ENDED
+        return self.status in _ENDED
 
     @property
     def is_reading(self) -> bool:
         """Whether more of the prompt must be read before anything is drafted."""
-        return len(self.unread) > 0 and not self._drafts_at_once
+        return self.status in (Status.WAITING, Status.READING)
 
     @property
     def root_ids(self) -> NDArray[np.int32]:
@@ -175,14 +183,9 @@ class Sequence:
         return self.unread if len(self.unread) else self.text.last_ids
 
     @property
-    def is_open(self) -> bool:
-        """Whether it has started and has an unread part of its prompt."""
-        return self.status is Status.RUNNING and self.is_reading
-
-    @property
     def is_over(self) -> bool:
         """Whether no further pass includes it."""
-        return self.stopped or self.turn.cancelled or self.ended or self.error is not None
+        return self.status is Status.COMPLETE or self.turn.cancelled or self.ended or self.error is not None
 
     @property
     def is_schedulable(self) -> bool:
@@ -197,7 +200,7 @@ class Sequence:
     @property
     def may_draft_at_once(self) -> bool:
         """Whether `draft_at_once` is to be asked: it has not begun, and its prompt is its own."""
-        return self.is_reading and self.status is Status.WAITING and self.prompt is None and not self.is_over
+        return self.status is Status.WAITING and self.prompt is None and not self.is_over
 
     def _still_reads(self) -> bool:
         """Whether sequences with the same prompt may wait until it has read it."""
@@ -215,7 +218,7 @@ class Sequence:
             inputs = self._inputs
             if self.prompt is not None:
                 inputs, self.read_before = self.prompt.taken(inputs)
-            self.status = Status.RUNNING
+            self.status = Status.READING
             self.verifier.start(inputs)
             self.report.mode, self.report.reason = self.verifier.mode, self.verifier.reason
             if self.verifier.mode != "plain" and (why_none := self.drafter.start()):
@@ -228,7 +231,8 @@ class Sequence:
         """
         self.open()
         left, verifier = len(self.unread), self.verifier
-        self._drafts_at_once = left <= most and verifier.reads_rest(left)
+        if left <= most and verifier.reads_rest(left):
+            self.status = Status.DECODING
 
     def piece(self, most: int = 0) -> NDArray[np.int32]:
         """(m,) int32 what to read of the prompt in the next pass, `most` tokens at most (0: no limit).
@@ -273,7 +277,7 @@ class Sequence:
         """End the sequence at any point: hand back the cache, and let the drafter keep what it may keep."""
         if self.ended:
             return
-        started = self.status is Status.RUNNING
+        started, is_complete = self.status is not Status.WAITING, self.status is Status.COMPLETE
         try:
             if started:
                 self.commit()  # a walk that failed had got so far
@@ -283,14 +287,17 @@ class Sequence:
             self.error = self.error or error
         try:
             self.drafter.finish(failed=self.error is not None)
-            if started and self.stopped and self.error is None:
+            if is_complete and self.error is None:
                 self.drafter.keep_answer(self.text.new_ids)
         except Exception as error:
             self.error = self.error or error
         self.report.seconds = perf_counter() - self.report.began if self.report.began else 0.0
         if self._documents_of is not None:
             self.report.provenance = self._documents_of(self.report.origins)
-        self.status = Status.ENDED
+        if self.error is not None:
+            self.status = Status.FAILED
+        else:
+            self.status = Status.FINISHED if is_complete else Status.CANCELLED
 
 
 def autocast_key() -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.joining import CallOptions, SharedPrompts, sequences_of
 from retrieve_spec.engine.report import GenerationReport
-from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.sequence import Sequence, Status
 from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.generation.calls import delegate, noted
 from retrieve_spec.generation.delegation import setting
@@ -477,7 +477,7 @@ class Requests(Answers[Finished]):
             self._completion(s.text.new_ids, job.tokenizer, s.report, noted(s)) for s in job.sequences
         )  # fmt: skip
         error = next((s.error for s in job.sequences if isinstance(s.error, Exception)), None)
-        cancelled = job.index in self._cancelled and not all(s.stopped for s in job.sequences)
+        cancelled = job.index in self._cancelled and any(s.status is Status.CANCELLED for s in job.sequences)
         self._over.append(Finished(job.index, job.request, outputs, error, cancelled))
 
     def _completion(

@@ -8,7 +8,7 @@ import torch
 import retrieve_spec as rs
 from retrieve_spec.engine.joining import CallOptions
 from retrieve_spec.engine.scheduler import AHEAD, ORDINARY, TYPING, Scheduler, Turn
-from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.sequence import Sequence, Status
 from retrieve_spec.generation.request import open_sequence
 
 
@@ -49,8 +49,8 @@ def test_a_cancelled_turn_ends_its_sequence_and_no_other(tiny: Any, prompt: torc
     while not stays.ended:
         taken(stays)
         engine.advance([stays])
-    assert gone.ended and not gone.stopped and len(gone.steps) == steps
-    assert stays.stopped
+    assert gone.status is Status.CANCELLED and len(gone.steps) == steps
+    assert stays.status is Status.FINISHED
 
 
 def test_a_text_waits_for_room_and_for_those_before_it() -> None:

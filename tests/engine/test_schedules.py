@@ -13,7 +13,7 @@ from interrupting import ctrl_c, python_handles_it
 
 import retrieve_spec as rs
 from retrieve_spec.engine import engine as batches
-from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.sequence import Sequence, Status
 
 COUNT = int(os.environ.get("RETRIEVE_SPEC_SCHEDULES", "50"))
 RULES: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ def test_random_schedules(tiny: Any, recorded_pass: str, monkeypatch: pytest.Mon
     for seed in range(COUNT):
         for which, sequence in schedule(tiny, np.random.default_rng(seed), interruptions):
             said = sequence.text.new_ids.tolist()
-            if sequence.stopped:
+            if sequence.status is Status.FINISHED:
                 ends["whole"] += 1
                 assert said == alone[which], (seed, which)
                 continue
