@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py)
 CENSUS_TESTS = tests/conformance tests/hammer
 REAL_TESTS = tests/real
-KERNEL_TESTS = $(shell grep -lP "^from retrieve_spec\.kernels(\.| import )(?!triton|compiled_code|row_programs)|^import naive_|^from naive_" -r tests --include="test_*.py" --exclude-dir=real --exclude-dir=recorded)
+KERNEL_TESTS = $(shell grep -lP "^from retrieve_spec\.kernels(\.| import )(?!triton|compiled_code)|^import naive_|^from naive_" -r tests --include="test_*.py" --exclude-dir=real --exclude-dir=recorded)
 CPU_TESTS = tests/kernels/test_row_programs.py tests/kernels/test_layer_rows_kernels.py tests/recorded/test_row_segments.py
 AVX2 = +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt
 THREAD_TESTS = $(shell grep -l "pytest\.mark\.threads" -r tests --include="test_*.py")

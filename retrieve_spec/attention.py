@@ -1,8 +1,8 @@
 """Tree attention: queries of a draft tree attend to preallocated keys and values, without a copy of the prefix.
 
 Every row of a pass sees the whole committed prefix, so only the last `rows × rows` block of scores needs a mask. Two
-backends compute the same thing behind `attend`, where neither programs over rows (`retrieve_spec.kernels.row_programs`)
-nor Triton's kernels (`retrieve_spec.kernels.triton_tree_attention`) do:
+backends compute what `attend` returns where neither programs over rows (`retrieve_spec.kernels.cpu`) nor
+Triton's kernels (`retrieve_spec.kernels.triton_tree_attention`) do:
 
 masked
     one `scaled_dot_product_attention`; queries that share a key head are stacked, so keys are never repeated.
@@ -185,7 +185,7 @@ def visible_rows(roots: int, tree: DraftTree | None) -> NDArray[np.bool_]:
     """Who may look at whom within a pass: (roots + n, roots + n) bool over the root tokens and then the nodes."""
     if tree is None or not len(tree):
         return np.tri(roots, dtype=np.bool_)
-    return unpacked(tree.seen_behind(roots))
+    return unpacked(tree.visible_rows(roots))
 
 
 def row_depths(roots: int, tree: DraftTree | None) -> NDArray[np.int64]:

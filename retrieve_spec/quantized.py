@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits on a CPU: a quantiser of Transformers (`retrieve_spec.kernels.packed_products`).
+"""Weights of 8 and 4 bits on a CPU: a quantiser of Transformers (`retrieve_spec.kernels.cpu`).
 
 And how fast this machine multiplies rows by weights in each format, and which format that speaks for.
 
@@ -20,8 +20,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from retrieve_spec.errors import UnsupportedModelError, require
-from retrieve_spec.kernels.row_programs import CAN_RUN, packed_product, row_product
-from retrieve_spec.kernels.vector_code import GROUP, GROUP_BYTES, LANES
+from retrieve_spec.kernels.cpu import CAN_RUN, GROUP, GROUP_BYTES, LANES, packed_product, row_product
 
 METHOD = "retrieve_spec"
 _LEAST = 1e-7

@@ -146,8 +146,8 @@ class DenseQueries:
         self._hidden = None
         self._end_comparison()
 
-    def ask(self, cursor: NDArray[np.int64], match_len: int, token: int, seconds_per_token: float | None) -> None:
-        """Let a cursor (CURSOR,) stand at the neighbours of the state, if it is known and that pays.
+    def query(self, cursor: NDArray[np.int64], match_len: int, token: int, seconds_per_token: float | None) -> None:
+        """Move a cursor (CURSOR,) to the neighbours of the state, if the state is known and a search pays.
 
         Parameters
         ----------
@@ -164,7 +164,7 @@ class DenseQueries:
         if self._hidden is None or not self.gate.pays(match_len, seconds_per_token):
             return
         began = perf_counter()
-        self.source.ask(self._hidden, token)
+        self.source.search(self._hidden, token)
         cursor[:] = self.source.root()
         if self.gate.asked(match_len, perf_counter() - began):
             self.comparison = Comparison(match_len)

@@ -253,7 +253,7 @@ class MixtureDrafter(ScopedDrafter):
         cursor = self._state.dense_cursor
         if cursor[0] >= cursor[1] or cursor[3] < 0:
             pace = None if cost is None else self._policy.seconds_per_token
-            queries.ask(cursor, match_len, self._state.newest_token, pace)
+            queries.query(cursor, match_len, self._state.newest_token, pace)
         if queries.comparison is not None:
             found = cursor.copy()
             cursor[:] = 0

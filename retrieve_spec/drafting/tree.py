@@ -24,7 +24,7 @@ from retrieve_spec.kernels.treemask import (
     PARENTS,
     SOURCES,
     TOKENS,
-    seen_behind,
+    visible_rows,
 )
 
 ROOT = -1
@@ -115,7 +115,7 @@ class DraftTree:
         if name == "block":
             array = _packed(self)
         elif name == "ancestors":
-            array = self.seen_behind(0)
+            array = self.visible_rows(0)
         elif name not in FIELDS:
             raise AttributeError(f"'DraftTree' object has no attribute '{name}'", name=name, obj=self)
         elif name == "origin":
@@ -145,15 +145,15 @@ class DraftTree:
         """Sum of path probabilities: how many draft tokens a pass is expected to accept."""
         return float(np.exp(self.log_p).sum())
 
-    def seen_behind(self, roots: int) -> NDArray[np.int32]:
-        """Who looks at whom in a pass over so many root tokens and then the nodes.
+    def visible_rows(self, roots: int) -> NDArray[np.int32]:
+        """Return which rows see which in a pass over so many root tokens and then the nodes.
 
         Returns
         -------
         (m, ⌈m / 32⌉) int32
-            Of m = roots + n rows; bit j of row i is set where row i looks at row j.
+            Of m = roots + n rows; bit j of row i is set where row i sees row j.
         """
-        return seen_behind(self.parent, roots)
+        return visible_rows(self.parent, roots)
 
     def first_branch(self) -> DraftTree:
         """The chain from the root along the first child at every node, for models that can only verify chains."""

@@ -5,7 +5,7 @@ text, the outcomes of its last `OUTCOMES` predictions, and the edits by which th
 newest `ANCHOR` tokens were said before, and ends when fewer than `FEWEST` of its last `JUDGED` predictions came true.
 
 At a token that differs it *breaks*. Every token from there on that is not the expected one is looked for among the
-`REACH` tokens behind the place of the break: words may have been replaced, put in or left out. Where none is found, the
+`REACH` tokens after the place of the break: words may have been replaced, put in or left out. Where none is found, the
 passage goes on token by token. The break ends when a prediction comes true, or after `LONGEST` tokens. An *edit* is
 what the break has shown so far: instead of which token which one came, how many tokens followed that are not
 remembered, and how many tokens of the passage they stand for. Where the old token stands again, the edit is expected.
@@ -158,7 +158,7 @@ def _remember(kept: NDArray[np.int64], k: int, column: int, edit: int) -> None:
 
 @inner
 def _look_for(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int, end: int) -> None:
-    """Go on behind a token that was not expected: where it stands behind the break, if it does; write the edit so far.
+    """Continue after an unexpected token, where it stands after the break if it does, and write the edit so far.
 
     A token that was found is not part of the edit, unless it is the first that came, or the one at which it broke.
     """

@@ -191,7 +191,7 @@ def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token:
 
 @inner
 def _rank(states: I32, edges: I32, state: int) -> None:
-    """Move the second of a list, which was the most recent one until now, behind those that came more often."""
+    """Move the second of a list, which was the most recent one until now, after those that came more often."""
     e = edges[states[state, TARGET], E_NEXT]
     at = e
     for _ in range(RANKED):

@@ -55,7 +55,7 @@ def _nodes_of(request: Record) -> NDArray[np.int64]:
 
 @inner
 def _p_of(request: Record, n: int) -> float:
-    """Path probability of the n-th token of a draft, 0 behind its end; rounded as in a `DraftTree`."""
+    """Path probability of the n-th token of a draft, 0 after its end; rounded as in a `DraftTree`."""
     if n >= request.num_drafted:
         return 0.0
     return np.exp(np.float64(np.log(view_f32(request.node_p, MAX_NODES)[n])))
@@ -226,7 +226,7 @@ def step_chains(
         most = max(min(plan.deepest, calls[i].longest - length - 1), np.int64(0))
         paid = cost[: most + 1] if rows == 1 else cost[:0]
         if not _follow_and_grow(request, plan, emitted, most, least, paid):
-            plan.begin = i  # the rows behind it learn from the same tables once it has drafted
+            plan.begin = i  # the rows after it learn from the same tables once it has drafted
             return FULL
     for i in range(rows):
         total += request_at(calls[i].request).num_drafted

@@ -39,7 +39,7 @@ part = njit(nogil=True, inline="always")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ROOM = 1 << 16
-"""Words of a frame behind which there is room for the frames of all calls below it."""
+"""Words of a frame, after which there is room for the frames of all calls below it."""
 WHY_IT_TAKES_LONG = (
     "compiling the kernels, once on this machine: half a minute of a fast processor, two minutes of a slow one; "
     "later starts take seconds"
@@ -60,18 +60,18 @@ def _beside() -> None:
     """A kernel whose compiled code lies where that of all others does."""
 
 
-def code_folder() -> Path:
-    """Where compiled code is kept: beside the sources, in the user's cache or, where neither can be written, among
-    temporary files.
+def code_folder(kernel: Callable[..., Any] = _beside) -> Path:
+    """Where compiled code of a kernel, and of those in its folder, is kept: beside the sources, in the user's cache or,
+    where neither can be written, among temporary files.
     """
     try:
         if not config.CACHE_DIR and os.path.expanduser("~") == "~" and not os.access(Path(__file__).parent, os.W_OK):
             raise RuntimeError("no home, which Numba would look for in the current folder")
-        kept = njit(cache=True)(_beside)
+        kept = njit(cache=True)(kernel)
     except RuntimeError:  # Numba finds no folder
         config.CACHE_DIR = str(temporary_dir("Code of compiled kernels", "NUMBA_CACHE_DIR") / "kernels")
         os.environ["NUMBA_CACHE_DIR"] = config.CACHE_DIR  # for the processes that this one starts
-        kept = njit(cache=True)(_beside)
+        kept = njit(cache=True)(kernel)
     return Path(kept.stats.cache_path)
 
 
@@ -89,12 +89,12 @@ def drop_stale(folder: Path, sources: Iterable[Path]) -> int:
     return len(stale)
 
 
-def drop_stale_kernels() -> None:
-    """`drop_stale` for this package, before its kernels are called first."""
+def drop_stale_kernels(kernel: Callable[..., Any] = _beside) -> None:
+    """`drop_stale` for the folder of a kernel, before those in it are called first."""
     if not config.DISABLE_JIT:
         with contextlib.suppress(OSError):  # another process was faster, or the folder may only be read
             kernels = Path(__file__).parent
-            drop_stale(code_folder(), [*kernels.glob("*.py"), kernels.parent / "config.py"])
+            drop_stale(code_folder(kernel), [*kernels.rglob("*.py"), kernels.parent / "config.py"])
 
 
 class _Told(event.Listener):  # type: ignore[misc]

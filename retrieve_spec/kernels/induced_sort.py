@@ -1,10 +1,10 @@
 """Induced sorting: the suffix array of an array of integers, in time linear in its length.
 
 SA-IS (Nong, Zhang, Chan 2009) in the form that keeps all but a few small arrays in the suffix array itself. A suffix is
-of type S when it is smaller than the one that begins a token later, else of type L; those of type S behind one of type
-L are *borders* (LMS in the papers). Borders are sorted by the text up to the next one and named by their rank; where
-names repeat, the text of names is sorted in turn. From sorted borders the order of all other suffixes follows in two
-passes over the array. What is behind the end counts as smaller than any token.
+of type S when it is smaller than the one that begins a token later, else of type L; those of type S that follow one of
+type L are *borders* (LMS in the papers). Borders are sorted by the text up to the next one and named by their rank;
+where names repeat, the text of names is sorted in turn. From sorted borders the order of all other suffixes follows in
+two passes over the array. What comes after the end counts as smaller than any token.
 
 Entries that a pass has still to do something with are marked by their sign: ``~j`` is j, put off. The passes read the
 text in random order, so each asks for what it is going to need some entries ahead.
@@ -108,22 +108,22 @@ def _ends(counts, out):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _ask(text, position):  # type: ignore[no-untyped-def]
-    """Ask for the line of a position that is still to be done."""
+def _prefetch_text(text, position):  # type: ignore[no-untyped-def]
+    """Prefetch the line of a position that is still to be done."""
     if position > 0:
         prefetch(np.int64(text.ctypes.data) + text.itemsize * np.int64(position - 1))
 
 
 @inner
-def _ask_place(text, places, position):  # type: ignore[no-untyped-def]
-    """Ask for where the suffix at a position goes; its token has been asked for."""
+def _prefetch_place(text, places, position):  # type: ignore[no-untyped-def]
+    """Prefetch where the suffix at a position goes; its token has been prefetched."""
     if position >= 0:
         prefetch(np.int64(places.ctypes.data) + places.itemsize * np.int64(text[position]))
 
 
 @making_door
 def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
-    """Put the borders at the beginning of zeros, sorted by the text up to the next border; zeros behind."""
+    """Put the borders at the beginning of zeros, sorted by the text up to the next border, and zeros after them."""
     n, m = len(text), len(borders)
     places = np.empty(len(counts), np.int32)
     _ends(counts, places)
@@ -131,15 +131,15 @@ def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
         token = text[borders[i]]
         places[token] -= 1
         sa[places[token]] = borders[i] - 1
-    # Entries are positions in front of those they stand for. First all of type L behind a border, rising …
+    # Entries are positions in front of those they stand for. First all of type L that follow a border, rising …
     _starts(counts, places)
     token = text[n - 1]
     sa[places[token]] = ~(n - 2) if text[n - 2] < token else n - 2
     places[token] += 1
     for i in range(n):
         if i + _AHEAD < n:
-            _ask(text, sa[i + _AHEAD])
-            _ask_place(text, places, sa[i + _NEAR])
+            _prefetch_text(text, sa[i + _AHEAD])
+            _prefetch_place(text, places, sa[i + _NEAR])
         j = sa[i]
         if j > 0:
             token = text[j]
@@ -154,8 +154,8 @@ def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
     _ends(counts, places)
     for i in range(n - 1, -1, -1):
         if i >= _AHEAD:
-            _ask(text, sa[i - _AHEAD])
-            _ask_place(text, places, sa[i - _NEAR])
+            _prefetch_text(text, sa[i - _AHEAD])
+            _prefetch_place(text, places, sa[i - _NEAR])
         j = sa[i]
         if j > 0:
             token = text[j]
@@ -185,8 +185,8 @@ def name_borders(text, sa, borders):  # type: ignore[no-untyped-def]
     for i in range(m):
         if i + _AHEAD < m:
             ahead = sa[i + _AHEAD]
-            _ask(text, ahead)
-            _ask(sa, m + (ahead >> 1))
+            _prefetch_text(text, ahead)
+            _prefetch_text(sa, m + (ahead >> 1))
         at = sa[i]
         length = sa[m + (at >> 1)]
         same = length == length_before and before + length < n
@@ -215,7 +215,7 @@ def borders_of_ranks(sa, borders, names):  # type: ignore[no-untyped-def]
     else:
         for i in range(m):
             if i + _AHEAD < m:
-                _ask(borders, sa[i + _AHEAD] + 1)
+                _prefetch_text(borders, sa[i + _AHEAD] + 1)
             sa[i] = borders[sa[i]]
 
 
@@ -228,8 +228,8 @@ def induce(text, sa, counts, m):  # type: ignore[no-untyped-def]
     sa[m:] = 0
     for i in range(m - 1, -1, -1):  # no border moves down
         if i >= _AHEAD:
-            _ask(text, sa[i - _AHEAD] + 1)
-            _ask_place(text, places, sa[i - _NEAR])
+            _prefetch_text(text, sa[i - _AHEAD] + 1)
+            _prefetch_place(text, places, sa[i - _NEAR])
         j = sa[i]
         sa[i] = 0
         token = text[j]
@@ -241,8 +241,8 @@ def induce(text, sa, counts, m):  # type: ignore[no-untyped-def]
     places[token] += 1
     for i in range(n):
         if i + _AHEAD < n:
-            _ask(text, sa[i + _AHEAD])
-            _ask_place(text, places, sa[i + _NEAR] - 1)
+            _prefetch_text(text, sa[i + _AHEAD])
+            _prefetch_place(text, places, sa[i + _NEAR] - 1)
         j = sa[i]
         sa[i] = ~j
         if j > 0:
@@ -254,8 +254,8 @@ def induce(text, sa, counts, m):  # type: ignore[no-untyped-def]
     _ends(counts, places)
     for i in range(n - 1, -1, -1):
         if i >= _AHEAD:
-            _ask(text, sa[i - _AHEAD])
-            _ask_place(text, places, sa[i - _NEAR] - 1)
+            _prefetch_text(text, sa[i - _AHEAD])
+            _prefetch_place(text, places, sa[i - _NEAR] - 1)
         j = sa[i]
         if j > 0:
             j -= 1

@@ -235,7 +235,7 @@ def _top_continuations(tokens, sa, shared, ahead, to_global, i, order, kept, out
         first = end
         if ahead[source] <= order or (n == kept and out_counts[n - 1] >= count):
             continue
-        # Insertion from the right; local ids rise along the run, so an equal count goes behind.
+        # Insertion from the right; local ids rise along the run, so an equal count goes after it.
         n = min(n + 1, kept)
         at = n - 1
         while at > 0 and out_counts[at - 1] < count:
@@ -384,11 +384,11 @@ def fill_grams(tokens, to_global, words):  # type: ignore[no-untyped-def]
     """
     first = np.int64(words.ctypes.data)
     places, bits = np.zeros(_AHEAD, np.int64), np.zeros(_AHEAD, np.uint64)
-    behind = 0  # tokens from here to the end of the document
+    following = 0  # tokens from here to the end of the document
     n = 0
     for at in range(len(tokens) - 1, -1, -1):
-        behind = behind + 1 if tokens[at] != 0 else 0
-        if behind < GRAM:
+        following = following + 1 if tokens[at] != 0 else 0
+        if following < GRAM:
             continue
         h = np.uint64(0)
         for j in range(GRAM - 1, -1, -1):

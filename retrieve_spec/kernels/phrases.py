@@ -7,7 +7,7 @@ sets of `WAYS` slots, newest first, the oldest of a full set forgotten.
 What is known lies as in the recycling table (`kernels/recycling.py`), so that drafting reads both alike: ``sets``
 (capacity · 2,) uint64 with the contexts, the observations of their continuations and the request that counted last, and
 ``tokens`` and ``probs`` (capacity, k), the halves of its entries: continuations and their shares of the observations,
-most frequent first, -1 behind the last. A count is its share times the observations, rounded.
+most frequent first, -1 after the last. A count is its share times the observations, rounded.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Set-associative cache of ``capacity`` = sets · WAYS entries. Between two passes
 so what is read together lies together: a look-up touches one line of ``sets`` and, at k = 8, one of ``entries``.
 
 ``sets`` (capacity · 2,) uint64, `SET` words per set: the keys of its entries (0: free), then one word for each with how
-often it was observed (low half) and when last (high half). ``entries`` (capacity, 2k) int32: the tokens (-1 behind the
-last), most probable first, then the bits of their float32 probabilities; `MOST` words can be read behind the last
+often it was observed (low half) and when last (high half). ``entries`` (capacity, 2k) int32: the tokens (-1 after the
+last), most probable first, then the bits of their float32 probabilities; `MOST` words can be read after the last
 entry. Memory is bounded by construction: a full set forgets its least observed entry.
 """
 
@@ -166,7 +166,7 @@ def _average(
             old += 1
     fresh = np.int64(0)  # bit j: the entry does not have new token j, whose share goes where nothing is read
     for j in range(width):
-        at = place_among_eight(np.int64(tokens.ctypes.data), new_ids[row, j])  # what lies behind an entry is not in it
+        at = place_among_eight(np.int64(tokens.ctypes.data), new_ids[row, j])  # what follows an entry is not in it
         at = at if at < old else MOST
         scratch_p[at] = np.float64(scratch_p[at]) + rate * np.float64(new_p[j])
         fresh |= np.int64(at == MOST) << j

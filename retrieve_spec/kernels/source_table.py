@@ -1,4 +1,4 @@
-"""Source table: each source as a record, and Numba kernels that read the arrays behind it.
+"""Source table: each source as a record, and Numba kernels that read the arrays it refers to.
 
 Source table: one record (`SOURCE`) per source, its kind, its number (index into `retrieve_spec.sources.SOURCE_NAMES`),
 and addresses and sizes of the arrays that a source of this kind keeps (`sources/rows.py` holds them together). Cursors:
@@ -132,7 +132,7 @@ def recycling_sets(recycling: Record) -> NDArray[np.uint64]:
 
 @making
 def recycling_tokens(recycling: Record, entry: int) -> NDArray[np.int32]:
-    """(k,) top tokens of an entry of a recycling table, -1 behind the last one."""
+    """(k,) top tokens of an entry of a recycling table, -1 after the last one."""
     k = recycling.k
     return view_i32(recycling.entries + 8 * k * entry, k)
 

@@ -1,4 +1,4 @@
-"""Numba kernel of SuffixDecoding's rule: the best-scored tree behind a matched state of a suffix automaton."""
+"""Numba kernel of SuffixDecoding's rule: the best-scored tree after a matched state of a suffix automaton."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def unpacked(words: NDArray[np.int32]) -> NDArray[np.bool_]:
     return np.unpackbits(words.view(np.uint8), axis=1, count=rows, bitorder="little").view(np.bool_)
 
 
-def seen_behind(parent: NDArray[np.int32], num_roots: int) -> NDArray[np.int32]:
-    """Who looks at whom in a pass over m root tokens, then n nodes, as words (m + n, ⌈(m + n) / 32⌉)."""
+def visible_rows(parent: NDArray[np.int32], num_roots: int) -> NDArray[np.int32]:
+    """Return which rows see which in a pass over m root tokens, then n nodes, as words (m + n, ⌈(m + n) / 32⌉)."""
     rows = num_roots + len(parent)
     words = np.zeros((rows, -(-rows // 32)), np.int32)
     see_ancestors(parent, num_roots, words)
@@ -40,7 +40,7 @@ def fill_tree_mask(
     left_padding: int,
     padded: NDArray[np.bool_],
 ) -> None:
-    """Fill `mask` (m + n, kv) for m root tokens and n nodes behind `past` cached tokens.
+    """Fill `mask` (m + n, kv) for m root tokens and n nodes that follow `past` cached tokens.
 
     Rows and the last m + n columns are the root tokens, then the nodes; the columns before them are the cached
     tokens from slot `kv_offset` on. A row sees the cached tokens, the root tokens up to itself, its ancestors and
@@ -57,7 +57,7 @@ def fill_tree_mask(
     np.greater_equal(kv_offset + np.arange(cached), first[:, None], out=mask[:, :cached])
     hidden = padded[kv_offset : kv_offset + cached]
     mask[:, : len(hidden)] &= ~hidden
-    np.logical_and(unpacked(seen_behind(parent, num_roots)), slots >= first[:, None], out=mask[:, cached:])
+    np.logical_and(unpacked(visible_rows(parent, num_roots)), slots >= first[:, None], out=mask[:, cached:])
 
 
 @door
@@ -71,7 +71,7 @@ def see_ancestors(parent: NDArray[np.int32], num_roots: int, words: NDArray[np.i
     num_roots
         m; a root token looks at those before it, a node at all of them.
     words
-        (m + n, w ≥ (m + n) / 32) int32 zeros, filled: bit j of row i is set where row i looks at row j.
+        (m + n, w ≥ (m + n) / 32) int32 zeros, filled: bit j of row i is set where row i sees row j.
     """
     for i in range(len(words)):
         above = i - 1 if i < num_roots else num_roots + parent[i - num_roots]

@@ -1,6 +1,6 @@
 """Numba kernels of a small trie of retrieved spans: sorted rows of tokens, a node is an interval of rows and a depth.
 
-``spans`` (k, w) int32, rows sorted token by token, ``END`` behind the end of a row. Every row has a similarity (k,)
+``spans`` (k, w) int32, rows sorted token by token, ``END`` after the end of a row. Every row has a similarity (k,)
 float32 and a weight (k,) float32.
 """
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.compiled_code import door, inner
 
 END = -1
-"""Token behind the end of a span; sorts before all others."""
+"""Token after the end of a span; sorts before all others."""
 
 
 @inner
@@ -32,7 +32,7 @@ def narrow(spans: NDArray[np.int32], lo: int, hi: int, depth: int, token: int) -
 
 @inner
 def open_rows(spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> tuple[int, int]:
-    """(rows that go on behind a node, different tokens they go on with)."""
+    """Return how many rows of a node go on after it, and with how many different tokens."""
     if depth >= spans.shape[1]:
         return 0, 0
     count = 0
@@ -57,7 +57,7 @@ def successors(
     out_tokens: NDArray[np.int32],
     out_p: NDArray[np.float32],
 ) -> int:
-    """Tokens behind a node, rising, and their shares of its weight; returns how many (at most ``limit``)."""
+    """Write the tokens that follow a node, ascending, and their shares of its weight; return how many (≤ ``limit``)."""
     n = 0
     total = np.float32(0)
     for i in range(lo, hi):

@@ -42,7 +42,7 @@ def _noise(key, ids):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scaled_block(scores, rules, stride, vocab, row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Token ids of a program's block, their logits and these by temperature; -inf behind the last one."""
+    """Token ids of a program's block, their logits and these by temperature; -inf after the last one."""
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(scores + row * stride + ids, ids < vocab, -float("inf")).to(tl.float32)
     heat = tl.load(rules + row * _FIELDS + 1).to(tl.float64, bitcast=True).to(tl.float32)

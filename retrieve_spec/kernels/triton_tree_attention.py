@@ -4,7 +4,7 @@ Queries that share a key head are stacked, so a key is read once per group; the 
 rows, and the prefix has none; a long context is split over programs whose partial results are merged by log-sum-exp.
 Lengths are read from device memory, so that a captured CUDA graph can be replayed as the cache grows, and numbers that
 change from pass to pass are no reason to compile again. The trees of several texts, each with a cache of its own, take
-the same launches as one, behind one that writes their keys and values to their slabs: where rows and slabs stand is
+the same launches as one, after one that writes their keys and values to their slabs: where rows and slabs stand is
 read from device memory, too. With TRITON_INTERPRET=1 the kernels run on the CPU.
 
 Exact attention adds up what a query sees in an order that its position alone decides, bit for bit the same whatever
@@ -366,7 +366,7 @@ def store_rows(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Write one row's keys and values of one head behind what its text's slab holds."""
+    """Write one row's keys and values of one head after what its text's slab holds."""
     take_turn(OVERLAP)
     row = tl.program_id(0)
     head = tl.program_id(1)

@@ -3,15 +3,15 @@
 Listed are the `RECENT` tokens that came last and the `FREQUENT` most frequent ones. A token's share is the rate at
 which tokens of its cell (age, count, said in the answer or only in the prompt) came when no longer context explained
 the next token, times how much more often than that tokens of its class (a word that begins, a comma, a digit) came
-behind tokens of the classes of the last two, divided by the sum over the list. Both are learned online, over all
+after tokens of the classes of the last two, divided by the sum over the list. Both are learned online, over all
 requests. Where no tokenizer is known, all tokens are of one class.
 
 ``stats`` (vocabulary, 4) int32: 1 + position of the last occurrence (0: never), count, whether it was generated, class.
 ``recent`` (RECENT,) and ``frequent`` (FREQUENT,) int32 token ids, newest first and most frequent first. ``meta``
 (LIST_META,) int64: tokens, distinct tokens, recent tokens, frequent tokens, listed tokens, highest id, number of the
 list. ``rates`` (2 · RATES,) float32: how often tokens of a cell came, of how many chances. ``factors`` (CLASSES +
-PLACES, 2 · CLASSES) float32: how often tokens of a class came, and were expected by rates alone; behind a class, then
-behind two. A place is both of them, ``16 · older + newer``. ``by_classes`` (PLACES, LISTED) float32: shares at a place,
+PLACES, 2 · CLASSES) float32: how often tokens of a class came, and were expected by rates alone; after a class, then
+after two. A place is both of them, ``16 · older + newer``. ``by_classes`` (PLACES, LISTED) float32: shares at a place,
 as of the list that ``versions`` (PLACES,) int64 says.
 """
 
@@ -33,7 +33,7 @@ RATE_PRIOR, RATE_MEMORY = 20.0, 4000.0
 CLASSES = 16
 PLACES = CLASSES * CLASSES
 FACTOR_PRIOR = 2.0
-"""Expected tokens that the prior of a factor counts for: one behind a class, that behind the newer class behind two."""
+"""Expected tokens that the prior of a factor counts for: after a class it is one, after two that of the newer class."""
 LAST, OCCURRENCES, GENERATED, CLASS = range(4)
 STATS = 4
 NUM_TOKENS, DISTINCT, NUM_RECENT, NUM_FREQUENT, NUM_LISTED, HIGHEST, VERSION = range(7)
@@ -123,7 +123,7 @@ def _stats(listing: Record) -> NDArray[np.int32]:
 
 @inner
 def place_after(listing: Record, place: int, token: int) -> int:
-    """The place behind one more token."""
+    """Return the place after one more token."""
     known = 0 <= token < listing.num_stats
     return place % CLASSES * CLASSES + (np.int64(_stats(listing)[token, CLASS]) if known else np.int64(0))
 

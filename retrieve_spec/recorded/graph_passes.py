@@ -15,9 +15,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.attention_inputs import LayerRule
-from retrieve_spec.kernels.row_programs import CAN_RUN
+from retrieve_spec.kernels.cpu import CAN_RUN, layer_rows
 from retrieve_spec.recorded.row_segments import PACKED_PRODUCT, fuse_rows
 
 aten = torch.ops.aten

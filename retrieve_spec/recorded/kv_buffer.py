@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from retrieve_spec.config import PASS
-from retrieve_spec.kernels.vector_code import LANES
+from retrieve_spec.kernels.cpu import LANES
 
 
 class Slab:

@@ -27,7 +27,7 @@ from torch.nn.modules import module as torch_wide
 _FOLLOWED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
 """Attributes of every module in which torch has what it runs."""
 _UNREAD = frozenset({*vars(nn.Module()), "generate"})
-"""Attributes that are no values: those of torch, which are looked at by themselves, and what `accelerate` replaces."""
+"""Attributes that are no values: those of torch, which are compared by themselves, and what `accelerate` replaces."""
 _PLAIN = (
     str, bytes, int, float, complex, np.generic, types.NoneType, Enum, torch.dtype, torch.device,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
@@ -41,7 +41,7 @@ Attribute = tuple[type, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Snapshot:
     """What a model was found to be.
 
     Attributes
@@ -78,25 +78,25 @@ class ModelState:
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
         self._slots = {cls: _slots_of(cls) for cls in self._classes}
-        look = self._look()
-        parts = [copy.copy(part) if isinstance(part, (dict, list)) else part for part in look.parts]
-        self._seen = replace(look, parts=parts)
-        self._tensors = list({id(tensor): tensor for tensor in look.tensors.values() if tensor is not None}.values())
+        now = self._snapshot()
+        parts = [copy.copy(part) if isinstance(part, (dict, list)) else part for part in now.parts]
+        self._seen = replace(now, parts=parts)
+        self._tensors = list({id(tensor): tensor for tensor in now.tensors.values() if tensor is not None}.values())
         weights = set(map(id, (*model.parameters(), *model.buffers())))
         self._others = [tensor for tensor in self._tensors if id(tensor) not in weights]
         self._versions = list(map(version_of, self._others))
         self._kinds, self._places = list(map(kind, self._tensors)), list(map(place, self._tensors))
         replaced = {name for _, name in self._unfollowed}
         self._partly = [m for m in self._modules if self._slots[type(m)] or not replaced.isdisjoint(vars(m))]
-        self._lives = [*self._containers(), *look.lists]
+        self._lives = [*self._containers(), *now.lists]
         own = [vars(module) for module in self._modules]
         numbers = [(d, name) for d in own for name in d if name not in _UNREAD and isinstance(d[name], _NUMBERS)]
         self._numbers = [list(column) for column in zip(*numbers, strict=True)] or [[], []]
-        self._lists = look.lists
+        self._lists = now.lists
         self._take_copies()
 
     def _take_copies(self) -> None:
-        """Keep what the next look is compared with before it goes into anything."""
+        """Copy what tells whether the next snapshot has to be taken."""
         self._copies = list(map(copy.copy, self._lives))
         self._attributes = list(map(self._attributes_of, self._partly))
         self._types = self._types_now()
@@ -107,7 +107,7 @@ class ModelState:
         return list(map(type, chain(map(operator.getitem, *self._numbers), *lists)))
 
     def _containers(self) -> Iterator[Any]:
-        """The dictionaries that every look reads; of modules in `_partly`, a part of their own is read."""
+        """The dictionaries that every snapshot reads; of modules in `_partly`, a part of their own is read."""
         yield from (torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks)
         partly = set(map(id, self._partly))
         configs = {}
@@ -126,27 +126,27 @@ class ModelState:
         attributes = vars(module) | {name: getattr(module, name, None) for name in self._slots.get(cls, ())}
         return {name: value for name, value in attributes.items() if (cls, name) not in self._unfollowed}
 
-    def _look(self) -> _Look:
-        """See what the model is now."""
+    def _snapshot(self) -> _Snapshot:
+        """Return what the model is now."""
         modules = list(self._model.modules())
-        look = _Look([modules, torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks], {}, {}, [])
+        now = _Snapshot([modules, torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks], {}, {}, [])
         for number, module in enumerate(modules):
             own, cls = vars(module), type(module)
             attention = getattr(own.get("config"), "_attn_implementation", None)
-            look.parts.extend((cls, own["training"], own.get("forward"), attention, *(own[name] for name in _FOLLOWED)))
+            now.parts.extend((cls, own["training"], own.get("forward"), attention, *(own[name] for name in _FOLLOWED)))
             for name, value in self._attributes_of(module).items():
                 if name in _UNREAD:
                     continue
                 if isinstance(value, torch.Tensor):
-                    look.tensors[number, name] = value
+                    now.tensors[number, name] = value
                 elif _is_plain(value):
-                    look.values[number, name] = _noted(value)
+                    now.values[number, name] = _noted(value)
                     if isinstance(value, _LISTS):
-                        look.lists.append(value)
+                        now.lists.append(value)
             for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
                 if (cls, name) not in self._unfollowed:
-                    look.tensors[number, name] = tensor
-        return look
+                    now.tensors[number, name] = tensor
+        return now
 
     def holds(self) -> bool:
         """Whether the model's forward still reads what it read, wherever its tensors lie now."""
@@ -157,7 +157,7 @@ class ModelState:
         )
 
     def _is_untouched(self) -> bool:
-        """Whether nothing has changed where a look would read, which takes a seventh of the time of a look."""
+        """Whether nothing has changed where a snapshot would read; this takes a seventh of its time."""
         try:
             same = self._lives == self._copies and list(map(type, self._modules)) == self._classes
             same = same and list(map(self._attributes_of, self._partly)) == self._attributes
@@ -166,27 +166,26 @@ class ModelState:
             return False
 
     def _is_alike(self) -> bool:
-        look, seen = self._look(), self._seen
-        alike = look.parts == seen.parts and look.values == seen.values and not _changed(look.tensors, seen.tensors)
-        if alike:  # what changed is not followed, and need not be looked into again
+        now, seen = self._snapshot(), self._seen
+        alike = now.parts == seen.parts and now.values == seen.values and not _changed(now.tensors, seen.tensors)
+        if alike:  # what changed is not followed, and makes no second snapshot necessary
             self._take_copies()
         return alike
 
-    def replaced(self) -> set[Attribute]:
-        """Tensors and plain attributes that are others than they were, that went, or that were not there."""
-        tensors, values = self._changes()
-        return {(type(self._modules[number]), name) for number, name in tensors | values}
+    def replaced(self) -> tuple[set[Attribute], set[Attribute]]:
+        """Return the tensors and plain attributes that were replaced since, that went, or that are new.
 
-    def kept_of_texts(self) -> set[Attribute]:
-        """What was replaced in modules of which tensors were: a table, and how long it is."""
-        tensors, values = self._changes()
+        Returns
+        -------
+        replaced, kept_of_texts
+            All of them, and those in modules of which tensors were replaced: a table, and how long it is.
+        """
+        now, seen = self._snapshot(), self._seen
+        tensors = _changed(now.tensors, seen.tensors)
+        every = tensors | _changed(now.values, seen.values, operator.eq)
         modules = {number for number, _ in tensors}
-        return {(type(self._modules[number]), name) for number, name in tensors | values if number in modules}
-
-    def _changes(self) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
-        """Which tensors, and which plain attributes, are others than they were."""
-        look, seen = self._look(), self._seen
-        return _changed(look.tensors, seen.tensors), _changed(look.values, seen.values, operator.eq)
+        named = [(number, (type(self._modules[number]), name)) for number, name in every]
+        return {one for _, one in named}, {one for number, one in named if number in modules}
 
     def has_moved(self) -> bool:
         """Whether a tensor has another storage than before; then what kept its address must not use it."""

@@ -31,7 +31,7 @@ from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.attention_inputs import LayerRule
-from retrieve_spec.kernels.row_programs import RowTexts
+from retrieve_spec.kernels.cpu import RowTexts
 from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.recorded import graph_passes
 from retrieve_spec.recorded.layer_copies import append_copies, only_first

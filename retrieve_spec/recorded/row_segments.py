@@ -1,7 +1,7 @@
 """Row segments: what a recorded pass on a CPU does to rows, as few `RowProgram`s.
 
-A segment takes up operations that programs have steps for until another one needs a result of it. It runs in front of
-that one, and views of its results behind it.
+A segment takes up operations that programs have steps for until another one needs a result of it. It runs before
+that one, and views of its results after it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,20 @@ import numpy as np
 import torch
 from torch import fx
 
-from retrieve_spec.kernels import layer_rows
 from retrieve_spec.kernels.attention_inputs import LayerRule
-from retrieve_spec.kernels.packed_products import bits_of
-from retrieve_spec.kernels.row_programs import NOWHERE, ZEROS, RowProgram, Step, is_fast_for_many, serves
-from retrieve_spec.kernels.vector_code import GROUP, LANES, LYING
+from retrieve_spec.kernels.cpu import (
+    GROUP,
+    LANES,
+    NOWHERE,
+    UNPACKED,
+    ZEROS,
+    RowProgram,
+    Step,
+    bits_of,
+    is_fast_for_many,
+    layer_rows,
+    serves,
+)
 
 aten = torch.ops.aten
 PACKED_PRODUCT = torch.ops.retrieve_spec.packed_product.default
@@ -137,7 +146,7 @@ class Segment:
         return in_rows and all(self._base(arg) is not None for arg in given)
 
     def _serves(self, linear: Node) -> bool:
-        """Whether a product with weights as they lie is one that programs have a step for, and fast.
+        """Whether a product with unpacked weights is one that programs have a step for, and fast.
 
         Those of prompts, which attend otherwise, have many rows.
         """
@@ -273,7 +282,7 @@ def _bits(product: Node) -> int:
     """Bits of a product's weights."""
     x, weight = product.args[:2]
     if product.target is aten.linear.default:
-        return LYING
+        return UNPACKED
     return bits_of(int(_shape(weight)[1]), int(_shape(x)[-1]) // GROUP)
 
 

@@ -20,9 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from retrieve_spec.config import AUTO, PASS, SpeculationConfig
 from retrieve_spec.drafting.drafter import Layer
-from retrieve_spec.kernels import layer_rows
-from retrieve_spec.kernels.number_formats import LIKE
-from retrieve_spec.kernels.row_programs import CAN_RUN, is_fast_for_many, row_product, serves
+from retrieve_spec.kernels.cpu import CAN_RUN, LIKE, is_fast_for_many, layer_rows, row_product, serves
 from retrieve_spec.recorded.kv_buffer import cache_windows
 from retrieve_spec.recorded.layer_copies import copied_layers
 from retrieve_spec.recorded.model_state import Attribute, ModelState
@@ -416,8 +414,8 @@ class VerifierFactory:
             call_once(self._model)
             called = ModelState(self._model)
             finding = self._find_mode(self._model)
-            kept = called.replaced() | loaded.kept_of_texts()
-            is_as_loaded = not loaded.replaced()
+            replaced, kept_of_texts = loaded.replaced()
+            kept = called.replaced()[0] | kept_of_texts
             self._disturb_texts(kept)
             recording, why = try_recording(self._model, finding, self._config, self._layer)
             if self._config.exact and recording is None and finding.mode != "plain":
@@ -426,7 +424,7 @@ class VerifierFactory:
             if recording is None and finding.mode != "plain":
                 known.layers = self._row_layers(finding)
         finding.texts.clear()
-        if finding.mode == "tree" and not kept and is_as_loaded and is_first:
+        if finding.mode == "tree" and not kept and not replaced and is_first:
             self._keep(known)
         return known
 

@@ -136,7 +136,7 @@ class DenseSource:
             index.prepare()  # a damaged one is an error now, not amid the text
         self.root()
 
-    def ask(self, hidden: NDArray[np.float32], token: int) -> None:
+    def search(self, hidden: NDArray[np.float32], token: int) -> None:
         """Fill the trie with what followed the neighbours that go on with a token.
 
         Parameters
@@ -156,7 +156,7 @@ class DenseSource:
         self.weight[:n] = np.exp(apart.astype(np.float64) / TEMPERATURE)
 
     def root(self) -> NDArray[np.int64]:
-        """Cursor after the token that was asked for: (lo, hi, depth, match length)."""
+        """Cursor after the token of the last search: (lo, hi, depth, match length)."""
         cursor = np.array([0, self.count, 1, -1], np.int64)
         cursor[3] = trie.dense_length(self.similarity, self.spans, 0, self.count, 1)
         return cursor

@@ -56,6 +56,26 @@ def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, room if room in FLOOR else "__init__"
 
 
+def imported_modules(path: Path) -> set[str]:
+    """Modules of the package that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("retrieve_spec."):
+            found.add(node.module.removeprefix("retrieve_spec."))
+    return found
+
+
+def test_arithmetic_on_a_cpu_has_one_door_and_knows_no_draft() -> None:
+    cpu = PACKAGE / "kernels" / "cpu"
+    for path in sorted(PACKAGE.rglob("*.py")):
+        modules = imported_modules(path)
+        if path.is_relative_to(cpu):
+            known = {"kernels.compiled_code", "kernels.views", "openmp"}
+            assert {name for name in modules if not name.startswith("kernels.cpu")} <= known, path
+        else:
+            assert not any(name.startswith("kernels.cpu.") for name in modules), path
+
+
 def test_every_room_has_its_floor() -> None:
     assert {room_of(path) for path in PACKAGE.rglob("*.py")} == set(FLOOR)
 

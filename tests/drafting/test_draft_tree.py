@@ -36,7 +36,7 @@ def test_a_pass_sees_its_root_tokens_first_and_a_node_its_ancestors_and_itself(p
     seen = np.tri(rows, dtype=np.bool_)
     seen[roots:, roots:] = [[path[: len(other)] == other for other in found] for path in found] if found else False
     assert (unpacked(tree.ancestors) == seen[roots:, roots:]).all()
-    words = tree.seen_behind(roots)
+    words = tree.visible_rows(roots)
     assert words.dtype == np.int32 and words.shape == (rows, -(-rows // 32))
     assert (unpacked(words) == seen).all()
 

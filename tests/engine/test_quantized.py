@@ -20,8 +20,8 @@ from transformers import (
 
 import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
-from retrieve_spec.kernels.packed_products import GROUP, unpack
-from retrieve_spec.kernels.row_programs import CAN_RUN
+from retrieve_spec.kernels.cpu.packed_products import GROUP, unpack
+from retrieve_spec.kernels.cpu.row_programs import CAN_RUN
 from retrieve_spec.quantized import Int8Embedding, PackedLinear, WeightOnlyConfig, pack, pack_model
 from retrieve_spec.reference_model import load_model, reference_path
 

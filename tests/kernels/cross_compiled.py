@@ -9,7 +9,7 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 
-from retrieve_spec.kernels.vector_units import VectorUnit, units_of
+from retrieve_spec.kernels.cpu.vector_units import VectorUnit, units_of
 
 AVX2 = "+avx2,+fma,+f16c"
 CPUS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from retrieve_spec.kernels import compiled_code
+from retrieve_spec.kernels import compiled_code, step
 from retrieve_spec.kernels.compiled_code import (
     WHY_IT_TAKES_LONG,
     compiles,
@@ -18,6 +18,7 @@ from retrieve_spec.kernels.compiled_code import (
     drop_stale,
     told_of_compiling,
 )
+from retrieve_spec.kernels.cpu import layer_rows
 
 CALLED = "from numba import njit\n@njit(cache=True)\ndef called(x):\n    return x + {}\n"
 CALLING = """
@@ -53,6 +54,12 @@ def test_a_kernel_is_compiled_again_when_one_it_calls_has_changed(tmp_path: Path
     assert run("keep") == [2, 1], "Numba notices by itself: this module is not needed any more"
     assert run() == [11, 0]
     assert run() == [11, 1]
+
+
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
+def test_the_code_of_a_kernel_lies_where_it_is_looked_for() -> None:
+    for kernel in (layer_rows.gate_row, step.propose):
+        assert compiled_code.code_folder(kernel.py_func) == Path(kernel.stats.cache_path)
 
 
 def test_only_older_code_is_dropped(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from retrieve_spec.kernels import layer_rows
-from retrieve_spec.kernels.number_formats import LIKE
+from retrieve_spec.kernels.cpu import layer_rows
+from retrieve_spec.kernels.cpu.number_formats import LIKE
 
 
 @pytest.mark.parametrize("dtype", list(LIKE))

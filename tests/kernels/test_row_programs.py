@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from retrieve_spec.kernels import row_programs, vector_units
-from retrieve_spec.kernels.number_formats import LIKE
-from retrieve_spec.kernels.packed_products import unpack
-from retrieve_spec.kernels.row_programs import (
+from retrieve_spec.kernels.cpu import row_programs, vector_units
+from retrieve_spec.kernels.cpu.number_formats import LIKE
+from retrieve_spec.kernels.cpu.packed_products import unpack
+from retrieve_spec.kernels.cpu.row_programs import (
     CAN_RUN,
     ZEROS,
     RowProgram,
@@ -28,16 +28,16 @@ from retrieve_spec.kernels.row_programs import (
     padded,
     row_product,
 )
-from retrieve_spec.kernels.vector_code import (
+from retrieve_spec.kernels.cpu.vector_code import (
     GROUP,
     GROUP_BYTES,
     LEAST_TILE,
-    LYING,
+    UNPACKED,
     block_product,
     score_block,
     tile_product,
 )
-from retrieve_spec.kernels.vector_units import VectorUnit, portable
+from retrieve_spec.kernels.cpu.vector_units import VectorUnit, portable
 from retrieve_spec.quantized import pack
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,13 +87,13 @@ def test_products_are_those_of_what_weights_and_rows_are_rounded_to(
 
 @EVERY
 @pytest.mark.parametrize("outputs", [16, 41, 48])
-def test_a_row_is_the_same_beside_any_others_with_weights_that_lie(dtype: torch.dtype, outputs: int) -> None:
+def test_a_row_is_the_same_beside_any_others_with_unpacked_weights(dtype: torch.dtype, outputs: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((21, 96), (outputs, 96), (outputs,)))
     out = torch.empty(24, outputs, dtype=dtype)
     program = RowProgram(dtype)
     given = [program.place() for _ in range(4)]
-    program.multiply(given[0], 96, LYING, [(given[1], given[2], given[3], outputs)])
+    program.multiply(given[0], 96, UNPACKED, [(given[1], given[2], given[3], outputs)])
     program.finish(given)
     addresses = [tensor.data_ptr() for tensor in (x, weight, bias, out)]
     program.run(21, addresses)
@@ -141,7 +141,7 @@ EVERY_UNIT = pytest.mark.parametrize("unit", UNITS, ids=[f"{i}-{unit.lanes}" for
 
 @functools.cache
 def multiplying(unit: VectorUnit) -> tuple[Any, Any, Any]:
-    """Products by packed weights, by keys and by weights that lie, compiled once for a unit."""
+    """Products by packed weights, by keys and by unpacked weights, compiled once for a unit."""
     product, score, tile = block_product(unit), score_block(unit), tile_product(unit)
 
     @njit
@@ -158,13 +158,13 @@ def multiplying(unit: VectorUnit) -> tuple[Any, Any, Any]:
         score(like, rows, keys, row_bytes, x, chunks, out, stride)
 
     @njit
-    def multiply_lying(
+    def multiply_unpacked(
         like: Any, rows: int, last: int, weight: int, x: int, row_bytes: int, chunks: int, ahead: int, step: int,
         bias: int, out: int, stride: int,
     ) -> None:  # fmt: skip
         tile(like, rows, last, weight, x, row_bytes, chunks, ahead, step, bias, out, stride)
 
-    return multiply, multiply_keys, multiply_lying
+    return multiply, multiply_keys, multiply_unpacked
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -204,7 +204,7 @@ def test_every_unit_adds_up_the_same_numbers(bits: int, extreme: bool) -> None:
 def test_what_numba_is_told_to_leave_out_is_left_out(told: str) -> None:
     """LLVM ends the process over an instruction that it has no leave to use."""
     program = (
-        "import platform; from retrieve_spec.kernels.row_programs import CAN_RUN\n"
+        "import platform; from retrieve_spec.kernels.cpu.row_programs import CAN_RUN\n"
         "assert not CAN_RUN or platform.machine() not in ('x86_64', 'AMD64')"
     )
     name, _, said = told.partition("=")
@@ -218,7 +218,7 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, unit: VectorUnit) -
     """By what this CPU has an instruction for, and by operations that all have; with weights, and with keys."""
     torch.manual_seed(0)
     weight, bias = torch.randn(16, 96).to(dtype), torch.randn(32).to(dtype)
-    (_, multiply_keys, multiply_lying), size = multiplying(unit), dtype.itemsize
+    (_, multiply_keys, multiply_unpacked), size = multiplying(unit), dtype.itemsize
     tiles = unit.bfloat16_tiles if dtype == torch.bfloat16 else unit.tiles
     asked = dtype if dtype == torch.bfloat16 and unit.add_pairs else torch.float32
     for rows in unit.attention_blocks:
@@ -236,7 +236,7 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, unit: VectorUnit) -
             last, width = min(rows, count) - 1, tiles[count] if asks else LEAST_TILE
             results = torch.full((count, 16), torch.nan, dtype=dtype)
             for first in range(0, 16, width):
-                multiply_lying(
+                multiply_unpacked(
                     LIKE[dtype], count, last, weight[first:].data_ptr(), x.data_ptr(), 96 * size, 96 * size // 64,
                     weight.data_ptr(), 64 if asks else 0, bias[first:].data_ptr(), results[:, first:].data_ptr(),
                     16 * size,
@@ -261,9 +261,9 @@ def test_steps_of_a_program_do_what_torch_does(dtype: torch.dtype) -> None:
         eps_bits = int(np.float64(eps).view(np.int64))
         program.add(Step.NORMALISE, given[0], given[1], given[2], given[6], normed, width, 1, eps_bits)
         parts = [(given[3], ZEROS, gated, inner), (given[4], ZEROS, raised, inner)]
-        program.multiply(normed, width, LYING, parts)
+        program.multiply(normed, width, UNPACKED, parts)
         program.add(Step.GATE, gated, raised, opened, inner)
-        program.multiply(opened, inner, LYING, [(given[5], ZEROS, given[7], width)])
+        program.multiply(opened, inner, UNPACKED, [(given[5], ZEROS, given[7], width)])
         program.finish(given)
         total, out = torch.zeros(2, padded(rows), width, dtype=dtype)
         tensors = (x, other, weight, gate, up, down, total, out)
@@ -287,7 +287,7 @@ def test_threads_wait_for_each_other_between_steps(own: bool, monkeypatch: pytes
     x, weight, out = given = [program.place() for _ in range(3)]
     for _ in range(40):
         following = program.place(width)
-        program.multiply(x, width, LYING, [(weight, ZEROS, following, width)])
+        program.multiply(x, width, UNPACKED, [(weight, ZEROS, following, width)])
         x = following
     program.add(Step.GATE, x, x, out, width)
     program.finish(given)

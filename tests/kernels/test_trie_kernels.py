@@ -93,7 +93,7 @@ def test_spans_are_what_follows_the_neighbours_in_their_documents_sorted(documen
     index = SimpleNamespace(layer="last", search=lambda hidden, k: found)
     stores = [SimpleNamespace(segments=[segment, segment], dense=[(1, index)])]
     source = DenseSource(DenseIndexes(stores))
-    source.ask(np.zeros(4, np.float32), anchor)
+    source.search(np.zeros(4, np.float32), anchor)
     wanted = []
     for position, s in sorted(places, key=lambda place: (-place[1], place[0])):
         run = list(itertools.takewhile(bool, tokens[position + 1 : position + 1 + source.spans.shape[1]].tolist()))

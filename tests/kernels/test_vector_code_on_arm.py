@@ -15,8 +15,15 @@ from cross_compiled import compiled, unit_of
 from numba import types
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.packed_products import unpack
-from retrieve_spec.kernels.vector_code import GROUP, GROUP_BYTES, block_product, mix_block, score_block, tile_product
+from retrieve_spec.kernels.cpu.packed_products import unpack
+from retrieve_spec.kernels.cpu.vector_code import (
+    GROUP,
+    GROUP_BYTES,
+    block_product,
+    mix_block,
+    score_block,
+    tile_product,
+)
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 HARNESS = Path(__file__).with_name("arm_harness.c")

@@ -9,7 +9,7 @@ import pytest
 from cross_compiled import loops_of, unit_of
 from numba import config, types
 
-from retrieve_spec.kernels.vector_code import block_product, mix_block, score_block, tile_product
+from retrieve_spec.kernels.cpu.vector_code import block_product, mix_block, score_block, tile_product
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="its instructions have no form in Python")
 STACK = re.compile(r"\(%rsp|\(%rbp|\[sp[,\]]")

@@ -11,7 +11,7 @@ from waiting import wait_for
 
 import retrieve_spec as rs
 from retrieve_spec.config import ServeConfig
-from retrieve_spec.kernels.row_programs import CAN_RUN
+from retrieve_spec.kernels.cpu.row_programs import CAN_RUN
 from retrieve_spec.reference_model import load_model
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import retrieve_spec as rs
-from retrieve_spec.kernels.row_programs import CAN_RUN
+from retrieve_spec.kernels.cpu.row_programs import CAN_RUN
 from retrieve_spec.quantized import WeightOnlyConfig, pack_model
 from retrieve_spec.verify.comparison import rows_for_one_order
 

@@ -11,7 +11,7 @@ from small_decoders import FAMILIES, OPTIONS, accelerate, build, ids
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
-from retrieve_spec.kernels import layer_rows
+from retrieve_spec.kernels.cpu import layer_rows
 from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.recorded.layer_copies import copied_layers
 from retrieve_spec.recorded.recorded_pass import RecordedPass

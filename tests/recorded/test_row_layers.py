@@ -11,7 +11,7 @@ from batch_rows import small_model
 from torch import nn
 
 import retrieve_spec as rs
-from retrieve_spec.kernels.row_programs import CAN_RUN, is_fast_for_many
+from retrieve_spec.kernels.cpu.row_programs import CAN_RUN, is_fast_for_many
 from retrieve_spec.recorded import verifier_factory
 from retrieve_spec.recorded.verifier_factory import RowLayers
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from small_decoders import VOCAB, build, ids
 
-from retrieve_spec.kernels import layer_rows
-from retrieve_spec.kernels.row_programs import CAN_RUN, RowTexts
+from retrieve_spec.kernels.cpu import layer_rows
+from retrieve_spec.kernels.cpu.row_programs import CAN_RUN, RowTexts
 from retrieve_spec.recorded.kv_buffer import KVBuffer
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 

@@ -14,7 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import door, inner
-from retrieve_spec.kernels.number_formats import LIKE, bytes_of, narrow, view_numbers, wide
+from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of, narrow, view_numbers, wide
 
 _REASSOCIATE = {"reassoc", "nsz"}
 

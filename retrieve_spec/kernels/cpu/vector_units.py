@@ -1,6 +1,6 @@
 """Vector units: the registers and instructions of the CPU that Numba compiles for, for products.
 
-One description of each product (`retrieve_spec.kernels.vector_code`) serves all of them. A unit says how wide its
+One description of each product (`retrieve_spec.kernels.cpu.vector_code`) serves all of them. A unit says how wide its
 registers are, how many results they hold at once, and how it multiplies bytes and pairs of bfloat16.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from retrieve_spec.kernels.compiled_code import cpu_features
-from retrieve_spec.kernels.vector_ir import (
+from retrieve_spec.kernels.cpu.vector_ir import (
     BYTE,
     FLOAT,
     SHORT,
@@ -45,7 +45,7 @@ class VectorUnit:
         How it multiplies bytes.
     blocks
         Numbers of rows that products of bytes compute at once. They keep few sums of bytes in registers, those of
-        floats may lie in memory.
+        floats may be kept in memory.
     attention_blocks
         The same of attention, which adds to all of its sums all the time.
     tiles
@@ -234,7 +234,7 @@ class Numbers:
     Parameters
     ----------
     kind
-        LLVM's type of what lies in memory.
+        LLVM's type of a number in memory.
     size
         Bytes of a number.
     """
@@ -243,7 +243,7 @@ class Numbers:
     size: int
 
     def load(self, builder: Any, address: Any, lanes: int) -> Any:
-        """Numbers that lie one after another, as floats."""
+        """Contiguous numbers, as floats."""
         return self.widened(builder, load(builder, address, 0, vector(self.kind, lanes)))
 
     def widened(self, builder: Any, numbers: Any) -> Any:

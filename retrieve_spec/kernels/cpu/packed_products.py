@@ -1,8 +1,8 @@
 """Products of rows with weights of 4 and 8 bits on a CPU, in whole numbers, and with bfloat16 ones.
 
-Packed weights lie in groups of 32 along a row, each with a scale and, of 4 bits, an offset: the numbers of GGUF's
+Packed weights have groups of 32 along a row, each with a scale and, of 4 bits, an offset: the numbers of GGUF's
 blocks Q4_1 and Q8_0. Rows are rounded to 8 bits by groups of 32, too, so a group is a sum of products of bytes, for
-which CPUs have an instruction (`retrieve_spec.kernels.vector_code`).
+which CPUs have an instruction (`retrieve_spec.kernels.cpu.vector_code`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner, part
-from retrieve_spec.kernels.number_formats import bytes_of, is_bfloat16, wide
-from retrieve_spec.kernels.vector_code import GROUP, GROUP_BYTES, LANES, LEAST_TILE, LYING, block_product, tile_product
-from retrieve_spec.kernels.vector_units import unit_here
+from retrieve_spec.kernels.cpu.number_formats import bytes_of, is_bfloat16, wide
+from retrieve_spec.kernels.cpu.vector_code import (
+    GROUP,
+    GROUP_BYTES,
+    LANES,
+    LEAST_TILE,
+    UNPACKED,
+    block_product,
+    tile_product,
+)
+from retrieve_spec.kernels.cpu.vector_units import unit_here
 from retrieve_spec.kernels.views import view_f32, view_i8, view_i32, view_u16
 
 _GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
@@ -26,19 +34,19 @@ BLOCKS = _VECTORS.blocks
 _MOST, _WIDTH, _PARTS = BLOCKS[-1], _VECTORS.lanes, LANES // _VECTORS.lanes
 _TALLEST, _TALLEST_OF_BFLOAT16, _WIDEST = max(_VECTORS.tiles), max(_VECTORS.bfloat16_tiles), _VECTORS.tiles[1]
 _AHEAD = 4096
-"""Bytes that are asked for before they are needed: memory answers in the time of some groups."""
+"""Bytes that are prefetched: memory answers in the time of some groups."""
 _NEAR = 1 << 18
-"""Bytes of rows that stay in a near cache while weights that lie come by."""
+"""Bytes of rows that stay in the L2 cache while unpacked weights are read."""
 ROUNDED_BYTES = GROUP + 8
 """Of a group of a rounded row: its numbers, its scale and its sum."""
 _SHARES = 4
-"""Passes over a panel's weights that share asking memory for the next panel."""
+"""Passes over a panel's weights that share prefetching the next panel."""
 _product, _tile = block_product(_VECTORS), tile_product(_VECTORS)
 
 
 @inner
 def block_of(blocks: tuple[int, ...], rows: int) -> int:
-    """Rows of the first block of so many, by the sizes that there are."""
+    """Return the rows of the next block, where `rows` are left."""
     for block in blocks:
         if rows <= block:
             return block
@@ -50,8 +58,8 @@ def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, rounded: i
     """Round one of `rows` rows of bfloat16, at address `x`, to bytes.
 
     At address `rounded` stand the blocks of rows, one after another. Each has its bytes (groups, rows, 32), then its
-    scales and its sums (groups, rows). With 4 bits sums are scaled, float32; with 8, whose weights lie 128 too high,
-    they are int32 and -128 times as large.
+    scales and its sums (groups, rows). With 4 bits sums are scaled, float32; with 8, where 128 was added
+    to weights, they are int32 and -128 times as large.
     """
     first = row // _MOST * _MOST
     block = block_of(BLOCKS, rows - first)
@@ -99,11 +107,11 @@ def multiply_panel(
     """Compute sixteen outputs of all rows, from output `begin` on; rows of `out` are `stride` bytes apart, and there
     are as many as blocks have.
 
-    Addresses are those of weights, rounded rows (`quantise_row`), numbers to add and results. With weights that lie,
+    Addresses are those of weights, rounded rows (`quantise_row`), numbers to add and results. With unpacked weights,
     `x` are the rows themselves, and groups have 64 bytes.
     """
-    if bits == LYING:
-        _multiply_lying(weight + 64 * begin * groups, rows, groups, x, bias, out, stride, like)
+    if bits == UNPACKED:
+        _multiply_unpacked(weight + 64 * begin * groups, rows, groups, x, bias, out, stride, like)
         return
     panel_bytes = groups * (_GROUP_BYTES_4 if bits == 4 else _GROUP_BYTES_8)
     weight += begin // LANES * panel_bytes
@@ -124,10 +132,12 @@ def multiply_panel(
 
 
 @inner
-def _multiply_lying(weight: int, rows: int, chunks: int, x: int, bias: int, out: int, stride: int, like: Any) -> None:
-    """The same by weights that lie, some at a time, which many rows find in a near cache, and they these.
+def _multiply_unpacked(
+    weight: int, rows: int, chunks: int, x: int, bias: int, out: int, stride: int, like: Any
+) -> None:
+    """Multiply by unpacked weights, as many rows at a time as stay in the L2 cache.
 
-    Meanwhile memory brings the next ones: as it takes its time, up to four tiles share asking for them.
+    Meanwhile the next weights are prefetched; up to four tiles share that.
     """
     row_bytes, size, tallest = 64 * chunks, bytes_of(like), _TALLEST_OF_BFLOAT16 if is_bfloat16(like) else _TALLEST
     tiles = rows // tallest + (rows % tallest == 3)

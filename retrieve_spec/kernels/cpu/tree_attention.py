@@ -1,8 +1,8 @@
 """Attention of the rows of a pass over keys and values on a CPU, drafts' trees included.
 
 Queries of one head of keys are served some at a time. A query's result is the same bit for bit whatever stands beside
-it, and wherever the rows it sees lie: products of a key have one order, shares are added up as whole numbers, and
-values in the order of the text.
+it, and wherever the rows that it sees are stored: products of a key have one order, shares are added up as whole
+numbers, and values in the order of the text.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner, part
-from retrieve_spec.kernels.layer_rows import exp
-from retrieve_spec.kernels.number_formats import bytes_of, is_bfloat16, narrow, view_numbers, wide
-from retrieve_spec.kernels.packed_products import block_of
-from retrieve_spec.kernels.vector_code import LANES, mix_block, score_block
-from retrieve_spec.kernels.vector_units import unit_here
+from retrieve_spec.kernels.cpu.layer_rows import exp
+from retrieve_spec.kernels.cpu.number_formats import bytes_of, is_bfloat16, narrow, view_numbers, wide
+from retrieve_spec.kernels.cpu.packed_products import block_of
+from retrieve_spec.kernels.cpu.vector_code import LANES, mix_block, score_block
+from retrieve_spec.kernels.cpu.vector_units import unit_here
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
 TEXT_FIELDS = 5
@@ -83,7 +83,7 @@ def keep_row(
     by_text: NDArray[np.int64], row: int, keys: int, values: int, layer: int, kv_heads: int, d: int, dv: int,
     like: Any,
 ) -> None:  # fmt: skip
-    """Write a row's keys and values behind those that its text holds."""
+    """Write a row's keys and values after those that its text holds."""
     text = 0
     while row >= by_text[text, 0] + by_text[text, 1]:
         text += 1
@@ -183,7 +183,7 @@ def attend_part(
             _lay_query(
                 queries + size * head * d, laid + chunk_bytes * (q - first_query), chunks, chunk_bytes * block, like
             )
-        for j in range(start, last, _WIDTH):  # what lies after the last row is looked at and not used
+        for j in range(start, last, _WIDTH):  # what follows the last row is read and not used
             _score(
                 like, block, keys + size * d * j, size * d, laid, chunks, scores + 4 * (stride * first_query + j),
                 4 * stride,

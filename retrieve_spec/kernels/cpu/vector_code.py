@@ -13,7 +13,7 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
-from retrieve_spec.kernels.vector_ir import (
+from retrieve_spec.kernels.cpu.vector_ir import (
     BYTE,
     FLOAT,
     HALF,
@@ -36,26 +36,26 @@ from retrieve_spec.kernels.vector_ir import (
     vector,
     zeros,
 )
-from retrieve_spec.kernels.vector_units import Numbers, VectorUnit
+from retrieve_spec.kernels.cpu.vector_units import Numbers, VectorUnit
 
 LANES = 16
-"""Rows of packed weights that lie side by side: a panel."""
+"""Rows of packed weights that are interleaved: a panel."""
 GROUP = 32
-"""Weights of a row that are multiplied by before the next: those of bytes share a scale."""
+"""Weights of a row that are read before those of the next row; packed ones share a scale."""
 GROUP_BYTES = {4: 64 * 4 + 2 * 2 * LANES, 8: 64 * 8 + 2 * LANES}
 """Bytes of a group of 16 rows of weights, by bits: the weights, then scales and offsets in float16.
 
-Weights lie by fours along a row, 16 rows side by side: [four, row, weight] in 8 bits, 128 too high. In 4 bits the first
-four fours are the lower halves of bytes, the others the upper halves.
+The layout is [quad, row, weight]: four weights of a row, those of the next row … In 8 bits 128 is added to each. In 4
+bits the first four quads are the lower halves of bytes, the others the upper halves.
 """
-LYING = 16
-"""In place of 4 and 8 bits: weights that lie as rows do, in their format."""
+UNPACKED = 16
+"""In place of 4 and 8 bits: unpacked weights, in the rows' format."""
 LEAST_TILE = 4
-"""Rows of weights that lie which any number of rows is multiplied by at once."""
+"""Rows of unpacked weights that any number of rows is multiplied by at once."""
 FORMATS = {types.float32: Numbers(FLOAT, 4), types.uint16: Numbers(SHORT, 2), types.int16: Numbers(HALF, 2)}
-"""By Numba's type of one number of a format (`retrieve_spec.kernels.number_formats`), the format."""
+"""By Numba's type of one number of a format (`retrieve_spec.kernels.cpu.number_formats`), the format."""
 _AHEAD = 256
-"""Bytes of a key that are asked for before they are needed."""
+"""Bytes of a key that are prefetched."""
 
 
 def block_product(unit: VectorUnit) -> Any:
@@ -64,8 +64,8 @@ def block_product(unit: VectorUnit) -> Any:
 
     Its parameters: a number of the rows' format, without code for any other; bits, rows (of the unit's blocks); the
     addresses of the first of the results' weights and scales in a panel, (groups, `GROUP_BYTES`); addresses of the
-    block's (groups, rows, 32) bytes, and of their scales and sums (groups, rows); groups; where memory is asked for
-    what is read later, and how many bytes are between two requests of as many as a group has lines of 64 bytes;
+    block's (groups, rows, 32) bytes, and of their scales and sums (groups, rows); groups; the address to prefetch,
+    and the bytes between two prefetches, of which there is one for each line of 64 bytes of a group;
     addresses of numbers to add and of the first row's results, and how many bytes are between two rows' results.
     """
     lanes = unit.lanes
@@ -121,7 +121,7 @@ def block_product(unit: VectorUnit) -> Any:
 
         words = vector(WORD, lanes)
         starts = [constant(words, 0)] * len(totals)
-        if bits == 8 and not unit.is_signed:  # they lie 128 too high
+        if bits == 8 and not unit.is_signed:  # 128 was added to each weight
             starts = [splat(builder, load(builder, sums, 4 * row, WORD, 4), lanes) for row in range(len(totals))]
 
         def word(row: int, i: int) -> Any:
@@ -202,15 +202,15 @@ def score_block(unit: VectorUnit) -> Any:
 
 
 def tile_product(unit: VectorUnit) -> Any:
-    """Compiled function of the results of a few rows by a few rows of weights that lie: sums along rows, of which lanes
+    """Compiled function of the results of a few rows by a few rows of unpacked weights: sums along rows, of which lanes
     have parts.
 
-    There are `LEAST_TILE` rows of weights where nothing is asked for, else as many as the unit's tiles say. Its
+    There are `LEAST_TILE` rows of weights where nothing is prefetched, else as many as the unit's tiles say. Its
     parameters: a number of the format; rows (of the tiles), and the last one that there is, which stands for those
     after it; the addresses of the weights and of the first row, and how many bytes are between two, in chunks of 64;
-    where memory is asked for what is read later, and how many bytes further on each time, of as many times as there are
-    rows of weights for every chunk (0: it is not asked); addresses of 16 numbers, of which the first are added, and of
-    the first row's results, and how many bytes are between two rows' results.
+    the address to prefetch, and the bytes between two prefetches, of which each chunk has one for every row of weights
+    (0: nothing is prefetched); addresses of 16 numbers, of which the first are added, and of the first row's results,
+    and how many bytes are between two rows' results.
     """
     lanes = unit.lanes
 

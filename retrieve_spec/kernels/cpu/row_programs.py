@@ -1,7 +1,7 @@
 """Programs over the rows of a pass on a CPU: what decoder layers do, in one call.
 
 A program is a list of steps over rows of float32, bfloat16 or float16: products, normalisations, gates, rotary
-embeddings, attention. Each rounds where the operation that it stands for does (`retrieve_spec.kernels.layer_rows`).
+embeddings, attention. Each rounds where the operation that it stands for does (`retrieve_spec.kernels.cpu.layer_rows`).
 Torch's threads run it in one parallel region, and take parts of each step until there are none left.
 """
 
@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from retrieve_spec.kernels.compiled_code import inner, part
-from retrieve_spec.kernels.layer_rows import gate_row, normalise_rows, rotate_heads
-from retrieve_spec.kernels.number_formats import LIKE, bytes_of
-from retrieve_spec.kernels.packed_products import (
+from retrieve_spec.kernels.cpu.layer_rows import gate_row, normalise_rows, rotate_heads
+from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of
+from retrieve_spec.kernels.cpu.packed_products import (
     BLOCKS,
     ROUNDED_BYTES,
     bits_of,
@@ -34,15 +34,15 @@ from retrieve_spec.kernels.packed_products import (
     quantise_row,
     unpack,
 )
-from retrieve_spec.kernels.tree_attention import (
+from retrieve_spec.kernels.cpu.tree_attention import (
     QUERIES,
     TEXT_FIELDS,
     attend_part,
     attention_parts,
     keep_row,
 )
-from retrieve_spec.kernels.vector_code import GROUP, LANES, LYING
-from retrieve_spec.kernels.vector_units import UNITS, has_bfloat16_products
+from retrieve_spec.kernels.cpu.vector_code import GROUP, LANES, UNPACKED
+from retrieve_spec.kernels.cpu.vector_units import UNITS, has_bfloat16_products
 from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
 from retrieve_spec.openmp import libgomp_of
 
@@ -63,7 +63,7 @@ class Step(IntEnum):
     QUANTISE = 1
     """x, rounded rows, groups, bits."""
     MULTIPLY = 2
-    """rounded rows, groups, bits, parts (the steps that follow), panels of all; with weights that lie, the rows
+    """rounded rows, groups, bits, parts (the steps that follow), panels of all; with unpacked weights, the rows
     themselves, and groups of 64 bytes."""
     NORMALISE = 3
     """x, other, weight, total, out, width, repeats in a row, eps."""
@@ -115,7 +115,7 @@ def _do_panel(
         panel -= -(-parts[which, 4] // LANES)
         which += 1
     bias, outputs, size = parts[which, 2], parts[which, 4], bytes_of(like)
-    begin = min(LANES * panel, outputs - LANES)  # of weights that lie, the last panel may begin in the one before
+    begin = min(LANES * panel, outputs - LANES)  # with unpacked weights the last panel may overlap the one before
     multiply_panel(
         at[parts[which, 1]], begin, bits, rows, groups, at[step[1]], at[bias] + (size * begin if bias != ZEROS else 0),
         at[parts[which, 3]] + size * begin, size * outputs, like,
@@ -336,8 +336,8 @@ class RowProgram:
 
     def multiply(self, x: int, width: int, bits: int, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Add products of the rows at one place, so wide; each with its fields of `Step.PART`."""
-        groups = width * self._size // 64 if bits == LYING else width // GROUP
-        rounded = x if bits == LYING else self._rounded.get((x, bits))
+        groups = width * self._size // 64 if bits == UNPACKED else width // GROUP
+        rounded = x if bits == UNPACKED else self._rounded.get((x, bits))
         if rounded is None:
             rounded = self._rounded[x, bits] = self.place(groups, ROUNDED_BYTES)
             self.add(Step.QUANTISE, x, rounded, groups, bits)
@@ -392,7 +392,7 @@ class RowProgram:
         return run_over
 
     def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None) -> None:
-        """Run it over so many rows; addresses are those of rows that lie side by side, and of weights."""
+        """Run it over so many rows; addresses are those of contiguous rows, and of weights."""
         room, threads, numbers = padded(rows), threads_of_torch(), self._numbers.copy()
         scratch = 0 if texts is None else 4 * QUERIES * (2 * self._widest + texts.longest + LANES)
         scratch = -(-scratch // 64) * 64
@@ -436,7 +436,7 @@ def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Product of (…, k) rows with a weight (n, k) of their format that programs serve, and (n,) added."""
-    return _product(x, weight, bias, LYING)
+    return _product(x, weight, bias, UNPACKED)
 
 
 def is_fast_for_many(dtype: torch.dtype) -> bool:
@@ -448,7 +448,7 @@ def is_fast_for_many(dtype: torch.dtype) -> bool:
 
 
 def serves(weight: torch.Tensor) -> bool:
-    """Whether programs multiply by a weight as it lies."""
+    """Whether programs multiply by a weight without packing it."""
     if weight.ndim != 2 or weight.device.type != "cpu" or weight.dtype not in LIKE or not weight.is_contiguous():
         return False
     row_bytes = weight.shape[1] * weight.element_size()

@@ -47,7 +47,7 @@ def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
 
 
 def load(builder: Any, address: Any, at: int, kind: Any, align: int = 1) -> Any:
-    """What lies so many bytes after an address."""
+    """Load from so many bytes after an address."""
     return builder.load(builder.inttoptr(builder.add(address, LONG(at)), kind.as_pointer()), align=align)
 
 
@@ -62,7 +62,7 @@ def place(builder: Any, start: Any, index: int, each: Any) -> Any:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Ask memory for the line at an address, to read it once."""
+    """Prefetch the line at an address, to read it once."""
     pointer = builder.inttoptr(address, BYTE.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, WORD(0), WORD(3), WORD(1))
 

@@ -1,0 +1,47 @@
+"""Arithmetic of a model's passes on a CPU; it knows no draft.
+
+Products with weights of 4, 8, 16 and 32 bits, attention and what a decoder layer does besides, as programs that one
+compiled call runs (`RowProgram`), or one operation at a time (`row_product`, `packed_product`, `layer_rows`). This is
+the package's one door: code outside of it imports from here.
+"""
+
+from retrieve_spec.kernels.compiled_code import drop_stale_kernels
+from retrieve_spec.kernels.cpu import layer_rows
+from retrieve_spec.kernels.cpu.number_formats import LIKE
+from retrieve_spec.kernels.cpu.packed_products import bits_of, unpack
+from retrieve_spec.kernels.cpu.row_programs import (
+    CAN_RUN,
+    NOWHERE,
+    ZEROS,
+    RowProgram,
+    RowTexts,
+    Step,
+    is_fast_for_many,
+    packed_product,
+    row_product,
+    serves,
+)
+from retrieve_spec.kernels.cpu.vector_code import GROUP, GROUP_BYTES, LANES, UNPACKED
+
+__all__ = [
+    "CAN_RUN",
+    "GROUP",
+    "GROUP_BYTES",
+    "LANES",
+    "LIKE",
+    "NOWHERE",
+    "UNPACKED",
+    "ZEROS",
+    "RowProgram",
+    "RowTexts",
+    "Step",
+    "bits_of",
+    "is_fast_for_many",
+    "layer_rows",
+    "packed_product",
+    "row_product",
+    "serves",
+    "unpack",
+]
+
+drop_stale_kernels(layer_rows.rms_norm)
