@@ -38,6 +38,8 @@ _SPEED = 0.15**2
 """Variance by which the machine's speed changes from pass to pass."""
 _MEMORY = 0.5 ** (1.0 / 512)
 """How much of what was measured is still believed a pass later."""
+_FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
+"""Plain passes that are wanted to learn their cost: so many after every eighth pass with drafts, then one in 256."""
 
 
 class CostModel:
@@ -68,6 +70,12 @@ class CostModel:
             self._filters = {row: filter_.elsewhere(more) for row, filter_ in known._filters.items()}
         self._pending: list[tuple[int, int, float]] = []
         self._curves: dict[int, NDArray[np.float32]] = {}
+        self._plain = self._drafted_since = 0  # plain passes observed, and others since the last of them
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether to take a plain pass, to learn its cost: an engine may run it in another way than all others."""
+        return self._drafted_since >= (_FIRST_EVERY if self._plain < _FIRST_PLAIN else _PLAIN_EVERY)
 
     @property
     def measured(self) -> bool:
@@ -87,6 +95,8 @@ class CostModel:
     def observe(self, nodes: int, context: int, seconds: float) -> None:
         """Learn from one pass over `nodes` nodes after `context` tokens (taken in when a curve is next rebuilt)."""
         self._pending.append((nodes, context, seconds))
+        self._plain += nodes == 0
+        self._drafted_since = self._drafted_since + 1 if nodes else 0
 
     def seconds(self, context: int, max_nodes: int) -> NDArray[np.float32]:
         """(max_nodes + 1,) float32: seconds of a step with 0 … max_nodes nodes, the loop's own time included.
@@ -112,7 +122,7 @@ class CostModel:
         self._curves.clear()
 
     def _filter(self, row: int) -> _Filter:
-        """The filter of a context bucket; a new one knows what that of the nearest one does, less surely."""
+        """Return the filter of a context bucket; a new one starts from the nearest bucket's, less certain."""
         known = self._filters.get(row)
         if known is not None:
             return known
@@ -137,7 +147,7 @@ class _Filter:
         self.noise = np.array([_NOISE])
 
     def elsewhere(self, more: int = 0) -> _Filter:
-        """The same for passes of another kind: over a longer context, or with `more` rows that are no nodes."""
+        """Return a filter for passes of another kind: over another context, or with `more` rows that are no nodes."""
         other = _Filter(self.balance + more)
         other.mean = self._with_more_rows(more) if more else self.mean.copy()
         other.noise[:] = self.noise
@@ -162,15 +172,15 @@ class _Filter:
         )
 
     def _with_more_rows(self, more: int) -> NDArray[np.float64]:
-        """The mean where `more` rows cost as much as nodes; as steep beyond the widest knot as before it."""
+        """Return the mean where `more` rows cost as much as nodes, extrapolated linearly beyond the widest knot."""
         seconds, rows = np.exp(np.cumsum(self.mean)), NODE_KNOTS + more
         slope = max(seconds[-1] - seconds[-2], 0.0) / (_KNOTS[-1] - _KNOTS[-2])
         levels = np.log(np.interp(rows, _KNOTS, seconds) + slope * np.maximum(rows - MAX_NODES, 0))
         return np.diff(levels, prepend=0.0)
 
     def curve(self) -> NDArray[np.float64]:
-        """(MAX_NODES + 1,) seconds of a step, never falling."""
-        knots = np.exp(_never_falling(np.cumsum(self.mean), np.cumsum(self.covariance, 0).cumsum(1).diagonal()))
+        """(MAX_NODES + 1,) seconds of a step, non-decreasing."""
+        knots = np.exp(_non_decreasing(np.cumsum(self.mean), np.cumsum(self.covariance, 0).cumsum(1).diagonal()))
         return np.interp(np.arange(MAX_NODES + 1), _KNOTS, knots)
 
 
@@ -178,8 +188,8 @@ def _bucket(context: int) -> int:
     return min(max((context - 1).bit_length() - _FIRST_CONTEXT, 0), _CONTEXTS - 1)
 
 
-def _never_falling(values: NDArray[np.float64], variances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Closest never-falling sequence in weighted least squares (pool adjacent violators; Ayer et al., 1955)."""
+def _non_decreasing(values: NDArray[np.float64], variances: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the non-decreasing weighted least-squares fit (pool adjacent violators; Ayer et al., 1955)."""
     sums: list[float] = []
     weights: list[float] = []
     counts: list[int] = []
@@ -249,7 +259,7 @@ class PassThreads:
 
     @property
     def comparing(self) -> bool:
-        """Whether the next pass is one of a comparison: its time says nothing of passes to come."""
+        """Whether the next pass is one of a comparison: its time does not predict later ones."""
         return self._other != 0
 
     @property
@@ -325,7 +335,7 @@ class PassThreads:
         self._times = dict.fromkeys(self._scores, 0.0)
 
     def _compare(self, score: float, seconds: float) -> None:
-        """Take in one pass of a comparison, and end it when it has said enough."""
+        """Record one pass of a comparison, and end the comparison once it is decided."""
         self._times[self.next] += seconds
         self._scores[self.next].append(score)
         others, own = self._scores[self._other], self._scores[self.chosen]
@@ -369,7 +379,7 @@ class Costs:
         return self._models[sequences]
 
     def doubt(self) -> None:
-        """Be less sure of what was learned: passes run in another way from now on."""
+        """Make all costs less certain: passes run in another way from now on."""
         self._models = {sequences: CostModel(model) for sequences, model in self._models.items()}
 
     def seconds(self, sequences: int, context: int) -> NDArray[np.float32]:
@@ -410,17 +420,17 @@ class Costs:
 
 Seconds = NDArray[np.float32]
 T = TypeVar("T")
-_LOOKS = 8
-"""Looks at the same few sequences of many before others are looked at."""
+_SAME_FEW = 8
+"""Passes in which the same few sequences of many draft before others do."""
 _LOSS, _MOST_RESTS = 0.02, 64
-"""Share of the passes' time that looks which find nothing may take, and passes without a look at most."""
+"""Share of the passes' time that drafting may take without paying, and passes without drafts in a row at most."""
 
 
 def row_cost(seconds: Seconds, sequences: int, padded: bool = False) -> Seconds:
-    """(n + 1,) seconds that 0 … n nodes of one sequence cost, its share of what the pass costs anyway included.
+    """Return (n + 1,) seconds of 0 … n nodes of one sequence, with its share of a plain pass.
 
-    `seconds` are those of passes over all sequences and 0 … 256 nodes. The others are taken to draft nothing: what that
-    promises too much `share_out` takes back. In a `padded` pass each of them gets as many.
+    `seconds` are those of passes over all sequences with 0 … n nodes. The other sequences are assumed to draft nothing;
+    where they do, `share_out` keeps fewer nodes of all trees. In a `padded` pass every sequence gets as many nodes.
     """
     if sequences == 1:
         return seconds
@@ -484,7 +494,7 @@ def share_evenly(trees: Many[DraftTree], seconds: Seconds | None, most: int) -> 
 
 
 def keep_best(tree: DraftTree, seconds: Seconds | None, most: int) -> DraftTree:
-    """The nodes of a sequence's own tree that pay, most probable first; `seconds` and `most` as for `share_evenly`."""
+    """Return the nodes of one tree that pay, most probable first; `seconds` and `most` as for `share_evenly`."""
     return share_evenly([tree], seconds, most)[0]
 
 
@@ -498,28 +508,28 @@ def gain(trees: Many[DraftTree], seconds: Seconds, padded: bool) -> float:
 
 
 class Backoff:
-    """Passes over several sequences without drafts, the more the longer drafting has not paid.
+    """Decides which passes go without drafts: the longer drafting has not paid, the more.
 
-    Looking for drafts takes time, too: where many are sampled at a high temperature it is all that drafting would do.
-    Until drafting has paid, a few of many sequences are asked in place of all.
+    Drafting takes time even when it finds nothing, as for many sequences that are sampled at a high temperature. Until
+    it has paid, only a few of many sequences draft.
 
     Parameters
     ----------
     longest
-        Passes until drafts are looked for again, at most, where looks are cheap. Where they are not, rests double.
+        Passes without drafts in a row, at most, where drafting is cheap. Where it is not, their number doubles.
     few
-        How many are asked where more share passes.
+        Sequences that draft, of more that share passes.
     patience
-        Looks in a row that find nothing before the first rest is thought of.
+        Drafts in a row that do not pay before the first pass without.
     """
 
     def __init__(self, longest: int = 8, few: int = 8, patience: int = 0) -> None:
         self._longest, self._few, self._patience = longest, few, patience
-        self._left = self._misses = self._looks = 0
+        self._left = self._misses = self._sampled = 0
         self._pays = False
 
     def rests(self) -> bool:
-        """Whether the next pass goes without drafts; to be asked once a pass."""
+        """Whether the next pass goes without drafts; call it once a pass."""
         rests = self._left > 0
         self._left -= rests
         return rests
@@ -536,15 +546,15 @@ class Backoff:
             self._left = min((1 << min(misses, _MOST_RESTS)) // 4, longest)
 
     def samples(self, sequences: int) -> bool:
-        """Whether some of so many sequences are asked in place of all."""
+        """Whether only a few of so many sequences draft."""
         return sequences > self._few and not self._pays
 
     def sample(self, batch: Many[T]) -> Many[T]:
-        """Those of a batch to ask for drafts: neighbours, who may be siblings, and others after a few looks."""
+        """Return the sequences of a batch that draft: neighbours, which may be siblings; others after a few passes."""
         if not self.samples(len(batch)):
             return batch
-        self._looks += 1
-        first = self._looks // _LOOKS % (len(batch) // self._few) * self._few
+        self._sampled += 1
+        first = self._sampled // _SAME_FEW % (len(batch) // self._few) * self._few
         return batch[first : first + self._few]
 
 

@@ -39,68 +39,9 @@ _NO_COST = np.empty(0, np.float32)
 _ANY_TOKEN = 1 << 31
 _SAVE_EVERY = 30.0
 """Seconds between two times that what was learned is written, where requests end."""
-_FIRST_PLAIN, _FIRST_EVERY, _PLAIN_EVERY = 4, 8, 256
-"""Steps without drafts that are taken to learn their cost: so many at one of eight steps, then one of 256."""
 _PATIENCE = 4
-"""Looks in a row which find nothing that pays, after which steps rest: a few say little of the next one. Resting no
-sooner is worth one per cent for a lone sampled request."""
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Steps over about as many rows: what they cost; how many had no drafts, and how many had some since then."""
-
-    cost: CostModel
-    plain: int = 0
-    since: int = 0
-
-
-class Pace:
-    """Measured cost of an engine's steps, by rows (to the next power of two), drafted nodes and context.
-
-    Steps in which tokens are sampled are apart: vLLM goes through the whole vocabulary for each of them. An engine may
-    take another way as soon as one row has a draft, so steps without any are measured too: they are taken now and then
-    where none were seen.
-    """
-
-    def __init__(self) -> None:
-        self._costs = Costs(), Costs()
-        self._rows: dict[tuple[int, bool], _Rows] = {}
-        self._step: tuple[_Rows, int, int] | None = None
-        self._backoff = Backoff(patience=_PATIENCE)
-
-    def measured(self, seconds: float) -> None:
-        """Learn what the step over the last drafts took; a second report of the same step counts no more."""
-        if self._step is None:
-            return
-        (known, nodes, context), self._step = self._step, None
-        known.plain += nodes == 0
-        known.since = known.since + 1 if nodes else 0
-        known.cost.observe(nodes, context, seconds)
-
-    def curve(self, rows: int, context: int, sampled: bool) -> NDArray[np.float32] | None:
-        """(MAX_NODES + 1,) seconds of a step over so many rows and 0 … n nodes, None while nothing is measured."""
-        cost = self._of(rows, sampled).cost
-        return cost.seconds(context, MAX_NODES) if cost.measured else None
-
-    def goes_without(self, rows: int, sampled: bool) -> bool:
-        """Whether the next step is better taken without a look: drafting did not pay lately, or to measure that."""
-        if self._backoff.rests():
-            return True
-        known = self._of(rows, sampled)
-        return known.since >= (_FIRST_EVERY if known.plain < _FIRST_PLAIN else _PLAIN_EVERY)
-
-    def stepped(self, rows: int, nodes: int, context: int, sampled: bool, looked: bool = False) -> None:
-        """Be told of the drafts that the next step verifies; `looked`: there are so few as no more would pay."""
-        if looked:
-            self._backoff.record_draft(nodes > 0)
-        self._step = self._of(rows, sampled), nodes, context
-
-    def _of(self, rows: int, sampled: bool) -> _Rows:
-        bucket = 1 << (rows - 1).bit_length()
-        if (bucket, sampled) not in self._rows:
-            self._rows[bucket, sampled] = _Rows(self._costs[sampled].of(bucket))
-        return self._rows[bucket, sampled]
+"""Drafts in a row that do not pay before steps go without: fewer say little about the next one. Waiting for so many
+gains one per cent for a lone sampled request."""
 
 
 @dataclass(slots=True)
@@ -174,13 +115,15 @@ class ServingDrafter:
         self._requests: dict[str, Request] = {}
         self._counts = dict.fromkeys(("requests", "steps", "rows", "drafted", "accepted", "emitted"), 0)
         self._lock = threading.RLock()
-        self._pace = Pace()
+        self._costs = {GREEDY: Costs(), SAMPLED: Costs()}  # where tokens are sampled, vLLM goes through the vocabulary
+        self._backoff = Backoff(patience=_PATIENCE)
+        self._drafted: tuple[CostModel, int, int] | None = None  # the step to be measured: its nodes, and context
         self._seconds = 0.0
         self._plan: NDArray[Any] = np.zeros(1, PLAN)
         self._plan["vocabulary"] = _ANY_TOKEN if vocabulary is None else vocabulary
         self._slots: Slots | None = None
         self._slots_of: tuple[object, object] = (None, None)
-        self._samples = False
+        self._kind = GREEDY
 
     def __iter__(self) -> Iterator[str]:
         """Names of the requests under way, in the order they were begun."""
@@ -399,17 +342,18 @@ class ServingDrafter:
                 slots = self._fill_slots(requests, texts, lengths, places, longest, max_nodes)
             if any(lengths[place] > self._width for place in places):  # a kernel would read past the row's end
                 raise ConfigError(f"lengths up to {self._width}", f"{lengths[list(places)]}", "See `step`.")
-            plan, pace, rows = self._plan, self._pace, len(requests)
-            context, sampled = int(plan["context"][0]), self._samples
-            if rows and pace.goes_without(rows, sampled):
+            plan = self._plan
+            if not requests:
+                return slots.step(plan, lengths, _NO_COST)
+            cost, context = self._cost_of(len(requests), self._kind), int(plan["context"][0])
+            if self._goes_without(cost):
                 slots.skip(plan)
-                pace.stepped(rows, 0, context, sampled)
                 drafts: list[list[int]] = [[] for _ in requests]
+                self._drafted = cost, 0, context
             else:
-                seconds = pace.curve(rows, context, sampled) if rows else None
+                seconds = _seconds(cost, context)
                 drafts = slots.step(plan, lengths, _NO_COST if seconds is None else seconds)
-                if rows:
-                    pace.stepped(rows, sum(map(len, drafts)), context, sampled, seconds is not None)
+                self._note_step(cost, sum(map(len, drafts)), context, seconds)
             self._seconds += perf_counter() - began
             return drafts
 
@@ -436,17 +380,17 @@ class ServingDrafter:
         rows = self._requests_of(requests)
         begin, stride = texts.__array_interface__["data"][0], texts.strides[0]
         self._slots = Slots([state.row for state in rows], [begin + stride * i for i in places], places, longest)
-        self._slots_of, self._samples = (requests, texts), _samples(rows)
+        self._slots_of, self._kind = (requests, texts), _kind(rows)
         self._width = texts.shape[1]
         self._plan["deepest"] = min(max_nodes, self.config.max_depth, MAX_NODES)
         return self._slots
 
     def _draft(self, rows: Many[Request], nodes: Many[int], depths: Many[int], chains: bool) -> list[DraftTree]:
-        context, sampled = max(state.row.length for state in rows), _samples(rows)
-        if self._pace.goes_without(len(rows), sampled):
-            self._pace.stepped(len(rows), 0, context, sampled)
+        context, cost_model = max(state.row.length for state in rows), self._cost_of(len(rows), _kind(rows))
+        if self._goes_without(cost_model):
+            self._drafted = cost_model, 0, context
             return [NO_DRAFT] * len(rows)
-        seconds = self._pace.curve(len(rows), context, sampled)
+        seconds = _seconds(cost_model, context)
 
         def draft(limited: tuple[Request, int, int], _most: int, cost: Seconds | None) -> DraftTree:
             state, most, depth = limited
@@ -460,8 +404,22 @@ class ServingDrafter:
             unknown = self.vocabulary is not None and state.row.first_token >= self.vocabulary
             if len(tree) or seconds is None or unknown:
                 state.row.drop_first()
-        self._pace.stepped(len(rows), sum(map(len, trees)), context, sampled, seconds is not None)
+        self._note_step(cost_model, sum(map(len, trees)), context, seconds)
         return trees
+
+    def _cost_of(self, rows: int, kind: str) -> CostModel:
+        """Cost of steps over so many rows, to the next power of two."""
+        return self._costs[kind].of(1 << (rows - 1).bit_length())
+
+    def _goes_without(self, cost: CostModel) -> bool:
+        """Whether the next step has no drafts: they did not pay lately, or what it costs without is to be measured."""
+        return self._backoff.rests() or cost.wants_plain
+
+    def _note_step(self, cost: CostModel, nodes: int, context: int, seconds: Seconds | None) -> None:
+        """Note what the next step verifies; where cost decided how many nodes, whether drafting paid."""
+        if seconds is not None:
+            self._backoff.record_draft(nodes > 0)
+        self._drafted = cost, nodes, context
 
     def measured(self, seconds: float) -> None:
         """Say what the engine's step over the last drafts took; leave it out of steps that read prompts too.
@@ -475,7 +433,9 @@ class ServingDrafter:
         """
         require(0.0 < seconds < float("inf"), "seconds above 0", seconds, "Measure from one draft to the next.")
         with self._lock:
-            self._pace.measured(seconds)
+            if self._drafted is not None:  # a second report of one step counts no more
+                (cost, nodes, context), self._drafted = self._drafted, None
+                cost.observe(nodes, context, seconds)
 
     def finish(self, request: str, *, keep: bool = True) -> None:
         """End a request and forget its text.
@@ -545,9 +505,14 @@ class ServingDrafter:
         return [self._of(request) for request in requests]
 
 
-def _samples(requests: Many[Request]) -> bool:
-    """Whether tokens of any of these are sampled."""
-    return any(state.kind == SAMPLED for state in requests)
+def _kind(requests: Many[Request]) -> str:
+    """Return the kind of a step over these requests: tokens are sampled where those of any are."""
+    return SAMPLED if any(state.kind == SAMPLED for state in requests) else GREEDY
+
+
+def _seconds(cost: CostModel, context: int) -> Seconds | None:
+    """(MAX_NODES + 1,) seconds of a step with 0 … MAX_NODES nodes; None while nothing is measured."""
+    return cost.seconds(context, MAX_NODES) if cost.measured else None
 
 
 def _per_row(value: int | Many[int], rows: int, name: str) -> list[int]:
