@@ -41,6 +41,8 @@ class Turn:
         Seconds of work after which it ends with what there is (None: none), and how many it has had.
     most_piece, most_nodes
         Prompt tokens to read (0: no limit) and nodes to draft in the next pass, at most; set by the scheduler.
+    has_begun
+        Whether the server's queue has let it begin.
     cancelled
         Whether nobody wants more of it: no pass after the current one includes it. Any thread may set it.
     """
@@ -52,6 +54,7 @@ class Turn:
     worked_s: float = 0.0
     most_piece: int = 0
     most_nodes: int = MAX_NODES
+    has_begun: bool = False
     cancelled: bool = False
 
     @property

@@ -197,8 +197,6 @@ class Job:
     ----------
     turn
         What the scheduler knows of it; `turn.cancelled` ends the work after the current pass.
-    begun
-        Whether it has taken a cache.
     forgotten
         Whether its user had everything forgotten meanwhile: nothing of it is kept.
     done
@@ -212,7 +210,7 @@ class Job:
         clock: Callable[[], float] = monotonic,
     ) -> None:  # fmt: skip
         self.task, self.waiters = task, [Waiter(task, sink)]
-        self.begun = self.superseded = self.forgotten = False
+        self.forgotten = False
         self.turn = Turn(task.rank, cache_bytes=len(task.prompt_ids) * backend.token_bytes, deadline_s=task.deadline_s)
         self.done = Completion(prompt_tokens=len(task.prompt_ids))
         self.text: Any = None
@@ -223,6 +221,11 @@ class Job:
         self._said: list[int] = []
         self._told = 0  # tokens that were published
         self._noted_at = clock()
+
+    def cancel(self, outcome: Outcome = "cancelled") -> None:
+        """End the work after the current pass; the first reason that is given is the outcome."""
+        if not self.turn.cancelled:
+            self.turn.cancelled, self.done.outcome = True, outcome
 
     def join(self, waiter: Waiter) -> None:
         """Let somebody wait for it, too, and tell them what has been published."""
@@ -344,10 +347,10 @@ class Job:
         self.done.deadline_hit = self.turn.is_past_deadline
         if self.done.deadline_hit:
             return False
-        self._tell()
+        self._publish()
         return True
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         """Publish further text, and the tokens that were taken since the last."""
         with self._changed:
             text, tokens = self._scanner.visible(), tuple(self._scanner.shown_ids[self._told :])
@@ -366,10 +369,8 @@ class Job:
     def _conclude(self) -> None:
         scanner, done = self._scanner, self.done
         scanner.finish()
-        if self.turn.cancelled:
-            done.outcome = "superseded" if self.superseded else "cancelled"
-        else:
-            self._tell()
+        if not self.turn.cancelled:
+            self._publish()
         done.text, done.token_ids = scanner.text, scanner.shown_ids
         done.logprobs = self._logprobs(0, len(done.token_ids))
         done.surplus = len(scanner.shown_ids) - scanner.counted

@@ -19,7 +19,7 @@ from retrieve_spec.engine.scheduler import Scheduler, of_lowest_rank
 from retrieve_spec.errors import ServeError, in_a_line
 from retrieve_spec.server.backend import Backend, SlotPool
 from retrieve_spec.server.guard import Refusal
-from retrieve_spec.server.jobs import Completion, Job, Outcome, Sink, Task, Waiter
+from retrieve_spec.server.jobs import Completion, Job, Sink, Task, Waiter
 from retrieve_spec.server.text import TextCodec
 
 log = logging.getLogger("retrieve_spec.server")
@@ -97,7 +97,7 @@ class RequestQueue:
         with self._changed:
             self._closed = True
             for job in self._jobs:
-                job.turn.cancelled = True
+                job.cancel()
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
@@ -105,12 +105,12 @@ class RequestQueue:
     @property
     def queue_length(self) -> int:
         """Tasks that wait for their first pass."""
-        return sum(not job.begun for job in list(self._jobs))
+        return sum(not job.turn.has_begun for job in list(self._jobs))
 
     @property
     def begun(self) -> int:
         """Tasks under way."""
-        return sum(job.begun for job in list(self._jobs))
+        return sum(job.turn.has_begun for job in list(self._jobs))
 
     def run_when_idle(self, chore: Callable[[], T]) -> Future[T]:
         """Have the model's thread do something between two passes (attach a store, say)."""
@@ -158,7 +158,7 @@ class RequestQueue:
                 if self._closed:
                     raise _refusal("to take a request", "the server is ending", "Start it again.")
                 self._scheduler.submit(fresh.turn)
-                twins = (job for job in self._jobs if not (job.turn.cancelled or job.superseded))
+                twins = (job for job in self._jobs if not job.turn.cancelled)
                 job = next((job for job in twins if job.task.key == task.key), None)
                 if job is None and self._overtaken(task):
                     sink(Completion("superseded", prompt_tokens=len(task.prompt_ids)))
@@ -192,12 +192,11 @@ class RequestQueue:
         gone: list[Waiter] = []
         for job in list(self._jobs):
             replaced = [] if job is besides else [w for w in job.waiters if w.task.replaced_by(task)]
-            if job.task.warm and not task.warm and job.begun:
+            if job.task.warm and not task.warm and job.turn.has_begun:
                 replaced = list(job.waiters)
             if replaced and len(replaced) == len(job.waiters):
-                job.superseded = True
-                job.turn.cancelled = True
-                if job.begun:
+                job.cancel("superseded")
+                if job.turn.has_begun:
                     continue
                 self._jobs.remove(job)
             job.waiters = [waiter for waiter in job.waiters if waiter not in replaced]
@@ -206,7 +205,7 @@ class RequestQueue:
 
     def _make_room(self, task: Task) -> list[Waiter]:
         """Take a waiting task out where the queue is full: one that only reads ahead, or an older one of the client."""
-        unbegun = [job for job in self._jobs if not job.begun]
+        unbegun = [job for job in self._jobs if not job.turn.has_begun]
         mine = [job for job in unbegun if job.task.scope == task.scope]
         full = len(unbegun) >= self._max_queue
         if not full and len(mine) < self._share:
@@ -221,7 +220,7 @@ class RequestQueue:
                 "Try again in a moment.",
             )
         self._jobs.remove(candidates[0])
-        candidates[0].turn.cancelled = True
+        candidates[0].cancel("superseded")
         return candidates[0].waiters
 
     def _leave(self, job: Job, waiter: Waiter) -> None:
@@ -230,8 +229,8 @@ class RequestQueue:
             if waiter not in job.waiters:
                 return
             if len(job.waiters) == 1:
-                job.turn.cancelled = True
-                gone = job in self._jobs and not job.begun
+                job.cancel()
+                gone = job in self._jobs and not job.turn.has_begun
                 if gone:
                     self._jobs.remove(job)
             job.waiters.remove(waiter)
@@ -277,8 +276,8 @@ class RequestQueue:
 
     def _begin(self, jobs: list[Job]) -> list[Job]:
         """Begin the tasks that the scheduler lets begin; return all that are under way."""
-        running = [job for job in jobs if job.begun]
-        for job in self._scheduler.in_order([job for job in jobs if not job.begun]):
+        running = [job for job in jobs if job.turn.has_begun]
+        for job in self._scheduler.in_order([job for job in jobs if not job.turn.has_begun]):
             if any(job.copies_from(other) for other in running):
                 continue
             if not self._scheduler.may_begin(job.turn, [other.turn for other in running]):
@@ -290,7 +289,7 @@ class RequestQueue:
             with self._changed:
                 if job not in self._jobs:
                     continue  # its client has gone
-                job.begun = True
+                job.turn.has_begun = True
             with self._failing(job):
                 job.start()
                 running.append(job)
@@ -310,9 +309,8 @@ class RequestQueue:
 
     def _proceed(self, job: Job) -> bool:
         """Let a task go on after a pass; whether it is over."""
-        if not job.begun:
-            outcome: Outcome = "superseded" if job.superseded else "cancelled"
-            self._finish(job, Completion(outcome, prompt_tokens=len(job.task.prompt_ids)))
+        if not job.turn.has_begun:
+            self._finish(job, job.done)
             return True
         with self._failing(job):
             if not job.proceed():
