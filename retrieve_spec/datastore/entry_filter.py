@@ -316,7 +316,7 @@ class EntryFilter:
         start = len(os.path.join(self.root, ""))
         for name, reason in look_through(self.root, everything="ignored" in self._admit):
             if self._store is None or not name.startswith(self._store):
-                yield name[start:], reason or self.look(name)
+                yield name[start:], reason or self.status_of(name)
 
     def read(self, path: Path, compression: str = "") -> str | Reason:
         """Text of a file that `entries` let pass, with LF lines and no byte order mark; never empty."""
@@ -348,8 +348,8 @@ class EntryFilter:
         generated = name and "generated" not in self._admit and generated_text(name, text)
         return Reason.GENERATED if generated else None
 
-    def look(self, name: str) -> os.stat_result | Reason:
-        """What kind, name and size of a file below the folder say."""
+    def status_of(self, name: str) -> os.stat_result | Reason:
+        """Return the status of a file below the folder, or why its kind, name or size keep it out."""
         try:
             status = os.lstat(name)
         except OSError as error:

@@ -177,7 +177,7 @@ def _describe(source: Source, name: str, location: Path) -> SourceFile:
         real = location.resolve(strict=True)
     except (OSError, RuntimeError):
         return _file_of(source, name, str(location), Reason.UNREADABLE)
-    said = source.entry_filter(real.parent, _ANY, named=True).look(str(real))
+    said = source.entry_filter(real.parent, _ANY, named=True).status_of(str(real))
     if "secrets" not in source.admit and (secret_name(name) or (location.is_symlink() and secret_name(real))):
         said = Reason.SECRET_NAME
     return _file_of(source, name, str(real), said)

@@ -1,4 +1,4 @@
-"""Open datastores: memory-mapped segments, n-gram tables, and the documents behind a position or a draft."""
+"""Open datastores: memory-mapped segments, n-gram tables, and the documents that a position or a draft comes from."""
 
 from __future__ import annotations
 
@@ -301,10 +301,10 @@ def read_ahead(stores: Sequence[Datastore]) -> None:
     )
     asked = accumulate(size for size, _ in files)
     chosen = [path for (_, path), size in zip(files, asked, strict=True) if size <= most_bytes]
-    threading.Thread(target=_ask, args=(chosen,), name="datastore-read-ahead", daemon=True).start()
+    threading.Thread(target=_request_reads, args=(chosen,), name="datastore-read-ahead", daemon=True).start()
 
 
-def _ask(paths: Sequence[Path]) -> None:
+def _request_reads(paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             with path.open("rb") as file:

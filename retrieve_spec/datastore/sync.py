@@ -54,10 +54,10 @@ the system, and of each of its texts the name after that of the file, SHA-256 or
 licence by its own lines or None without any."""
 
 
-def look(
+def scan_folder(
     source: Source, before: FolderState, store: Path, most_bytes: float = math.inf
 ) -> dict[SourceFile, tuple[Any, ...]]:
-    """What the files of a folder say now, in order, as a `FolderState` has it; those that did not change are not read.
+    """Return the present `FolderState` of a folder, by file, in order; files that did not change are not read.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ def _synchronised(
     found: dict[str, FolderState] = {}
     for source in sources:
         place = source.path
-        state = look(source, states.get(place, {}), work.store, most_bytes)
+        state = scan_folder(source, states.get(place, {}), work.store, most_bytes)
         found[place] = {file.location: about for file, about in state.items()}
         rule = source.licence_rule(Path(place))
         said = ((one, *text) for one in state for text in state[one][3])

@@ -31,7 +31,7 @@ _ROOT, _NOTHING = np.array([1], np.int32), np.empty(0, np.int32)
 
 @torch.no_grad()
 def measure_passes(speculation: Speculation) -> None:
-    """Begin to know what passes cost, by those of an earlier process on this CPU or by trying some."""
+    """Set the first costs of passes: those of an earlier process on this CPU, or of a few trials."""
     if speculation.mode in ("plain", "delegated"):
         return
     limits = (speculation.interface.max_positions, speculation.interface.max_slots)
@@ -48,7 +48,7 @@ def measure_passes(speculation: Speculation) -> None:
 
 
 def _time_passes(speculation: Speculation, context: int, positions: int) -> dict[int, float]:
-    """Seconds of passes over chains of a few widths: of the first two at least, of others until time runs out."""
+    """Return seconds of passes over chains of a few widths: the first two, and others until time runs out."""
     seconds = _SECONDS if speculation.ranks is None else math.inf  # ranks must run the same passes
     ids, known = sample_tokens(speculation.model, context), vocabulary(speculation.model)
     verifier = speculation.verifiers()[0]
@@ -110,7 +110,7 @@ def read_bigrams(speculation: Speculation) -> Bigrams:
 
 
 def _line_end(tokenizer: Any) -> list[int]:
-    """The token that ends a line; none of a vocabulary that has no such sign."""
+    """Return the last token of a line's end; empty where the tokenizer has none."""
     try:
         return [int(token) for token in tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]]
     except Exception:  # some tokenizers fail on what they do not know
@@ -118,7 +118,7 @@ def _line_end(tokenizer: Any) -> list[int]:
 
 
 def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
-    """(vocabulary, 2k) int32 entries of `Bigrams` that a file has; none are known where it is another or no file."""
+    """(vocabulary, 2k) int32 entries of `Bigrams` from a file; all -1 where the file is missing or does not fit."""
     k, entries = min(MOST, vocabulary), np.empty((0, 0), np.int32)
     with contextlib.suppress(Exception), open(path, "rb") as file:  # a damaged head is read as Python, and so fails
         entries = np.lib.format.read_array(file, allow_pickle=False)
@@ -128,7 +128,7 @@ def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
 
 @torch.no_grad()
 def _fill(entries: NDArray[np.int32], speculation: Speculation, line_end: list[int], seconds: float) -> None:
-    """Fill in tokens of which nothing is known, side by side after two ends of a line, for so many seconds."""
+    """Fill in unknown tokens, read side by side after two line ends, for at most `seconds`."""
     device, missing, k = input_device(speculation.model), np.flatnonzero(entries[:, 0] < 0), entries.shape[1] // 2
     nodes, end = _MOST_NODES if device.type == "cuda" else _FIRST_NODES, perf_counter() + seconds
     verifier = speculation.verifiers()[0]

@@ -37,7 +37,7 @@ class Reader:
 
     @property
     def is_near(self) -> bool:
-        """Whether the next pass may come."""
+        """Whether the reader is close enough for another pass."""
         return self.asking > 0 and not self._pieces if self._goes_along else len(self._pieces) < RUN_AHEAD
 
     def show(self, token_ids: NDArray[np.int32]) -> None:

@@ -217,8 +217,8 @@ class CompletionServer(LanguageServer):
         finally:
             self.work_done_progress.end(token, lsp.WorkDoneProgressEnd())
 
-    def look(self, uri: str, line: int) -> None:
-        """Note where somebody looks."""
+    def note_place(self, uri: str, line: int) -> None:
+        """Note the line that the user is at in a document."""
         self._places.pop(uri, None)
         self._places[uri] = line
 
@@ -265,7 +265,7 @@ def _add_documents(server: CompletionServer) -> None:
         document = server.opened(params.text_document.uri)
         if document is not None:
             document.__class__ = Document  # pygls makes them itself, and has no door for others
-        server.look(params.text_document.uri, 0)
+        server.note_place(params.text_document.uri, 0)
         if server.completer is not None:
             await server.completer.open(params.text_document.text)
 
@@ -274,7 +274,7 @@ def _add_documents(server: CompletionServer) -> None:
         uri = params.text_document.uri
         if server.opened(uri) is not None:
             changed = [getattr(change, "range", None) for change in params.content_changes]
-            server.look(uri, next((where.start.line for where in changed if where is not None), 0))
+            server.note_place(uri, next((where.start.line for where in changed if where is not None), 0))
 
     @server.feature(lsp.SHUTDOWN)
     def shutdown(_: None) -> None:
@@ -300,7 +300,7 @@ def _add_completion(server: CompletionServer) -> None:
             left = source[: document.offset_at_position(chosen.range.start)] + chosen.text
             given = chosen.text
         kind = params.context.trigger_kind
-        server.look(document.uri, params.position.line)
+        server.note_place(document.uri, params.position.line)
         text = await completer.complete(document.uri, left, right, server.pieces(document.uri), kind)
         if not text:
             return None

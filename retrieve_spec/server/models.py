@@ -126,8 +126,8 @@ class Models:
         """One that is loaded."""
         return cls({service.name: Model(lambda: service)}, service.config, service.metrics)
 
-    def tell(self, stage: str) -> None:
-        """Say what is going on while the first is loaded."""
+    def set_stage(self, stage: str) -> None:
+        """Note and log what is done while the first model is loaded."""
         self._stage = stage
         log.info("%s …", stage)
 

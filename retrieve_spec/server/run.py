@@ -196,7 +196,7 @@ def serve(
 
     def build_first() -> Service:
         first = models.first
-        service = build(paths[first], name=first, sources=sources, progress=models.tell)
+        service = build(paths[first], name=first, sources=sources, progress=models.set_stage)
         log.info("%s, fill-in-the-middle: %s", service.name, service.family or service.no_fim())
         on_loaded()
         return service

@@ -159,13 +159,13 @@ class AnswerMemory:
 
     def __len__(self) -> int:
         """Keys whose answers are kept."""
-        with self._alone():
+        with self._exclusive():
             return len(self._kept.known)
 
     @property
     def num_bytes(self) -> int:
         """What is kept, as `max_bytes` counts it."""
-        with self._alone():
+        with self._exclusive():
             return self._kept.num_bytes
 
     def key(self, name: str | bytes) -> bytes:
@@ -174,7 +174,7 @@ class AnswerMemory:
 
     def answers_of(self, key: bytes) -> tuple[NDArray[np.int32], ...]:
         """Answers that are kept of a key, oldest first, each (m,) int32."""
-        with self._alone():
+        with self._exclusive():
             return tuple(np.frombuffer(ids, "<i4").astype(np.int32) for ids in self._kept.known.get(key, ()))
 
     def add(self, key: bytes, token_ids: NDArray[np.int32]) -> None:
@@ -190,7 +190,7 @@ class AnswerMemory:
         ids = token_ids_of(token_ids, "an answer")
         if len(ids):
             self._waiting.append((key, ids[: loop_start(ids)].astype("<i4").tobytes()))
-        with self._alone():  # takes in what waits
+        with self._exclusive():  # takes in what waits
             pass
 
     def save(self) -> None:
@@ -207,7 +207,7 @@ class AnswerMemory:
         StoreCorruptError, StoreVersionError, TokenizerMismatchError
             The file that is there is something else; it is left as it is.
         """
-        with self._alone(), self._file_lock() as path:
+        with self._exclusive(), self._file_lock() as path:
             kept = self._merged(path) if path.exists() else self._kept
             replace_file(path, packed(kept.known), private=True)
             self._kept = kept
@@ -237,7 +237,7 @@ class AnswerMemory:
         StoreError, StoreLockedError, StoreCorruptError, StoreVersionError, TokenizerMismatchError
             The file is as it was; here all is forgotten.
         """
-        with self._alone():
+        with self._exclusive():
             for one in [one for one in self._kept.known if one.startswith(key)]:
                 self._kept.drop(one)
             for new in [new for new in self._new if new[0].startswith(key)]:
@@ -258,8 +258,8 @@ class AnswerMemory:
         return new > 0 and new * _NEW_SHARE >= self.num_bytes
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Have the memory for this thread, with all that was to be remembered."""
+    def _exclusive(self) -> Iterator[None]:
+        """Keep other threads out of the memory, once all that waits has been taken in."""
         with self._lock:
             before, self._busy = self._busy, True
             try:

@@ -152,7 +152,7 @@ def _on_itself(examined: Examined, at_most: Finding) -> Finding:
 
 
 def _past_windows(examined: Examined, found: Finding) -> Finding:
-    """Hold a finding against a small copy of the model whose windows are short enough to go beyond them."""
+    """Check a finding on a small copy of the model whose windows are short enough to go beyond them."""
     if examined.longest <= REACH:
         return found
     small = shrunk(examined.model)
@@ -171,7 +171,7 @@ def _past_windows(examined: Examined, found: Finding) -> Finding:
 
 
 def _below_windows(examined: Examined, found: Finding, reason: str) -> Finding:
-    """Hold a finding against small copies below their windows: those that choose keys first, then all."""
+    """Check a finding on small copies, below their windows: those that choose keys first, then all."""
     for names in (CHOICES, examined.lengths.keys()):
         longer = {name: length for name, length in examined.lengths.items() if name in names}
         small = shrunk(examined.model, longer) if longer else None
@@ -195,7 +195,7 @@ _STAGES: tuple[Callable[[Examined, Finding], Finding], ...] = (_on_itself, _past
 
 
 def _on_copy(small: Any, found: Finding, trials: list[Trial]) -> Finding:
-    """The strongest mode of a small copy, up to that of a finding and in its way."""
+    """Return the strongest mode of a small copy that works in a finding's way, up to the finding's mode."""
     of_copy = Finding(found.mode, found.reason, read_interface(small))
     return _strongest(small, of_copy, trials, layout_of(found.interface))
 

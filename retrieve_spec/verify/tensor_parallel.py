@@ -139,15 +139,15 @@ class _SharedDrafter:
         self._error: Exception | None = None
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
-        self._tell(lambda: self._drafter.start(prompt_ids, prediction_ids))
+        self._run_if_deciding(lambda: self._drafter.start(prompt_ids, prediction_ids))
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
     ) -> None:
-        self._tell(lambda: self._drafter.observe_prompt(token_ids, top_ids, top_logits))
+        self._run_if_deciding(lambda: self._drafter.observe_prompt(token_ids, top_ids, top_logits))
 
     def observe(self, verified: VerifiedPass) -> None:
-        self._tell(lambda: self._drafter.observe(verified))
+        self._run_if_deciding(lambda: self._drafter.observe(verified))
 
     def propose(self, budget: Budget) -> DraftTree:
         def decide() -> NDArray[np.int64]:
@@ -157,10 +157,10 @@ class _SharedDrafter:
         return _unpacked(self._ranks.broadcast(decide, 1 + len(FIELDS) * MAX_NODES))
 
     def finish(self) -> None:
-        self._tell(self._drafter.finish)
+        self._run_if_deciding(self._drafter.finish)
         self._raise()
 
-    def _tell(self, action: Callable[[], None]) -> None:
+    def _run_if_deciding(self, action: Callable[[], None]) -> None:
         if self._ranks.decides and self._error is None:
             try:
                 action()
