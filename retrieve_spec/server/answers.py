@@ -14,7 +14,7 @@ from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.reading import AnswerReader, Thought
 from retrieve_spec.server.sampling import TokenLogProb
 from retrieve_spec.server.schemas import ChatRequest, Common, OpenAIOptions
-from retrieve_spec.server.service import Prepared, Service
+from retrieve_spec.server.service import PreparedTask, Service
 from retrieve_spec.server.text import with_texts
 from retrieve_spec.server.tools import ToolCall
 
@@ -99,7 +99,7 @@ class Answer(ABC):
     closing, ping, media_type = b"", b": ping\n\n", "text/event-stream"
     tells_superseded = False
 
-    def __init__(self, service: Service, request: Common, prepared: Sequence[Prepared]) -> None:
+    def __init__(self, service: Service, request: Common, prepared: Sequence[PreparedTask]) -> None:
         self._written, self._make_reader = request.written, prepared[0].reader
         self._readers: dict[int, AnswerReader] = {}
         self._calls = Counter[int]()  # by text
@@ -211,7 +211,7 @@ class LlamaAnswer(Answer):
 
     tells_superseded = True
 
-    def __init__(self, service: Service, request: Common, prepared: Sequence[Prepared]) -> None:
+    def __init__(self, service: Service, request: Common, prepared: Sequence[PreparedTask]) -> None:
         super().__init__(service, request, prepared)
         (self._prepared,) = prepared
         self._request, self._model, self._n_ctx = request, service.name, service.backend.n_ctx
@@ -289,7 +289,7 @@ class OpenAIAnswer(Answer):
     closing = b"data: [DONE]\n\n"
 
     def __init__(
-        self, service: Service, request: OpenAIOptions, prepared: Sequence[Prepared],
+        self, service: Service, request: OpenAIOptions, prepared: Sequence[PreparedTask],
         chat: bool = False, echoed: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(service, request, prepared)

@@ -21,7 +21,7 @@ from retrieve_spec.server.guard import BoundedRoute, Refusal, errors, given_key
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Meant
 from retrieve_spec.server.prompts import FimParts
-from retrieve_spec.server.service import Caller, Prepared, Service
+from retrieve_spec.server.service import Caller, PreparedTask, Service
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -33,7 +33,7 @@ ANSWERS: dict[int | str, Any] = {
     **errors(400, 401, 403, 404, 408, 413, 499, 500, 501, 503),
 }
 """How the answers of a dialect are described."""
-Write = Callable[[Service, Any, Sequence[Prepared]], Answer]
+Write = Callable[[Service, Any, Sequence[PreparedTask]], Answer]
 """Makes what writes the answer to a request for which tasks have begun."""
 
 router = APIRouter(route_class=BoundedRoute)
@@ -66,7 +66,7 @@ async def completions(body: schemas.OpenAICompletionRequest, request: Request, s
         who = replace(who, client=None)  # one request may not replace its own other half
     echoed = [text if isinstance(text, str) else service.codec.decode(text) for text in prompts if body.echo]
 
-    def prepare(prompt: Any) -> Prepared:
+    def prepare(prompt: Any) -> PreparedTask:
         if body.suffix and isinstance(prompt, str):
             return service.fill(FimParts(prompt, body.suffix), body, who, wanted)
         return service.raw(prompt, body, who, wanted)
@@ -104,9 +104,13 @@ async def converse(service: Service, request: Request, body: schemas.ChatRequest
 
 
 async def respond(
-    service: Service, request: Request, body: schemas.Common, prepare: Callable[[], Sequence[Prepared]], write: Write
+    service: Service,
+    request: Request,
+    body: schemas.Common,
+    prepare: Callable[[], Sequence[PreparedTask]],
+    write: Write,
 ) -> Response:
-    """Answer a request in any dialect: its tasks are prepared in a thread, and handed to the queue."""
+    """Answer a request in any dialect: prepare its tasks in a thread, and hand them to the queue."""
     samples = body.n or 1 if isinstance(body, schemas.OpenAIOptions) else 1
     stream = await opened(service, lambda: [one for item in prepare() for one in item.samples(samples)])
     answer = write(service, body, stream.prepared)
@@ -132,7 +136,7 @@ def left_out_header(request: Request, names: Sequence[str]) -> dict[str, str]:
     return {"x-retrieve-spec-ignored": told}
 
 
-async def _events(service: Service, stream: Stream, answer: Answer) -> AsyncGenerator[bytes, None]:
+async def _events(service: Service, stream: TaskStream, answer: Answer) -> AsyncGenerator[bytes, None]:
     """Server-sent events, one for each pass, and comments while there is nothing to say."""
     finished: dict[int, Completion] = {}
     stream.ping_s = service.config.sse_ping_s or None
@@ -160,7 +164,7 @@ async def _events(service: Service, stream: Stream, answer: Answer) -> AsyncGene
         stream.close()
 
 
-async def _collect(request: Request, stream: Stream) -> list[Completion]:
+async def _collect(request: Request, stream: TaskStream) -> list[Completion]:
     """Completions of some tasks; all are given up when the client goes away."""
     gone = asyncio.ensure_future(_disconnected(request))
     work = asyncio.ensure_future(stream.results())
@@ -208,16 +212,16 @@ class EventStream(StreamingResponse):
 
 
 Said = tuple[int, Delta | Completion]
-"""What the queue says, and the number of the task that it is about."""
+"""Number of a task, and what came of it."""
 
 
-class Stream:
-    """What the queue says about the tasks of a request: all that has come since the last look.
+class TaskStream:
+    """Deltas and completions of a request's tasks; each step of the iteration yields all that have come since.
 
     Attributes
     ----------
     ping_s
-        Seconds in which nothing was said of which it tells with an empty list; None for never.
+        Seconds without news after which it yields an empty list; None for never.
     prepared
         The tasks that have begun.
     """
@@ -227,9 +231,9 @@ class Stream:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._said = loop, asyncio.Queue[Said]()
         self._leave: list[Callable[[], None]] = []
-        self.prepared: list[Prepared] = []
+        self.prepared: list[PreparedTask] = []
 
-    def begin(self, service: Service, prepared: Prepared) -> None:
+    def begin(self, service: Service, prepared: PreparedTask) -> None:
         """Hand a task to the queue."""
         number = len(self.prepared)
 
@@ -259,20 +263,20 @@ class Stream:
         return [done[number] for number in range(len(self.prepared))]
 
     def close(self) -> None:
-        """Give the tasks up (no effect on those that are done)."""
+        """Cancel the tasks that are not done."""
         for leave in self._leave:
             leave()
 
 
-async def opened(service: Service, prepare: Callable[[], Sequence[Prepared]]) -> Stream:
-    """The stream of tasks that a thread prepares and hands to the queue, which need not wait for the event loop.
+async def opened(service: Service, prepare: Callable[[], Sequence[PreparedTask]]) -> TaskStream:
+    """Prepare tasks and hand them to the queue in a thread, which need not wait for the event loop; return their stream.
 
     Raises
     ------
     Refusal
         503: the queue takes no more of them; and whatever `prepare` raises.
     """
-    stream = Stream(asyncio.get_running_loop())
+    stream = TaskStream(asyncio.get_running_loop())
 
     def work() -> None:
         try:

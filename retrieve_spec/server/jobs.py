@@ -159,7 +159,7 @@ Sink = Callable[[Delta | Completion], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """Somebody who waits for a job: the task as they asked for it, and where what comes of it goes."""
+    """Somebody who waits for a job: the task as they asked for it, and the sink of its deltas and completion."""
 
     task: Task
     sink: Sink
@@ -180,7 +180,7 @@ def same_document(old: str, new: str) -> bool:
 class Job:
     """A task, the work on it, and everyone who waits for it.
 
-    It looks after every pass for reasons to stop, and publishes what became visible.
+    After every pass it checks for reasons to stop, and publishes what became visible.
 
     Parameters
     ----------
@@ -228,7 +228,7 @@ class Job:
             self.turn.cancelled, self.done.outcome = True, outcome
 
     def join(self, waiter: Waiter) -> None:
-        """Let somebody wait for it, too, and tell them what has been published."""
+        """Add a waiter, and send them what has been published."""
         scanner = self._scanner
         if scanner.shown or self._told:
             told = tuple(scanner.shown_ids[: self._told])
@@ -236,7 +236,7 @@ class Job:
         self.waiters.append(waiter)
 
     def start(self) -> None:
-        """Take a cache, and look up what to draft from."""
+        """Take a cache, and collect what to draft from."""
         task, self._noted_at = self.task, self._clock()
         slot, self.done.cached_tokens = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse)
         self._slot = slot
@@ -259,7 +259,7 @@ class Job:
         )
 
     def _next_text(self) -> Any:
-        """What takes part in passes: the prompt as far as the next copy of the cache, at last all of it."""
+        """Return the next text to decode: the prompt up to the next copy of the cache, at last all of it."""
         task = self.task
         if self._settled:
             ids = task.prompt_ids[: self._settled[0]]
@@ -293,7 +293,7 @@ class Job:
         return tokens if text.startswith(begun) or begun.startswith(text) else ()
 
     def _most(self) -> int:
-        """Tokens that may be said; of what was begun each says a byte or more."""
+        """Tokens to generate at most; each token of what was begun spells a byte or more."""
         room = self._backend.n_ctx - len(self.task.prompt_ids)
         rules = self.task.rules
         return room if rules.max_tokens < 0 else min(rules.max_tokens + len(rules.begun.encode()), room)
@@ -310,12 +310,12 @@ class Job:
         self.done.waited_s += self._since()
 
     def _since(self) -> float:
-        """Seconds since the last that were noted."""
+        """Seconds since the last call."""
         before, self._noted_at = self._noted_at, self._clock()
         return self._noted_at - before
 
     def proceed(self) -> bool:
-        """Take what a pass brought; whether the task is done, and who waits may be told before it is closed."""
+        """Take the tokens of a pass; return whether the task is done, so that waiters hear before it is closed."""
         text, slot, prompt, done = self.text, self._slot, self.task.prompt_ids, self.done
         self.turn.worked_s += self._since()
         fresh = text.take()
@@ -351,7 +351,7 @@ class Job:
         return True
 
     def _publish(self) -> None:
-        """Publish further text, and the tokens that were taken since the last."""
+        """Publish the text and tokens that are new since the last call."""
         with self._changed:
             text, tokens = self._scanner.visible(), tuple(self._scanner.shown_ids[self._told :])
             logprobs = self._logprobs(self._told, self._told + len(tokens))

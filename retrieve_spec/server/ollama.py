@@ -31,7 +31,7 @@ from retrieve_spec.server.schemas import (
     Speculating,
     Text,
 )
-from retrieve_spec.server.service import Prepared, Service
+from retrieve_spec.server.service import PreparedTask, Service
 from retrieve_spec.server.translations import as_chat
 
 VERSION = "0.12.0"
@@ -143,7 +143,7 @@ class OllamaAnswer(Answer):
     media_type = "application/x-ndjson"
     ping = b""
 
-    def __init__(self, service: Service, request: Any, prepared: Sequence[Prepared], chat: bool = True) -> None:
+    def __init__(self, service: Service, request: Any, prepared: Sequence[PreparedTask], chat: bool = True) -> None:
         super().__init__(service, request, prepared)
         self._model, self._chat = service.name, chat
 
@@ -226,7 +226,7 @@ async def generate(body: OllamaGenerateRequest, request: Request, service: Meant
     asked = checked(OpenAICompletionRequest, {**body.as_fields(), "prompt": body.prompt, "suffix": body.suffix})
     wanted, who = -1 if asked.max_tokens is None else asked.max_tokens, caller(request, asked)
 
-    def prepare() -> list[Prepared]:
+    def prepare() -> list[PreparedTask]:
         if body.suffix:
             return [service.fill(FimParts(body.prompt, body.suffix), asked, who, wanted)]
         return [service.raw(body.prompt, asked, who, wanted)]

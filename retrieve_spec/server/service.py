@@ -83,7 +83,7 @@ class Caller:
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedTask:
     """A task and what its answer needs."""
 
     task: Task
@@ -91,8 +91,8 @@ class Prepared:
     predicted_tokens: int = 0
     reader: Callable[[], AnswerReader] | None = None
 
-    def samples(self, count: int) -> list[Prepared]:
-        """The task as often as it is asked for, each time with a seed of its own; none replaces another."""
+    def samples(self, count: int) -> list[PreparedTask]:
+        """Return the task `count` times, each with a seed of its own; none replaces another."""
         if count == 1:
             return [self]
         task, sampling = self.task, self.task.sampling
@@ -359,7 +359,7 @@ class Service:
             ) from error
         return kept
 
-    def infill(self, request: InfillRequest, caller: Caller) -> Prepared:
+    def infill(self, request: InfillRequest, caller: Caller) -> PreparedTask:
         """A task for the text between prefix and suffix.
 
         Raises
@@ -373,7 +373,7 @@ class Service:
         wanted = next(n for n in (request.n_predict, request.max_tokens, _FIM_TOKENS) if n is not None)
         return self.fill(parts, request, caller, wanted)
 
-    def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int) -> Prepared:
+    def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int) -> PreparedTask:
         """A task for the text between two texts."""
         memory = self.memory(caller.scope)
         if memory.assembler is None:
@@ -393,9 +393,9 @@ class Service:
             hints=memory.hints(prompt.context_ids, expected),
             begun=prompt.begun,
         )
-        return Prepared(task, prompt.truncated, len(expected))
+        return PreparedTask(task, prompt.truncated, len(expected))
 
-    def chat(self, request: ChatRequest, caller: Caller, wanted: int) -> Prepared:
+    def chat(self, request: ChatRequest, caller: Caller, wanted: int) -> PreparedTask:
         """A task for the model's next turn in a conversation."""
         prompt = self.prompts.chat(request)
         edit = find_edit(request.messages[-1]["content"])
@@ -421,7 +421,7 @@ class Service:
         wanted: int,
         thinking: Thinking = NO_THOUGHTS,
         edit: Edit | None = None,
-    ) -> Prepared:
+    ) -> PreparedTask:
         """A task for what follows a prompt; one that marks a cursor is treated as typing.
 
         An excerpt that is to be edited is what is expected, where the request does not say what else is.
@@ -458,7 +458,7 @@ class Service:
             document, shown, who = self.codec.decode(before), [*after, *before], caller
         hints = memory.hints(shown, expected)
         task = self._task(ids, request, wanted, who, document=document, hints=hints, thinking=thinking)
-        return Prepared(task, predicted_tokens=len(expected))
+        return PreparedTask(task, predicted_tokens=len(expected))
 
     def no_fim(self) -> str:
         """Why the model cannot infill and which can."""

@@ -34,7 +34,7 @@ from retrieve_spec.server.schemas import (
     Text,
     is_tool,
 )
-from retrieve_spec.server.service import Prepared, Service
+from retrieve_spec.server.service import PreparedTask, Service
 
 router = APIRouter(route_class=BoundedRoute)
 
@@ -146,7 +146,7 @@ class MessagesRequest(CountRequest):
 class MessageAnswer(ItemizedAnswer):
     """A message; its items are blocks."""
 
-    def __init__(self, service: Service, request: ChatRequest, prepared: Sequence[Prepared]) -> None:
+    def __init__(self, service: Service, request: ChatRequest, prepared: Sequence[PreparedTask]) -> None:
         super().__init__(service, request, prepared)
         self._number = -1  # of the block under way
         self._prompt_tokens = len(prepared[0].task.prompt_ids)
@@ -347,7 +347,7 @@ class ResponseAnswer(ItemizedAnswer):
     """A response; its items are messages and calls."""
 
     def __init__(
-        self, service: Service, chat: ChatRequest, prepared: Sequence[Prepared], request: ResponsesRequest
+        self, service: Service, chat: ChatRequest, prepared: Sequence[PreparedTask], request: ResponsesRequest
     ) -> None:
         super().__init__(service, chat, prepared)
         self._number, self._named = 0, request.named
