@@ -269,7 +269,7 @@ class TaskStream:
 
 
 async def opened(service: Service, prepare: Callable[[], Sequence[PreparedTask]]) -> TaskStream:
-    """Prepare tasks and hand them to the queue in a thread, which need not wait for the event loop; return their stream.
+    """Prepare tasks and queue them in a thread, which need not wait for the event loop; return their stream.
 
     Raises
     ------
