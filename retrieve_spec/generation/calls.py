@@ -67,7 +67,7 @@ class DecoderOnlyOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
 
 @dataclass
 class EncoderDecoderOutput(GenerateEncoderDecoderOutput):  # type: ignore[misc]
-    """The same of an encoder–decoder; see `DecoderOnlyOutput`."""
+    """Output of an encoder–decoder; fields as of `DecoderOnlyOutput`."""
 
     logprobs: torch.Tensor | None = None
     raw_logprobs: torch.Tensor | None = None

@@ -226,7 +226,7 @@ class RecordedVerifier:
         return self._attend(attend_by_rows if self.recorded.exact else attend, query, keys, values, layer)
 
     def attend_by_rows(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-        """The same for each row by itself."""
+        """Do as `attend`, for each row by itself."""
         return self._attend(attend_by_rows, query, keys, values, layer)
 
     def _attend(

@@ -186,7 +186,7 @@ class ChatTemplate:
         return "said" in past and "-mused-" not in past
 
     def _with_calls_taken(self, traits: Traits) -> Traits:
-        """The same with the form in which it takes calls, if it takes them in any."""
+        """Return the traits with the form in which the template takes calls, if it takes them in any."""
         if not traits.tools:
             return traits
         for short_ids, text_arguments in product((False, True), repeat=2):

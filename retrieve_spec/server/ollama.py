@@ -49,7 +49,7 @@ class Options(SamplingOptions):
     frequency_penalty: Penalty | None = None
 
     def as_fields(self) -> dict[str, Any]:
-        """The same as OpenAI has it."""
+        """Return the fields of OpenAI's dialect."""
         fields = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
         wanted = None if self.num_predict is None else max(self.num_predict, -1)
         return {**fields, "max_tokens": wanted, "repetition_penalty": self.repeat_penalty}
@@ -64,7 +64,7 @@ class OllamaRequest(Speculating):
     think: StrictBool | Text | None = None
 
     def as_fields(self) -> dict[str, Any]:
-        """The same as OpenAI has it."""
+        """Return the fields of OpenAI's dialect."""
         wanted = {"type": "json_object"} if self.format == "json" else {"type": "json_schema", "schema": self.format}
         thinks = {"enable_thinking": self.think} if isinstance(self.think, bool) else {"reasoning_effort": self.think}
         return {
@@ -83,7 +83,7 @@ class OllamaChatRequest(OllamaRequest):
     tools: Items[dict[str, Any]] | None = None
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat.
+        """Return the request as a chat request.
 
         Raises
         ------
@@ -107,7 +107,7 @@ class OllamaGenerateRequest(OllamaRequest):
     images: Items[Any] | None = None
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat of one question.
+        """Return the request as a chat of one question.
 
         Raises
         ------

@@ -534,7 +534,7 @@ class Service:
         return replace(sampling, seed=0) if sampling.greedy else sampling
 
     def _penalized(self, sampling: Sampling, request: OpenAIOptions) -> Sampling:
-        """The same with penalties and biases."""
+        """Return the sampling with the penalties and biases of a request."""
         bias = tuple(sorted((request.logit_bias or {}).items()))
         if bias and bias[-1][0] >= self.backend_vocabulary:
             raise Refusal(400, f'"logit_bias": token ids must be below {self.backend_vocabulary}')

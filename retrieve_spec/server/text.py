@@ -92,7 +92,7 @@ class TextCodec:
         self._remembered = lru_cache(_REMEMBERED)(self.encode)
 
     def apart(self) -> TextCodec:
-        """The same codec with nothing remembered, and a memory of its own."""
+        """Return a copy with an empty memory of its own."""
         other = copy.copy(self)
         other.forget()
         return other

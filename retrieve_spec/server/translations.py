@@ -49,7 +49,7 @@ class ToolChoice(Lenient):
     disable_parallel_tool_use: StrictBool | None = None
 
     def as_choice(self) -> str | dict[str, Any]:
-        """The same as in a chat."""
+        """Return the `tool_choice` of a chat request."""
         named = {"type": "function", "function": {"name": self.name or ""}}
         return named if self.type == "tool" else {"any": "required"}.get(self.type, self.type)
 
@@ -88,7 +88,7 @@ class CountRequest(Speculating):
     output_format: OutputFormat | None = None
 
     def as_chat(self, **fields: Any) -> ChatRequest:
-        """The same as a chat, with further fields of its own.
+        """Return the request as a chat request with further fields.
 
         Raises
         ------
@@ -298,7 +298,7 @@ class ResponsesRequest(Speculating):
     _names: Names = PrivateAttr(default_factory=dict)
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat.
+        """Return the request as a chat request.
 
         Raises
         ------

@@ -195,26 +195,26 @@ def _at_once(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]
 
 
 def _in_company(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
-    """The same as the first of four prompts."""
+    """Return the logits of `_at_once`, read as the first of four prompts."""
     others = [sample_tokens(model, ids.shape[1], which) for which in (1, 2, 3)]
     return _at_once(model, torch.cat([ids, *others]), shown.expand(4, -1), text)
 
 
 def _eagerly(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
-    """The same with transformers' plainest attention."""
+    """Return the logits of `_at_once` with transformers' plainest attention."""
     with attention_implementation(model, "eager"):
         return _at_once(model, ids, shown, text)
 
 
 def _in_pieces(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
-    """The same, prompt and text one after the other."""
+    """Return the logits of `_at_once`, the text read after the prompt."""
     steps = SingleSteps.of(model, prepare_call(model, ids, shown))
     steps.feed()
     return steps.feed_at_once(text)
 
 
 def _padded(model: Any, ids: torch.Tensor, shown: torch.Tensor, text: list[int]) -> torch.Tensor:
-    """The same with padding in front."""
+    """Return the logits of `_at_once` with padding in front."""
     front = ids[:, :5]
     return _at_once(model, torch.cat([front, ids], dim=-1), torch.cat([0 * front, shown], dim=-1), text)
 
