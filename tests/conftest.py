@@ -5,7 +5,7 @@ import ctypes
 import gc
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from found_once import FoundOnce
 from hypothesis import settings
 
 import retrieve_spec
@@ -161,17 +162,18 @@ def reference_tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
-def _loaded_reference() -> Any:
+def _reference() -> FoundOnce:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32).eval()
+    return FoundOnce(AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32).eval())
 
 
 @pytest.fixture
-def reference_model(_loaded_reference: Any) -> Any:
-    """The bundled model in float32, not accelerated; left so after the test."""
-    yield _loaded_reference
-    retrieve_spec.restore(_loaded_reference)
+def reference_model(_reference: FoundOnce, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The bundled model in float32, not accelerated; left so after the test. All tests share what is found of it."""
+    _reference.use(monkeypatch)
+    yield _reference.model
+    retrieve_spec.restore(_reference.model)
 
 
 @pytest.fixture(scope="session")
@@ -185,8 +187,8 @@ def smollm2() -> str:
     return SMOLLM2.name
 
 
-@pytest.fixture(scope="module")
-def _tiny() -> Any:
+@pytest.fixture(scope="session")
+def _tiny() -> FoundOnce:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -194,14 +196,43 @@ def _tiny() -> Any:
         num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return FoundOnce(LlamaForCausalLM(config).eval())
 
 
 @pytest.fixture
-def tiny(_tiny: Any) -> Any:
-    """A random Llama of 199 tokens and 128 positions in float32, not accelerated; left so after the test."""
-    yield _tiny
-    retrieve_spec.restore(_tiny)
+def tiny(_tiny: FoundOnce, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A random Llama of 199 tokens and 128 positions in float32, not accelerated; left so after the test.
+
+    All tests share what is found of it: a test of the probe, or of what is recorded, builds a model of its own.
+    """
+    _tiny.use(monkeypatch)
+    yield _tiny.model
+    retrieve_spec.restore(_tiny.model)
+
+
+@pytest.fixture(scope="session")
+def _shared() -> dict[str, FoundOnce]:
+    return {}
+
+
+@pytest.fixture
+def shared(_shared: dict[str, FoundOnce], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """`shared(build, ...)`: the model that a function builds of these arguments, for all tests that ask for it.
+
+    It is not accelerated, and left so after the test, like `tiny`.
+    """
+    used: list[Any] = []
+
+    def model(build: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        key = repr((build.__qualname__, arguments, sorted(settings.items())))
+        one = _shared.get(key) or _shared.setdefault(key, FoundOnce(build(*arguments, **settings)))
+        one.use(monkeypatch)
+        used.append(one.model)
+        return one.model
+
+    yield model
+    for one in used:
+        retrieve_spec.restore(one)
 
 
 @pytest.fixture

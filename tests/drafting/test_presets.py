@@ -112,13 +112,13 @@ def test_what_is_missing_is_said_and_the_closest_preset(name, error, said):
 
 
 @pytest.fixture(scope="module")
-def plain_output(_loaded_reference, reference_tokenizer):
+def plain_output(_reference, reference_tokenizer):
     prompts = [
         "def add(a, b):\n",
         "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def ",
     ]
     inputs = [reference_tokenizer(p, return_tensors="pt") for p in prompts]
-    return [(i, _loaded_reference.generate(**i, max_new_tokens=32, do_sample=False)) for i in inputs]
+    return [(i, _reference.model.generate(**i, max_new_tokens=32, do_sample=False)) for i in inputs]
 
 
 @pytest.fixture(scope="module")

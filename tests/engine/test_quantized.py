@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from batch_rows import small_model
+from found_once import FoundOnce
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -94,11 +95,14 @@ def test_packed_models_are_kept(tmp_path: Path, cache: Path, quantize: str, tied
 
 
 @pytest.mark.parametrize("form", [torch.bfloat16, torch.float16, 4, 8], ids=str)
-def test_drafts_change_no_bit_of_a_text(tmp_path: Path, form: torch.dtype | int) -> None:
+def test_drafts_change_no_bit_of_a_text(
+    tmp_path: Path, form: torch.dtype | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of a pass are the same whatever stands beside them: with weights of 16 bits, and with packed ones."""
     folder = save_llama(tmp_path / "model", tied=True, head_dim=32)
     given = {"quantization_config": WeightOnlyConfig(form)} if isinstance(form, int) else {"dtype": form}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **given).eval()
+    FoundOnce(model).use(monkeypatch)
     batch = torch.cat([PROMPT, PROMPT.flip(1), (PROMPT * 7) % 190 + 3])
     calls: list[tuple[torch.Tensor, dict[str, Any]]] = [
         (PROMPT, {"do_sample": False}),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_rows import script, small_model
+from batch_rows import KINDS, script, small_model
 from transformers import DynamicCache
 
 import retrieve_spec as rs
@@ -13,7 +13,6 @@ import retrieve_spec as rs
 PROMPT = torch.tensor([[3 + (i * 37 + 7) % 190 for i in range(60)]])
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 SAMPLED = OPTIONS | {"do_sample": True, "temperature": 1.0, "seed": 3}
-WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def read(model: Any, tokens: int) -> DynamicCache:
@@ -26,8 +25,10 @@ def read(model: Any, tokens: int) -> DynamicCache:
 
 @pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rest", [1, 2, 16, 17, 40])
-def test_the_first_pass_behind_a_cache_drafts(rest: int, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("llama")
+def test_the_first_pass_behind_a_cache_drafts(
+    rest: int, options: Any, shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared(small_model, "llama")
     rs.accelerate(model, recorded_pass="always")
     expected = model.generate(PROMPT, draft="off", **options)
     rs.restore(model)
@@ -46,21 +47,19 @@ def test_the_first_pass_behind_a_cache_drafts(rest: int, options: Any, monkeypat
     assert torch.equal(again, expected)
 
 
-@pytest.mark.parametrize(("model_type", "settings"), [("gemma3_text", WINDOWED), ("gpt2", {"n_embd": 32})])
+@pytest.mark.parametrize(("model_type", "settings"), KINDS[1:], ids=["windows", "learned positions"])
 @pytest.mark.parametrize("rest", [1, 5])
 def test_other_caches_are_read_as_before_and_the_text_is_the_same(
-    model_type: str, settings: Any, rest: int, monkeypatch: pytest.MonkeyPatch
+    model_type: str, settings: Any, rest: int, shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if model_type == "gpt2":
-        settings = settings | {"n_layer": 2, "n_head": 4, "n_positions": 256}
-    model = small_model(model_type, **settings)
+    model = shared(small_model, model_type, **settings)
     expected = model.generate(PROMPT, **OPTIONS)
     script(model, monkeypatch, expected, "branchy", recorded_pass="always")
     assert torch.equal(model.generate(PROMPT, past_key_values=read(model, 60 - rest), **OPTIONS), expected)
 
 
-def test_a_copied_cache_is_left_alone() -> None:
-    model = small_model("llama")
+def test_a_copied_cache_is_left_alone(shared: Any) -> None:
+    model = shared(small_model, "llama")
     rs.accelerate(model, recorded_pass="always")
     cache = read(model, 59)
     twin = copy.deepcopy(cache)

@@ -49,10 +49,15 @@ def alone(model: Any, ids: torch.Tensor, row: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("draft", "length"), [("auto", 1), ("auto", 70), ("off", 70)])
 @pytest.mark.parametrize("kind", KINDS[:2], ids=["llama", "windows"])
 def test_samples_of_one_prompt(
-    kind: tuple[str, dict[str, Any]], recorded: str, draft: str, length: int, monkeypatch: pytest.MonkeyPatch
+    kind: tuple[str, dict[str, Any]],
+    recorded: str,
+    draft: str,
+    length: int,
+    shared: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also a prompt that the recorded pass reads, of which the cache is no more by then, and one beyond a window."""
-    model = small_model(kind[0], **kind[1])
+    model = shared(small_model, kind[0], **kind[1])
     rs.accelerate(model, recorded_pass=recorded, draft=draft)
     ids = prompt_of(length)
     expected = [alone(model, ids, row, monkeypatch, **OPTIONS) for row in range(5)]

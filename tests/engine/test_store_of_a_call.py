@@ -15,12 +15,12 @@ PROMPTS = ("def area(width, height):\n", "class Shelf:\n    def ")
 
 
 @pytest.fixture(scope="module")
-def answers(_loaded_reference: Any, reference_tokenizer: Any) -> list[str]:
+def answers(_reference: Any, reference_tokenizer: Any) -> list[str]:
     """What the model says anyway."""
     said = []
     for prompt in PROMPTS:
         ids = reference_tokenizer(prompt, return_tensors="pt")["input_ids"]
-        text = _loaded_reference.generate(ids, **OPTIONS)[0, ids.shape[1] :]
+        text = _reference.model.generate(ids, **OPTIONS)[0, ids.shape[1] :]
         said.append(reference_tokenizer.decode(text, skip_special_tokens=True))
     return said
 

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from found_once import FoundOnce
 from small_decoders import accelerate, build, ids
 from transformers import DynamicCache
 
-from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.recorded import recorded_verifier, verifier_factory
+import retrieve_spec as rs
+from retrieve_spec.recorded import recorded_verifier
 from retrieve_spec.recorded.recorded_pass import RecordedPass
-from retrieve_spec.verify.interface import read_interface
-from retrieve_spec.verify.probe import probe
 from retrieve_spec.verify.verifier import VerifierInputs
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -26,9 +25,16 @@ def chunks_of_eight(monkeypatch):
     monkeypatch.setattr(recorded_verifier, "FEW", 4)
 
 
+@pytest.fixture(scope="module")
+def _llama():
+    return FoundOnce(build("llama"))
+
+
 @pytest.fixture
-def model():
-    return build("llama")
+def model(_llama, rows, monkeypatch):
+    _llama.use(monkeypatch)
+    yield _llama.model
+    rs.restore(_llama.model)
 
 
 @pytest.fixture
@@ -73,8 +79,8 @@ def test_the_model_begins_in_a_cache_that_has_no_layers_yet(model, rows):
 @pytest.mark.parametrize("keep", [1, 5, 8, 13])
 @pytest.mark.parametrize("chunk", [31, 12, 5])
 def test_kept_logits_and_states_are_the_models(model, rows, keep, chunk):
-    finding = probe(model, read_interface(model))
-    verifier, _ = verifier_factory.try_recording(model, finding, SpeculationConfig(recorded_pass="always"))
+    rs.accelerate(model, recorded_pass="always")
+    (verifier,) = model.speculation.verifiers()
     prompt = ids(31)
     cache = DynamicCache(config=model.config)
     verifier.start(
