@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from pretend_cuda import CudaTensor, PretendCuda, move_recording
+from pretend_cuda import CudaTensor, PretendCuda, moved_recording
 from scripted_drafter import ScriptedDrafter
 from small_decoders import VOCAB, build
 
@@ -19,6 +20,14 @@ from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import read_interface
+from retrieve_spec.verify.probe import Finding
+
+
+@functools.cache
+def _found(family: str) -> tuple[RecordedPass, Finding]:
+    """A recording of a family's model, which is the same at every call, and what the probe finds of it."""
+    model = build(family)
+    return RecordedPass(model, 2), acceleration._find_mode(model)
 
 
 class Placed:
@@ -29,16 +38,14 @@ class Placed:
         self.gpu, self.device = gpu, torch.device("cuda", index)
         self.begins: list[tuple[Counter[str], ...]] = []
         self.numbers: list[int] = []
-        recorded = RecordedPass(self.host, 2)
         self.model = copy.deepcopy(self.host).to(self.device)
-        move_recording(recorded, self.model, index)
-        self.recorded = recorded
+        recorded, self._finding = _found(family)
+        self.recorded = moved_recording(recorded, index)
 
     def prepare(self, **options: Any) -> None:
         # What the probe finds does not depend on the device, and operations here take a hundred times as long;
         # `gpu_check.py` on the pretended GPU probes there.
-        finding = acceleration._find_mode(self.host)
-        with patch.object(acceleration, "_find_mode", lambda model: finding):
+        with patch.object(acceleration, "_find_mode", lambda model: self._finding):
             rs.accelerate(self.model, recorded_pass="off", **options)
 
     def accelerate(self, answer: Any, script: str = "branchy", graphs: bool = True) -> PassGraphs | None:

@@ -10,6 +10,7 @@ recorded operations on the very tensors they were recorded with, and spoils the 
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -422,19 +423,21 @@ def triton_stand_in(gpu: PretendCuda) -> ModuleType:
     return module
 
 
-def move_recording(recorded: Any, model: Any, index: int = 0) -> None:
-    """Let a recording that was made on the host stand for a model on a GPU; within `PretendCuda`."""
+def moved_recording(recorded: Any, index: int = 0) -> Any:
+    """A copy, on a GPU, of a recording that was made on the host; within `PretendCuda`."""
     device = torch.device("cuda", index)
     moved: dict[int, torch.Tensor] = {}
-    recorded._weights = [
+    copied = copy.copy(recorded)
+    copied._weights = [
         moved.setdefault(id(w), w if isinstance(w, CudaTensor) else w.detach().to(device)) for w in recorded._weights
     ]
-    recorded.device = device
-    recorded.rules = [
+    copied.device = device
+    copied.rules = [
         rule if rule.sinks is None else replace(rule, sinks=rule.sinks.detach().to(device)) for rule in recorded.rules
     ]
-    module = recorded._compiled.run.__self__
+    module = copy.deepcopy(recorded._compiled.run.__self__)
     for node in module.graph.nodes:
         node.args, node.kwargs = tree_map(lambda a: device if a == HOST else a, (node.args, node.kwargs))
     module.recompile()
-    recorded._compiled = replace(recorded._compiled, run=module.forward)
+    copied._compiled = replace(recorded._compiled, run=module.forward)
+    return copied

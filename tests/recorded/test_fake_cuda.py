@@ -46,7 +46,7 @@ def test_steps_wait_once_with_a_kernel(
 
 
 def check_steps(placed: Placed, graphs: bool) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
     expected = placed.host.generate(ids(30), **options)
     captured = placed.accelerate(expected[0], graphs=graphs)
     for _ in range(2):  # the second time everything is captured
@@ -80,7 +80,7 @@ def test_tokens_chosen_on_the_device_come_in_one_copy(
     gpu: PretendCuda, with_triton: None, rules: dict[str, Any]
 ) -> None:
     placed = Placed(gpu)
-    options = {"max_new_tokens": 40, **rules, **({"seed": 3} if rules["do_sample"] else {})}
+    options = {"max_new_tokens": 24, **rules, **({"seed": 3} if rules["do_sample"] else {})}
     if rules["do_sample"]:
         rs.accelerate(placed.host, draft="off", recorded_pass="off")
     expected = placed.host.generate(ids(30), **options)
