@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import gc
 import math
@@ -89,17 +90,20 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "another class": lambda model: setattr(_layer(model), "__class__", Negated),
     "gradient checkpointing": lambda model: (model.gradient_checkpointing_enable(), model.requires_grad_(False)),
     "another attention": lambda model: model.set_attn_implementation("eager"),
+    "another module": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()),
+    "a forward patched": _patch_forward,
+}
+EDITS: dict[str, Callable[[Any], object]] = {
     "doubled weights": lambda model: [weight.detach().mul_(2.0) for weight in model.parameters()],
     "a state loaded": lambda model: model.load_state_dict({n: 0.5 * w for n, w in model.state_dict().items()}),
     "a step of an optimizer": _step_of_an_optimizer,
-    "another module": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()),
-    "a forward patched": _patch_forward,
     "another buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", 0.5 * _frequencies(model)),
     "a buffer edited": lambda model: _frequencies(model).mul_(0.5),
     **{f"an entry of {name}": partial(_counted_entry, where=name) for name in EDITED},
     **{f"an uncounted entry of {name}": partial(_uncounted_entry, where=name) for name in EDITED},
     **{f"{name} replaced": partial(_replaced_twice, where=name) for name in EDITED},
 }
+"""What changes numbers alone."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -110,6 +114,20 @@ def test_a_change_is_followed_and_the_pass_recorded_again(change: str) -> None:
     check(model)
     assert (model.speculation.pass_kind, model.speculation.pass_reason) == ("recorded", "")
     check(model)
+
+
+def test_other_numbers_are_read_by_the_next_pass() -> None:
+    model = accelerate(build("llama"))
+    before = check(model)
+    numbers = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+    for name, edit in EDITS.items():
+        edit(model)
+        assert not torch.equal(check(model), before), name
+        assert (model.speculation.pass_kind, model.speculation.pass_reason) == ("recorded", ""), name
+        with torch.no_grad():
+            for tensor, was in zip((*model.parameters(), *model.buffers()), numbers, strict=True):
+                tensor.copy_(was)
+        assert torch.equal(check(model), before), name
 
 
 def test_attributes_that_have_no_truth_value_may_change() -> None:
@@ -307,7 +325,7 @@ class Switched(nn.Module):
             self.chosen = "a"
         if self.is_off:
             return x
-        x = self.after(self.before(x)) * {"a": 1.0, "b": 0.8}[self.chosen] * self.times * len(self.kind)
+        x = self.after(self.before(x)) * {"a": 1.0, "b": 0.3}[self.chosen] * self.times * len(self.kind)
         x = x * (1.0 if math.isnan(self.limit) else self.limit) * (1.0 if self.exactly is True else 0.3)
         scale = self.scales.get(self.name or "", 3.0) * self.strength.value * self.number
         scale *= 1.0 if self.slot is None else self.slot
@@ -342,23 +360,39 @@ ATTRIBUTES: dict[str, Callable[[Switched], object]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def switched() -> dict[str, Any]:
+    """Accelerated models with a part that plain attributes switch, by the kind of their passes."""
+    models = {kind: build("llama", num_hidden_layers=1) for kind in ("recorded", "model's own")}
+    for kind, model in models.items():
+        model.model.layers[0].mlp.act_fn = nn.Sequential(Switched())
+        rs.accelerate(model, nodes=8, recorded_pass="always" if kind == "recorded" else "off")
+    return models
+
+
 @pytest.mark.parametrize(
-    ("change", "recorded_pass"),
-    [(change, "always") for change in ATTRIBUTES] + [("a text", "off"), ("one that the first call sets", "off")],
+    ("change", "kind"),
+    [(change, "recorded") for change in ATTRIBUTES]
+    + [("a text", "model's own"), ("one that the first call sets", "model's own")],
 )
 def test_plain_attributes_of_modules_are_followed(
-    change: str, recorded_pass: str, monkeypatch: pytest.MonkeyPatch
+    switched: dict[str, Any], change: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build("llama")
-    part = model.model.layers[1].mlp.act_fn = nn.Sequential(Switched())
-    rs.accelerate(model, nodes=8, recorded_pass=recorded_pass)
-    kind = "recorded" if recorded_pass == "always" else "model's own"
+    """Back, too, for which nothing is examined: what a model was is remembered."""
+    model = switched[kind]
+    part = model.model.layers[0].mlp.act_fn[0]
     before = check(model, kind)
+    attributes = {n: copy.copy(value) if isinstance(value, dict | list) else value for n, value in vars(part).items()}
     with monkeypatch.context() as patched:
         patched.setattr(VerifierFactory, "_examine", lambda _: pytest.fail("the model is examined again"))
         check(model, kind)  # though calls are counted
-    ATTRIBUTES[change](part[0])
+    ATTRIBUTES[change](part)
     assert not torch.equal(check(model, kind), before)
+    vars(part).clear()
+    vars(part).update(attributes)
+    part.slot = None
+    monkeypatch.setattr(VerifierFactory, "_examine", lambda _: pytest.fail("the model is examined again"))
+    assert torch.equal(check(model, kind), before)
 
 
 def test_a_table_that_grows_with_texts_goes_on_to_fit_its_length() -> None:
