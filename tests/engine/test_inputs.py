@@ -138,8 +138,7 @@ def pair(kind: int, recorded_pass: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("length", [10, 40], ids=["short", "long"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "length"), [(1, 10), (3, 40)])
 @pytest.mark.parametrize(("kind", "recorded_pass"), [(0, "always"), (0, "off"), (1, "always"), (2, "off")])
 def test_what_plain_generate_refuses_is_refused(kind: int, recorded_pass: Any, rows: int, length: int) -> None:
     plain, ours = pair(kind, recorded_pass)
