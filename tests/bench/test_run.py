@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from found_once import FoundOnce
 
 from retrieve_spec import cli
 from retrieve_spec.bench import report as stats
@@ -28,6 +29,20 @@ def questions(tmp_path_factory):
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_model_is_recorded_once():
+    """Though every method accelerates it again."""
+    with pytest.MonkeyPatch.context() as patched:
+
+        def load(*arguments, **options):
+            model, tokenizer = load_model(*arguments, **options)
+            FoundOnce(model).use(patched)
+            return model, tokenizer
+
+        patched.setattr(runner, "load_model", load)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,8 @@ def test_standard_library(tmp_path):
     assert {"json/decoder.py", "os.py"} <= paths
     assert not any("/test/" in path or path.startswith("site-packages") for path in paths)
     assert recipe.sources[0].licence == "PSF-2.0"
-    build_datastore(tmp_path / "s", list(recipe.sources), "reference", max_tokens=5_000, recipe=recipe.name)
+    part = load_recipe(RECIPES / "python-stdlib.toml", include=["json/**"])
+    build_datastore(tmp_path / "s", list(part.sources), "reference", max_tokens=5_000, recipe=recipe.name)
     store = open_datastore(tmp_path / "s", tokenizer="reference")
     assert store.manifest.history[0]["recipe"] == "python-stdlib"
     assert store.document_at(0, 0).licence == "PSF-2.0"

@@ -4,6 +4,7 @@ import copy
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from time import perf_counter
 
 import pytest
@@ -548,21 +549,23 @@ def grammatical(reference_live, monkeypatch):
     return reference_live
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_a_call_that_is_required_is_one_with_drafts_and_without(grammatical, monkeypatch, name):
+SAMPLING = cycle(({}, {"temperature": 1.0, "seed": 5}))
+
+
+@pytest.mark.parametrize(("name", "sampling"), list(zip(TOOL_FORMATS, SAMPLING, strict=False)))
+def test_a_call_that_is_required_is_one_with_drafts_and_without(grammatical, monkeypatch, name, sampling):
     config = replace(grammatical.service.config, tool_format=name)
     monkeypatch.setattr(grammatical.service, "config", config)
-    for sampling in ({}, {"temperature": 1.0, "seed": 5}):
-        body = {**BODY, "tool_choice": "required", "parallel_tool_calls": False, **sampling}
-        on, off = (grammatical.post("/v1/chat/completions", {**body, "speculative": speculative}).json()
-                   for speculative in (True, False))  # fmt: skip
-        (choice,) = on["choices"]
-        (call,) = choice["message"]["tool_calls"]
-        assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
-        assert is_right(call["function"]["name"], json.loads(call["function"]["arguments"]))
-        assert on["usage"]["completion_tokens"] == off["usage"]["completion_tokens"]
-        assert off["choices"][0]["message"]["tool_calls"][0]["function"] == call["function"]
-        assert on["timings"]["draft_n"] > 0
+    body = {**BODY, "tool_choice": "required", "parallel_tool_calls": False, **sampling}
+    on, off = (grammatical.post("/v1/chat/completions", {**body, "speculative": speculative}).json()
+               for speculative in (True, False))  # fmt: skip
+    (choice,) = on["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+    assert is_right(call["function"]["name"], json.loads(call["function"]["arguments"]))
+    assert on["usage"]["completion_tokens"] == off["usage"]["completion_tokens"]
+    assert off["choices"][0]["message"]["tool_calls"][0]["function"] == call["function"]
+    assert on["timings"]["draft_n"] > 0
     named = {**body, "tool_choice": {"type": "function", "function": {"name": "add"}}}
     (call,) = grammatical.post("/v1/chat/completions", named).json()["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "add" and is_right("add", json.loads(call["function"]["arguments"]))
