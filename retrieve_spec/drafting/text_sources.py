@@ -59,16 +59,19 @@ class TextSources:
     phrases: PhraseMemory | None = None
 
     def rows(self) -> dict[str, list[Row]]:
-        """Rows of every source by its name."""
+        """Rows of every source by its name; of levels that match as many tokens, those of earlier rows come first.
+
+        What the target said after some tokens tells its next one better than what merely followed them.
+        """
         knows_phrases = self.phrases is not None and self.phrases.requests > 1  # others than one requester's
         return {
             "prediction": _rows(self.prediction, PREDICTION) * HYPOTHESES,
+            "distilled": [table.row(DISTILLED) for table in self.distilled],
+            "recycling": _rows(self.recycling, RECYCLING),
             "context": [self.context.row(CONTEXT), self.unigrams.row(CONTEXT)],
             "session": [automaton.row(SESSION) for automaton in self.earlier],
             "exact": self.exact,
             "dense": _rows(self.dense, DENSE),
-            "recycling": _rows(self.recycling, RECYCLING),
-            "distilled": [table.row(DISTILLED) for table in self.distilled],
             "bigrams": _rows(self.bigrams if self.recycling else None, BIGRAMS),
             "phrases": _rows(self.phrases if knows_phrases else None, PHRASES),
             "alignment": _rows(self.alignments, ALIGNMENT),

@@ -54,6 +54,13 @@ def test_first_draft_of_a_text_is_what_the_model_was_asked(store):
     assert {SOURCE_NAMES[number] for number in tree.source} == {"distilled"}
 
 
+def test_what_the_model_says_comes_before_a_text_that_matches_as_many_tokens(store):
+    keep(store, said(([7], (40, 9))))
+    drafter = MixtureDrafter(datastores=[store])
+    drafter.start(np.array([token for other in range(60, 68) for token in (7, 30, other)] + [7], np.int32))
+    assert drafter.propose(Budget(2, 1)).token_ids.tolist() == [40, 30]
+
+
 def test_a_table_is_put_in_place_of_the_last_one_of_its_model(store):
     keep(store, said(([5], (7, 9))))
     path = keep(store, said(([6], (8, 9))), ABOUT | {"tokens": 9})
