@@ -31,6 +31,7 @@ from retrieve_spec.datastore.dense import model_fingerprint
 from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.streams import Finished, generate_many
 from retrieve_spec.kernels.recycling import WAYS
@@ -162,10 +163,17 @@ class _Done(Exception):
 
 
 class _Conversation:
-    """A prompt, the answers so far, and what is still to be asked."""
+    """A prompt, the answers so far, and what is still to be asked.
+
+    Attributes
+    ----------
+    top
+        What the model said would come next at each place of the answer that it is writing: token ids and their logits.
+    """
 
     def __init__(self, number: int, prompt: str) -> None:
         self.number = number
+        self.top: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
         self.messages = [{"role": "user", "content": prompt}]
         self._follow_ups = [FOLLOW_UPS[(number + turn) % len(FOLLOW_UPS)] for turn in range(number % (1 + _FOLLOW_UPS))]
 
@@ -176,6 +184,12 @@ class _Conversation:
             return False
         self.messages.append({"role": "user", "content": self._follow_ups.pop()})
         return True
+
+    def see(self, verified: VerifiedPass) -> None:
+        """Note what a pass showed at the places of the tokens that it emitted."""
+        assert verified.top_ids is not None and verified.top_logits is not None
+        places = np.concatenate([[0], verified.path + 1])[: len(verified.emitted)]
+        self.top.append((verified.top_ids[places], verified.top_logits[places]))
 
 
 class _Work:
@@ -222,7 +236,7 @@ class _Work:
                     if done.error is not None:
                         raise done.error
                     conversation = asked[done.index]
-                    if conversation.goes_on(self._take(done)):
+                    if conversation.goes_on(self._take(done, conversation)):
                         waiting.append(conversation)
 
     def _requests(
@@ -242,6 +256,7 @@ class _Work:
                 "inputs": self._prompt_ids(conversation.messages),
                 "max_new_tokens": most,
                 "do_sample": temperature > 0,
+                "on_pass": conversation.see,
                 **drawn,
             }
 
@@ -252,11 +267,12 @@ class _Work:
         ids: list[int] = self._tokenizer(text, add_special_tokens=not text.startswith("<"))["input_ids"]
         return ids
 
-    def _take(self, done: Finished) -> str:
-        """Observe what the model says in an answer, read once more with its prompt, and return its text."""
+    def _take(self, done: Finished, conversation: _Conversation) -> str:
+        """Keep what the model said at each place of an answer, and return its text."""
         [output], prompt = done.outputs, np.array(done.request["inputs"], np.int32)
         answer: str = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        self._observe(np.concatenate([prompt, output.token_ids]).astype(np.int32))
+        self.observed.append(_observations(prompt, output.token_ids, conversation.top))
+        conversation.top = []
         self.answers.append(answer)
         self._passes += output.report.passes
         self._generated += len(output.token_ids)
@@ -280,6 +296,22 @@ class _Work:
             self._on_progress(self.report())
         if self.tokens >= self._max_tokens or perf_counter() >= self._end:
             raise _Done
+
+
+def _observations(
+    prompt: NDArray[np.int32], answer: NDArray[np.int32], top: list[tuple[NDArray[np.int32], NDArray[np.float32]]]
+) -> Observations:
+    """Return what a model said at the places of an answer; of its prompt's other places nothing is known."""
+    ids = np.concatenate([prompt, answer]).astype(np.int32)
+    top_ids = np.full((len(ids), _TOP), -1, np.int32)
+    probs = np.zeros((len(ids), _TOP), np.float16)
+    if top:
+        said, logits = (np.concatenate(part)[: len(answer), :_TOP] for part in zip(*top, strict=True))
+        shares = np.exp(logits - logits[:, :1])
+        places = slice(len(prompt) - 1, len(prompt) - 1 + len(said))
+        top_ids[places, : said.shape[1]] = said
+        probs[places, : said.shape[1]] = shares / shares.sum(1, keepdims=True)
+    return Observations(ids, np.array([len(ids)]), top_ids, probs)
 
 
 def _keep_answers(store: Path, tokenizer: Any, answers: list[str]) -> None:

@@ -29,8 +29,8 @@ class Observations:
     lengths
         (texts,) int64, their tokens.
     top_ids, probs
-        (n, k) int32 the most probable next tokens after each token and all before it in its text, and float16 their
-        probabilities.
+        (n, k) int32 the most probable next tokens after each token and all before it in its text, -1 where nothing was
+        observed, and float16 their probabilities.
     """
 
     token_ids: NDArray[np.int32]
@@ -97,7 +97,7 @@ def averaged(observations: Observations) -> Contexts:
     found: list[Contexts] = []
     for order in range(ORDERS):
         shorter = found[-1] if found else None
-        observed = np.flatnonzero(keys[order])
+        observed = np.flatnonzero((keys[order] > 0) & (observations.top_ids[:, 0] >= 0))
         if not len(observed):  # no text is as long
             break
         of_order = keys[order][observed]
