@@ -99,7 +99,7 @@ cases = [
     ([(70, 0, tree)], 2, 2, 32, {"window": 70}, 1, 0, 1),
     ([(20, 0, wide)], 1, 1, 16, {}, 1, 24, 2),  # padding beyond a word of bits
 ]
-for given, kv_heads, groups, width, rules, splits, padding, texts in cases:
+for number, (given, kv_heads, groups, width, rules, splits, padding, texts) in enumerate(cases):
     laid = []
     for held, offset, drafted in given:
         seen, depths = visible_rows(1, drafted), row_depths(1, drafted)
@@ -113,31 +113,31 @@ for given, kv_heads, groups, width, rules, splits, padding, texts in cases:
     buffer.fill(laid)
     query = torch.randn(rows, kv_heads * groups, width).transpose(0, 1)  # as models hand it over
     keys, values = (torch.randn(rows, kv_heads, width).transpose(0, 1) for _ in range(2))
-    for layer in range(LAYERS):
-        before = [slab.clone() for text in laid for slab in text.cache.slabs[0].tensors]
-        got = packed_tree_attention(
-            query, keys, values, buffer.texts(0), LayerRule(0.2, **rules), layer=layer, block=block, splits=splits
-        )
-        start = 0
-        for i, text in enumerate(laid):
-            n, (held, offset) = len(text.ids), given[i][:2]
-            span, behind = slice(start, start + n), held - offset + n
-            own = [slab[layer] for slab in text.cache.slabs[0].tensors]
-            for slab, was, new in zip(own, before[2 * i : 2 * i + 2], (keys, values), strict=True):
-                assert torch.equal(slab[:, held - offset : behind], new[:, span])
-                assert torch.equal(slab[:, : held - offset], was[layer][:, : held - offset])
-                written = behind + (padding if i == len(laid) - 1 else 0)
-                assert slab[:, written:].isnan().all()
-            mask = TreeMask(groups, torch.float32, torch.device("cpu"))
-            mask.set(held, text.seen, text.depths)
-            own = [slab[None, :, :behind] for slab in own]
-            expected = attend(query[None, :, span], *own, mask, LayerRule(0.2, **rules))[0]
-            torch.testing.assert_close(got[span], expected, atol=2e-5, rtol=2e-5)
-            start += n
-        assert got.isfinite().all()  # padding, too
-        now = [slab for text in laid for slab in text.cache.slabs[0].tensors]
-        for slab, was in zip(now, before, strict=True):
-            torch.testing.assert_close(slab[1 - layer], was[1 - layer], atol=0, rtol=0, equal_nan=True)
+    layer = number % LAYERS
+    before = [slab.clone() for text in laid for slab in text.cache.slabs[0].tensors]
+    got = packed_tree_attention(
+        query, keys, values, buffer.texts(0), LayerRule(0.2, **rules), layer=layer, block=block, splits=splits
+    )
+    start = 0
+    for i, text in enumerate(laid):
+        n, (held, offset) = len(text.ids), given[i][:2]
+        span, behind = slice(start, start + n), held - offset + n
+        own = [slab[layer] for slab in text.cache.slabs[0].tensors]
+        for slab, was, new in zip(own, before[2 * i : 2 * i + 2], (keys, values), strict=True):
+            assert torch.equal(slab[:, held - offset : behind], new[:, span])
+            assert torch.equal(slab[:, : held - offset], was[layer][:, : held - offset])
+            written = behind + (padding if i == len(laid) - 1 else 0)
+            assert slab[:, written:].isnan().all()
+        mask = TreeMask(groups, torch.float32, torch.device("cpu"))
+        mask.set(held, text.seen, text.depths)
+        own = [slab[None, :, :behind] for slab in own]
+        expected = attend(query[None, :, span], *own, mask, LayerRule(0.2, **rules))[0]
+        torch.testing.assert_close(got[span], expected, atol=2e-5, rtol=2e-5)
+        start += n
+    assert got.isfinite().all()  # padding, too
+    now = [slab for text in laid for slab in text.cache.slabs[0].tensors]
+    for slab, was in zip(now, before, strict=True):
+        torch.testing.assert_close(slab[1 - layer], was[1 - layer], atol=0, rtol=0, equal_nan=True)
 print("same", len(cases))
 """
 
