@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from found_once import FoundOnce
 from hypothesis import settings
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.dispatcher import Dispatcher
 
 import retrieve_spec
 from retrieve_spec.processors import processes
@@ -130,25 +127,6 @@ def _findings_are_not_kept() -> Iterator[None]:
     """Models are probed, whatever an earlier process found: tests plant faults."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("retrieve_spec.recorded.verdicts.key_of", lambda *_: None)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _kernels_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A worker waits for a kernel that another one compiles, and loads it: else each would compile all of them."""
-    folder = tmp_path_factory.getbasetemp().parent / "compiling"
-    folder.mkdir(exist_ok=True)
-    locks: dict[str, FileLock] = {}
-    compile_it = Dispatcher.compile
-
-    def compile_once(kernel: Any, signature: Any) -> Any:
-        name = f"{kernel.py_func.__module__}.{kernel.py_func.__qualname__}"
-        lock = locks.setdefault(name, FileLock(folder / f"{name}.lock", thread_local=False))
-        with global_compiler_lock, lock:  # kernels call one another in one direction, so no two wait for each other
-            return compile_it(kernel, signature)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Dispatcher, "compile", compile_once)
         yield
 
 
