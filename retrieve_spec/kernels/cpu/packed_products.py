@@ -37,8 +37,6 @@ _AHEAD = 4096
 """Bytes that are prefetched: memory answers in the time of some groups."""
 _NEAR = 1 << 18
 """Bytes of rows that stay in the L2 cache while unpacked weights are read."""
-ROUNDED_BYTES = GROUP + 8
-"""Of a group of a rounded row: its numbers, its scale and its sum."""
 _SHARES = 4
 """Passes over a panel's weights that share prefetching the next panel."""
 _product, _tile = block_product(_VECTORS), tile_product(_VECTORS)
@@ -54,32 +52,22 @@ def block_of(blocks: tuple[int, ...], rows: int) -> int:
 
 
 @inner
-def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, rounded: int) -> None:
-    """Round one of `rows` rows of bfloat16, at address `x`, to bytes.
+def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, q: int, scales: int, sums: int) -> None:
+    """Round one of `rows` rows of bfloat16 to bytes.
 
-    At address `rounded` stand the blocks of rows, one after another. Each has its bytes (groups, rows, 32), then its
-    scales and its sums (groups, rows). With 4 bits sums are scaled, float32; with 8, where 128 was added
-    to weights, they are int32 and -128 times as large.
+    At addresses: the row; bytes, scales and sums of all rows, one block after another, each (groups, rows). With 4 bits
+    sums are scaled, float32; with 8, where 128 was added to weights, they are int32 and -128 times as large.
     """
     first = row // _MOST * _MOST
     block = block_of(BLOCKS, rows - first)
-    q, scales, sums = _parts_of_block(rounded, groups, first, block)
     for group in range(groups):
-        place = group * block + row - first
+        place = first * groups + group * block + row - first
         scale, whole = _quantise_group(view_u16(x + 2 * GROUP * group, GROUP), view_i8(q + GROUP * place, GROUP))
         view_f32(scales + 4 * place, 1)[0] = scale
         if bits == 4:
             view_f32(sums + 4 * place, 1)[0] = scale * np.float32(whole)
         else:
             view_i32(sums + 4 * place, 1)[0] = -128 * whole
-
-
-@inner
-def _parts_of_block(rounded: int, groups: int, first: int, block: int) -> tuple[int, int, int]:
-    """Addresses of bytes, scales and sums of a block of rounded rows, from row `first` on."""
-    q = rounded + ROUNDED_BYTES * groups * first
-    scales = q + GROUP * groups * block
-    return q, scales, scales + 4 * groups * block
 
 
 @inner
@@ -102,16 +90,16 @@ def _quantise_group(given: NDArray[np.uint16], rounded: NDArray[np.int8]) -> tup
 
 @part
 def multiply_panel(
-    weight: int, begin: int, bits: int, rows: int, groups: int, x: int, bias: int, out: int, stride: int, like: Any
-) -> None:
-    """Compute sixteen outputs of all rows, from output `begin` on; rows of `out` are `stride` bytes apart, and there
-    are as many as blocks have.
+    weight: int, begin: int, bits: int, rows: int, groups: int, q: int, scales: int, sums: int, bias: int, out: int,
+    stride: int, like: Any,
+) -> None:  # fmt: skip
+    """Sixteen outputs of all rows at addresses, from one on; rows of `out` are `stride` bytes apart, and as many as
+    blocks have.
 
-    Addresses are those of weights, rounded rows (`quantise_row`), numbers to add and results. With unpacked weights,
-    `x` are the rows themselves, and groups have 64 bytes.
+    With unpacked weights, `q` are the rows themselves, and groups have 64 bytes.
     """
     if bits == UNPACKED:
-        _multiply_unpacked(weight + 64 * begin * groups, rows, groups, x, bias, out, stride, like)
+        _multiply_unpacked(weight + 64 * begin * groups, rows, groups, q, bias, out, stride, like)
         return
     panel_bytes = groups * (_GROUP_BYTES_4 if bits == 4 else _GROUP_BYTES_8)
     weight += begin // LANES * panel_bytes
@@ -119,13 +107,13 @@ def multiply_panel(
     ahead, number = weight + (panel_bytes if shares > 1 else _AHEAD), 0
     first = 0
     while first < rows:
-        block = block_of(BLOCKS, rows - first)
-        q, scales, sums = _parts_of_block(x, groups, first, block)
+        block, at = block_of(BLOCKS, rows - first), first * groups
         for some in range(0, LANES, _WIDTH):
             asked = ahead + number * panel_bytes // shares if number < shares else weight
             _product(
-                like, bits, block, weight + 4 * some, weight + 64 * bits + 2 * some, q, scales, sums, groups, asked,
-                64 // shares if number < shares else 0, bias + 2 * some, out + first * stride + 2 * some, stride,
+                like, bits, block, weight + 4 * some, weight + 64 * bits + 2 * some, q + GROUP * at, scales + 4 * at,
+                sums + 4 * at, groups, asked, 64 // shares if number < shares else 0, bias + 2 * some,
+                out + first * stride + 2 * some, stride,
             )  # fmt: skip
             number += 1
         first += block

@@ -28,7 +28,6 @@ from retrieve_spec.kernels.cpu.layer_rows import gate_row, normalise_rows, rotat
 from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of
 from retrieve_spec.kernels.cpu.packed_products import (
     BLOCKS,
-    ROUNDED_BYTES,
     bits_of,
     multiply_panel,
     quantise_row,
@@ -61,10 +60,10 @@ class Step(IntEnum):
     PART = 0
     """Of a product: weight, bias, out, outputs."""
     QUANTISE = 1
-    """x, rounded rows, groups, bits."""
+    """x, bytes, scales, sums, groups, bits."""
     MULTIPLY = 2
-    """rounded rows, groups, bits, parts (the steps that follow), panels of all; with unpacked weights, the rows
-    themselves, and groups of 64 bytes."""
+    """bytes, scales, sums, groups, bits, parts (the steps that follow), panels of all; with unpacked weights, rows in
+    place of bytes, and groups of 64 bytes."""
     NORMALISE = 3
     """x, other, weight, total, out, width, repeats in a row, eps."""
     GATE = 4
@@ -78,7 +77,7 @@ class Step(IntEnum):
 
 
 _PLACES = {
-    Step.PART: 3, Step.QUANTISE: 2, Step.MULTIPLY: 1, Step.NORMALISE: 5, Step.GATE: 3, Step.ROTATE: 4, Step.KEEP: 2,
+    Step.PART: 3, Step.QUANTISE: 4, Step.MULTIPLY: 3, Step.NORMALISE: 5, Step.GATE: 3, Step.ROTATE: 4, Step.KEEP: 2,
     Step.ATTEND: 2,
 }  # fmt: skip
 """How many of the first fields of each kind of step are places."""
@@ -110,15 +109,15 @@ def _do_panel(
     step: NDArray[np.int64], parts: NDArray[np.int64], at: NDArray[np.int64], rows: int, panel: int, like: Any
 ) -> None:
     """One panel of a product."""
-    groups, bits, which = step[2], step[3], 0
+    groups, bits, which = step[4], step[5], 0
     while panel >= -(-parts[which, 4] // LANES):
         panel -= -(-parts[which, 4] // LANES)
         which += 1
     bias, outputs, size = parts[which, 2], parts[which, 4], bytes_of(like)
     begin = min(LANES * panel, outputs - LANES)  # with unpacked weights the last panel may overlap the one before
     multiply_panel(
-        at[parts[which, 1]], begin, bits, rows, groups, at[step[1]], at[bias] + (size * begin if bias != ZEROS else 0),
-        at[parts[which, 3]] + size * begin, size * outputs, like,
+        at[parts[which, 1]], begin, bits, rows, groups, at[step[1]], at[step[2]], at[step[3]],
+        at[bias] + (size * begin if bias != ZEROS else 0), at[parts[which, 3]] + size * begin, size * outputs, like,
     )  # fmt: skip
 
 
@@ -127,8 +126,9 @@ def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int,
     """One row of any other step."""
     kind, x, size = step[0], at[step[1]], bytes_of(like)
     if kind == _QUANTISE:
-        groups, bits = step[3], step[4]
-        quantise_row(x + size * GROUP * groups * row, bits, row, rows, groups, at[step[2]])
+        groups, bits = step[5], step[6]
+        begin = x + size * GROUP * groups * row
+        quantise_row(begin, bits, row, rows, groups, at[step[2]], at[step[3]], at[step[4]])
     elif kind == _NORMALISE:
         width, repeats, eps = step[6], step[7], step[8:].view(np.float64)[0]
         begin = size * width * repeats * row
@@ -166,8 +166,8 @@ def _run(address: int, like: Any) -> None:
         if step[0] == _PART:
             continue
         if step[0] == _MULTIPLY:
-            each = max(step[5] // (_PARTS * threads), 1)
-            units = -(-step[5] // each)
+            each = max(step[7] // (_PARTS * threads), 1)
+            units = -(-step[7] // each)
         elif step[0] == _ATTEND:
             units = attention_parts(by_text, step[4], step[5])
         while True:
@@ -175,7 +175,7 @@ def _run(address: int, like: Any) -> None:
             if unit >= units:
                 break
             if step[0] == _MULTIPLY:
-                for panel in range(unit * each, min((unit + 1) * each, step[5])):
+                for panel in range(unit * each, min((unit + 1) * each, step[7])):
                     _do_panel(step, parts, at, rows, panel, like)
             elif step[0] == _ATTEND:
                 scale, softcap = step[9:].view(np.float64)
@@ -314,7 +314,7 @@ class RowProgram:
         self._row_bytes: list[int] = [0, 0]  # by place, of buffers
         self._given: list[int] = []
         self._zeros = np.zeros(2 * LANES, np.float32)
-        self._rounded: dict[tuple[int, int], int] = {}
+        self._rounded: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
         self._arena_bytes = self._widest = 0
 
@@ -337,11 +337,12 @@ class RowProgram:
     def multiply(self, x: int, width: int, bits: int, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Add products of the rows at one place, so wide; each with its fields of `Step.PART`."""
         groups = width * self._size // 64 if bits == UNPACKED else width // GROUP
-        rounded = x if bits == UNPACKED else self._rounded.get((x, bits))
+        rounded = (x, NOWHERE, NOWHERE) if bits == UNPACKED else self._rounded.get((x, bits))
         if rounded is None:
-            rounded = self._rounded[x, bits] = self.place(groups, ROUNDED_BYTES)
-            self.add(Step.QUANTISE, x, rounded, groups, bits)
-        self.add(Step.MULTIPLY, rounded, groups, bits, len(parts), sum(-(-fields[-1] // LANES) for fields in parts))
+            rounded = self.place(groups * GROUP, 1), self.place(groups, 4), self.place(groups, 4)
+            self._rounded[x, bits] = rounded
+            self.add(Step.QUANTISE, x, *rounded, groups, bits)
+        self.add(Step.MULTIPLY, *rounded, groups, bits, len(parts), sum(-(-fields[-1] // LANES) for fields in parts))
         for fields in parts:
             self.add(Step.PART, *fields)
 
