@@ -221,9 +221,13 @@ def test_a_stream_has_comments_while_a_long_prompt_is_read(live, say, ping_s):
 
 
 def test_what_keeps_a_workspace_from_being_followed_names_no_files_to_everybody(live, say, tokenizer, tmp_path):
-    workspace = Workspace([tmp_path], ServeConfig(), tokenizer, lambda store: None)
-    workspace.trouble = f"PermissionError: [Errno 13] Permission denied: '{tmp_path}/private plans.py'"
+    def attach(store):
+        raise PermissionError(13, "Permission denied", f"{tmp_path}/private plans.py")
+
+    (tmp_path / "plans.py").write_text("x = 1\n" * 20)
+    workspace = Workspace([tmp_path], ServeConfig(), tokenizer, attach)
     server = live(say("x"), keys=(b"one",), workspace=workspace)
+    assert workspace.indexed.wait(600)
     shown = server.client.get("/health").json()["workspace"]
     assert shown["trouble"].startswith("PermissionError: ") and "log" in shown["trouble"]
     assert "private" not in str(shown) and str(tmp_path) not in str(shown)
