@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ FORMATS = (
 )  # fmt: skip
 
 
+@lru_cache(maxsize=8)  # looked for in thousands of characters, several times a request
 def find_tool_format(template: str, name: str | None = None) -> ToolFormat | None:
     """The format of that name, else the one that a chat template tells of, None for one that is not known."""
     if name:
