@@ -17,7 +17,7 @@ from retrieve_spec.kernels import calibration
 from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import door, inner, making
 from retrieve_spec.kernels.request import MATCH, request_at
-from retrieve_spec.kernels.step import step
+from retrieve_spec.kernels.step import propose
 from retrieve_spec.kernels.views import Record, record_at, records_at, view_f32, view_i32, view_i64_rows
 
 CALL = np.dtype([(name, np.int64) for name in ("request", "text", "place", "longest")], align=True)
@@ -137,7 +137,7 @@ def share(calls: NDArray[Any], cost: NDArray[np.float32], total: int) -> None:
 
 @making
 def _follow_and_grow(
-    request: Record,
+    address: int,
     plan: Record,
     emitted: NDArray[np.int32],
     most: int,
@@ -145,13 +145,14 @@ def _follow_and_grow(
     cost: NDArray[np.float32],
 ) -> bool:
     """Learn what a text says and draft a branch of so many nodes at most; False where an automaton had no room."""
+    request = request_at(address)
     no_block, no_top, no_logits = np.empty((0, 0), np.int32), np.empty((0, 1), np.int32), np.empty((0, 1), np.float32)
     if len(emitted) > 0:
         _judge(request, plan, emitted)
         _keep(request, emitted)
     one = np.int64(1)  # not a literal: for each of those the step would be compiled once more
     request.num_verified, request.least_p = 0, least  # judged above, as the engine verifies one branch
-    room, _, tree = step(request, cost, most, most, one, emitted, no_block, no_top, no_logits, one)
+    room, _, tree = propose(address, cost, most, most, one, emitted, no_block, no_top, no_logits, one)
     request.least_p = 0.0
     request.num_unread = len(emitted) - room
     request.num_drafted, request.step = 0, plan.now
@@ -225,7 +226,7 @@ def step_chains(
         plan.emitted += len(emitted)
         most = max(min(plan.deepest, calls[i].longest - length - 1), np.int64(0))
         paid = cost[: most + 1] if rows == 1 else cost[:0]
-        if not _follow_and_grow(request, plan, emitted, most, least, paid):
+        if not _follow_and_grow(calls[i].request, plan, emitted, most, least, paid):
             plan.begin = i  # the rows after it learn from the same tables once it has drafted
             return FULL
     for i in range(rows):

@@ -1,6 +1,6 @@
 """Step of drafting: a pass is learned and the next draft tree grown in one compiled call.
 
-`step` first judges the last draft and lets `observe` learn from the emitted tokens, move every cursor over them and
+`propose` first judges the last draft and lets `observe` learn from the emitted tokens, move every cursor over them and
 keep the target's top tokens; then it grows the tree and puts it into order. What they read and write lies in the
 sources' records (`kernels/source_table.py`) and in the request's (`kernels/request.py`).
 """
@@ -240,9 +240,9 @@ def find_origins(request: Record, num_nodes: int, out: NDArray[np.int64]) -> Non
                     out[i] = (segment.segment << ORIGIN_BITS) | position
 
 
-@making
-def step(
-    request: Record,
+@making_door
+def propose(
+    address: int,
     cost: NDArray[np.float32],
     max_nodes: int,
     max_depth: int,
@@ -257,8 +257,8 @@ def step(
 
     Parameters
     ----------
-    request
-        Where the text stands; its `num_verified`, `num_accepted` and `expected` say what became of the last draft.
+    address
+        Of the request; its `num_verified`, `num_accepted` and `expected` say what became of the last draft.
     cost, max_nodes, max_depth, chain
         As for `expand.expand`; with 0 nodes nothing is drafted.
     emitted, verified, top_ids, top_logits
@@ -274,6 +274,7 @@ def step(
         request's `nodes` and `node_p` hold the nodes in best-first order, `first_token` and `first_p` what the draft
         begins with, or would if it paid. One array only: where caches are empty each takes microseconds to make.
     """
+    request = state.request_at(address)
     room = np.int64(0)
     if len(emitted) > 0:
         _judge(request, emitted[0])
@@ -298,24 +299,6 @@ def step(
     tree = np.empty((BLOCK_ROWS, n), np.int32)
     write_tree(state.sources_of(request), nodes, node_p, found, tree)
     return room, expected_accepted, tree
-
-
-@making_door
-def propose(
-    address: int,
-    cost: NDArray[np.float32],
-    max_nodes: int,
-    max_depth: int,
-    chain: int,
-    emitted: NDArray[np.int32],
-    verified: NDArray[np.int32],
-    top_ids: NDArray[np.int32],
-    top_logits: NDArray[np.float32],
-    stores: int | None,
-) -> tuple[int, float, NDArray[np.int32]]:
-    """`step` of the request at an address."""
-    request = state.request_at(address)
-    return step(request, cost, max_nodes, max_depth, chain, emitted, verified, top_ids, top_logits, stores)
 
 
 @making_door
