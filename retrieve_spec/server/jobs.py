@@ -225,7 +225,8 @@ class Job:
     def cancel(self, outcome: Outcome = "cancelled") -> None:
         """End the work after the current pass; the first reason that is given is the outcome."""
         if not self.turn.cancelled:
-            self.turn.cancelled, self.done.outcome = True, outcome
+            self.done.outcome = outcome  # first: whoever finds it cancelled reads why
+            self.turn.cancelled = True
 
     def join(self, waiter: Waiter) -> None:
         """Add a waiter, and send them what has been published."""
