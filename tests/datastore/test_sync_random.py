@@ -13,7 +13,7 @@ from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import read_manifest
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.datastore.sync import FOLLOWED_BYTES, look, sync_datastore
+from retrieve_spec.datastore.sync import FOLLOWED_BYTES, scan_folder, sync_datastore
 
 ROUNDS = int(os.environ.get("RETRIEVE_SPEC_ROUNDS", "15"))
 NAMES = ["a.txt", "b.py", "c.log", "d.jsonl", ".env", "odd\udcff.txt", "a#part1"]
@@ -128,7 +128,7 @@ def test_a_store_that_followed_every_change_says_what_there_is(tokenizer, tmp_pa
         monkeypatch.setattr(sync, "text_hash", lambda text: read.append(text) or text_hash(text))
         report = sync_datastore(store, [folder.root], workers=1)
         monkeypatch.setattr(sync, "text_hash", text_hash)
-        afresh = look(Source(str(folder.root), max_bytes=FOLLOWED_BYTES), {}, store)
+        afresh = scan_folder(Source(str(folder.root), max_bytes=FOLLOWED_BYTES), {}, store)
         said = [(file.path + behind, *rest) for file, one in afresh.items() for behind, *rest in one[3]]
         listed = [name for name, _ in EntryFilter(folder.root).entries()]
         assert len(listed) == len(set(listed)), number

@@ -356,7 +356,7 @@ ATTRIBUTES: dict[str, Callable[[Switched], object]] = {
     "an entry of a list": lambda part: part.active.append("b"),
     "another list": lambda part: setattr(part, "active", ["a", "b", "c"]),
     "a slot": lambda part: setattr(part, "slot", 0.5),
-    "one that was not there": lambda part: setattr(part, "later", 0.7),
+    "one that was not there": lambda part: setattr(part, "later", 0.1),
 }
 
 
