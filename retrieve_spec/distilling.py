@@ -271,8 +271,12 @@ class _Work:
         """Keep what the model said at each place of an answer, and return its text."""
         [output], prompt = done.outputs, np.array(done.request["inputs"], np.int32)
         answer: str = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        self.observed.append(_observations(prompt, output.token_ids, conversation.top))
-        conversation.top = []
+        ids = np.concatenate([prompt, output.token_ids]).astype(np.int32)
+        if conversation.top:
+            self.observed.append(_observations(ids, len(prompt) - 1, conversation.top))
+            conversation.top = []
+        else:  # passes that nothing drafts for show nothing
+            self._observe(ids)
         self.answers.append(answer)
         self._passes += output.report.passes
         self._generated += len(output.token_ids)
@@ -299,18 +303,16 @@ class _Work:
 
 
 def _observations(
-    prompt: NDArray[np.int32], answer: NDArray[np.int32], top: list[tuple[NDArray[np.int32], NDArray[np.float32]]]
+    ids: NDArray[np.int32], first: int, top: list[tuple[NDArray[np.int32], NDArray[np.float32]]]
 ) -> Observations:
-    """Return what a model said at the places of an answer; of its prompt's other places nothing is known."""
-    ids = np.concatenate([prompt, answer]).astype(np.int32)
+    """Return what a model said at the places of a text from `first` on; of those before nothing is known."""
     top_ids = np.full((len(ids), _TOP), -1, np.int32)
     probs = np.zeros((len(ids), _TOP), np.float16)
-    if top:
-        said, logits = (np.concatenate(part)[: len(answer), :_TOP] for part in zip(*top, strict=True))
-        shares = np.exp(logits - logits[:, :1])
-        places = slice(len(prompt) - 1, len(prompt) - 1 + len(said))
-        top_ids[places, : said.shape[1]] = said
-        probs[places, : said.shape[1]] = shares / shares.sum(1, keepdims=True)
+    said, logits = (np.concatenate(part)[: len(ids) - 1 - first, :_TOP] for part in zip(*top, strict=True))
+    shares = np.exp(logits - logits[:, :1])
+    places = slice(first, first + len(said))
+    top_ids[places, : said.shape[1]] = said
+    probs[places, : said.shape[1]] = shares / shares.sum(1, keepdims=True)
     return Observations(ids, np.array([len(ids)]), top_ids, probs)
 
 

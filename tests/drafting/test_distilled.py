@@ -123,6 +123,14 @@ def test_a_distilled_store_drafts_from_the_first_pass_and_changes_no_text(
     assert last.accepted_by_source.get("distilled", 0) > 0 and last.passes <= without
 
 
+def test_answers_of_a_model_that_nothing_drafts_for_are_read(
+    reference_model, reference_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(reference_model.generation_config, "num_beams", 2)
+    report = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["def f("], max_tokens=8)
+    assert report.tokens == 8 and report.contexts > 8
+
+
 def _fingerprint(model):
     from retrieve_spec.datastore.dense import model_fingerprint
 
