@@ -382,6 +382,7 @@ def info(store: Path | str, as_json: bool) -> None:
         ("tokenizer", manifest.fingerprint[7:19]),
         ("content", manifest.content[:12]),
         *_dense_rows(manifest),
+        *_distilled_rows(manifest),
         *((event["verb"], f"{event['at']}  {counted(event['documents'], 'document')}") for event in manifest.history),
     ]
     click.echo(f"{store}")
@@ -463,6 +464,14 @@ def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:
     size = sum(file.bytes for file in files)
     model = f"{record.model} ({record.fingerprint[7:19]})"
     return [("dense", f"{model}, layer {record.layer}, {record.dims} dims, {size / 1e6:,.1f} MB")]
+
+
+def _distilled_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    rows = []
+    for entry in manifest.distilled:
+        size = sum(file.bytes for file in entry.files.values())
+        rows.append(("distilled", f"{entry.model[:19]}, {counted(entry.tokens, 'token')}, {size / 1e6:,.1f} MB"))
+    return rows
 
 
 def print_report(report: ChangeReport, store: Path | str, output: Output) -> None:

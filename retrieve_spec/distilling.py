@@ -14,7 +14,7 @@ import random
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -25,17 +25,17 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.acceleration import accelerated
-from retrieve_spec.datastore.build import add_documents, build_datastore
+from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.change import check_folder
 from retrieve_spec.datastore.dense import model_fingerprint
 from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import VerifiedPass
-from retrieve_spec.errors import ConfigError
+from retrieve_spec.errors import ConfigError, NothingToIndexError
 from retrieve_spec.generation.streams import Finished, generate_many
 from retrieve_spec.kernels.recycling import WAYS
-from retrieve_spec.sources.distilled import OBSERVED, distilled_folder, keep_distilled
+from retrieve_spec.sources.distilled import keep_distilled, observed
 from retrieve_spec.sources.observations import Observations
 from retrieve_spec.verify.interface import input_device
 
@@ -136,26 +136,25 @@ def distil(
         remedy = f"Take {1 << max(contexts, WAYS).bit_length()}."
         raise ConfigError(f"contexts as a power of two, at least {WAYS}", str(contexts), remedy)
     store, fingerprint = Path(store), model_fingerprint(model)
+    earlier: list[Observations] = []
     if (store / MANIFEST).exists():
-        open_datastore(store, tokenizer=tokenizer)
+        earlier = observed(open_datastore(store, tokenizer=tokenizer), fingerprint)
     else:
         check_folder(store)
-    known = distilled_folder(store, fingerprint) / OBSERVED
-    earlier = [Observations.load(known)] if known.exists() else []
     with accelerated(model, tokenizer):
         work = _Work(model, tokenizer, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
         try:
             for text in texts:
                 work.read(text)
-            work.ask(general_prompts() if prompts is None else prompts)
+            asked_before = sum(len(part.token_ids) for part in earlier)
+            work.ask(general_prompts(seed=asked_before) if prompts is None else prompts)
         except (KeyboardInterrupt, _Done):
             pass
     if not work.tokens:
         raise ConfigError("prompts to ask or texts to read", "none", "Leave prompts out to ask general ones.")
     _keep_answers(store, tokenizer, work.answers)
     observations = Observations.joined(earlier + work.observed)
-    about = {"model": fingerprint, "tokens": len(observations.token_ids)}
-    return replace(work.report(), contexts=keep_distilled(observations, contexts, store, about))
+    return replace(work.report(), contexts=keep_distilled(observations, contexts, store, fingerprint))
 
 
 class _Done(Exception):
@@ -318,12 +317,11 @@ def _observations(
 
 def _keep_answers(store: Path, tokenizer: Any, answers: list[str]) -> None:
     """Make answers documents of a store, which is made where there is none."""
+    if not (store / MANIFEST).exists():
+        create_datastore(store, tokenizer)
     if not any(answers):
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, suppress(NothingToIndexError):  # all said before
         path = Path(folder) / "answers.jsonl"
         path.write_text("".join(json.dumps({"text": answer}) + "\n" for answer in answers if answer), encoding="utf-8")
-        if (store / MANIFEST).exists():
-            add_documents(store, [Source(str(path))])
-        else:
-            build_datastore(store, [Source(str(path))], tokenizer)
+        add_documents(store, [Source(str(path))])

@@ -157,6 +157,20 @@ def build_datastore(
         return grow(work, manifest, event, shards, settings, workers=workers, progress=progress)
 
 
+def create_datastore(path: Path, tokenizer: Any) -> None:
+    """Make a datastore without documents, to add some to.
+
+    Raises
+    ------
+    BuildError
+        When there is a store or something else in the folder, no tokenizer is given, or the disk cannot be written.
+    """
+    with writer(path) as work:
+        check_folder(path)
+        event = begin_change(work, "build")
+        publish(work, first_manifest(path, tokenizer, StoreConfig()), (), (), event)
+
+
 def add_documents(
     path: str | os.PathLike[str],
     sources: Source | str | Sequence[Source | str],

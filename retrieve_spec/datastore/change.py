@@ -20,6 +20,7 @@ from retrieve_spec._version import __version__
 from retrieve_spec.datastore.files import sync_folder
 from retrieve_spec.datastore.manifest import (
     CATALOG,
+    DISTILLED,
     MANIFEST,
     MOST_EVENTS,
     SEGMENTS,
@@ -49,7 +50,7 @@ class ChangeReport:
     Attributes
     ----------
     verb
-        build, add, remove, merge, compact, retokenize, sync or pull.
+        build, add, remove, merge, compact, retokenize, sync, pull or distil.
     documents, tokens
         Added by the change (for `remove`: taken out).
     segments
@@ -257,6 +258,15 @@ def put_files(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
     for path in sorted(work.path.glob(f"{TOMBSTONES}/*")):
         os.replace(path, tombstones / path.name)
     for folder in (segments, tombstones):
+        sync_folder(folder)
+
+
+def put_distilled(work: WorkFolder, name: str, made: Path) -> None:
+    """Move a finished distilled table to its place; one whose name is there already is the same."""
+    folder = work.store / DISTILLED
+    folder.mkdir(exist_ok=True)
+    if not (folder / name).is_dir():
+        os.rename(made, folder / name)
         sync_folder(folder)
 
 

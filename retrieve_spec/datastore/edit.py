@@ -32,14 +32,17 @@ from retrieve_spec.datastore.change import (
     check_folder,
     nothing_to_index,
     publish,
+    put_distilled,
     writer,
 )
 from retrieve_spec.datastore.dense import INDEX
 from retrieve_spec.datastore.files import FileEntry, check_content, link_file, sync_folder
 from retrieve_spec.datastore.inspection import list_documents
 from retrieve_spec.datastore.manifest import (
+    DISTILLED,
     SEGMENTS,
     TOMBSTONES,
+    DistilledEntry,
     Manifest,
     SegmentEntry,
     config_of,
@@ -181,6 +184,7 @@ def merge_datastores(
         event = begin_change(work, "merge", stores=[str(store) for store in stores])
         if dense is None:
             return _rewrite_worn(work, unite(work, first, event, folders, progress), progress)
+        first = replace(first, distilled=_take_distilled(work, zip(folders, manifests, strict=True)))
         shards = list(chain.from_iterable(map(segment_shards, folders, manifests)))
         return grow(work, first, event, shards, config, workers=None, progress=progress)
 
@@ -369,7 +373,7 @@ def hiding(
 def unite(
     work: WorkFolder, manifest: Manifest, event: dict[str, Any], stores: Sequence[Path], progress: bool
 ) -> ChangeReport:
-    """Publish a store of the segments of other stores.
+    """Publish a store of the segments and distilled tables of other stores.
 
     A text that an earlier segment has is a copy, which nothing shows, but for counts of n-grams that are kept without
     their text. A segment that several stores have is taken once, and what one of them removed of it is removed.
@@ -419,11 +423,25 @@ def unite(
     if not entries:
         work.end()
         raise nothing_to_index((), {})
+    manifest = replace(manifest, distilled=_take_distilled(work, ((store.path, store.manifest) for store in opened)))
     return publish(work, manifest, (), entries, event, skipped=skipped, seconds=watch.seconds)
 
 
+def _take_distilled(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tuple[DistilledEntry, ...]:
+    """Put the distilled tables of some stores into another one: of each model that of the most tokens."""
+    taken: dict[str, tuple[Path, DistilledEntry]] = {}
+    for store, manifest in stores:
+        for entry in manifest.distilled:
+            if entry.model not in taken or entry.tokens > taken[entry.model][1].tokens:
+                taken[entry.model] = store / DISTILLED / entry.name, entry
+    for folder, entry in taken.values():
+        link_files(folder, entry.files, made := work.path / entry.name)
+        put_distilled(work, entry.name, made)
+    return tuple(entry for _, entry in taken.values())
+
+
 def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
-    """Put the files of a segment into a new folder: links where they can be, otherwise copies that were checked."""
+    """Put files of a store into a new folder: links where they can be, otherwise copies that were checked."""
     folder.mkdir()
     for name, file in files.items():
         link_file(source / name, folder / name, file)

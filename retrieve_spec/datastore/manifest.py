@@ -29,6 +29,7 @@ CATALOG = "catalog.sqlite"
 WORK = "work"
 SEGMENTS = "segments"
 TOMBSTONES = "tombstones"
+DISTILLED = "distilled"
 GONE = ".gone"
 _ESCAPED = "backslashreplace"
 """How paths that are not UTF-8 are written: as JSON escapes them."""
@@ -66,8 +67,30 @@ class SegmentEntry:
     tombstones: dict[str, FileEntry] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class DistilledEntry:
+    """What one model says after short contexts (`retrieve_spec.sources.distilled`).
+
+    Attributes
+    ----------
+    name
+        Folder below ``distilled``: a hash of what its files hold (`content_name`).
+    model
+        Fingerprint of the model (`model_fingerprint`).
+    tokens
+        How many it wrote and read.
+    files
+        Files of the folder by name.
+    """
+
+    name: str
+    model: str
+    tokens: int
+    files: dict[str, FileEntry]
+
+
 def content_name(files: dict[str, FileEntry]) -> str:
-    """Name of a segment: equal files, equal name."""
+    """Name of a folder of files: equal files, equal name."""
     lines = (f"{name} {entry.bytes} {entry.sha256} {entry.dtype}\n" for name, entry in sorted(files.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
@@ -116,6 +139,8 @@ class Manifest:
         skipped and why.
     dense
         What its dense indexes were built with, or None where there are none.
+    distilled
+        Tables of what models say, at most one of each model.
     """
 
     fingerprint: str
@@ -126,6 +151,7 @@ class Manifest:
     generation: int = 0
     history: tuple[dict[str, Any], ...] = field(default_factory=tuple)
     dense: DenseRecord | None = None
+    distilled: tuple[DistilledEntry, ...] = ()
 
     @property
     def tokenizer_name(self) -> str:
@@ -145,15 +171,17 @@ class Manifest:
     @property
     def bytes(self) -> int:
         """Size of all arrays."""
-        return sum(entry.bytes for segment in self.segments for entry in segment.files.values())
+        parts = [part.files for part in self.segments] + [part.files for part in self.distilled]
+        return sum(file.bytes for files in parts for file in files.values())
 
     @property
     def content(self) -> str:
-        """SHA-256 over what the store is made of: equal stores, equal text in equal order."""
+        """SHA-256 over what the store is made of: equal stores, equal text in equal order, and equal tables."""
         lines = [
             f"{segment.name} {' '.join(sorted(entry.sha256 for entry in segment.tombstones.values()))}"
             for segment in self.segments
         ]
+        lines += [f"{DISTILLED} {entry.name}" for entry in self.distilled]
         return hashlib.sha256("\n".join([self.fingerprint, *lines]).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -187,6 +215,9 @@ def files_of(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
             yield f"{SEGMENTS}/{entry.name}/{name}", file
         for name, file in sorted(entry.tombstones.items()):
             yield f"{TOMBSTONES}/{name}", file
+    for table in manifest.distilled:
+        for name, file in sorted(table.files.items()):
+            yield f"{DISTILLED}/{table.name}/{name}", file
 
 
 def content_of(manifest: Manifest) -> bytes:
@@ -246,6 +277,7 @@ def manifest_of(content: bytes, path: str | Path) -> Manifest:
         raw["generation"],
         tuple(raw["history"]),
         DenseRecord(**raw["dense"]) if raw.get("dense") else None,
+        tuple(DistilledEntry(**{**entry, "files": _files(entry["files"])}) for entry in raw.get("distilled", ())),
     )
 
 
@@ -253,8 +285,11 @@ def entry_of(record: dict[str, Any]) -> SegmentEntry:
     """A segment's entry from its JSON form."""
     pairs = tuple((licence, source) for licence, source in record["origins"])
     kinds = ("files", "tombstones")
-    files = {kind: {name: FileEntry(**file) for name, file in record[kind].items()} for kind in kinds}
-    return SegmentEntry(**{**record, "origins": pairs, **files})
+    return SegmentEntry(**{**record, "origins": pairs, **{kind: _files(record[kind]) for kind in kinds}})
+
+
+def _files(record: dict[str, dict[str, Any]]) -> dict[str, FileEntry]:
+    return {name: FileEntry(**file) for name, file in record.items()}
 
 
 def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:
@@ -304,6 +339,7 @@ def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
     segments = manifest.segments if manifest else ()
     keep_only(store / SEGMENTS, {entry.name for entry in segments})
     keep_only(store / TOMBSTONES, {name for entry in segments for name in entry.tombstones})
+    keep_only(store / DISTILLED, {table.name for table in (manifest.distilled if manifest else ())})
 
 
 def keep_only(folder: Path, names: set[str]) -> None:

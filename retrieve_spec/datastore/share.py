@@ -55,7 +55,7 @@ Text that drafts may come from, indexed. Open it with
 - {m.documents:,} documents, {m.tokens:,} tokens, {megabytes:,.1f} MB in {segments:,} segments
 - tokenizer `{m.fingerprint}`, ids below {m.vocabulary:,}
 - content `{m.content}`
-{dense}
+{dense}{distilled}
 | licence | documents | tokens |
 |---|---|---|
 {licences}
@@ -274,6 +274,10 @@ def _card(store: Datastore, manifest: Manifest) -> str:
         megabytes=manifest.bytes / 1e6,
         segments=len(manifest.segments),
         dense=f"- dense index for {dense.model}, layer {dense.layer}, {dense.dims} dims\n" if dense else "",
+        distilled="".join(
+            f"- what model `{table.model}` says, distilled from {table.tokens:,} tokens\n"
+            for table in manifest.distilled
+        ),
         licences="\n".join(f"| {name} | {documents[name]:,} | {count:,} |" for name, count in licences),
         sources=", ".join(sources[:50]) + (", …" if len(sources) > 50 else "") or "none",
     )

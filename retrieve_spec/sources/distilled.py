@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
-import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.errors import StoreCorruptError, StoreError, in_a_line
+from retrieve_spec.datastore.build import changing
+from retrieve_spec.datastore.change import begin_change, publish, put_distilled
+from retrieve_spec.datastore.files import FileEntry, check_content, map_array, write_files
+from retrieve_spec.datastore.manifest import DISTILLED, DistilledEntry, content_name
+from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.recycling import MOST, SET, WAYS
 from retrieve_spec.kernels.source_table import KIND_DISTILLED
 from retrieve_spec.sources.observations import Contexts, Observations, averaged, rank_in_group
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 logger = logging.getLogger(__name__)
-FOLDER, OBSERVED = "distilled", "observed.npz"
-"""Folder of a store that holds the tables, one for each model, and the file of what a table was made of."""
-_REMEDY = "Distil the model again."
+_OBSERVED = {"token_ids": "<i4", "lengths": "<i8", "top_ids": "<i4", "probs": "<f2"}
+_DTYPES = {"sets": "<u8", "entries": "<i4", **_OBSERVED}
+"""Files of a table by name, and what they hold: the table, and the observations that it was made of."""
 
 
 class DistilledTable:
@@ -40,12 +40,10 @@ class DistilledTable:
     ----------
     sets, entries
         As in `retrieve_spec.kernels.recycling`; entries are followed by room to read in.
-    about
-        `model`: fingerprint of the model that was asked; `tokens`: how many it wrote and read.
     """
 
-    def __init__(self, sets: NDArray[np.uint64], entries: NDArray[np.int32], about: dict[str, Any]) -> None:
-        self.sets, self.entries, self.about = sets, entries, about
+    def __init__(self, sets: NDArray[np.uint64], entries: NDArray[np.int32]) -> None:
+        self.sets, self.entries = sets, entries
 
     def row(self, number: int) -> Row:
         """Row of the mixture's source table."""
@@ -56,7 +54,7 @@ class DistilledTable:
         )
 
     @classmethod
-    def open(cls, path: Path) -> DistilledTable:
+    def open(cls, folder: Path, files: dict[str, FileEntry]) -> DistilledTable:
         """Map a table's files into memory.
 
         Raises
@@ -64,20 +62,14 @@ class DistilledTable:
         StoreCorruptError
             They are not what was written.
         """
-        try:
-            about = json.loads((path / "about.json").read_text(encoding="utf-8"))
-            sets, entries = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("sets", "entries"))
-            capacity, k = int(about["capacity"]), int(about["k"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise StoreCorruptError(f"a distilled table in {path}", in_a_line(error), _REMEDY) from error
-        whole = sets.shape == (2 * capacity,) and sets.dtype == np.uint64 and capacity & (capacity - 1) == 0
-        if not whole or entries.shape != (2 * k * capacity + MOST,) or entries.dtype != np.int32 or not 0 < k <= MOST:
-            got = f"{sets.dtype} {sets.shape} and {entries.dtype} {entries.shape}"
-            raise StoreCorruptError(f"a table of {capacity} contexts in {path}", got, _REMEDY)
-        return cls(sets, entries, about)
+        return cls(*(_mapped(folder, files, name) for name in ("sets", "entries")))
 
 
-def keep_distilled(observations: Observations, capacity: int, store: Path, about: dict[str, Any]) -> int:
+def _mapped(folder: Path, files: dict[str, FileEntry], name: str) -> NDArray[Any]:
+    return map_array(folder / name, files[name], (_DTYPES[name],))
+
+
+def keep_distilled(observations: Observations, capacity: int, store: Path, model: str) -> int:
     """Write a table of what a model said beside a store, in place of what is there of that model.
 
     Parameters
@@ -88,8 +80,8 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, about
         Contexts that the table has room for, a power of two; of those that do not fit, the most observed stay.
     store
         Folder of the store.
-    about
-        `DistilledTable.about`.
+    model
+        Fingerprint of the model.
 
     Returns
     -------
@@ -98,29 +90,44 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, about
 
     Raises
     ------
-    StoreError
+    BuildError
         It cannot be written; what was there stays.
+    StoreLockedError
+        Another process is writing to the store.
     """
-    path = distilled_folder(store, str(about["model"]))
-    partial = path.with_name(f".{uuid4().hex}")
     sets, entries = _placed(averaged(observations), capacity)
-    try:
-        partial.mkdir(parents=True)
-        np.save(partial / "sets.npy", sets.reshape(-1))
-        np.save(partial / "entries.npy", np.concatenate([entries.reshape(-1), np.zeros(MOST, np.int32)]))
-        observations.save(partial / OBSERVED)
-        whole = {**about, "capacity": capacity, "k": entries.shape[1] // 2}
-        (partial / "about.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
-        if path.exists():
-            os.rename(path, old := path.with_name(f".{uuid4().hex}"))
-            os.rename(partial, path)
-            shutil.rmtree(old)
-        else:
-            os.rename(partial, path)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise StoreError(f"to write to {path}", in_a_line(error), "Check permissions and free space.") from error
+    arrays: dict[str, NDArray[Any]] = {"sets": sets, "entries": np.append(entries, np.zeros(MOST, np.int32))}
+    arrays |= {name: getattr(observations, name) for name in _OBSERVED}
+    with changing(store, "distil") as (work, manifest):
+        event = begin_change(work, "distil", model=model)
+        (made := work.path / DISTILLED).mkdir()
+        files = write_files(made, {name: array.reshape(-1) for name, array in arrays.items()})
+        entry = DistilledEntry(content_name(files), model, len(observations.token_ids), files)
+        put_distilled(work, entry.name, made)
+        others = [other for other in manifest.distilled if other.model != model]
+        following = replace(manifest, distilled=(*others, entry))
+        publish(work, following, manifest.segments, (), event, counts=(0, 0))
     return int(np.count_nonzero(sets[:, :WAYS]))
+
+
+def observed(store: Datastore, model: str) -> list[Observations]:
+    """Return what a model was observed to say, of which the table beside a store was made; empty where there is none.
+
+    Raises
+    ------
+    StoreCorruptError
+        It is not what was written.
+    """
+    found = []
+    for entry in store.manifest.distilled:
+        if entry.model == model:
+            folder = store.path / DISTILLED / entry.name
+            for name in _OBSERVED:
+                check_content(folder / name, entry.files[name])
+            token_ids, lengths, top_ids, probs = (_mapped(folder, entry.files, name) for name in _OBSERVED)
+            rows = len(token_ids)
+            found.append(Observations(token_ids, lengths, top_ids.reshape(rows, -1), probs.reshape(rows, -1)))
+    return found
 
 
 def _placed(contexts: Contexts, capacity: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
@@ -138,18 +145,13 @@ def _placed(contexts: Contexts, capacity: int) -> tuple[NDArray[np.uint64], NDAr
     return sets, entries
 
 
-def distilled_folder(store: Path, model: str) -> Path:
-    """Folder of the table of one model, by its fingerprint, beside a store."""
-    return store / FOLDER / hashlib.sha256(model.encode()).hexdigest()[:16]
-
-
 def distilled_tables(stores: Sequence[Datastore]) -> list[DistilledTable]:
     """Tables beside some stores; a damaged one is left out and logged."""
     found = []
     for store in stores:
-        for path in sorted((store.path / FOLDER).glob("[!.]*")):
+        for entry in store.manifest.distilled:
             try:
-                found.append(DistilledTable.open(path))
+                found.append(DistilledTable.open(store.path / DISTILLED / entry.name, entry.files))
             except StoreCorruptError as error:
                 logger.warning("not drafted from: %s", error)
     return found

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.errors import StoreCorruptError, in_a_line
 from retrieve_spec.kernels.recycling import ORDERS, context_keys
 
 BACKOFF = 2.0
 """Observations that what is known of a context's last tokens alone counts for: held-out likelihood is best there."""
-_KEPT = ("token_ids", "lengths", "top_ids", "probs")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,27 +37,7 @@ class Observations:
     @classmethod
     def joined(cls, parts: list[Observations]) -> Observations:
         """All of some, in order."""
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in _KEPT))
-
-    @classmethod
-    def load(cls, path: Path) -> Observations:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        StoreCorruptError
-            It is something else.
-        """
-        try:
-            with np.load(path) as kept:
-                return cls(*(kept[name] for name in _KEPT))
-        except (OSError, ValueError, LookupError, BadZipFile) as error:
-            remedy = "Delete the folder that it is in, and distil again."
-            raise StoreCorruptError(f"what was observed of a model in {path}", in_a_line(error), remedy) from error
-
-    def save(self, path: Path) -> None:
-        """Write them to a file."""
-        np.savez(path, **{name: getattr(self, name) for name in _KEPT})
+        return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

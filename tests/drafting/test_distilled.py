@@ -10,16 +10,18 @@ from click.testing import CliRunner
 
 import retrieve_spec as rs
 from retrieve_spec.cli import cli
+from retrieve_spec.datastore.build import add_documents
+from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
+from retrieve_spec.datastore.inspection import verify_datastore
+from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil, general_prompts
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import BuildError, ConfigError, StoreCorruptError, TokenizerMismatchError
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.distilled import OBSERVED, distilled_folder, distilled_tables, keep_distilled
+from retrieve_spec.sources.distilled import distilled_tables, keep_distilled, observed
 from retrieve_spec.sources.observations import Observations
-
-ABOUT = {"model": "model:1", "tokens": 3}
 
 
 def said(*contexts):
@@ -32,10 +34,23 @@ def said(*contexts):
     return Observations.joined(parts)
 
 
-def keep(store, observations, about=ABOUT):
-    """Keep a table of them beside a store, and return its folder."""
-    keep_distilled(observations, 1 << 8, store.path, about)
-    return distilled_folder(store.path, about["model"])
+def keep(store, observations, model="model:1"):
+    """Keep a table of them beside a store, and return the store with it."""
+    keep_distilled(observations, 1 << 8, store.path, model)
+    return open_datastore(store.path)
+
+
+def folder_of(store, model="model:1"):
+    """Where the table of a model lies."""
+    [name] = [entry.name for entry in store.manifest.distilled if entry.model == model]
+    return store.path / "distilled" / name
+
+
+def first_tokens(store, last):
+    """What is drafted first after a text of one token."""
+    drafter = MixtureDrafter(datastores=[store])
+    drafter.start(np.array([last], np.int32))
+    return drafter.propose(Budget(2, 1)).token_ids.tolist()
 
 
 @pytest.fixture
@@ -45,7 +60,7 @@ def store(make_store):
 
 
 def test_first_draft_of_a_text_is_what_the_model_was_asked(store):
-    keep(store, said(([5], (7, 9)), ([5, 7], (30, 31)), *[([1, 5, 7], (40, 31))] * 9))
+    store = keep(store, said(([5], (7, 9)), ([5, 7], (30, 31)), *[([1, 5, 7], (40, 31))] * 9))
     drafter = MixtureDrafter(datastores=[store])
     drafter.start(np.array([1, 5], np.int32))
     tree = drafter.propose(Budget(4, 2))
@@ -55,7 +70,7 @@ def test_first_draft_of_a_text_is_what_the_model_was_asked(store):
 
 
 def test_what_the_model_says_comes_before_a_text_that_matches_as_many_tokens(store):
-    keep(store, said(([7], (40, 9))))
+    store = keep(store, said(([7], (40, 9))))
     drafter = MixtureDrafter(datastores=[store])
     drafter.start(np.array([token for other in range(60, 68) for token in (7, 30, other)] + [7], np.int32))
     assert drafter.propose(Budget(2, 1)).token_ids.tolist() == [40, 30]
@@ -63,39 +78,72 @@ def test_what_the_model_says_comes_before_a_text_that_matches_as_many_tokens(sto
 
 def test_a_table_is_put_in_place_of_the_last_one_of_its_model(store):
     keep(store, said(([5], (7, 9))))
-    path = keep(store, said(([6], (8, 9))), ABOUT | {"tokens": 9})
-    keep(store, said(([6], (3, 9))), {"model": "model:2", "tokens": 1})
-    assert sorted(table.about["tokens"] for table in distilled_tables([store])) == [1, 9]
-    assert sorted(file.name for file in path.iterdir()) == ["about.json", "entries.npy", OBSERVED, "sets.npy"]
-    assert len(list(path.parent.iterdir())) == 2, "nothing is left of what was replaced"
+    keep(store, said(([6, 8], (8, 9))))
+    store = keep(store, said(([6], (3, 9))), "model:2")
+    assert [(entry.model, entry.tokens) for entry in store.manifest.distilled] == [("model:1", 2), ("model:2", 1)]
+    assert len(distilled_tables([store])) == len(list((store.path / "distilled").iterdir())) == 2
+    [part] = observed(store, "model:1")
+    assert part.token_ids.tolist() == [6, 8] and part.top_ids.tolist() == [[8, 9], [8, 9]]
+    assert observed(store, "model:3") == []
 
 
-@pytest.mark.parametrize("damage", ["sets.npy", "entries.npy", "about.json"])
+@pytest.mark.parametrize("damage", ["sets", "entries"])
 def test_a_damaged_table_is_left_out(store, caplog, damage):
-    path = keep(store, said(([5], (7, 9)))) / damage
+    store = keep(store, said(([5], (7, 9))))
+    path = folder_of(store) / damage
     path.write_bytes(path.read_bytes()[:-40])
     assert distilled_tables([store]) == []
-    assert "not drafted from" in caplog.text and "Distil the model again" in caplog.text
+    assert "not drafted from" in caplog.text and damage in caplog.text
+
+
+def test_observations_that_are_damaged_are_named(store):
+    store = keep(store, said(([5], (7, 9))))
+    path = folder_of(store) / "top_ids"
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(StoreCorruptError, match="top_ids"):
+        observed(store, "model:1")
+
+
+def test_tables_stay_when_a_store_changes_and_go_with_its_tokenizer(store, reference_tokenizer, tmp_path):
+    keep(store, said(([5], (7, 9))))
+    (tmp_path / "more.txt").write_text("more of it")
+    add_documents(store.path, str(tmp_path / "more.txt"))
+    compact_datastore(store.path)
+    assert first_tokens(open_datastore(store.path), 5) == [7, 9]
+    verify_datastore(store.path)
+    retokenize_datastore(store.path, reference_tokenizer)
+    assert not open_datastore(store.path).manifest.distilled and not list((store.path / "distilled").iterdir())
+
+
+def test_tables_are_pushed_pulled_and_merged(make_store, tmp_path):
+    store, url = make_store([[90, 91, 92, 93] * 4]), f"file://{tmp_path}/remote"
+    keep(store, said(([5], (7, 9))))
+    push_datastore(store.path, url)
+    assert "what model `model:1` says, distilled from 1 tokens" in (tmp_path / "remote" / "README.md").read_text()
+    pull_datastore(url, tmp_path / "pulled")
+    assert first_tokens(open_datastore(tmp_path / "pulled"), 5) == first_tokens(open_datastore(url), 5) == [7, 9]
+
+    store = keep(store, said(([5, 6], (8, 9))))
+    assert push_datastore(store.path, url).files == 6, "the table's files alone are new"
+    own = keep(make_store([[80, 81, 82] * 4]), said(([6], (3, 9))), "model:2")
+    for joined in (tmp_path / "pulled", own.path):
+        pull_datastore(url, joined)
+        verify_datastore(joined)
+        assert first_tokens(open_datastore(joined), 5) == [6, 9]
+    assert {entry.model for entry in open_datastore(own.path).manifest.distilled} == {"model:1", "model:2"}
+    merge_datastores(tmp_path / "merged", [store.path, own.path])
+    assert {entry.model for entry in open_datastore(tmp_path / "merged").manifest.distilled} == {"model:1", "model:2"}
 
 
 def test_tokens_of_another_model_are_never_drafted(store, reference_model, reference_tokenizer):
     """Ids that the model does not have may stand in a table of another one."""
     ids = reference_tokenizer("def f(", return_tensors="pt").input_ids
     last = int(ids[0, -1])
-    keep(store, said(([last], (1 << 20, 9))))
+    store = keep(store, said(([last], (1 << 20, 9))))
     plain = reference_model.generate(ids, max_new_tokens=8, do_sample=False)
     drafter = MixtureDrafter(datastores=[store])
     rs.accelerate(reference_model, reference_tokenizer, drafter=drafter, nodes=8)
     assert torch.equal(reference_model.generate(ids, max_new_tokens=8, do_sample=False), plain)
-
-
-def test_observations_that_are_damaged_are_named(tmp_path):
-    path = tmp_path / "observed.npz"
-    said(([5, 6], (7, 9))).save(path)
-    assert Observations.load(path).token_ids.tolist() == [5, 6]
-    path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(StoreCorruptError, match="distil again"):
-        Observations.load(path)
 
 
 PROMPTS = ["def add(a, b):", "class Stack:", "import os\n"]
@@ -110,7 +158,8 @@ def test_a_distilled_store_drafts_from_the_first_pass_and_changes_no_text(
     more = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["while True:"])
     assert more.contexts > report.contexts, "an earlier run is gone on with"
     store = open_datastore(tmp_path / "store")
-    assert store.manifest.documents >= 2 and distilled_folder(store.path, _fingerprint(reference_model)).is_dir()
+    assert store.manifest.documents >= 2
+    assert [entry.model for entry in store.manifest.distilled] == [_fingerprint(reference_model)]
 
     ids = reference_tokenizer("def add(a, b):\n    return", return_tensors="pt").input_ids
     options = {"max_new_tokens": 40, "do_sample": False, "nodes": 16}
@@ -129,6 +178,20 @@ def test_answers_of_a_model_that_nothing_drafts_for_are_read(
     monkeypatch.setattr(reference_model.generation_config, "num_beams", 2)
     report = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["def f("], max_tokens=8)
     assert report.tokens == 8 and report.contexts > 8
+
+
+def test_a_later_run_asks_what_the_earlier_one_did_not(reference_model, reference_tokenizer, tmp_path):
+    runs = [distil(reference_model, reference_tokenizer, tmp_path / "store", max_tokens=30) for _ in range(2)]
+    assert open_datastore(tmp_path / "store").manifest.documents == sum(run.answers for run in runs)
+    again = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["def f("], max_tokens=8)
+    same = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["def f("], max_tokens=8)
+    assert again.answers == same.answers == 1, "an answer that the store has is no error"
+
+
+def test_texts_alone_make_a_store(reference_model, reference_tokenizer, tmp_path):
+    distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=[], texts=["x = 1\n" * 9])
+    store = open_datastore(tmp_path / "store")
+    assert not store.manifest.documents and len(distilled_tables([store])) == 1
 
 
 def _fingerprint(model):

@@ -167,7 +167,7 @@ def make_world(rng, alphabet, stores=(), documents=()):
         logits = np.sort(of_these.normal(0, 3, 3))[::-1].astype(np.float32)
         asked.learn(newest[None].astype(np.int32), np.array([3], np.int32), ids[None].astype(np.int32), logits[None])
         naive_asked.learn(newest.tolist(), ids.tolist(), logits.tolist())
-    distilled = DistilledTable(asked.sets, np.append(asked.entries.reshape(-1), np.zeros(MOST, np.int32)), {})
+    distilled = DistilledTable(asked.sets, np.append(asked.entries.reshape(-1), np.zeros(MOST, np.int32)))
     prediction = Prediction(np.array(expected, np.int32))
     position, matched = int(rng.integers(0, 12)), int(rng.integers(-1, 9))
     ngram, exact = store_rows(stores, 4, 5)
