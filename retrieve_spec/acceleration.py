@@ -54,14 +54,22 @@ def accelerate(
     Sampled output depends on the seed alone, not on drafts, and has the same distribution; it is another draw than
     plain `generate` makes with that seed.
 
-    `model.generate` takes eight more keyword arguments: `draft` ("auto", "off" or a preset), `nodes` (the budget per
-    pass), `prediction` (text or token ids the output is expected to follow), `seed` (of sampling; by default it is
-    drawn from torch's generator), `scope` (whose text this is: sessions draft from answers of the same scope alone),
-    `store` (a datastore, or several, that this call alone drafts from besides: folders, or stores opened before),
-    `siblings` ("share": samples of one prompt draft from what the others write, or
-    "off") and `return_logprobs` (with `return_dict_in_generate=True` the output has the fields `logprobs` and
-    `raw_logprobs`, see `retrieve_spec.generation.calls.DecoderOnlyOutput`). What cannot be sped up is left to the
-    original `generate`; `model.speculation.last` says what happened and why.
+    `model.generate` takes ten more keyword arguments. What cannot be sped up is left to the original `generate`;
+    `model.speculation.last` says what happened and why.
+
+    - `draft`: "auto", "off" or a preset.
+    - `nodes`: the budget per pass.
+    - `prediction`: text or token ids that the output is expected to follow.
+    - `context_ids`: (n,) tokens that the drafter reads in place of the prompt: other texts, the most relevant last, and
+      at the end the text before the output. In fill-in-the-middle that is not the end of the prompt.
+    - `seed`: of sampling; by default it is drawn from torch's generator.
+    - `scope`: whose text this is; sessions draft from answers of the same scope alone.
+    - `store`: a datastore, or several, that this call alone drafts from besides: folders, or stores opened before.
+    - `siblings`: "share" (samples of one prompt draft from what the others write) or "off".
+    - `on_pass`: a function that is called with the `VerifiedPass` that the drafter observes, the prompt's first; its
+      arrays are valid during the call.
+    - `return_logprobs`: with `return_dict_in_generate=True` the output has the fields `logprobs` and `raw_logprobs`
+      (`retrieve_spec.generation.calls.DecoderOnlyOutput`).
 
     Parameters
     ----------

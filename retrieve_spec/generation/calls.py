@@ -1,8 +1,8 @@
 """Calls of an accelerated model's `generate`: decoded by the engine, or left to the original.
 
-A class that has a `generate` of its own runs it as it is (speech models prepare prompts, or switch adapters, around the
-inherited one). It takes a decoding method (`custom_generate`) along, which is called where the model's own would be:
-where that hands decoding on to transformers, this part is ours.
+Some classes override `generate`: speech models prepare prompts, or switch adapters, around the inherited one. Theirs
+runs unchanged, with a decoding method (`custom_generate`) that transformers calls in place of its own. Where a class
+leaves decoding to transformers, this library does that part.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.generation.delegation import setting
 from retrieve_spec.generation.request import (
+    CALL_OPTIONS,
     check_arguments,
     check_arguments_decoded,
     from_captured,
     is_one_row,
     original,
     own_generate,
+    pop_options,
     prepare,
     prepare_call,
     row_predictions,
@@ -91,12 +93,12 @@ def by_row(sequences: Many[Sequence], device: torch.device) -> dict[str, torch.T
 
 
 def of_original(model: Any, arguments: dict[str, Any]) -> Any:
-    """What the original `generate` says to a call, with log-probabilities from the scores and logits that it keeps.
+    """Call the original `generate`; compute log-probabilities from the scores and logits that it keeps.
 
     Raises
     ------
     ConfigError
-        It searches beams, or keeps no scores.
+        The call searches beams, or keeps no scores.
     """
     kept = dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
     output = original(model)(**arguments | kept)
@@ -120,7 +122,7 @@ def of_original(model: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _shown(model: Any, arguments: dict[str, Any], new: torch.Tensor) -> torch.Tensor:
-    """(rows, new) bool: tokens up to the first end-of-text token, or up to padding at the end of a row."""
+    """(rows, new) bool: which tokens come before the padding and no later than the first end-of-text token."""
     ends, pad = setting(model, arguments, "eos_token_id"), setting(model, arguments, "pad_token_id")
     is_end = torch.isin(new, torch.as_tensor([] if ends is None else ends, device=new.device, dtype=new.dtype))
     is_padding = new == pad if pad is not None else torch.zeros_like(is_end)
@@ -132,8 +134,8 @@ def _shown(model: Any, arguments: dict[str, Any], new: torch.Tensor) -> torch.Te
 def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
     """Put the output together as `generate` returns it.
 
-    Of a row of a batch that has ended, scores and logits are zero, where plain `generate` goes on with padding. A batch
-    has no cache: it was that of each row.
+    Scores and logits are zero after the end of a row, where plain `generate` continues with padding. The output of a
+    batch has no cache: each row had its own.
     """
     ids = prepared.inputs.input_ids  # narrower prompts become int64, as in plain decoding
     pad = prepared.config._pad_token_tensor
@@ -164,7 +166,7 @@ def _padded(texts: Many[RowText], pad: Any) -> torch.Tensor:
 
 
 def _by_step(rows: Many[list[torch.Tensor] | None]) -> tuple[torch.Tensor, ...] | None:
-    """(rows, vocab) of every step, of (1, vocab) of every row's steps; None where they were not asked for."""
+    """Return (rows, vocab) of each step, given (1, vocab) of each row and step; None where they were not requested."""
     kept = [row for row in rows if row is not None]
     if len(kept) < len(rows):
         return None
@@ -178,7 +180,7 @@ _NOT_PASSED_ON = ("streamer", "assistant_model", "custom_generate")
 
 
 def why_not_inside(model: Any) -> str:
-    """Why the decoding inside a `generate` of its own is not ours either; empty where it is, or there is none."""
+    """Why the decoding inside an overridden `generate` is the model's own too; empty where it is not."""
     why = own_generate(model)
     if not why or type(model)._sample is not GenerationMixin._sample:
         return why
@@ -196,16 +198,21 @@ def why_not_inside(model: Any) -> str:
 
 
 def decode_inside(
-    model: Any, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], own: dict[str, Any]
+    model: Any,
+    generate: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    prediction: Any,
 ) -> Any:
-    """Let a class's own `generate` run with our way of decoding inside; what it returns.
+    """Run a class's own `generate` with this library's decoding inside, and return what it returns.
 
     Parameters
     ----------
     generate
-        The class's, as it was before.
-    own
-        The call's options that are ours.
+        The class's, as it was before; `args` and `kwargs` are its arguments.
+    options, prediction
+        As `pop_options` returns them.
 
     Raises
     ------
@@ -219,7 +226,7 @@ def decode_inside(
     def inside(model_inside: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
         if model_inside is not model:
             raise DelegatedCall(f"{type(model).__name__} lets a {type(model_inside).__name__} decode")
-        answer = decode_captured(model, capture(model, input_ids, **prepared), arguments, own)
+        answer = decode_captured(model, capture(model, input_ids, **prepared), arguments, options, prediction)
         decoded.append(True)
         return answer
 
@@ -229,23 +236,25 @@ def decode_inside(
     return output
 
 
-def decode_captured(model: Any, captured: Captured, arguments: dict[str, Any], own: dict[str, Any]) -> Any:
-    """What a call returns that transformers has prepared, given its `arguments` and the options that are ours (`own`).
+def decode_captured(
+    model: Any, captured: Captured, arguments: dict[str, Any], options: CallOptions, prediction: Any
+) -> Any:
+    """Decode a call that transformers has prepared from its `arguments`, and return what the call returns.
 
     Raises
     ------
     DelegatedCall
-        Transformers is to decode it.
+        Transformers has to decode it.
     """
     speculation = model.speculation
     check_arguments_decoded(model, {"generation_config": captured.generation_config}, "")
     why_single = "" if len(captured.input_ids) == 1 else speculation.batching_blocker()
     prepared = from_captured(model, captured, speculation.interface, arguments, why_single)
-    return decode_prepared(model, prepared, own, {})
+    return decode_prepared(model, prepared, options, prediction, {})
 
 
 def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, as far as they have names."""
+    """Return the arguments of a call that have names, by name."""
     bound = inspect.signature(own).bind(*args, **kwargs)
     inherited = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
     found: dict[str, Any] = {}
@@ -260,7 +269,7 @@ def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _check_decoded_inside(model: Any, arguments: dict[str, Any]) -> None:
-    """Look whether the decoding inside of a call is ours, as far as its arguments tell; else raise `DelegatedCall`."""
+    """Raise `DelegatedCall` where the arguments of a call tell that the decoding inside is not this library's."""
     if model.speculation.mode == "delegated":
         raise DelegatedCall(model.speculation.reason)
     if model.speculation.engine.is_stepping:
@@ -272,7 +281,6 @@ def _check_decoded_inside(model: Any, arguments: dict[str, Any]) -> None:
 
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-_OWN_OPTIONS = ("draft", "nodes", "prediction", "seed", "siblings", "scope", "store", "return_logprobs")
 _SEEDING = threading.RLock()
 """Held while torch's generators, which all threads draw from, follow the seed of a call."""
 
@@ -280,48 +288,49 @@ _SEEDING = threading.RLock()
 @functools.wraps(GenerationMixin.generate)
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated model."""
-    own = {name: kwargs.pop(name, None) for name in _OWN_OPTIONS}
-    if getattr(self, "speculation", None) is None and not any(value is not None for value in own.values()):
+    if getattr(self, "speculation", None) is None and not CALL_OPTIONS & kwargs.keys():
         return original(self)(*args, **kwargs)  # a copy of an accelerated model
     speculation = speculation_of(self)
-    if reason := own_generate(self):  # its arguments are its own, too
+    options, prediction = pop_options(kwargs, self)
+    if reason := own_generate(self):  # its signature may differ, too
         try:
-            with seeded(own["seed"], self):
-                return decode_inside(self, original(self), args, kwargs, own)
+            with seeded(options.seed, self):
+                return decode_inside(self, original(self), args, kwargs, options, prediction)
         except DelegatedCall as why:
             reason, arguments = str(why), _by_name(original(self), args, kwargs)
     else:
         arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
         arguments.pop("self")
         arguments |= arguments.pop("kwargs", {})
-        check_arguments(self, arguments, _OWN_OPTIONS)
-        if own["store"] is None:
-            speculation.drafter(own["draft"])  # an unknown preset is an error
+        check_arguments(self, arguments)
+        if options.store is None:
+            speculation.drafter(options.draft)  # an unknown preset is an error
         why_single = "" if is_one_row(self, arguments) else speculation.batching_blocker()
         prepared = prepare_call(self, arguments, why_single)
         if isinstance(prepared, Prepared):
-            return decode_prepared(self, prepared, own, arguments)
+            return decode_prepared(self, prepared, options, prediction, arguments)
         reason = prepared
     speculation.delegated(reason)
-    with seeded(own["seed"], self):
-        if own["return_logprobs"]:
+    with seeded(options.seed, self):
+        if options.return_logprobs:
             return of_original(self, arguments)
         return original(self)(*args, **kwargs)
 
 
-def decode_prepared(model: Any, prepared: Prepared, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """What a prepared call returns, given the options that are ours (`own`) and the others."""
+def decode_prepared(
+    model: Any, prepared: Prepared, options: CallOptions, prediction: Any, arguments: dict[str, Any]
+) -> Any:
+    """Decode a prepared call and return what it returns; `arguments` are those of `generate`."""
     speculation = model.speculation
-    if own.get("return_logprobs") and not prepared.config.return_dict_in_generate:
+    if options.return_logprobs and not prepared.config.return_dict_in_generate:
         raise ConfigError(
             "return_dict_in_generate=True with return_logprobs=True",
             "an output of token ids alone",
             "Ask for the output as a whole: log-probabilities are its fields logprobs and raw_logprobs.",
         )
     tokenizer = arguments.get("tokenizer") or speculation.tokenizer
-    options = {name: value for name, value in own.items() if name != "prediction"}
-    predictions = row_predictions(own["prediction"], tokenizer, len(prepared.inputs.input_ids), model)
-    sequences = sequences_of(speculation, prepared, predictions, CallOptions(**options))
+    predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
+    sequences = sequences_of(speculation, prepared, predictions, options)
     _run(speculation, sequences, prepared, arguments.get("streamer"))
     return result_of(sequences, prepared)
 
@@ -342,7 +351,7 @@ def seeded(seed: int | None, model: Any) -> Iterator[None]:
 def _run(speculation: Speculation, sequences: list[Sequence], prepared: Prepared, streamer: Any) -> None:
     """Run the sequences of a call to their ends; the first that fails ends all.
 
-    A `streamer` (of one row, or None) hears what plain decoding tells it: the prompt, token by token, and the end.
+    A `streamer` (of one row, or None) receives what plain decoding sends it: the prompt, each token, and the end.
     """
     running = speculation.engine.run(sequences)
     try:
@@ -368,7 +377,7 @@ def why_delegated(model: Any, interface: ModelInterface) -> str:
     ids = sample_tokens(model, 4)
     try:
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 1}
-        # One that was set on the model is not ours to call.
+        # not a `generate` that was set on the model, which may do anything
         of_class = types.MethodType(GenerationMixin.generate, model)
         prepare(model, of_class, interface, arguments)
     except DelegatedCall as why:
@@ -379,20 +388,19 @@ def why_delegated(model: Any, interface: ModelInterface) -> str:
 
 
 def delegate(
-    model: Any, arguments: dict[str, Any], reason: str, own: dict[str, Any]
+    model: Any, arguments: dict[str, Any], reason: str, options: CallOptions
 ) -> tuple[GenerationReport, torch.Tensor, torch.Tensor | None]:
-    """What the original `generate` says to a call.
+    """Let the original `generate` answer a call, for a `reason`.
 
     Returns
     -------
     tuple
-        The report of that, (rows, new) long without the prompt, and (rows, 2, new) float32 log-probabilities where they
-        are asked for.
+        The report, (rows, new) long without the prompt, and (rows, 2, new) float32 log-probabilities where requested.
     """
     report = model.speculation.delegated(reason)
-    with seeded(own["seed"], model):
-        output = of_original(model, arguments) if own["return_logprobs"] else original(model)(**arguments)
+    with seeded(options.seed, model):
+        output = of_original(model, arguments) if options.return_logprobs else original(model)(**arguments)
     whole: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
     given = 1 if model.config.is_encoder_decoder else arguments["input_ids"].shape[1]
-    both = torch.stack([output.logprobs, output.raw_logprobs], dim=1) if own["return_logprobs"] else None
+    both = torch.stack([output.logprobs, output.raw_logprobs], dim=1) if options.return_logprobs else None
     return report, whole[:, given:], both

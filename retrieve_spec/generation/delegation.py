@@ -66,7 +66,7 @@ class Call:
     Attributes
     ----------
     why_single
-        Why more than one row are left to the original; empty when they are not.
+        Why a call of several rows is left to the original `generate`; empty where it is not.
     """
 
     model: Any
@@ -105,7 +105,7 @@ _SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "force_words_ids": ((), "constrained beams are searched"),
     "low_memory": ((), "contrastive search decodes"),
 }
-"""By setting, the values besides None that leave a call here, and the reason of all others."""
+"""By setting: the values besides None with which this library decodes, and why any other is left to `generate`."""
 
 
 def _is_in_step(call: Call) -> str:
@@ -288,7 +288,7 @@ def _has_nothing_to_read(call: PreparedCall) -> str:
 
 
 def _crosses_rope_switch(call: PreparedCall) -> str:
-    """LongRoPE: a cache that was begun with the short factors is computed anew when the text becomes long."""
+    """LongRoPE: `generate` recomputes a cache that was begun with the short factors when the text becomes long."""
     length, switch = call.ids.shape[1], call.interface.rope_switch
     reached = length if call.positions is None else min(length, int(call.positions.flatten()[-1]) + 1)  # no padding
     begins = min(call.past or reached, reached)  # a cache of no more tokens than that is read anew
@@ -310,7 +310,7 @@ def why_prepared_delegated(call: PreparedCall) -> str:
 
 
 def _held(cache: Any) -> Iterator[int]:
-    """Tokens that each layer of a cache holds, of those that hold any."""
+    """Return the number of tokens in each layer of a cache, empty layers left out."""
     for layer in decoder_cache(cache).layers:
         if getattr(layer, "keys", None) is not None and layer.keys.numel():
             yield layer.get_seq_length()
@@ -319,7 +319,7 @@ def _held(cache: Any) -> Iterator[int]:
 def _slides_in_its_own_way(cache: Any) -> bool:
     """Whether a cache has layers of a model's own kind that slide a window over the rows and over their mask.
 
-    There each single step sees other padding than the one before it; a pass over several tokens sees one.
+    There each single step sees different padding from the step before; all tokens of one pass see the same.
     """
     layers = getattr(decoder_cache(cache), "layers", ())
     slide = [type(layer) for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
@@ -348,12 +348,12 @@ _ROW_BY_ROW = (
     hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.TopHLogitsWarper, hf.LogitNormalization,
     hf.PrefixConstrainedLogitsProcessor, GrammarProcessor,
 )  # fmt: skip
-"""Processors that treat a row alone as in company; others may count rows or calls."""
+"""Processors that treat a row in a batch as they treat it alone; others may count rows or calls."""
 _STOPS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCriteria)
 
 
 def extras_of(prepared: Prepared, cache_name: str) -> list[str]:
-    """What a batch is given besides text; what belongs to which row only the model knows."""
+    """Return the inputs of a batch besides text; only the model knows which row they belong to."""
     kwargs = prepared.inputs.model_kwargs
     parts = {name: value for name, value in kwargs.items() if isinstance(value, (torch.Tensor, dict))}
     return [name for name, value in parts.items() if name not in OF_TEXT | {cache_name} and not is_absent(value)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import fields, replace
 from typing import Any
@@ -51,10 +51,29 @@ _ELSEWHERE = frozenset(["datastores", "drafter", "config", *(field.name for fiel
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+CALL_OPTIONS = frozenset(["prediction", *(field.name for field in fields(CallOptions))]) - {"session"}
+"""Arguments of a call that are this library's own."""
 
 
-def check_arguments(model: Any, arguments: dict[str, Any], own: Collection[str]) -> None:
-    """Refuse what is no prompt, options of `accelerate`, and mistyped ones of our own (`own`), before anything runs.
+def pop_options(arguments: dict[str, Any], model: Any) -> tuple[CallOptions, Any]:
+    """Take this library's own options out of the arguments of a call.
+
+    Returns
+    -------
+    options
+        All of them but the prediction.
+    prediction
+        The text that the output is expected to follow, as the caller gave it.
+    """
+    own = {name: arguments.pop(name) for name in CALL_OPTIONS if name in arguments}
+    if own.get("context_ids") is not None:
+        own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
+    prediction = own.pop("prediction", None)
+    return CallOptions(**own), prediction
+
+
+def check_arguments(model: Any, arguments: dict[str, Any]) -> None:
+    """Refuse a prompt that is none, options of `accelerate` and mistyped options of a call, before anything runs.
 
     Raises
     ------
@@ -73,12 +92,12 @@ def check_arguments(model: Any, arguments: dict[str, Any], own: Collection[str])
         if isinstance(ids, torch.Tensor) and (ids.ndim != 2 or ids.is_floating_point()):
             got = f"a tensor of shape {tuple(ids.shape)} and {str(ids.dtype).removeprefix('torch.')}"
             raise PromptError(_ROWS, got, "Give one row as ids[None], and whole numbers.")
-    for name in arguments.keys() - own:
-        if name in _ELSEWHERE and "custom_generate" not in arguments:  # which may be ours, and takes some of them
+    for name in arguments.keys() - CALL_OPTIONS:
+        if name in _ELSEWHERE and "custom_generate" not in arguments:  # which may be ours, and takes some
             raise ConfigError(
                 f"{name} as an option of accelerate", "it in generate", f"Call accelerate(model, {name}=…)."
             )
-        if hint := nearest(name, own, cutoff=0.85):
+        if hint := nearest(name, CALL_OPTIONS, cutoff=0.85):
             raise ConfigError("a known option of generate", repr(name), hint)
 
 
@@ -122,7 +141,7 @@ def known_ids(given: Any, name: str, model: Any) -> NDArray[np.int32]:
 
 
 def row_predictions(prediction: Any, tokenizer: Any, rows: int, model: Any) -> list[NDArray[np.int32] | None]:
-    """Predictions of a batch's rows: a list has one for every row, anything else is that of all rows."""
+    """Return the prediction of each row: a list has one for each, anything else is that of all rows."""
     if rows > 1 and isinstance(prediction, (list, tuple)) and not all(isinstance(entry, int) for entry in prediction):
         if len(prediction) != rows:
             raise ConfigError(
@@ -194,7 +213,7 @@ def prepare_call(model: Any, arguments: dict[str, Any], why_single: str = TOO_MA
 
 
 def own_generate(model: Any) -> str:
-    """Why calls of a model are no ordinary ones: its class decodes in its own manner; empty when it does not."""
+    """Why a model's `generate` is not that of transformers: its class overrides it; empty where it does not."""
     kind = type(model)
     if kind._sample is not GenerationMixin._sample:
         return f"{kind.__name__} has a way of decoding of its own"
@@ -202,7 +221,7 @@ def own_generate(model: Any) -> str:
 
 
 def speculation_of(model: Any) -> Speculation:
-    """What an accelerated model carries.
+    """Return the `Speculation` of an accelerated model.
 
     Raises
     ------
@@ -216,7 +235,7 @@ def speculation_of(model: Any) -> Speculation:
 
 
 def original(model: Any) -> Any:
-    """`generate` as it was before."""
+    """Return `generate` as it was before the model was accelerated."""
     original = model.__dict__.get(BEFORE)
     return original if original is not None else types.MethodType(type(model).generate, model)
 
@@ -239,16 +258,16 @@ def prepare(
     arguments
         The call's arguments by name; `streamer` and `tokenizer` are left to the caller.
     why_single
-        Why more than one row are left to `generate`; empty when they are not.
+        Why a call of several rows is left to `generate`; empty where it is not.
 
     Raises
     ------
     DelegatedCall
-        It should also decode it.
+        The original `generate` has to decode the call, too.
     PromptError
         The prompt has no tokens.
     UnknownTokenError
-        It has one that the model does not embed.
+        The prompt has a token that the model does not embed.
     """
     arguments = dict(arguments)
     if _is_all_text(model, arguments):
@@ -273,12 +292,12 @@ def prepare(
 def from_captured(
     model: Any, captured: Captured, interface: ModelInterface, arguments: dict[str, Any], why_single: str
 ) -> Prepared:
-    """What sequences of a call start from, given what `generate` prepared of it.
+    """Return what the sequences of a call start from, given the call as `generate` prepared it.
 
     Raises
     ------
     DelegatedCall
-        It should decode it.
+        The original `generate` has to decode it.
     """
     given_ids = _stand_in_for_embeddings(captured)
     call = PreparedCall(model, captured, interface, why_single)
@@ -292,10 +311,10 @@ def from_captured(
         past_length=past,
         holds_past=holds,
         max_length=math.ceil(config.max_length) + captured.added + (0 if holds else past),
-        returns_cache=callers_cache or bool(config.return_dict_in_generate),  # it is seen by who gave it, or in those
+        returns_cache=callers_cache or bool(config.return_dict_in_generate),  # the caller gave it, or gets it
     )
     prepared = Prepared(inputs, captured.logits_processor, captured.stopping_criteria, config, callers_cache)
-    if not extras_of(prepared, interface.cache_name):  # else places of images may have tokens that nobody embeds
+    if not extras_of(prepared, interface.cache_name):  # else placeholders of images may have no embedding
         _check_embedded(model, prepared.inputs)
     if given_ids is not None:
         prepared.ids = given_ids
@@ -308,7 +327,7 @@ def from_captured(
 
 
 def _is_all_text(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether token types say that all of a prompt is text, as processors of vision models always say."""
+    """Whether the token types of a prompt mark all of it as text; processors of vision models always give them."""
     types, ids = arguments.get("mm_token_type_ids"), prompt_of(arguments)
     if not isinstance(types, torch.Tensor) or types.shape != getattr(ids, "shape", None) or bool(types.any()):
         return False
@@ -316,9 +335,9 @@ def _is_all_text(model: Any, arguments: dict[str, Any]) -> bool:
 
 
 def _is_fixed_and_unseen(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a call asks for a cache of a fixed size that it does not hand back, where nothing is compiled for one.
+    """Whether a call asks for a cache of fixed size that it does not return, where nothing is compiled for it.
 
-    Models that transformers does not claim to be fit for one may see other keys in it (GPT-Neo's windows).
+    Models that transformers does not mark as fit for such a cache may attend to other keys with it (GPT-Neo's windows).
     """
     if setting(model, arguments, "cache_implementation") not in _FIXED or model.device.type != "cpu":
         return False
@@ -336,12 +355,12 @@ def is_one_row(model: Any, arguments: dict[str, Any]) -> bool:
 
 
 def check_arguments_decoded(model: Any, arguments: dict[str, Any], why_single: str) -> None:
-    """Look whether a call asks for what is decoded here, as far as its arguments tell.
+    """Raise `DelegatedCall` where the arguments of a call tell that it is not decoded here.
 
     Raises
     ------
     DelegatedCall
-        It does not.
+        The call is left to the original `generate`.
     PromptError
         The prompt has no tokens.
     """
@@ -353,7 +372,7 @@ def check_arguments_decoded(model: Any, arguments: dict[str, Any], why_single: s
 
 
 def _stand_in_for_embeddings(captured: Captured) -> torch.Tensor | None:
-    """Give a prompt of embeddings as many tokens as it has places, 0 everywhere; the ids there were, if it changed."""
+    """Give a prompt of embeddings a token id of 0 for each position; return the ids it had, None if nothing changed."""
     embeds = captured.model_kwargs.get("inputs_embeds")
     ids = captured.input_ids
     if embeds is None or ids.ndim != 2 or ids.shape[1] == embeds.shape[1]:
@@ -364,7 +383,7 @@ def _stand_in_for_embeddings(captured: Captured) -> torch.Tensor | None:
 
 
 def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> NDArray[np.int32] | None:
-    """What an encoder reads and what the decoder begins with, where both have one vocabulary."""
+    """Return the encoder's input followed by the decoder's first tokens, where both have one vocabulary."""
     given = prompt_of(arguments)
     if model.main_input_name != "input_ids" or not isinstance(given, torch.Tensor) or given.ndim != 2:
         return None
@@ -379,7 +398,7 @@ def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> ND
 
 
 def _check_embedded(model: Any, inputs: VerifierInputs) -> None:
-    """Refuse a prompt with tokens that the model has no vectors for, of those that it is to read."""
+    """Refuse a prompt that has, among the tokens still to be read, one without an embedding."""
     unread = inputs.input_ids[:, inputs.past_length if inputs.holds_past else 0 :]
     known = embedded_tokens(model)
     least, most = (int(end) for end in unread.aminmax())

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.joining import CallOptions, SharedPrompts, sequences_of
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence, Status
@@ -22,7 +21,7 @@ from retrieve_spec.generation.calls import delegate, noted
 from retrieve_spec.generation.delegation import setting
 from retrieve_spec.generation.request import (
     as_inputs,
-    known_ids,
+    pop_options,
     prediction_ids,
     prepare_call,
     row_predictions,
@@ -57,12 +56,13 @@ _T = TypeVar("_T")
 
 
 class Answers(Iterator[_T]):
-    """What a generation hands out; closing it, leaving it in a `with` statement, or losing it ends the generation.
+    """Iterates over the results of a generation; closing it, leaving its `with` block or dropping it ends the
+    generation.
 
     Parameters
     ----------
     made
-        Makes them; ends its generation when it is closed.
+        Generates the results, and ends the generation when it is closed.
     """
 
     def __init__(self, made: Generator[_T, None, None]) -> None:
@@ -90,7 +90,7 @@ class Stream(Answers[Piece]):
     pieces
         Makes them.
     report
-        Tells what the generation did so far, None before its first piece.
+        Returns what the generation did so far, None before its first piece.
     """
 
     def __init__(self, pieces: Generator[Piece, None, None], report: Callable[[], GenerationReport | None]) -> None:
@@ -104,7 +104,7 @@ class Stream(Answers[Piece]):
 
 
 class TextDecoder:
-    """Decodes a growing list of token ids piece by piece; the pieces joined are the decoded whole.
+    """Decodes a growing list of token ids piece by piece; joined, the pieces are the text of all tokens.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ class TextDecoder:
         return self._take(final=True)
 
     def _take(self, final: bool) -> str:
-        """Text not shown yet; nothing while it ends inside a character, unless that is final."""
+        """Return the text that was not returned yet; none while it ends inside a character, unless `final`."""
         before = self._decode(self._ids[self._begin : self._shown])
         whole = self._decode(self._ids[self._begin :])
         if not final and whole.endswith("\ufffd"):
@@ -156,15 +156,6 @@ def generate_stream(
     *,
     tokenizer: Any = None,
     past_key_values: Any = None,
-    prediction: str | Many[int] | NDArray[np.int32] | None = None,
-    context_ids: Many[int] | NDArray[np.int32] | None = None,
-    on_pass: Callable[[VerifiedPass], None] | None = None,
-    draft: str | None = None,
-    nodes: int | str | None = None,
-    seed: int | None = None,
-    scope: str | None = None,
-    store: Any = None,
-    return_logprobs: bool = False,
     skip_special_tokens: bool = True,
     **kwargs: Any,
 ) -> Stream:
@@ -184,19 +175,11 @@ def generate_stream(
         To encode text and to decode the output; by default the one given to `accelerate`.
     past_key_values
         A cache to continue from; it ends as plain `generate` would leave it.
-    prediction, draft, nodes, seed, scope, store
-        As for `model.generate`, see `accelerate`.
-    context_ids
-        (n,) what the drafter reads in place of the prompt: other texts, the most relevant last, and at the end what
-        stands in front of the output. In fill-in-the-middle that is not the end of the prompt.
-    on_pass
-        Called with what each drafted-for pass showed, the prompt's first; the arrays are valid during the call.
-    return_logprobs
-        Let pieces carry the log-probabilities of their tokens.
     skip_special_tokens
         Leave special tokens out of the text.
     **kwargs
-        Whatever `generate` takes.
+        Arguments of `model.generate`, with those that `accelerate` adds to it: `max_new_tokens`, `seed`, `prediction` …
+        With `return_logprobs` each piece has the log-probabilities of its tokens.
 
     Yields
     ------
@@ -229,16 +212,7 @@ def generate_stream(
             f"num_return_sequences={samples}",
             "Open a stream for each, with a seed of its own: they share passes; or call generate for all at once.",
         )
-    options = {
-        "draft": draft,
-        "nodes": nodes,
-        "seed": seed,
-        "scope": scope,
-        "store": store,
-        "context_ids": None if context_ids is None else known_ids(context_ids, "context_ids", model),
-        "on_pass": on_pass,
-        "return_logprobs": return_logprobs,
-    }
+    options, prediction = pop_options(arguments, model)
     expected = prediction_ids(prediction, tokenizer, model)
     under_way: list[GenerationReport] = []
     decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
@@ -250,17 +224,17 @@ def _runs(
     model: Any,
     arguments: dict[str, Any],
     prediction: NDArray[np.int32] | None,
-    options: dict[str, Any],
+    options: CallOptions,
     under_way: list[GenerationReport],
 ) -> Generator[_Run, None, None]:
-    """What each pass of one row makes visible; the call is prepared when the first is asked for."""
+    """Yield what each pass of one row makes visible; the call is prepared when the first is requested."""
     speculation, prepared = speculation_of(model), prepare_call(model, arguments)
     if isinstance(prepared, str):
         report, rows, both = delegate(model, arguments, prepared, options)
         under_way.append(report)
         yield rows[0].cpu().numpy().astype(np.int32), None if both is None else both[0].cpu().numpy()
         return
-    (sequence,) = sequences_of(speculation, prepared, [prediction], CallOptions(**options))
+    (sequence,) = sequences_of(speculation, prepared, [prediction], options)
     under_way.append(sequence.report)
     try:
         with contextlib.closing(speculation.engine.run([sequence])) as passes:
@@ -276,7 +250,7 @@ def _runs(
 
 
 def _pieces(runs: Generator[_Run, None, None], decoder: TextDecoder | None) -> Generator[Piece, None, None]:
-    """Runs of tokens with their text."""
+    """Yield runs of tokens with their text."""
     both = None
     with contextlib.closing(runs):
         for visible, both in runs:
@@ -344,7 +318,6 @@ class Finished:
 
 
 Order = Literal["given", "completed"]
-_OWN = ("draft", "nodes", "seed", "siblings", "scope", "store", "return_logprobs", "on_pass", "context_ids")
 
 
 @dataclass(slots=True)
@@ -433,16 +406,14 @@ class Requests(Answers[Finished]):
             return []
         model, speculation = self._model, self._speculation
         arguments = self._arguments(request)
-        tokenizer, prediction = arguments["tokenizer"], arguments.pop("prediction", None)
-        own = {name: arguments.pop(name, None) for name in _OWN}
-        if own["context_ids"] is not None:
-            own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
+        tokenizer = arguments["tokenizer"]
+        options, prediction = pop_options(arguments, model)
         prepared = prepare_call(model, arguments, speculation.batching_blocker())
         if isinstance(prepared, str):
-            self._over.append(self._delegated(index, request, arguments, own, prepared))
+            self._over.append(self._delegated(index, request, arguments, options, prepared))
             return []
         predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
-        sequences = sequences_of(speculation, prepared, predictions, CallOptions(**own), self._prompts)
+        sequences = sequences_of(speculation, prepared, predictions, options, self._prompts)
         job = _UnderWay(index, request, sequences, tokenizer)
         self._under_way.update({id(sequence): job for sequence in sequences})
         return sequences
@@ -491,10 +462,10 @@ class Requests(Answers[Finished]):
         return Completion(new_ids, text, report, *(() if both is None else both[:, : len(new_ids)]))
 
     def _delegated(
-        self, index: int, request: Any, arguments: dict[str, Any], own: dict[str, Any], reason: str
+        self, index: int, request: Any, arguments: dict[str, Any], options: CallOptions, reason: str
     ) -> Finished:
         """Let the original `generate` answer a request, for a reason."""
-        report, rows, both = delegate(self._model, arguments, reason, own)
+        report, rows, both = delegate(self._model, arguments, reason, options)
         ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
         noted_rows = [None] * len(rows) if both is None else both.cpu().numpy()
         outputs = [

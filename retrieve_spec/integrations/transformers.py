@@ -27,7 +27,7 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.calls import decode_captured, seeded
 from retrieve_spec.generation.calls import generate as accelerated_generate
-from retrieve_spec.generation.request import BEFORE
+from retrieve_spec.generation.request import BEFORE, pop_options
 from retrieve_spec.verify.steps import capture
 
 FOLDER = str(Path(__file__).parent / "recipe")
@@ -112,18 +112,19 @@ def _prepare(model: Any, tokenizer: Any, given: dict[str, Any]) -> None:
 def _decode(model: Any, input_ids: Any, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
     """Decode what transformers prepared, or let transformers decode it in its own way."""
     speculation = model.speculation
-    speculation.drafter(own["draft"])  # an unknown preset is an error
+    options, prediction = pop_options(own, model)
+    speculation.drafter(options.draft)  # an unknown preset is an error
     prepared = capture(model, input_ids, **arguments)
     try:
         if speculation.engine.is_stepping:
             raise DelegatedCall("it is asked for in the middle of another generation")
         cache = speculation.interface.cache_name
-        return decode_captured(model, prepared, {cache: arguments.get(cache)}, own)
+        return decode_captured(model, prepared, {cache: arguments.get(cache)}, options, prediction)
     except DelegatedCall as why:
         reason = str(why)
         speculation.delegated(reason)
     method = getattr(type(model), GENERATION_MODES_MAPPING[prepared.generation_config.get_generation_mode()], None)
     if method is None:
         raise ConfigError("a way to decode that transformers has itself", reason, "Leave custom_generate out.")
-    with seeded(own["seed"], model):
+    with seeded(options.seed, model):
         return method(model, input_ids, **arguments)

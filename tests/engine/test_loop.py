@@ -40,6 +40,22 @@ def test_what_drafters_and_who_watches_learn(tiny: Any, prompt: torch.Tensor, an
     assert [seen.emitted.tolist() for seen in drafter.seen] == [verified.emitted.tolist() for verified in shown]
 
 
+@pytest.mark.parametrize("door", ["generate", "stream", "many"])
+def test_every_kind_of_call_shows_its_passes(tiny: Any, prompt: torch.Tensor, answer: Any, door: str) -> None:
+    rs.accelerate(tiny, drafter=ScriptedDrafter(answer), nodes=16, recorded_pass="off")
+    emitted: list[int] = []
+    options = {**GREEDY, "on_pass": lambda verified: emitted.extend(verified.emitted.tolist())}
+    if door == "generate":
+        tiny.generate(prompt, **options)
+    else:
+        list(
+            rs.generate_stream(tiny, prompt, **options)
+            if door == "stream"
+            else rs.generate_many(tiny, [prompt], **options)
+        )
+    assert emitted == answer[prompt.shape[1] :].tolist()
+
+
 @pytest.mark.parametrize(("recorded_pass", "most"), [("off", 1024), ("always", 256)])
 def test_trees_are_as_wide_as_passes_may_be(
     tiny: Any, prompt: torch.Tensor, answer: Any, recorded_pass: str, most: int
