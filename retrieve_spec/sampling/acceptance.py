@@ -173,7 +173,7 @@ def read_side_by_side(parts: Sequence[torch.Tensor], top_k: int) -> list[PassLog
 
 
 def _runs(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The parts, those together that stand side by side in memory."""
+    """Group the parts that are side by side in memory."""
     runs: list[list[torch.Tensor]] = []
     for part in parts:
         if runs and _follows(part, runs[-1][-1]):
@@ -184,7 +184,7 @@ def _runs(parts: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _follows(part: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether a part begins where the one before it ends."""
+    """Whether a part begins in memory where the one before it ends."""
     alike = part.dtype == before.dtype and part.shape[1:] == before.shape[1:]
     beside = part.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
     whole = part.is_contiguous() and before.is_contiguous()
@@ -192,7 +192,9 @@ def _follows(part: torch.Tensor, before: torch.Tensor) -> bool:
 
 
 def _put_nan_first(host: NDArray[np.float32], ids: NDArray[np.int32]) -> None:
-    """Let the first NaN of a row be its argmax, as in torch: a model that overflowed decodes as it does plainly."""
+    """Make the first NaN of a row its argmax, as torch does, so that a model that overflows decodes as it does
+    plainly.
+    """
     for r in np.flatnonzero(np.isnan(host).any(axis=1)):
         nan = int(np.isnan(host[r]).argmax())
         ids[r] = np.concatenate([[nan], ids[r][ids[r] != nan]])[: ids.shape[1]]
@@ -221,7 +223,7 @@ def read_packed(logits: torch.Tensor, top_k: int, chosen: torch.Tensor | None) -
 
 @functools.cache
 def packing(device: str) -> Pack:
-    """What packs the largest entries on a kind of device: on a GPU Triton's kernels, if they give what torch gives."""
+    """Return what packs the largest entries on a kind of device: on a GPU Triton's kernels, if they equal torch's."""
     if device != "cuda":
         return _pack
     try:
@@ -237,7 +239,7 @@ def packing(device: str) -> Pack:
 
 
 def _pack(logits: torch.Tensor, k: int, chosen: torch.Tensor | None) -> torch.Tensor:
-    """`pack_largest` by torch, but for the order of equal logits."""
+    """Do what `pack_largest` does with torch; equal logits may be in another order."""
     values, ids = torch.topk(logits, k, dim=-1)
     best = logits.argmax(dim=-1)  # ties go to the lowest id, which topk does not promise
     parts = [best.int()[:, None], ids.int(), values.float().view(torch.int32)]
@@ -262,7 +264,7 @@ def check_drawable(scores: NDArray[np.float32]) -> None:
 
 
 def _drawn(scores: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
-    """A token drawn from (vocab,) scores, which are refused where they are no distribution."""
+    """Draw a token from (vocab,) scores; refuse scores that are no distribution."""
     token = int(draw_row(scores, temperature, seed, row, position))
     if token < 0:
         check_drawable(scores)
@@ -274,7 +276,7 @@ class Sampler(Protocol):
 
     @property
     def reads_plainly(self) -> bool:
-        """Whether `read` is `read_logits`, so that rows of other texts can be read along."""
+        """Whether `read` is `read_logits`, so that rows of other texts can be read in the same call."""
 
     @property
     def scores(self) -> list[torch.Tensor] | None:
@@ -294,10 +296,12 @@ class Sampler(Protocol):
         """Return the token that follows `text`, given the logits at `row`."""
 
     def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
-        """() float32: log-probability of what `choose` has just returned, under the scores it was chosen by."""
+        """() float32: log-probability of the token that `choose` has just returned, under the scores it was chosen
+        by.
+        """
 
     def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
-        """(seed, row, position) of the noise the token that follows `text` is drawn with, None without noise."""
+        """Return (seed, row, position), the key of the noise for the token that follows `text`; None without noise."""
 
 
 class HostReading:
@@ -321,9 +325,10 @@ def log_softmax_at(scores: torch.Tensor, place: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Warpers:
-    """The rules that are applied without building tensors: penalty, least length, then the others as they stand here.
+    """Rules that are applied without building tensors: penalty, minimum length, then the others in the order of the
+    fields.
 
-    Neutral values switch them off. Before the text is `min_length` tokens long none of `end_ids` may come.
+    Neutral values disable them. No token of `end_ids` is allowed before the text is `min_length` tokens long.
     """
 
     temperature: float = 1.0
@@ -336,7 +341,7 @@ class Warpers:
 
     @property
     def truncates(self) -> bool:
-        """Whether any token may become impossible by how probable it is."""
+        """Whether a token can become impossible because it is improbable."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def must_go_on(self, length: int) -> bool:
@@ -352,7 +357,9 @@ class Warpers:
         return self.penalty != 1.0 or self.must_go_on(length)
 
     def edited(self, scores: NDArray[np.float32], text: RowText) -> NDArray[np.float32]:
-        """(vocab,) scores after CTRL's penalty (Keskar et al., 2019) and the least length: a copy where they change."""
+        """(vocab,) scores after CTRL's penalty (Keskar et al., 2019) and the minimum length: a copy where they
+        change.
+        """
         if not self.edits(text.length):
             return scores
         edited = scores.copy()
@@ -367,7 +374,7 @@ class Warpers:
 
 
 class GreedySampler(HostReading):
-    """The most probable token, after a repetition penalty and a least length if there are any."""
+    """The most probable token, after a repetition penalty and a minimum length if there are any."""
 
     def __init__(self, warpers: Warpers | None = None) -> None:
         self.warpers = warpers or Warpers()
@@ -380,7 +387,7 @@ class GreedySampler(HostReading):
         return int(self.warpers.edited(logits.row(row), text).argmax())
 
     def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:
-        """Log-probability after the penalty and among the tokens that may come, at temperature 1."""
+        """Log-probability after the penalty, among the tokens that are allowed, at temperature 1."""
         if not self.warpers.edits(text.length):
             return log_softmax_at(logits.logits[row], token)
         return log_softmax_at(torch.from_numpy(self.warpers.edited(logits.row(row), text)), token)
@@ -390,7 +397,7 @@ class GreedySampler(HostReading):
 
 
 class RandomSampler(HostReading):
-    """A sample from softmax(logits) under a penalty, a least length, temperature, top-k, top-p and min-p.
+    """A sample from softmax(logits) under a penalty, a minimum length, temperature, top-k, top-p and min-p.
 
     Gumbel-max with counted noise: the noise of a token depends on (seed, row, position, token) alone, so the sample
     is the same whether the row came from a tree, a chain or a pass over one token.
@@ -425,7 +432,7 @@ class RandomSampler(HostReading):
         return log_softmax_at(left, int(np.flatnonzero(self._ids[:count] == token)[0]))
 
     def _truncate(self, values: NDArray[np.float32]) -> int:
-        """Write the tokens that stay and their scores to `_ids` and `_scores`; how many they are."""
+        """Write the tokens that stay and their scores to `_ids` and `_scores`; return how many there are."""
         if len(self._ids) < len(values):
             self._ids = np.empty(len(values), np.int32)
             self._scores = np.empty(len(values), np.float64)
@@ -482,15 +489,15 @@ class ProcessorSampler(HostReading):
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Where a walk went.
+    """The result of a walk.
 
     Attributes
     ----------
     path
         (a,) int32, accepted nodes from the root down.
     emitted
-        (e,) int32 tokens: the accepted ones and the bonus token (a + 1 = e). When a stop cut the run the last of them
-        is the last visible token, and the path ends one node earlier.
+        (e,) int32 tokens: the accepted ones and the bonus token (a + 1 = e). Where a stopping criterion ended the text,
+        the last of them is the last visible token, and the path ends one node earlier.
     stopped
         Whether generation is over.
     """

@@ -1,4 +1,4 @@
-"""Guides: processors that leave few tokens to choose from, and say where they leave only one."""
+"""Guides: logits processors that allow few tokens, and tell where they allow only one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from retrieve_spec.errors import ConfigError
 SPACE = r"( |\n[ \t]{0,40})?"
 """Space between the parts of a JSON document: bounded, since some models never stop indenting."""
 _FEW = 256
-"""Tokens up to which what may come next says where in the grammar a text stands: between values, and not inside one."""
+"""Where a grammar allows no more tokens than this, they tell where in it a text is: between values, not inside one."""
 EXTRA = "pip install 'retrieve-spec[json]'"
 
 
 class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
-    """Makes every token impossible that a grammar does not allow next; what it leaves no choice of is drafted.
+    """Makes every token impossible that a grammar does not allow next; where it allows only one, that one is drafted.
 
-    It is called with texts that are a token longer each time, as plain decoding calls processors; what does not go on
-    so, after the same prompt, begins with one, whose tokens are not the grammar's.
+    It is called with a text that grows by one token each time, as plain decoding calls processors. A text that does not
+    continue the last one after the same prompt is a new prompt, to which the grammar does not apply.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         return cls(vocabulary, grammar)
 
     def fresh(self) -> GrammarProcessor:
-        """One that has followed no text yet."""
+        """Return a processor that has followed no text yet."""
         one = copy.copy(self)
         one._rows = []
         return one
@@ -109,7 +109,9 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         return scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
 
     def forced(self, ids: NDArray[np.int64]) -> tuple[int, float] | None:
-        """What follows the text (n,) of the only row without a choice, and how probable that is (`drafting.forced`)."""
+        """Return the token that must follow the text (n,) of the only row, and how probable that is
+        (`drafting.forced`).
+        """
         return self._row(0, ids).forced(ids)
 
     def _row(self, row: int, ids: NDArray[np.int64]) -> _FollowedText:
@@ -122,24 +124,24 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
 
 
 class _FollowedText:
-    """Where one text stands in a grammar, and what it took before where the same few tokens might come.
+    """The state of one text in a grammar, and the tokens it took before where the same few were allowed.
 
-    A text that does not go on from the last one is followed from where they part.
+    A text that does not continue the last one is followed from where the two differ.
     """
 
     def __init__(self, matcher: Any, prompt: NDArray[np.int64]) -> None:
         self._matcher, self._prompt, self._prompt_length = matcher, prompt, len(prompt)
-        self._length = len(prompt) - 1  # of the last text that `allowed` was asked about
+        self._length = len(prompt) - 1  # of the last text that `allowed` was called with
         self._said: NDArray[np.int64] = np.empty(0, np.int64)
         self._last: NDArray[np.bool_] = np.empty(0, np.bool_)
         self._took: dict[bytes, tuple[int, int]] = {}  # what came, and how often in a row
 
     def goes_on(self, ids: NDArray[np.int64]) -> bool:
-        """Whether a text (n,) has the prompt of the last one, and a token more than that."""
+        """Whether a text (n,) has the prompt of the last one and at least one token after it."""
         return len(ids) == self._length + 1 and np.array_equal(ids[: self._prompt_length], self._prompt)
 
     def allowed(self, ids: NDArray[np.int64], vocabulary: int) -> NDArray[np.bool_]:
-        """(vocabulary,) what may follow a text (n,); anything after its end."""
+        """(vocabulary,) tokens that may follow a text (n,); all of them after its end."""
         self._length = len(ids)
         if not self._follow(ids[self._prompt_length :]):
             if self._matcher.is_stopped():
@@ -156,7 +158,7 @@ class _FollowedText:
         self._took[choices] = token, times + 1 if token == last else 1
 
     def forced(self, ids: NDArray[np.int64]) -> tuple[int, float] | None:
-        """The token that must follow a text (n,), or that came wherever it had the same few to choose from."""
+        """Return the token that must follow a text (n,), or that always followed where the same few were allowed."""
         if not self._follow(ids[self._prompt_length :]):
             return None
         mask = self._mask()
@@ -171,7 +173,7 @@ class _FollowedText:
         return np.unpackbits(bits, bitorder="little").view(np.bool_)
 
     def _follow(self, said: NDArray[np.int64]) -> bool:
-        """Let the matcher stand after a text, as far as it may be said; whether that is all of it."""
+        """Advance the matcher over a text as far as the grammar allows it; return whether that is all of it."""
         least = min(len(said), len(self._said))
         parted = np.flatnonzero(said[:least] != self._said[:least])
         kept = int(parted[0]) if len(parted) else least
@@ -206,7 +208,7 @@ def read_vocabulary(tokenizer: Any, end_ids: Collection[int] = ()) -> Any:
 
 
 def problem_of(grammar: str, vocabulary: Any) -> str:
-    """What is wrong with a grammar; empty where nothing is."""
+    """Return what is wrong with a grammar; empty where nothing is."""
     from llguidance import LLMatcher
 
     problem = LLMatcher.validate_grammar(grammar, vocabulary)
@@ -214,9 +216,9 @@ def problem_of(grammar: str, vocabulary: Any) -> str:
 
 
 class AllowedTokens:
-    """A guide by what `prefix_allowed_tokens_fn` allows in the only row of a call.
+    """Makes a guide of the `prefix_allowed_tokens_fn` of a call of one row.
 
-    It is asked about nothing but texts that come: others it may not know.
+    The function is only called with texts that occur: it may not know others.
     """
 
     judges_drafts = False
@@ -225,13 +227,13 @@ class AllowedTokens:
         self._allowed = processor._prefix_allowed_tokens_fn
 
     def forced(self, ids: NDArray[np.int64]) -> tuple[int, float] | None:
-        """The one token that may follow a text (n,); None where there are several."""
+        """Return the only token that may follow a text (n,); None where there are several."""
         allowed = self._allowed(0, torch.from_numpy(ids))
         return (int(allowed[0]), 1.0) if len(allowed) == 1 else None
 
 
 def guide_of(processors: Iterable[Any]) -> GrammarProcessor | AllowedTokens | None:
-    """What says where the processors of a row leave no choice; the first of them that does."""
+    """Return the first processor of a row that tells where only one token is allowed; None where none does."""
     for processor in processors:
         if isinstance(processor, GrammarProcessor):
             return processor

@@ -42,7 +42,7 @@ RULES = np.dtype([
     ("key", np.uint64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64),
     ("log_min_p", np.float64),
 ])  # fmt: skip
-"""What the token of a row is drawn by: the key of its noise and its rules; 0, 1 and -inf switch truncations off."""
+"""What the token of a row is drawn by: the key of its noise and its rules; 0, 1 and -inf disable truncations."""
 
 
 def draw(scores: torch.Tensor, rules: NDArray[np.void]) -> torch.Tensor:
@@ -55,7 +55,9 @@ def draw(scores: torch.Tensor, rules: NDArray[np.void]) -> torch.Tensor:
 
 @functools.cache
 def draws_alike(device: str) -> bool:
-    """Whether tokens drawn on a kind of device are those of the host, tried once on a row for each of several rules."""
+    """Whether tokens drawn on a kind of device equal those of the host; tried once, on one row for each of several
+    rules.
+    """
     if device != "cuda":
         return False
     scores, text = 4.0 * torch.arange(3000.0).sin()[None], RowText(torch.zeros((1, 1), dtype=torch.long))
@@ -72,17 +74,18 @@ def draws_alike(device: str) -> bool:
 
 
 class DeviceSampler:
-    """Chooses on the device what a host sampler would choose; one copy per pass brings tokens and top logits over.
+    """Chooses on the device what a host sampler would choose; one copy per pass brings tokens and top logits to the
+    host.
 
     Parameters
     ----------
     host
-        The rules, and who decides rows that the device is not sure of.
+        Has the rules, and chooses for rows of which the device is not sure.
 
     Attributes
     ----------
     truncates
-        Whether the rules make any token impossible; texts where they do are best read apart.
+        Whether the rules make any token impossible; such texts are best read apart from others.
     """
 
     reads_plainly = False
@@ -109,11 +112,13 @@ class DeviceSampler:
         return read_packed(logits, top_k, chosen)
 
     def reads_along(self, text: RowText) -> bool:
-        """Whether rows of other texts can be read along (`read_sampled`): the rules do not look at the text."""
+        """Whether rows of other texts can be read in the same call (`read_sampled`): the rules do not depend on the
+        text.
+        """
         return isinstance(self.host, RandomSampler) and not self._warpers.edits(text.length)
 
     def rules(self, text: RowText, tree: DraftTree) -> NDArray[np.void]:
-        """(1 + n,) `RULES`: what is drawn by after the root and after each node."""
+        """(1 + n,) `RULES` for the draws after the root and after each node."""
         assert isinstance(self.host, RandomSampler)
         seed, row, position = self.host.noise_at(text)
         deepest = int(tree.depth.max()) if len(tree) else 0
@@ -161,7 +166,7 @@ class DeviceSampler:
 def read_sampled(
     parts: Sequence[torch.Tensor], first_rows: Sequence[int], rules: Sequence[NDArray[np.void]], top_k: int
 ) -> list[PassLogits]:
-    """`DeviceSampler.read` for several texts at once, whose rules do not look at the text.
+    """`DeviceSampler.read` for several texts at once, whose rules do not depend on the text.
 
     Parameters
     ----------
@@ -197,7 +202,7 @@ _SEEDS = -(1 << 63), (1 << 64) - 1
 
 
 class LogProbSampler:
-    """Chooses what another sampler chooses, and notes how probable that was; no row of logits is kept."""
+    """Chooses what another sampler chooses, and records its log-probability; no row of logits is kept."""
 
     def __init__(self, chooser: Sampler) -> None:
         self.chooser = chooser
@@ -227,8 +232,8 @@ class OpeningSampler(HostReading):
     Parameters
     ----------
     guides
-        Processors that say in `acts_on`, given (n,) int32 the text, whether they change what may follow it; one that
-        does not does not act on anything longer either.
+        Processors whose `acts_on`, called with the (n,) int32 text, returns whether they change what may follow it. One
+        that returns False for a text does so for every longer one.
     opening
         Applies the guides and what comes after them.
     rest
@@ -258,12 +263,13 @@ class OpeningSampler(HostReading):
 
 
 def whole_seed(given: Any) -> int | None:
-    """A seed as a Python number with the sign that 64 bits give it, of any kind of whole number; None stays.
+    """Return a seed, given as any kind of whole number, as a Python integer that is signed as in 64 bits; None stays
+    None.
 
     Raises
     ------
     ConfigError
-        It is something else, or has more than 64 bits.
+        It is no whole number, or has more than 64 bits.
     """
     if given is None:
         return None
@@ -332,12 +338,14 @@ def processors_of_row(processors: Any, row: int) -> LogitsProcessorList:
 
 
 def _of_row(allowed: Callable[[int, torch.Tensor], Any], row: int) -> Callable[[int, torch.Tensor], Any]:
-    """What tells the tokens that are allowed in one row of a batch; alone, it would be asked for row 0."""
+    """Return a `prefix_allowed_tokens_fn` that is always called for one row of a batch; alone that row would be row
+    0.
+    """
     return lambda _row, input_ids: allowed(row, input_ids)
 
 
 def _read_warpers(processors: Any) -> Warpers | None:
-    """Read the rules off a list of plain warpers in their usual order; None when anything else is in it."""
+    """Read the rules from a list of plain warpers in their usual order; None when it has anything else."""
     readers: list[tuple[type, Callable[[Any], dict[str, Any]]]] = [
         (hf.RepetitionPenaltyLogitsProcessor, lambda p: {"penalty": float(p.penalty)}),
         (hf.MinLengthLogitsProcessor, lambda p: _least(p, p.min_length)),
