@@ -1,4 +1,4 @@
-"""Caches: how far a draft can be rolled back in one, and layers that are cropped as they do it themselves."""
+"""Caches: how far a draft can be rolled back in one, and how its layers are cropped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TAKE_TREES = GROW_BY_ROWS + HOLD_NOTHING
 
 
 def decoder_cache(cache: Any) -> Any:
-    """The part of a cache that grows with the text: of an encoder–decoder's, what its decoder attends to itself."""
+    """The part of a cache that grows with the text: of an encoder–decoder's, the decoder's self-attention."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
@@ -118,7 +118,7 @@ def seq_length(cache: Any) -> int:
 
 
 class KeptRows:
-    """Keeps the rows of accepted nodes in a cache, to every layer of which a pass appends rows.
+    """Keeps the rows of accepted nodes in a cache whose layers all get rows from each pass.
 
     Recurrent states beside the rows stay, and layers that grow in another way are cropped by their own method.
 
@@ -145,8 +145,8 @@ class KeptRows:
         return all(type(layer) in kinds for layer in self._cache.layers)
 
     def commit(self, path: NDArray[np.int32], nodes: int) -> None:
-        """Keep the rows of the last pass but those of its last `nodes` nodes that are not on `path`, (a,) int32."""
-        if not self._has_only(TAKE_TREES + HOLD_STATE):  # layers that are cropped as they do it themselves
+        """Keep the rows of the last pass; of its last `nodes` nodes only those on `path`, (a,) int32."""
+        if not self._has_only(TAKE_TREES + HOLD_STATE):  # layers with a `crop` of their own
             if dropped := nodes - len(path):  # they take chains, so what stays comes first
                 crop(self._cache, -dropped)
             else:
@@ -155,15 +155,15 @@ class KeptRows:
         stay = int((np.append(path, -1) != np.arange(len(path) + 1)).argmax())  # accepted rows in place
         for i, layer in enumerate(self._cache.layers):
             rows = _rows(layer)
-            # A layer that the pass did not write to holds what belongs to a picture.
+            # A layer that the pass did not write to holds keys and values of a picture.
             unwritten = nodes > 0 and i < len(self._before) and rows == self._before[i]
             if rows and not unwritten:
                 _keep(layer, rows - nodes, path, nodes, stay)
 
 
 def finite_nodes(cache: Any, draft: DraftTree) -> NDArray[np.bool_]:
-    """Which nodes of the last pass have finite keys and values, and so their ancestors, in the first layer where some
-    have not; what is after that layer may come from those.
+    """Return which nodes of the last pass, ancestors included, have finite keys and values in the first layer where
+    some have not. Later layers may have taken infinities over from those nodes.
     """
     finite = np.ones(len(draft), np.bool_)
     for layer in cache.layers:

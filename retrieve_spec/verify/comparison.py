@@ -47,7 +47,7 @@ def drafts_for(mode: Mode, rounds: int, model: Any) -> list[Draft]:
 
 
 def special_tokens(config: Any) -> set[int]:
-    """Tokens that stand for something else than text, as far as a config names them."""
+    """Return the tokens that a config names as special."""
     parts = (config, config.get_text_config(decoder=True))
     named = [
         value for part in parts for name, value in vars(part).items() if name.endswith(("_token_id", "_token_index"))
@@ -56,7 +56,7 @@ def special_tokens(config: Any) -> set[int]:
 
 
 def _six(tokens: range, special: set[int], first: int) -> list[int]:
-    """Six different tokens that are not special; of fewer than six, some again, but not twice below one node."""
+    """Return six different tokens that are not special. Where there are fewer, some repeat, but not below one node."""
     found: list[int] = []
     for avoided in (special, set[int]()):
         for n in range(first, first + len(tokens)):
@@ -113,7 +113,7 @@ def by_single_steps(steps: SingleSteps, drafts: list[Draft]) -> Reference:
 
 
 def row_texts(drafts: list[Draft]) -> Iterator[list[int]]:
-    """By row of the passes over drafts, the tokens that lead to it: those committed before, and the path to it."""
+    """Return the tokens before each row of the passes over drafts: those committed earlier, and the path to it."""
     text: list[int] = []
     for draft in drafts:
         text.append(draft.root)
@@ -152,7 +152,7 @@ class PlainText:
     reference
         The logits of single steps.
     rounding
-        How far other plain ways of reading it are from that.
+        How far other plain ways of reading the text are from these logits.
     """
 
     call: Captured
@@ -164,9 +164,9 @@ class PlainText:
     def read(
         cls, model: Any, prompt: int, padding: int, drafts: list[Draft], pads: bool = True, pieces: bool = True
     ) -> PlainText:
-        """Read a prompt of so many tokens, with padding in front of it, and the drafts after.
+        """Read a prompt of so many tokens, with padding in front of it, and the drafts after it.
 
-        Where a model is not exact, texts are also read with padding and in pieces, if it takes them (`pads`, `pieces`).
+        Where a model is not exact, the text is also read with padding and in pieces, if the model takes these.
         """
         ids = sample_tokens(model, prompt + padding)
         shown = torch.ones_like(ids)
@@ -182,7 +182,7 @@ class PlainText:
         for way in ways:
             try:
                 readings.append(way(model, ids, shown, reference.text))
-            except Exception:  # whatever a model's own code raises: users do not read texts so either
+            except Exception:  # whatever a model's own code raises: users cannot read texts this way either
                 logger.debug("no reading %s", way.__name__, exc_info=True)
         return cls(call, drafts, reference, Rounding.of(model, reference.kept, readings))
 
@@ -223,15 +223,15 @@ _LARGEST = {torch.float64: 1e-6, torch.float32: 2e-4}
 """Largest difference, as a share of the logits' spread, that rounding makes in the exact formats …"""
 _MOST = {torch.float64: 1e-6, torch.float32: 2e-3}
 _READINGS = 4.0
-"""… or so many times the difference between two plain readings, but not more than `_MOST`."""
+"""… or this many times the difference between two plain readings, but not more than `_MOST`."""
 _ROWS = (4, 5, 7, 8, 9, 16, 17, 33, 64, 65, 129, 257)
 _MOST_ROWS = 8
-"""Numbers of rows whose products are held against one another, and how many a pass is filled up to at most."""
+"""Numbers of rows whose products are compared with each other, and how many a pass is filled up to at most."""
 _NUMBERS, _MOST_TRIED = 1 << 20, 1 << 13
 """Numbers of a product that are compared, and rows at most: two orders seldom round one of them differently."""
 _VECTOR = 64
 _ROOT_MEAN_SQUARE = 2.0
-"""How many times the largest root mean square of plain readings a pass may be off in the other formats."""
+"""In the other formats a pass may be off by this many times the largest root mean square of plain readings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +243,12 @@ class Deviation:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether they are the same up to rounding; never with NaN."""
+        """Whether the logits are the same up to rounding; never with NaN."""
         return self.measured <= self.allowed
 
     @property
     def excess(self) -> float:
-        """How many times farther off they are than allowed."""
+        """By which factor they are farther off than allowed."""
         return self.measured / self.allowed if self.measured == self.measured else math.inf
 
     def __str__(self) -> str:
@@ -257,7 +257,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What plain decoding makes of rounding.
+    """How much rounding changes the logits of plain decoding.
 
     Attributes
     ----------
@@ -277,7 +277,7 @@ class Rounding:
 
     @classmethod
     def of(cls, model: Any, wanted: torch.Tensor, readings: Sequence[torch.Tensor]) -> Rounding:
-        """That of a model, from several readings of what single steps gave as `wanted`, all (rows, vocab)."""
+        """Return that of a model; several readings of a text, (rows, vocab) each, should have given `wanted`."""
         spread = spread_of(wanted)
         differences = [reading - wanted for reading in readings]
         largest = max((float(d.abs().max()) for d in differences), default=0.0) / spread
@@ -285,7 +285,7 @@ class Rounding:
         return cls(model.dtype, is_exact(model), largest, rms)
 
     def compare(self, got: torch.Tensor, wanted: torch.Tensor) -> Deviation:
-        """Hold the logits of passes against those of single steps, (rows, vocab) each."""
+        """Compare the logits of passes with those of single steps, (rows, vocab) each."""
         spread, difference = spread_of(wanted), got - wanted
         last_place = torch.finfo(self.dtype).eps / 2 * float(wanted.abs().max()) / spread  # readings may agree by luck
         if self.exact:
@@ -296,7 +296,7 @@ class Rounding:
 
 
 def spread_of(logits: torch.Tensor) -> float:
-    """How far logits lie from one another."""
+    """Return the spread of logits."""
     return float(logits.std(dim=-1).mean())
 
 
@@ -307,19 +307,19 @@ def is_exact(model: Any) -> bool:
 
 
 def _quantised(model: Any) -> Iterator[nn.Module]:
-    """Linear layers whose weights are no plain tensors of floating-point numbers."""
+    """Return the linear layers whose weights are not plain floating-point tensors."""
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
-        wraps = hasattr(module, "base_layer")  # an adapter's; what it wraps is a module of its own
+        wraps = hasattr(module, "base_layer")  # an adapter; the layer that it wraps is a module, too
         if hasattr(module, "in_features") and not plain and not wraps:
             yield module
 
 
 def rows_change_one_another(model: Any) -> str:
-    """Name the layers whose answer to a row depends on the other rows of a pass; empty where none does.
+    """Name the layers whose output for a row depends on the other rows of a pass; empty where none does.
 
-    So it is where inputs are quantised with one scale for all rows of a pass: every draft would change the text.
+    This is so where inputs are quantised with one scale for all rows of a pass: every draft would change the text.
     """
     tried: set[tuple[type, type]] = set()
     for module in _quantised(model):
@@ -340,10 +340,10 @@ def rows_change_one_another(model: Any) -> str:
 
 
 def why_not_one_order(model: Any) -> str:
-    """Why rows of a model's passes cannot be computed in one order whatever stands beside them; empty where they may.
+    """Say why the order of a row's sums depends on the other rows of a pass; empty where it need not.
 
-    Vectors of elementwise operations end with rows whose width is a multiple of theirs. Products with packed weights
-    have one order by themselves; experts, and layers of other kinds, multiply in ways of their own.
+    The vectors of elementwise operations end where a row ends if its width is a multiple of theirs. Products with
+    packed weights always have one order; of experts and layers of other kinds nothing is known.
     """
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"it is for 16 bits, the model is in {model.dtype}"
@@ -361,10 +361,11 @@ def why_not_one_order(model: Any) -> str:
 
 @torch.inference_mode()
 def rows_for_one_order(model: Any) -> int:
-    """Fewest rows from which linear layers add up every row in one order, whatever stands beside it; 0 where none is.
+    """Return the fewest rows from which linear layers sum up each row in one order, whatever the other rows are; 0
+    where there is no such number.
 
-    Libraries choose that order by the shape of a product. oneDNN's of 16-bit numbers is one for any number of rows but
-    the first few.
+    Libraries choose the order by the shape of a product. oneDNN's order in 16 bits is the same for all but small
+    numbers of rows.
     """
     fewest, most, tried = _ROWS[0], _ROWS[-1], set[torch.Size]()
     for module in model.modules():
@@ -386,6 +387,6 @@ def rows_for_one_order(model: Any) -> int:
 
 
 def _in_parts(layer: nn.Module, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """(rows, out) what a layer makes of (1, rows, in), so many at a time, without a rest."""
+    """Return (rows, out), a layer's output for (1, rows, in), computed for a fixed number of rows at a time."""
     whole = rows.shape[1] // count * count
     return torch.cat([layer(rows[:, i : i + count])[0] for i in range(0, whole, count)])

@@ -45,8 +45,8 @@ class HFVerifier:
     mode, reason
         The mode that a probe found for the model, and why not better.
     signatures
-        The modes of calls that give the model more than text; the first call of each kind is held to single steps.
-        None: calls are not examined.
+        The modes of calls that give the model more than text; the first call of each kind is compared with single
+        steps. None: calls are not examined.
     around
         The context that a pass runs in; None for none.
 
@@ -109,7 +109,7 @@ class HFVerifier:
         return False
 
     def fresh(self) -> HFVerifier:
-        """Another verifier that knows what this one does of the model, for another text."""
+        """Return another verifier for another text, with what this one knows of the model."""
         verifier = HFVerifier(self.model, self.interface, *self._model_mode, self.signatures, self.around)
         verifier.pass_reason = self.pass_reason
         return verifier
@@ -134,7 +134,7 @@ class HFVerifier:
         self._pending = PendingPass()
 
     def _strongest_mode(self) -> tuple[Mode, str]:
-        """The strongest mode that model, cache and what is known of this kind of call allow, and why not better."""
+        """Return the strongest mode that model, cache and trials of this kind of call allow, and why not better."""
         if self.inputs.is_padded and not self.interface.takes_padding:
             return "plain", _PADDED
         allowed = weaker(self._model_mode, cache_mode(self.cache.whole))
@@ -244,7 +244,7 @@ class HFVerifier:
         )
 
     def _fork(self, past: int, mode: Mode) -> HFVerifier:
-        """Another verifier after the same prompt, over a cache of its own."""
+        """Return another verifier after the same prompt, over a cache of its own."""
         fork = copy.copy(self)
         fork.cache, fork.inputs, fork.past = self.cache.fork(), copy.copy(self.inputs), past
         fork.mode, fork.reason = fork._model_mode = fork._call_mode = (mode, "")

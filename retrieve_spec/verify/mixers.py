@@ -196,7 +196,7 @@ def _described(module: nn.Module, layer_idx: int, called: list[_Call]) -> Mixer:
 
 
 def _is_projection(child: nn.Module) -> bool:
-    """Whether a module treats every row alike and alone."""
+    """Whether a module treats each row alike and independently."""
     if isinstance(child, nn.Sequential):
         return all(isinstance(part, nn.Linear) for part in child)
     return isinstance(child, nn.Linear)
@@ -207,13 +207,13 @@ _LEAST, _HALF = 2.3e-308, 0.5
 
 
 def are_flushed() -> bool:
-    """Whether this thread takes denormal numbers for zero."""
+    """Whether this thread treats denormal numbers as zero."""
     return _LEAST * _HALF == 0.0
 
 
 @contextmanager
 def flushed() -> Iterator[None]:
-    """Take denormal numbers for zero on this thread inside of the block; torch's other threads go on as they were."""
+    """Treat denormal numbers as zero on this thread inside the block; torch's other threads are unchanged."""
     before = are_flushed()
     try:
         if not before:
@@ -293,7 +293,7 @@ class VerifyingMixer:
     def call_over(
         self, layer: ScratchLayer, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """What goes into a call over another cache layer; nothing is padded after the prompt."""
+        """Return the arguments of a call over another cache layer; there is no padding after the prompt."""
         own = Cache(layers=[None] * self.mixer.layer_idx + [layer])
         given = [own if value is self._running.given else value for value in args]
         named = {name: own if value is self._running.given else value for name, value in kwargs.items()}
@@ -317,7 +317,7 @@ class SteppedMixer(VerifyingMixer):
         self._levels: list[ScratchLayer] = []
 
     def states_after(self, tree: RowTree, text: int, rows: torch.Tensor, last: int) -> tuple[ScratchLayer, int]:
-        """The layer of the last row's depth, and its place among the rows there."""
+        """Return the cache layer of the last row's depth, and the row's index there."""
         depth = len(rows) - 1
         return self._levels[depth], tree.levels[depth].places[last]
 

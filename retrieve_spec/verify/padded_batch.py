@@ -1,8 +1,8 @@
 """Padded batch: several texts in one pass of a model's own forward, over keys and values padded to the longest text.
 
-For models that are not recorded, such as those with recurrent state. The keys and values of each text stand at the
-right end of one cache, its rows of the pass at the left end after them; masks hide the holes, positions are the text's
-own, and recurrent state stays with each text. Behind the pass every text has its rows again.
+For models that are not recorded, such as those with recurrent state. In one cache the keys and values of each text are
+aligned to the right, and its rows of the pass follow, aligned to the left. Masks hide the padding, positions are those
+of the text, and each text keeps its recurrent state. After the pass each text has its rows back.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class PaddedBatch:
         want_hidden
             Return the hidden states of this layer too.
         keeps
-            Of no meaning: texts that read prompts share no such passes.
+            Ignored: prompts are not read in such passes.
 
         Returns
         -------
         list
-            By text, what its own `forward` would have returned.
+            For each text, what its own `forward` would have returned.
         """
         caches = [text.begin_shared() for text in texts]
         counts = [len(root) for root in roots]
@@ -145,7 +145,7 @@ class PaddedBatch:
 
         def visible(view: LayerView) -> torch.Tensor:
             mask = np.zeros((len(texts), width, columns + width), np.bool_)
-            mask[:, np.arange(width), columns + np.arange(width)] = True  # a row that is nobody's sees itself
+            mask[:, np.arange(width), columns + np.arange(width)] = True  # a padding row sees itself
             for at, (text, root, tree) in enumerate(zip(texts, roots, trees, strict=True)):
                 past, size = text.past, len(root) + len(tree)
                 seen = np.empty((size, past + size), np.bool_)
@@ -163,7 +163,7 @@ def _side_by_side(caches: Sequence[Any], columns: int) -> DynamicCache:
     whole = DynamicCache()
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         if type(layers[0]) not in GROW_BY_ROWS:
-            whole.layers.append(layers[0])  # says what it is; nobody writes to it in shared passes
+            whole.layers.append(layers[0])  # has the right type; shared passes do not write to it
             continue
         layer = DynamicLayer()
         layer.lazy_initialization(layers[0].keys, layers[0].values)
@@ -189,7 +189,7 @@ def _take_rows(cache: Any, whole: DynamicCache, at: int, columns: int, size: int
 
 
 def why_not_shared(model: Any, interface: ModelInterface) -> str:
-    """Say why texts of a model cannot share passes of its own forward; empty when they can."""
+    """Return why texts of a model cannot share passes of its own forward; empty when they can."""
     recurrence = interface.recurrence
     if interface.mode != "tree" or not (interface.attends or interface.recurrent):
         return "it verifies no trees"
@@ -216,7 +216,7 @@ def why_not_shared(model: Any, interface: ModelInterface) -> str:
 
 
 def _reads_padding(model: Any) -> bool:
-    """Whether padding in front of a text changes its logits, as where layers add a bias after the mask."""
+    """Whether padding in front of a text changes its logits, as it does where layers add a bias after the mask."""
     ids = sample_tokens(model, 11)
     shown = (torch.arange(9, device=ids.device) >= 4).long()[None]
     padded = SingleSteps.of(model, prepare_call(model, ids[:, :9], shown))
@@ -227,8 +227,9 @@ def _reads_padding(model: Any) -> bool:
 
 
 def _deviation(model: Any, interface: ModelInterface, length: int) -> float:
-    """Largest difference between shared passes over three texts that come and go and lone ones over the same tokens,
-    as a share of the logits' spread."""
+    """Return the largest difference between shared passes over three texts, which join and leave, and passes of their
+    own over the same tokens, as a share of the logits' spread.
+    """
     drafts, worst = drafts_for("tree", 2, model), 0.0
     batch = PaddedBatch(model, interface)
     lone, texts = ([HFVerifier(model, interface) for _ in range(3)] for _ in range(2))

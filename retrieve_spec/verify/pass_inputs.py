@@ -1,4 +1,4 @@
-"""Pass inputs: what a model's forward is given in each pass of one generation: ids, positions, masks and extras."""
+"""Pass inputs: the arguments of a model's forward in each pass of one generation: ids, positions, masks and extras."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SET_EACH_PASS = {
 
 
 def kwargs_after(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int = 1) -> dict[str, Any]:
-    """Return the arguments of the pass after this one, as `generate` makes them, if so many tokens come next."""
+    """Return the arguments of the next pass, over `tokens` tokens, as `generate` makes them."""
     more = {} if tokens == 1 else {"num_new_tokens": tokens}  # some models' own do not know the name
     after: dict[str, Any] = model._update_model_kwargs_for_generation(
         outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder, **more
@@ -35,7 +35,7 @@ def kwargs_after(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int =
 
 
 def describing(name: str, value: Any) -> Iterator[str]:
-    """Yield the names of an argument, or of parts of it, that are more than settings."""
+    """Yield the name of an argument, or the names of its parts, that describe the prompt rather than set something."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from describing(f"{name}.{key}", part)
@@ -111,7 +111,7 @@ class PassInputs:
 
     @property
     def shifts_alike(self) -> bool:
-        """Whether that is the same on every axis that positions have."""
+        """Whether the shift is the same on every axis that positions have."""
         positions = self._position_ids
         return positions is None or positions.ndim == 2 or len(positions[..., -1].unique()) == 1
 
@@ -134,7 +134,7 @@ class PassInputs:
         for name in TOKEN_TYPES:
             if isinstance(value := extras.get(name), torch.Tensor):
                 extras[name] = value[..., :stop]
-        if positions is not None:  # of all tokens, or of those that the cache does not hold
+        if positions is not None:  # for all tokens, or for those that the cache does not hold
             extras[self._interface.positions_name] = positions[..., : positions.shape[-1] - unread]
         extras[self._interface.mask_name] = None if mask is None else mask[:, :slots]
         extras[self._interface.cache_name] = cache
@@ -162,12 +162,12 @@ class PassInputs:
         self.names = frozenset(name for argument in extras.items() for name in describing(*argument))
 
     def after_prompt(self, cache: Any, past: int) -> None:
-        """Note what the model adds to a decoding pass after `past` cached tokens, and its next position.
+        """Record what the model adds to a decoding pass after `past` cached tokens, and its next position.
 
-        Some models remember the end of the text that they read last, so this comes before another text is read.
+        Some models keep the end of the text that they read last, so call this before another text is read.
         """
         kwargs = self._prepared(cache, past, 1)
-        positions = kwargs.get(self._interface.positions_name)  # models that are given none count slots, padding too
+        positions = kwargs.get(self._interface.positions_name)  # models that take no positions count slots, padding too
         if positions is not None and positions.ndim == 2:
             self._slot_shift = int(positions[0, -1]) - past
         elif positions is not None:
@@ -250,7 +250,7 @@ class PassInputs:
         return prepared
 
     def _settings(self, prepared: dict[str, Any]) -> dict[str, Any]:
-        """Return what a model prepared without what is set for each pass."""
+        """Return what a model prepared, without the arguments that each pass sets."""
         unset = {name: value for name, value in prepared.items() if name not in SET_EACH_PASS}
         unset.pop(self._interface.mask_name, None)
         return {**unset, "use_cache": True}

@@ -1,9 +1,9 @@
 """Derived positions: models that count positions themselves get those of a draft tree, module by module.
 
-Such a model hands `past + 0 … n - 1` to a module that embeds positions, or buckets of distances to one that embeds
-those, or `past` to one that counts on from there, or a bias by key (ALiBi) to its layers. Some also make the mask of
-their layers themselves and take none of a tree. A pass over a chain shows which modules these are; in a pass over a
-tree they get, or give, what belongs to the positions of the nodes: what a chain's token has at that position.
+Such a model passes `past + 0 … n - 1` to a module that embeds positions, buckets of distances to one that embeds those,
+`past` to one that counts from there, or a bias by key (ALiBi) to its layers. Some also make the mask of their layers
+themselves and accept none for a tree. A pass over a chain shows which modules these are. In a pass over a tree their
+inputs or outputs are replaced by those that a chain's token has at the position of each node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kind = Literal["positions", "distances", "past", "bias", "mask"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An argument of a module's forward that holds positions, or what a forward makes of them.
+    """An argument of a module's forward that holds positions or something computed from them.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Place:
 
 @contextmanager
 def noting_places(model: nn.Module, past: int, rows: int) -> Iterator[list[Place]]:
-    """Note where a pass over `rows` tokens after `past` others hands on positions that were derived from these."""
+    """Record where a pass over `rows` tokens after `past` others passes on positions that the model derived."""
     places: list[Place] = []
     noted: set[tuple[int, int | str]] = set()
 
@@ -111,7 +111,7 @@ def _are_distances(value: torch.Tensor, past: int, rows: int) -> bool:
 
 
 def _is_mask(value: torch.Tensor, past: int, rows: int) -> bool:
-    """Whether a tensor hides from every row the keys after it, by one value for each head, and not the row itself."""
+    """Whether a tensor is a causal mask: it hides the keys after each row, by one value per head."""
     if value.ndim < 2 or value.shape[-2:] != (rows, past + rows):
         return False
     among = value[..., past:]
@@ -129,7 +129,7 @@ def _is_bias(value: torch.Tensor, keys: int) -> bool:
 
 
 def _ids_among(args: Any, kwargs: Any, rows: int) -> torch.Tensor | None:
-    """The tokens of a pass over so many rows among a module's arguments, given by place or by name."""
+    """Return the token ids of a pass among a module's arguments, positional or by name."""
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     return next((value for value in tensors if value.dtype == torch.long and value.shape[-1:] == (rows,)), None)
 
@@ -147,12 +147,12 @@ class DerivedPositions:
         self._places = places
         self._thread = 0
         self._masks = any(place.kind == "mask" for place in places)
-        self._seen: torch.Tensor | None = None  # (rows, rows) bool, who sees whom in the pass
-        self._placed: dict[tuple[int, Kind], tuple[torch.Tensor, torch.Tensor]] = {}  # layers are handed the same
+        self._seen: torch.Tensor | None = None  # (rows, rows) bool: which row sees which in the pass
+        self._placed: dict[tuple[int, Kind], tuple[torch.Tensor, torch.Tensor]] = {}  # all layers get the same
 
     @contextmanager
     def verifying(self, past: int, roots: int, tree: DraftTree, device: torch.device) -> Iterator[None]:
-        """Let the pass inside place the nodes of a tree after `past` cached tokens and `roots` others."""
+        """Let the pass inside give a tree's nodes their positions, after `past` cached tokens and `roots` others."""
         self._past, self._thread = past, get_ident()
         self._depths = torch.from_numpy(row_depths(roots, tree)).to(device)
         if self._masks:
@@ -176,7 +176,7 @@ class DerivedPositions:
         ids = _ids_among(args, kwargs, out.shape[-2])
         if padding is None or ids is None or not bool((ids == padding).any()):
             return out.index_select(-2, depths)
-        # Tokens after a padding one are counted without it, but not in single steps: let there be none.
+        # Positions after a padding token leave it out, unlike in single steps: replace such tokens.
         ordinary = torch.full_like(ids, padding + 1)
         args = tuple(ordinary if value is ids else value for value in args)
         every = module.forward(*args, **{name: ordinary if value is ids else value for name, value in kwargs.items()})
@@ -205,13 +205,13 @@ class DerivedPositions:
         return placed
 
     def _bias(self, given: torch.Tensor) -> torch.Tensor:
-        """A bias by key, of the nodes' positions in place of their slots."""
+        """Return a bias by key for the nodes' positions in place of their slots."""
         depths = self._depths.to(given.device)
         past = given.shape[-1] - len(depths)
         return torch.cat([given[..., :past], given[..., past:].index_select(-1, depths)], dim=-1)
 
     def _mask(self, given: torch.Tensor) -> torch.Tensor:
-        """A mask of a chain made that of the tree: rows and keys as of their positions, others' branches hidden."""
+        """Return the mask of a tree, given that of a chain: rows and keys by their positions, other branches hidden."""
         assert self._seen is not None
         by_row = given.index_select(-2, self._depths.to(given.device))
         nodes = self._bias(by_row)[..., -len(self._depths) :]
@@ -219,14 +219,15 @@ class DerivedPositions:
         return torch.cat([by_row[..., : -len(self._depths)], seen], dim=-1)
 
     def _positions(self, given: torch.Tensor) -> torch.Tensor:
-        """Positions of the rows in place of their slots."""
+        """Return the positions of the rows in place of their slots."""
         return given + self._ahead.to(given).view(given.shape)
 
     def _distances(self, given: torch.Tensor) -> torch.Tensor:
-        """What belongs to distances of nodes in place of those of slots: the last row has it for every distance."""
+        """Return what belongs to the distances of nodes, not of slots; the last row has it for each distance."""
         keys = torch.arange(given.shape[-1], device=given.device)
         depths = self._depths.to(given.device)
         keys[self._past :] = self._past + depths
         last = given.shape[-1] - 1
-        apart = (last - (self._past + depths[:, None] - keys[None, :])).clamp(0, last)  # what lies ahead is masked
+        apart = last - (self._past + depths[:, None] - keys[None, :])
+        apart = apart.clamp(0, last)  # keys ahead of the row are masked
         return given[..., -1, :][..., apart]

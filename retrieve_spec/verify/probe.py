@@ -61,7 +61,8 @@ REACH = 48
 class Finding:
     """What a probe found: how a model can be verified, why not better, and the interface that worked.
 
-    `signatures` is what calls with more than text have shown since; `texts` what the model itself was held against.
+    `signatures` is what calls with more than text have shown since; `texts` are those that the model itself was
+    compared on.
     """
 
     mode: Mode
@@ -71,13 +72,13 @@ class Finding:
     texts: PlainTexts = field(default_factory=PlainTexts, compare=False)
 
     def narrowed(self, other: Finding) -> Finding:
-        """This finding, with padded rows and prompts in pieces only where another one takes them, too."""
+        """Return this finding, with padded rows and prompts in pieces only where another finding accepts them, too."""
         ours, theirs = self.interface, other.interface
         padding, pieces = ours.takes_padding and theirs.takes_padding, ours.takes_pieces and theirs.takes_pieces
         return replace(self, interface=replace(ours, takes_padding=padding, takes_pieces=pieces))
 
     def limited(self, lengths: Iterable[int], why: str) -> Finding:
-        """This finding up to the first of some lengths; beyond, prompts are read at once as by `generate`."""
+        """Return this finding up to the first of some lengths; beyond it prompts are read as `generate` does."""
         first = min(lengths)
         logger.debug("nothing is drafted beyond %d tokens: %s", first, why)
         limit = min(first, self.interface.max_positions or first)
@@ -86,19 +87,21 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A model, or the copy that stands for it, with the model's lengths at which layers begin to see less, by name."""
+    """A model, or a copy in its place, with the lengths, by name, from which the model's layers attend to less."""
 
     model: Any
     lengths: dict[str, int]
 
     @property
     def longest(self) -> int:
-        """The longest of these lengths that what is examined has itself; 0 without any."""
+        """The longest of these lengths that the examined model or copy has itself; 0 without any."""
         return max(lengths_of(self.model.config).values(), default=0)
 
 
 def call_once(model: Any) -> None:
-    """Let a model's forward set what it sets once, if it can read: another text than those that `probe` reads."""
+    """Call a model's forward once, if it works, so that it sets what it sets once; with another text than `probe`
+    reads.
+    """
     ids = sample_tokens(model, PROMPT - 1, which=1)
     with contextlib.suppress(Exception), torch.no_grad(), evaluating(model):
         steps = SingleSteps.of(model, prepare_call(model, ids, torch.ones_like(ids)))
@@ -142,7 +145,7 @@ def _examine(examined: Examined, at_most: Finding) -> Finding:
 
 
 def _on_itself(examined: Examined, at_most: Finding) -> Finding:
-    """The strongest mode whose logits, rollbacks and padding are those of single steps, and short windows with them."""
+    """Return the strongest mode whose passes agree with single steps, padded and past short windows, too."""
     longest, positions = examined.longest, at_most.interface.max_positions
     trials = [] if longest > REACH else [Trial(PROMPT, 0, 2)]
     if 0 < longest <= REACH:
@@ -201,8 +204,8 @@ def _on_copy(small: Any, found: Finding, trials: list[Trial]) -> Finding:
 
 
 def _strongest(model: Any, at_most: Finding, trials: list[Trial], layout: str = "") -> Finding:
-    """The strongest mode, up to that of a finding, that passes all trials, or those without padding, for such rows
-    alone then; of the ways with a `layout`, where one is given.
+    """Return the strongest mode, up to that of a finding, that passes all trials. One that passes only those without
+    padding is for rows without padding. With a `layout`, only interfaces of that layout are tried.
     """
     texts, first = at_most.texts, ""
     for padded in (True, False):
@@ -227,7 +230,7 @@ def _strongest(model: Any, at_most: Finding, trials: list[Trial], layout: str = 
 
 
 def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
-    """The best mode that a new cache of a model allows, and why not better."""
+    """Return the best mode that a new cache of a model allows, and why not better."""
     if not model._supports_default_dynamic_cache():
         return "plain", "the model keeps its own kind of cache"
     try:

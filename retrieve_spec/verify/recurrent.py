@@ -1,4 +1,5 @@
-"""Recurrent state under drafts: every row of a tree goes on from its parent's, and states follow the accepted rows.
+"""Recurrent state under drafts: each row of a tree continues from its parent's, and a commit advances it over the
+accepted rows.
 
 The model's code and modules stay as they are, but for an attribute `forward` of its mixers while a pass runs, which
 hands every other thread's call to the mixer itself. By rows (`RowMixer`), a mixer's own forward runs, on a copy of its
@@ -39,14 +40,14 @@ from retrieve_spec.verify.row_scans import (
 
 
 class RowLayer(ScratchLayer):
-    """A cache layer that shows the states in front of a pass and keeps nothing."""
+    """A cache layer that returns the states before a pass and keeps nothing."""
 
     def update_conv_state(self, conv_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        """See the rows alone: `convolve` knows the states."""
+        """Return the rows alone: `convolve` has the states."""
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        """States after rows are made when these are accepted."""
+        """Do nothing: the states after rows are computed when the rows are accepted."""
         return recurrent_states
 
 
@@ -117,7 +118,7 @@ class RowMixer(VerifyingMixer):
     Attributes
     ----------
     layer
-        What the mixer is shown in place of the cache's.
+        The cache layer that the mixer gets in place of the cache's.
     """
 
     def __init__(self, mixer: Mixer, running: Running) -> None:
@@ -298,7 +299,7 @@ class RecurrentState:
         self._roots: Sequence[int] = ()  # by text
 
     def apart(self) -> RecurrentState:
-        """Return the same modules for another text whose passes alternate with those of this one only."""
+        """Return the same modules for another text whose passes may only alternate with those of this one."""
         return copy.copy(self)
 
     def forget(self) -> None:
@@ -314,8 +315,7 @@ class RecurrentState:
     ) -> Iterator[None]:
         """Let the pass inside verify drafts, empty ones too; states stay as they are until they are committed.
 
-        A lone text without a draft is read in place: by rows, the model's own cache is written by its own forward then;
-        else all is the model's own.
+        A lone text without a draft updates the model's own cache in place.
 
         Parameters
         ----------

@@ -1,8 +1,8 @@
-"""Row scans: recurrences over the rows of draft trees, in which every row goes on from its parent's state.
+"""Row scans: recurrences over the rows of draft trees, in which each row continues from its parent's state.
 
-No row's state is made. What a row adds to one below it is a product of the two, weighed by the decay in between, so
+No row's state is computed. What a row adds to one below it is a product of the two, weighed by the decay in between, so
 that all rows of a pass are a few products of matrices, as within one chunk of a chunked scan; what the state in front
-of the pass adds is one more. The state after a row is made when that row is accepted, from those above it.
+of the pass adds is one more. The state after a row is computed when that row is accepted, from the rows above it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Level:
 
 @dataclass
 class RowTree:
-    """The rows of a pass over one text or several, and which of them follow which.
+    """The rows of a pass over one text or several, and the parent of each.
 
     Attributes
     ----------
     texts, width
-        The pass takes (texts, width) rows; what a text has fewer of stands at the right and is nobody's.
+        The pass takes (texts, width) rows; texts of fewer rows are padded on the right.
     parent
         (texts, width) row of the same text in front of it, -1 for the state in front of the pass.
     above
@@ -77,7 +77,7 @@ class RowTree:
 
     @classmethod
     def chain(cls, texts: int, width: int, device: torch.device) -> RowTree:
-        """Rows that follow one another."""
+        """Return rows that follow one another."""
         seen = np.broadcast_to(np.tri(width, dtype=np.bool_), (texts, width, width))
         return cls._seeing(np.tile(np.arange(width) - 1, (texts, 1)), seen, device)
 
@@ -137,7 +137,7 @@ class RowTree:
 
 
 CHUNK = 32
-"""Rows of a text without branches that are scanned at a time."""
+"""Rows of a text without branches that are scanned at once."""
 _ALL = slice(None)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -198,7 +198,7 @@ def convolve(
 
 
 def convolved(seen: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: int) -> torch.Tensor:
-    """Apply a convolution and round once, as torch's own does."""
+    """Apply a convolution and round once, as torch's does."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     out = (seen.to(wide) * weight.to(wide)).sum(axis)
     return (out if bias is None else out + bias).to(weight.dtype)

@@ -67,10 +67,10 @@ class SequenceCache:
         self.state = state
         self.replace(given)
         self._recorded_before = recording(self.decoder) if self.decoder is not None else []
-        self._is_asked = self._records = any(self._recorded_before)  # layers to record their past, and some do
+        self._is_asked = self._records = any(self._recorded_before)  # layers were asked to, and some do
 
     def replace(self, whole: Any) -> None:
-        """Keep another cache in step from now on."""
+        """Use another cache from now on."""
         self.whole, self.decoder = whole, decoder_cache(whole)
         self._rows = KeptRows(self.decoder) if isinstance(self.decoder, DynamicCache) else None
 
@@ -85,7 +85,7 @@ class SequenceCache:
         return self._rows is not None and self._rows.grows_by_rows
 
     def begin(self, records: bool = False) -> None:
-        """Note the rows before a pass; `records`: rows that leave a window may have to come back."""
+        """Record the rows before a pass; `records`: rows that leave a window may have to come back."""
         if self._rows is not None:
             self._rows.begin()
         if records and not self._is_asked and self.decoder is not None:

@@ -82,7 +82,7 @@ def float32_copy(model: Any) -> Any:
 def shrunk(model: Any, longer: Collection[str] = ()) -> Any:
     """A random float32 copy of a model with small layers and short windows, None where none can be made.
 
-    Lengths whose names are in `longer` are not as short.
+    Lengths whose names are in `longer` are longer than the others.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -125,7 +125,7 @@ def parts_of(config: Any) -> list[Any]:
 
 
 def _take_differences(part: Any) -> dict[int, dict[str, Any]]:
-    """What layers have of their own, taken out of a config: else it does not say what they have in common."""
+    """Take the layers' own settings out of a config; they would hide the common ones."""
     layers = part.to_dict().get("per_layer_config") or {}
     if layers:
         part.per_layer_config = None
@@ -133,7 +133,7 @@ def _take_differences(part: Any) -> dict[int, dict[str, Any]]:
 
 
 def _set(part: Any, name: str, value: Any) -> None:
-    """Set what can be set: some attributes are derived from others."""
+    """Set the attributes that can be set: some are derived from others."""
     with contextlib.suppress(AttributeError, ValueError, TypeError, NotImplementedError):
         setattr(part, name, value)
 
@@ -152,7 +152,7 @@ def _smaller(name: str, value: Any) -> Any:
 
 
 def _shrink_layers(text: Any, differing: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Keep two layers of every kind, in order, and what is said of them layer by layer."""
+    """Keep two layers of every kind, in order, and their entries in the lists of a config."""
     name = _counts_layers(text)
     if not name:
         return differing
@@ -164,7 +164,7 @@ def _shrink_layers(text: Any, differing: dict[int, dict[str, Any]]) -> dict[int,
     for i, kind in enumerate(kinds):
         if sum(kinds[j] == kind for j in kept) < 2:
             kept.append(i)
-    if count - 1 not in kept:  # some configs say of what kind the last one must be
+    if count - 1 not in kept:  # some configs prescribe the kind of the last layer
         kept[[j for j, i in enumerate(kept) if kinds[i] == kinds[-1]][-1]] = count - 1
         kept.sort()
     keep_layers(text, kept)
@@ -194,7 +194,7 @@ def layer_lists(text: Any, count: int) -> dict[str, list[Any]]:
 
 
 def _shrink_widths(part: Any) -> None:
-    """Small widths, heads, experts and vocabulary, wherever a config has them."""
+    """Make widths, heads, experts and vocabulary small, wherever a config has them."""
     heads = next((getattr(part, name) for name in _HEADS if isinstance(getattr(part, name, None), int)), 0)
     for name in _HEADS:
         if isinstance(getattr(part, name, None), int):
@@ -276,7 +276,7 @@ _NUMBERS_OF_LAYERS = {"layer_idx", "layer_id", "layer_num", "layer_number"}
 
 
 def is_deep(model: Any) -> bool:
-    """Whether a model has many more layers than show what it does: each pass that is spared counts."""
+    """Whether a model has so many layers that trials on its first ones save much."""
     text = model.config.get_text_config(decoder=True)
     return int(getattr(text, _counts_layers(text), 0)) > _MOST_LAYERS
 
@@ -305,7 +305,7 @@ def first_layers(model: Any) -> Any:
 
 
 def _enough(model: Any) -> int:
-    """How many layers have one of every kind among them."""
+    """Return how many of the first layers include one of every kind."""
     kinds, sharing = layer_kinds(model), _first_sharing(model)
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
     if count > _MOST_LAYERS or count > sharing:
@@ -316,7 +316,7 @@ def _enough(model: Any) -> int:
 
 
 def layer_kinds(model: Any) -> list[str]:
-    """By layer of a decoder, what it is: its modules with their settings, and what the config says of it alone.
+    """Return the kind of each layer of a decoder: its modules with their settings, and the config's entries for it.
 
     Raises
     ------
@@ -332,7 +332,9 @@ def layer_kinds(model: Any) -> list[str]:
 
 
 def _first_sharing(model: Any) -> int:
-    """Number of the first layer that reads keys and values of another one; that of layers where none does."""
+    """Return the index of the first layer that reads the keys and values of another one; the number of layers where
+    none does.
+    """
     shared = getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
     return len(decoder_blocks(model)) - int(shared or 0)
 
@@ -345,7 +347,7 @@ def _modules(block: nn.Module, number: int) -> list[tuple[str, type, list[Any], 
 
 
 def _settings(module: nn.Module, number: int) -> list[tuple[str, Any]]:
-    """What a module has of its own, but for weights; which layer it says to be in, from where it stands."""
+    """Return a module's settings without its weights; the index of its layer as a distance from where it is."""
     return [
         (name, value - number if name in _NUMBERS_OF_LAYERS else value)
         for name, value in sorted(vars(module).items())
@@ -354,14 +356,16 @@ def _settings(module: nn.Module, number: int) -> list[tuple[str, Any]]:
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether it is a number, a name, a function, a row of such, or numbers by name, as adapters have their scales."""
+    """Whether a value is a number, a name, a function, a sequence of these, or numbers by name, as the scales of
+    adapters are.
+    """
     if isinstance(value, dict):
         return all(isinstance(entry, (int, float)) for entry in value.values())
     return isinstance(value, (bool, int, float, str, tuple, list)) or callable(value)
 
 
 def _take_weights(first: nn.Module, model: nn.Module) -> None:
-    """Cast the weights of the layers that are there, and of the tokens."""
+    """Cast the weights of the kept layers and tokens."""
     given = {
         name.replace(".base_layer.", "."): tensor  # an adapter's wrapper
         for named in (model.named_parameters, model.named_buffers)

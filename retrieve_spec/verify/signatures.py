@@ -33,7 +33,7 @@ class InputSignature:
     padded
         Whether the prompt is padded.
     beyond
-        How many of the lengths at which layers begin to see less the prompt exceeds.
+        How many of the lengths from which layers attend to less the prompt exceeds.
     """
 
     names: frozenset[str]
@@ -91,7 +91,7 @@ class SignatureModes:
         try:
             with torch.no_grad(), keeping_texts(model):
                 found = self.known[signature] = self._strongest(names, at_most, model, steps, verifier)
-        except Exception as error:  # a lack of memory, or of positions: no fault of the drafts
+        except Exception as error:  # too little memory, or too few positions: not the drafts' fault
             logger.debug("single steps after %s fail", names, exc_info=True)
             return "plain", f"what {names} changes cannot be seen ({type(error).__name__})"
         seconds = perf_counter() - began

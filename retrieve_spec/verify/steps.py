@@ -41,7 +41,7 @@ class Captured:
     stopping_criteria: Any
     generation_config: Any
     model_kwargs: dict[str, Any]
-    added: int = 0  # places of the prompt that its text does not have
+    added: int = 0  # positions of the prompt that have no token of the text
 
     def take(self) -> dict[str, Any]:
         """Return the forward's keyword arguments with a copy of the cache."""
@@ -84,8 +84,8 @@ def _encoded(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 class SingleSteps:
     """A text that the model reads as plain `generate` would: the prompt in one pass, then token by token.
 
-    `row`: of a batch, whose logits are looked at; the others are fed the same tokens. `unread`: tokens at the end of
-    the text that the first pass reads; 0 where it has been read.
+    `row` is the row of a batch whose logits are read; the others get the same tokens. `unread` is the number of tokens
+    at the end of the text that the first pass reads; 0 where it has been read.
     """
 
     def __init__(self, model: Any, text: torch.Tensor, kwargs: dict[str, Any], row: int = 0, unread: int = 0) -> None:
@@ -113,7 +113,7 @@ class SingleSteps:
     def feed_at_once(self, tokens: Sequence[int], keep: int = 0) -> torch.Tensor:
         """(rows, vocab) logits of one pass: the prompt, which may be all of the text, or some more tokens.
 
-        Of the last `keep` rows alone, if that is not 0.
+        Only those of the last `keep` rows, unless that is 0.
         """
         if tokens:
             more = torch.tensor([tokens], dtype=self._text.dtype, device=self._text.device)
@@ -134,7 +134,9 @@ class SingleSteps:
 
     @property
     def cache(self) -> Any:
-        """The cache, whatever the model calls it, or what `generate` made where a model keeps its state to itself."""
+        """The cache under the model's name for it, or the one that `generate` made where the model keeps its state in
+        itself.
+        """
         return next((cache for name in CACHE_NAMES if (cache := self._kwargs.get(name)) is not None), None)
 
     def fork(self) -> SingleSteps:
@@ -161,13 +163,13 @@ def vocabulary(model: Any) -> int:
 
 
 def ordinary_tokens(model: Any) -> range:
-    """Tokens to try a model with: the first few, which are often special, are left out where there are enough."""
+    """Return the tokens to try a model with, without the first few, which are often special, where there are enough."""
     known = min(vocabulary(model), 30_000)
     return range(3 if known > 8 else 0, known)
 
 
 def sample_tokens(model: Any, length: int, which: int = 0) -> torch.Tensor:
-    """(1, length) long, tokens that the model has; `which` of several texts of them."""
+    """Return (1, length) long, tokens that the model has; `which` selects one of several texts."""
     ordinary = ordinary_tokens(model)
     numbers: NDArray[np.int64] = ordinary.start + (np.arange(length) * 7919 + 13 + which) % len(ordinary)
     return torch.from_numpy(numbers)[None].to(input_device(model))
@@ -176,7 +178,7 @@ def sample_tokens(model: Any, length: int, which: int = 0) -> torch.Tensor:
 class StepVerifier:
     """A `Verifier` in "plain" mode for any model and cache: the model prepares every input itself.
 
-    What modules hold of a text themselves (RecurrentGemma's state) is put back before the next token of that text.
+    State that modules hold themselves (RecurrentGemma's) is restored before the next token of its text.
     """
 
     def __init__(self, model: Any, reason: str) -> None:
@@ -204,7 +206,7 @@ class StepVerifier:
     batching: Batching = "none"
 
     def fresh(self) -> StepVerifier:
-        """Another verifier of the model."""
+        """Return another verifier of the model."""
         return StepVerifier(self.model, self.reason)
 
     def share(self, passes: SharedPasses) -> None:
@@ -251,7 +253,7 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def keeping_texts(model: nn.Module) -> Iterator[None]:
-    """Restore, when the block ends, what modules keep of a text: tensors, buffers, and what they count beside these."""
+    """Restore, when the block ends, what modules keep of a text: tensors, buffers, and counters beside these."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         yield
@@ -264,7 +266,7 @@ def keeping_texts(model: nn.Module) -> Iterator[None]:
             if not keeps and not any(isinstance(value, torch.Tensor) for _, *values in changes for value in values):
                 continue
             module._buffers.update(buffers)  # dynamic rotary frequencies are replaced by those of another length
-            for name, was, _ in changes:  # a table and how long it is, say, belong together
+            for name, was, _ in changes:  # such as a table and its length, which belong together
                 if was is _MISSING:
                     delattr(module, name)
                 else:
@@ -272,7 +274,7 @@ def keeping_texts(model: nn.Module) -> Iterator[None]:
 
 
 def held_by(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Tensors that are plain attributes of modules: what a model keeps of a text to itself."""
+    """Return the tensors that are plain attributes of modules: the state that a model keeps in itself."""
     return [
         (module, name, value)
         for module in model.modules()

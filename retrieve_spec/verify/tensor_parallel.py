@@ -1,9 +1,8 @@
 """Ranks of a tensor-parallel model: processes that must run the same passes, so one of them decides for all.
 
-Every rank computes its part of each layer and waits for the others' parts. A draft of another width on one of them, or
-a generation that ends elsewhere, and they wait for ever or read each other's numbers. What is decided by a clock, by
-chance or by files is therefore decided on the first rank and broadcast: drafts, seeds, and criteria that are not
-decided by the text alone.
+Every rank computes its part of each layer and waits for the others' parts. If one of them drafts another width, or ends
+a generation elsewhere, they wait for ever or read each other's numbers. So whatever depends on a clock, on chance or on
+files is decided on the first rank and broadcast: drafts, seeds, and criteria that depend on more than the text.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Ranks:
 
     @staticmethod
     def of(model: Any) -> Ranks | None:
-        """The ranks of a model whose weights are spread over processes; None for any other."""
+        """Return the ranks of a model whose weights are spread over processes; None for any other."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
         for parameter in model.parameters():
@@ -57,12 +56,13 @@ class Ranks:
         return None
 
     def broadcast(self, decide: Callable[[], NDArray[np.int64]], size: int) -> NDArray[np.int64]:
-        """(size,) what the first rank decides, not negative in its first place; the others do not call `decide`.
+        """Return the (size,) decision of the first rank, whose first number is not negative; the others do not call
+        `decide`.
 
         Raises
         ------
         RankError
-            Deciding raised on the first rank, which raises what it was.
+            `decide` raised on the first rank, where its exception is raised as it is.
         """
         values = np.full(size, _FAILED)
         try:
@@ -79,15 +79,15 @@ class Ranks:
         return values
 
     def seed(self, seed: int | None) -> int | None:
-        """The first rank's seed; None stays None, as greedy decoding has none on any."""
+        """Return the first rank's seed; None stays None, since greedy decoding has none on any rank."""
         return seed if seed is None else int(self.broadcast(lambda: np.array([0, seed]), 2)[1])
 
     def drafter(self, drafter: Drafter) -> Drafter:
-        """A drafter whose trees are those of the first rank's."""
+        """Return a drafter whose trees are those of the first rank."""
         return _SharedDrafter(drafter, self)
 
     def criteria(self, criteria: Iterable[Any]) -> list[Any]:
-        """Stopping criteria that end a text where the first rank's do."""
+        """Return stopping criteria that end a text where those of the first rank do."""
         return [c if type(c) in _BY_TEXT else _shared_criterion(c, self) for c in criteria]
 
 
@@ -128,9 +128,9 @@ def _shared_criterion(criterion: Any, ranks: Ranks) -> Callable[..., torch.Tenso
 
 
 class _SharedDrafter:
-    """The first rank's drafter on all ranks: it alone looks things up, learns, and keeps what may be kept.
+    """The first rank's drafter on all ranks: it alone looks things up, learns and keeps.
 
-    What it raises is raised where the others wait for it: when it is asked for the next draft, or at the end.
+    Its exceptions are raised where the others wait for it: at the next draft, or at the end.
     """
 
     def __init__(self, drafter: Drafter, ranks: Ranks) -> None:
@@ -174,7 +174,9 @@ class _SharedDrafter:
 
 
 def _packed(tree: DraftTree) -> NDArray[np.int64]:
-    """A tree as numbers, as many for every tree: its size, then each of its arrays with room for the largest."""
+    """Return a tree as an array of fixed size: the number of nodes, then each of its arrays with room for the largest
+    tree.
+    """
     out = np.zeros(1 + len(FIELDS) * MAX_NODES, np.int64)
     out[0] = len(tree)
     for row, name in zip(out[1:].reshape(len(FIELDS), MAX_NODES), FIELDS, strict=True):
@@ -184,7 +186,7 @@ def _packed(tree: DraftTree) -> NDArray[np.int64]:
 
 
 def _unpacked(numbers: NDArray[np.int64]) -> DraftTree:
-    """The tree that was packed."""
+    """Return the tree that was packed."""
     rows = dict(zip(FIELDS, numbers[1:].reshape(len(FIELDS), MAX_NODES)[:, : numbers[0]], strict=True))
     return DraftTree(
         rows["token_ids"].astype(np.int32),

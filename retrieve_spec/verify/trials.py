@@ -88,12 +88,12 @@ def check_verifier(
     texts: PlainTexts | None = None,
     trial: Trial = Trial(PROMPT, 0),
 ) -> None:
-    """Hold a verifier's passes over drafts against single steps.
+    """Compare a verifier's passes over drafts with single steps.
 
     Raises
     ------
     VerificationError
-        Where they give other logits, or fail.
+        They give other logits, or fail.
     """
     problem = problem_of(model, mode, [trial], lambda: verifier, PlainTexts() if texts is None else texts)
     if problem is not None:
@@ -101,12 +101,12 @@ def check_verifier(
 
 
 def check_exact(model: Any, verifier: Callable[[], Verifier], texts: PlainTexts) -> None:
-    """Hold a verifier's passes over drafts against its passes without, bit for bit.
+    """Compare a verifier's passes over drafts with its passes without drafts, bit for bit.
 
     Raises
     ------
     VerificationError
-        Where they give other logits.
+        They give other logits.
     """
     trial = Trial(PROMPT if model.device.type == "cpu" else _ACROSS, 0)
     text = texts.read(model, trial, "tree")
@@ -131,7 +131,7 @@ def problem_of(
                 deviation = text.rounding.compare(got, text.reference.rows)
                 if not deviation.is_rounding:
                     return deviation.excess, f"a {mode} pass gives other logits than single steps ({deviation})"
-    except Exception as error:  # whatever a model's own code raises: the mode is not usable, and plain decoding is
+    except Exception as error:  # whatever a model's own code raises: plain decoding still works
         logger.debug("probing %s failed", mode, exc_info=True)
         return math.inf, f"a {mode} pass fails ({in_a_line(error)})"
     return None

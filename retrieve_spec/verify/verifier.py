@@ -21,9 +21,9 @@ for some passes of a generation than for others."""
 
 
 CACHE_NAMES = ("cache_params", "past_key_values", "cache")
-"""What models call their cache: `cache` from transformers 5.24 on, where their code is not older."""
+"""Names of the cache among a forward's arguments: `cache` in models written for transformers 5.24 or later."""
 OF_TEXT = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache"})
-"""Arguments of a call with text alone, its ids and cache not among them."""
+"""Arguments of a call with text alone, besides its ids and cache."""
 
 
 class Ran(Enum):
@@ -39,7 +39,7 @@ PassKind = Literal["recorded", "model's own", "plain"]
 
 
 def is_absent(value: Any) -> bool:
-    """Whether an argument is None, or a mapping without parts, as texts without pictures are given."""
+    """Whether an argument is None or an empty mapping, as it is for texts without pictures."""
     return value is None or (isinstance(value, Mapping) and not value)
 
 
@@ -61,7 +61,7 @@ class VerifierInputs:
     max_length
         Longest the row can become, in tokens; no pass is asked for a position at or beyond it.
     returns_cache
-        Whether the cache is looked at afterwards; else `finish` need not put it back together.
+        Whether the caller reads the cache afterwards; else `finish` need not restore it.
     """
 
     input_ids: torch.Tensor
@@ -163,7 +163,7 @@ class Verifier(Protocol):
 
     @property
     def pass_reason(self) -> str:
-        """Why nothing faster does; empty for the recorded pass."""
+        """Why nothing faster runs it; empty for the recorded pass."""
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation: take over the cache (make one when there is none)."""

@@ -1,4 +1,4 @@
-"""Ways: the interfaces that a model may be verified by, the likeliest first."""
+"""Ways: the interfaces by which a model may be verified, the likeliest first."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface
 
 
 def unplaced(interface: ModelInterface) -> ModelInterface:
-    """The same model left to derive positions: some take them, are given none, and count from another number."""
+    """Return the interface without position ids: some models count otherwise where `generate` gives none."""
     return replace(interface, takes_position_ids=False)
 
 
