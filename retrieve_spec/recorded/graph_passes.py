@@ -1,6 +1,6 @@
 """Graph passes: an exported program becomes a short Python function over live weights, by rewriting its graph.
 
-Knows tensor operations, not models. Rewrites for 16-bit graphs keep where the model rounds to 16 bits.
+It knows tensor operations, not models. Rewrites for 16-bit graphs keep where the model rounds to 16 bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
 }
 """Overloads whose Python binding costs less per call and takes the same positional arguments."""
 ROW_BY_ROW = {aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.to.dtype, aten._to_copy.default}
-"""What models do to logits: rows do not mix, and the first argument is the logits."""
+"""Operations of models on logits: they do not mix rows, and the logits are their first argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def compile_program(
     rules
         What every layer's attention does.
     exact
-        A row's logits are to be the same bit for bit whatever stands beside it.
+        Make a row's logits independent, bit for bit, of the other rows.
     """
     graph = program.graph_module.graph
     weights = _weights(program, owner)
@@ -125,7 +125,7 @@ def compile_program(
 
 
 def _function(program: torch.export.ExportedProgram, graph: fx.Graph) -> Callable[..., Any]:
-    """A rewritten graph as a function."""
+    """Return a rewritten graph as a function."""
     for node in nodes_of(graph):
         if node.op == "call_function" and node.target in BINDINGS:
             node.target = BINDINGS[node.target]
@@ -137,13 +137,15 @@ def _function(program: torch.export.ExportedProgram, graph: fx.Graph) -> Callabl
 
 
 def layer_sizes(graph: fx.Graph) -> dict[Node, int]:
-    """Sizes of the weights of a graph's linear layers but for the last one, which is given few rows of a prompt."""
+    """Return the sizes of the weights of a graph's linear layers, without the last one, which gets few rows of a
+    prompt.
+    """
     layers = [node for node in graph.nodes if node.target in (PACKED_PRODUCT, aten.linear.default)][:-1]
     return {node: int(value(node.args[1]).numel()) for node in layers}
 
 
 def _weights(program: torch.export.ExportedProgram, owner: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors of a program's lifted inputs, live ones where the owner still has them."""
+    """Return the tensors of a program's lifted inputs, live ones where the owner still has them."""
     live = dict(owner.named_parameters(remove_duplicate=False)) | dict(owner.named_buffers(remove_duplicate=False))
     weights = []
     for spec in program.graph_signature.input_specs:
@@ -153,12 +155,12 @@ def _weights(program: torch.export.ExportedProgram, owner: torch.nn.Module) -> l
 
 
 def check_repeatable(graph: fx.Graph) -> None:
-    """Look for what gives another result each time.
+    """Refuse operations whose result differs from call to call.
 
     Raises
     ------
     NotImplementedError
-        When there is any.
+        There is one.
     """
     for node in graph.nodes:
         target = node.target
@@ -183,7 +185,9 @@ def drop_noops(graph: fx.Graph) -> None:
 
 
 def _changes_nothing(node: Node) -> bool:
-    """Whether the result is the first argument: copies to the same type and place, products with 1, no dropout."""
+    """Whether the result is the first argument, as of copies to the same type and device, products by 1 and idle
+    dropout.
+    """
     if node.target in COPIES:
         before, after = value(node.args[0]), value(node)
         if before is None or after is None:
@@ -234,7 +238,7 @@ def _open_rows(graph: fx.Graph) -> None:
     if head.op == "call_function" and head.target in (aten.linear.default, PACKED_PRODUCT):
         with graph.inserting_before(head):
             rows = graph.call_method("__getitem__", (head.args[0], (slice(None), wanted)))
-            rows.meta["val"] = value(head.args[0])  # but for their number
+            rows.meta["val"] = value(head.args[0])  # except for their number
             head.update_arg(0, rows)
     else:
         with graph.inserting_before(output):
@@ -242,12 +246,12 @@ def _open_rows(graph: fx.Graph) -> None:
 
 
 def value(node: Any) -> Any:
-    """What tracing knew of a node: a stand-in tensor, or a number."""
+    """Return the value of a node in the trace: a fake tensor, or a number."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
 def nodes_of(graph: fx.Graph) -> list[Node]:
-    """Nodes of a graph as a list, so that the graph can change under it."""
+    """Return the nodes of a graph as a list, so that the graph can change meanwhile."""
     return list(graph.nodes)
 
 
@@ -315,7 +319,7 @@ def _is_part(node: Any, x: Node, start: int, stop: int) -> bool:
 
 
 def fuse_kernels(graph: fx.Graph, kernels: Any, half: bool) -> None:
-    """Let a graph run normalisation, rotary embeddings and gates in one call each; `half`: of 16-bit numbers."""
+    """Fuse normalisations, rotary embeddings and gates of a graph into one call each; `half`: of 16-bit numbers."""
     for node in nodes_of(graph):
         call: tuple[Any, tuple[Any, ...]] | None = None
         if (norm := _match_norm(node, half)) is not None:
@@ -334,7 +338,7 @@ def fuse_kernels(graph: fx.Graph, kernels: Any, half: bool) -> None:
 
 
 def _turn_normed(graph: fx.Graph, kernels: Any) -> None:
-    """Let rows be normalised as they lie, and the axes of heads and rows change places after that."""
+    """Normalise rows before the axes of heads and rows are transposed."""
     for norm in nodes_of(graph):
         turned: Node = norm.args[0] if is_call(norm, kernels.rms_norm) else None
         if is_call(turned, aten.transpose.int) and turned.args[1:] == (1, 2):
@@ -345,7 +349,7 @@ def _turn_normed(graph: fx.Graph, kernels: Any) -> None:
 
 
 def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
-    """Let residual sums of one shape and type run in the launch that normalises them."""
+    """Fuse residual sums of one shape and type into the launch that normalises them."""
     for norm in nodes_of(graph):
         total: Node = norm.args[0] if is_call(norm, kernels.rms_norm) else None
         if not (is_call(total, aten.add.Tensor) and len(total.args) == 2 and not total.kwargs):
@@ -357,7 +361,7 @@ def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
         weight = norm.args[1]
         if any(needed.op != "placeholder" for needed in weight.all_input_nodes):
             continue
-        if weight.op != "placeholder":  # such as one more than a parameter
+        if weight.op != "placeholder":  # such as a parameter plus one
             total.prepend(weight)
         with graph.inserting_before(total):
             both = graph.call_function(kernels.add_rms_norm, (*total.args, *norm.args[1:]))
@@ -365,7 +369,7 @@ def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
 
 
 def fuse_linears(graph: fx.Graph, add_rms_norm: Callable[..., Any]) -> None:
-    """Let 16-bit linear layers of one input run in one launch, and those after which a sum is normalised with it."""
+    """Fuse 16-bit linear layers of one input into one launch, also with the normalisation of a sum after them."""
     from retrieve_spec.kernels import triton_products
 
     for norm in nodes_of(graph):
@@ -400,7 +404,7 @@ def _is_served(node: Node, step: int) -> bool:
 
 
 def _pair_rotary(graph: fx.Graph, kernels: Any) -> None:
-    """Let queries and keys with the same angles be rotated in one launch."""
+    """Fuse the rotations of queries and keys by the same angles into one launch."""
     waiting: dict[tuple[Node, Node], Node] = {}
     places = {node: i for i, node in enumerate(graph.nodes)}
     for node in nodes_of(graph):
@@ -416,7 +420,7 @@ def _pair_rotary(graph: fx.Graph, kernels: Any) -> None:
 
 
 def _take(graph: fx.Graph, call: Node, nodes: Sequence[Node]) -> None:
-    """Let the results of one call stand for some nodes."""
+    """Replace some nodes by the results of one call."""
     for i, node in enumerate(nodes):
         with graph.inserting_after(call):
             _replace(node, graph.call_function(operator.getitem, (call, i)))
@@ -430,7 +434,7 @@ def _is_by_heads(x: Node, cos: Node, sin: Node) -> bool:
 
 
 def _mean_square(factor: Node, x: Node) -> float | None:
-    """Eps when a node is rsqrt(mean(x²) + eps) over the last axis."""
+    """Return eps when a node is rsqrt(mean(x²) + eps) over the last axis."""
     if not is_call(factor.args[0], aten.add.Tensor):
         return None
     mean, eps = factor.args[0].args

@@ -22,7 +22,7 @@ from retrieve_spec.kernels.cpu import LANES
 class Slab:
     """Keys and values of layers with one window: (layers, kv_heads, capacity, head_dim) each.
 
-    Row r of the text stands at `r - offset`; rows before `offset` are not held.
+    Row r of the text is at `r - offset`; rows before `offset` are not held.
 
     Attributes
     ----------
@@ -52,14 +52,14 @@ class Slab:
         return held + rows - self._first(held) <= self.capacity
 
     def _first(self, held: int) -> int:
-        """The first row that must be kept: what goes is a multiple of a GPU's blocks of keys, which stay the same."""
+        """The first row that must be kept; the number of dropped rows is a multiple of a GPU's blocks of keys."""
         gone = max(held - self.window + 1 - self.offset, 0) if self.window else 0
         return self.offset + gone // KEY_BLOCK * KEY_BLOCK
 
     def make_room(self, held: int, rows: int) -> None:
-        """Let rows `held … held + rows - 1` fit after the rows held.
+        """Make room for rows `held … held + rows - 1` after the rows held.
 
-        Where they did not, the tensors are replaced, one after the other: nobody else may hold the old ones.
+        Without room the tensors are replaced, one after the other: nobody else may hold the old ones.
         """
         if self.window and self.tensors and held + rows - self.offset > self.capacity:
             first = self._first(held)
@@ -84,14 +84,14 @@ class Slab:
             self.tensors = tuple(_empty(s, (self._layers, s.shape[1], self.capacity, s.shape[3])) for s in states)
 
     def move(self, sources: NDArray[np.int64], target: int) -> None:
-        """Let the rows `sources` of the text be rows `target …`, in all layers at once."""
+        """Move the rows `sources` of the text to rows `target …`, in all layers at once."""
         index = torch.from_numpy(sources - self.offset).to(self.tensors[0].device, non_blocking=True)
         for tensor in self.tensors:
             tensor.narrow(2, target - self.offset, len(sources)).copy_(tensor.index_select(2, index))
 
 
 def _empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor that can be written to in any mode; those made in inference mode cannot be outside of it."""
+    """Return an empty tensor that can be written to in any mode; one made in inference mode cannot be outside of it."""
     with torch.inference_mode(False):
         return like.new_empty(shape)
 
@@ -101,7 +101,7 @@ KEY_BLOCK = 64
 _NO_ROWS = torch.empty(0)
 _NO_MOVES = np.empty(0, np.int32)
 SLABS_PER_WINDOW = 8
-"""Slabs that the layers with one window are spread over."""
+"""Slabs that the layers of one window are spread over."""
 
 
 class KVBuffer:
@@ -154,7 +154,7 @@ class KVBuffer:
         self._fits = 0  # rows of text for which nothing has to be moved or replaced
 
     def refresh(self) -> None:
-        """Find the layers' parts of the slabs anew."""
+        """Update the layers' views of the slabs."""
         for i, slab in enumerate(self.slab_of):
             if self.slabs[slab].tensors:
                 self.layer_slabs[i] = parts = self.slabs[slab].of_layer(self.layer_in_slab[i])
@@ -168,7 +168,7 @@ class KVBuffer:
         self._fits = 0
 
     def make_room(self, rows: int) -> None:
-        """Let a pass over `rows` rows fit after the rows held."""
+        """Make room for a pass over `rows` rows after the rows held."""
         if self.length + rows <= self._fits:
             return
         self.settle()
@@ -177,7 +177,7 @@ class KVBuffer:
         self._fits = min(slab.offset + slab.capacity for slab in self.slabs)
 
     def make_room_in(self, slab: Slab, held: int, rows: int) -> None:
-        """Let `rows` rows fit after `held` in one slab; the views of its old tensors go first, and with them these."""
+        """Make room for `rows` rows after `held` in one slab; the views go first, so that its old tensors are freed."""
         self._fits = 0
         if slab.fits(held, rows):
             slab.make_room(held, rows)
@@ -192,7 +192,9 @@ class KVBuffer:
             self.refresh()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's (1, kv_heads, rows, head_dim) after the rows held; views of all that its slab holds then."""
+        """Write a layer's (1, kv_heads, rows, head_dim) after the rows held; return views of all that its slab then
+        holds.
+        """
         slab, rows = self.slabs[self.slab_of[layer]], keys.shape[2]
         self.settle()
         if not slab.tensors:
@@ -214,20 +216,20 @@ class KVBuffer:
         base
             Rows held before the pass.
         roots
-            Root tokens of the pass; its node i stands in row `base + roots + i`.
+            Root tokens of the pass; its node i is in row `base + roots + i`.
         path
             (a,) int32, accepted nodes, ascending.
         """
         self.length = base + roots + len(path)
         if not len(path) or path[-1] == len(path) - 1:
             return
-        right = int((path != np.arange(len(path))).argmax())  # those before are where they belong
+        right = int((path != np.arange(len(path))).argmax())  # those before are in place
         self._moves = path[right:] - np.int32(right)
         if not self._moves_later:
             self.settle()
 
     def take_moves(self, most: int) -> NDArray[np.int32]:
-        """(n,) int32, the rows that the next pass is to move, none for no move, which are the caller's to move.
+        """Return (n,) int32, the rows that the caller has to move in the next pass; empty where none moves.
 
         Row `length - n + n[i]` moves to `length - n + i`. More than `most` rows are moved here.
         """
@@ -237,7 +239,7 @@ class KVBuffer:
         return moves
 
     def settle(self) -> None:
-        """Move the rows that the last commit left to the next pass."""
+        """Move the rows whose move the last commit left to the next pass."""
         moves, self._moves = self._moves, _NO_MOVES
         if len(moves):
             first = self.length - len(moves)
@@ -262,7 +264,7 @@ class KVBuffer:
         self.length = length
 
     def restart(self, states: Sequence[tuple[torch.Tensor, ...]]) -> None:
-        """Let a text begin that has no rows yet; `states` are keys and values of the layers, of any length."""
+        """Begin a text that has no rows yet; `states` are keys and values of the layers, of any length."""
         for slab, (keys, values) in zip(map(self.slabs.__getitem__, self.slab_of), states, strict=True):
             slab.fit(keys, values)
         self.refresh()
@@ -283,7 +285,7 @@ class KVBuffer:
 
 
 def _spread(windows: tuple[int, ...]) -> list[int]:
-    """By layer, the index of its slab: layers with one window in as many parts of one size as there may be."""
+    """Return the index of each layer's slab: the layers of one window in equal parts, as many as allowed."""
     slab_of, begun = [0] * len(windows), 0
     for window in sorted(set(windows)):
         layers = [i for i, each in enumerate(windows) if each == window]
@@ -295,7 +297,7 @@ def _spread(windows: tuple[int, ...]) -> list[int]:
 
 
 def cache_windows(cache: DynamicCache) -> tuple[int, ...]:
-    """By layer of a dynamic cache: keys a query sees at most, 0 for all."""
+    """Return, for each layer of a dynamic cache, how many keys a query sees at most; 0 for all."""
     return tuple(
         int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else 0 for layer in cache.layers
     )

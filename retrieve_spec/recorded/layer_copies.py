@@ -18,10 +18,10 @@ from retrieve_spec.verify.shrink import layer_kinds
 
 
 def copied_layers(model: Any) -> list[int]:
-    """By layer, which of a model's first layers shows what it does; empty where that saves nothing.
+    """Return, for each layer, which of a model's first layers is of its kind; empty where that saves nothing.
 
-    Those up to the last one that shows something stand for themselves, and the first one, whose input no layer hands
-    on, for no other.
+    Layers up to the last such one stand for themselves. The first one, whose input comes from no layer, stands for no
+    other.
     """
     try:
         kinds = layer_kinds(model)
@@ -53,12 +53,12 @@ def append_copies(program: torch.export.ExportedProgram, path: str, like: Sequen
     path
         Name of the list of blocks in what was exported.
     like
-        What `copied_layers` says.
+        As `copied_layers` returns it.
 
     Raises
     ------
     NotImplementedError
-        A layer takes or hands on more than hidden states, or has tensors that are no weights.
+        A layer takes or returns more than hidden states, or has tensors that are no weights.
     """
     graph = program.graph_module.graph
     traced = _nodes_by_layer(graph, path, max(like) + 1)
@@ -82,7 +82,7 @@ def append_copies(program: torch.export.ExportedProgram, path: str, like: Sequen
 
 
 def _nodes_by_layer(graph: fx.Graph, path: str, count: int) -> list[list[Node]]:
-    """What each of the traced layers computes, in order."""
+    """Return the nodes of each traced layer, in order."""
     layers: list[list[Node]] = [[] for _ in range(count)]
     for node in graph.nodes:
         modules = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
@@ -92,12 +92,12 @@ def _nodes_by_layer(graph: fx.Graph, path: str, count: int) -> list[list[Node]]:
 
 
 def _counts(node: Node) -> bool:
-    """Whether a node is a number of rows or made of it, and the same in all layers."""
+    """Whether a node is a number of rows, or computed from it, and the same in all layers."""
     return isinstance(value(node), int | torch.SymInt)
 
 
 def _handed_on(layer: list[Node]) -> Node:
-    """What others take of a layer."""
+    """Return the results of a layer that others use."""
     inside = set(layer)
     taken = [node for node in layer if any(user not in inside and not _counts(user) for user in node.users)]
     if len(taken) != 1:
@@ -106,7 +106,7 @@ def _handed_on(layer: list[Node]) -> Node:
 
 
 def _add_weights(program: torch.export.ExportedProgram, path: str, other: str) -> dict[Node, Node]:
-    """Inputs for what one layer owns, by those for what another one owns; the paths of both end in a dot."""
+    """Add inputs for what one layer owns; return them by those of another layer. The paths of both end in a dot."""
     graph, specs = program.graph_module.graph, program.graph_signature.input_specs
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     owned = sum(spec.kind is not InputKind.USER_INPUT for spec in specs)

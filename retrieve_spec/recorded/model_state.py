@@ -1,10 +1,10 @@
-"""Model state: what a recording stands for, noted so that a later change is noticed.
+"""Model state: what a recording depends on, recorded so that a later change is noticed.
 
-Noted are the modules with their classes, training modes, hooks and patched forwards, the attention implementation of
-their configs, plain attributes that stand on them (numbers, texts, functions, methods and the like, and lists of
-these: what adapters are switched by), and of every tensor which it is, its type, shape and device. The numbers inside
-parameters and buffers are not, as a recording reads the live tensors; those of other tensors are by their version
-counters. Whatever else is changed, `invalidate()` is told of.
+It holds the modules with their classes, training modes, hooks and patched forwards, the attention implementation of
+their configs, their plain attributes (numbers, texts, functions, methods and the like, and lists of these: adapters are
+switched by them), and the identity, type, shape and device of every tensor. It does not hold the numbers in parameters
+and buffers, as a recording reads the live tensors; other tensors are followed by their version counters. After any
+other change call `invalidate()`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from torch import nn
 from torch.nn.modules import module as torch_wide
 
 _FOLLOWED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
-"""Attributes of every module in which torch has what it runs."""
+"""Attributes of every module in which torch keeps what it runs."""
 _UNREAD = frozenset({*vars(nn.Module()), "generate"})
-"""Attributes that are no values: those of torch, which are compared by themselves, and what `accelerate` replaces."""
+"""Attributes that are not compared as values: torch's, which are compared by identity, and those that `accelerate`
+replaces.
+"""
 _PLAIN = (
     str, bytes, int, float, complex, np.generic, types.NoneType, Enum, torch.dtype, torch.device,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
@@ -35,19 +37,19 @@ _PLAIN = (
 _NUMBERS = (int, float)
 _LISTS = (list, tuple, set, frozenset, dict)
 _LONGEST = 64
-"""Entries of a list that is followed at most."""
+"""Most entries of a list that is followed."""
 Attribute = tuple[type, str]
 """A class of modules, and the name of an attribute of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What a model was found to be.
+    """The state of a model at one time.
 
     Attributes
     ----------
     parts
-        Modules, their classes, and what torch has these run.
+        Modules, their classes, and what torch runs in them.
     values
         What plain attributes are compared by (`_noted`), by the number of the module and the name.
     tensors
@@ -63,7 +65,7 @@ class _Snapshot:
 
 
 class ModelState:
-    """What a model's forward depends on, as far as it is noted.
+    """What a model's forward depends on, as far as it is followed.
 
     Parameters
     ----------
@@ -96,18 +98,18 @@ class ModelState:
         self._take_copies()
 
     def _take_copies(self) -> None:
-        """Copy what tells whether the next snapshot has to be taken."""
+        """Copy what decides whether the next snapshot has to be taken."""
         self._copies = list(map(copy.copy, self._lives))
         self._attributes = list(map(self._attributes_of, self._partly))
         self._types = self._types_now()
 
     def _types_now(self) -> list[type]:
-        """Types of attributes that others equal, as `True` equals 1."""
+        """Return the types of attributes whose values may equal those of another type, as `True` equals 1."""
         lists = (entries.values() if isinstance(entries, dict) else entries for entries in self._lists)
         return list(map(type, chain(map(operator.getitem, *self._numbers), *lists)))
 
     def _containers(self) -> Iterator[Any]:
-        """The dictionaries that every snapshot reads; of modules in `_partly`, a part of their own is read."""
+        """Return the dictionaries that every snapshot reads; of modules in `_partly` only a part is read."""
         yield from (torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks)
         partly = set(map(id, self._partly))
         configs = {}
@@ -121,13 +123,13 @@ class ModelState:
         yield from configs.values()
 
     def _attributes_of(self, module: nn.Module) -> dict[str, Any]:
-        """A module's attributes but for those that its forward replaces."""
+        """Return a module's attributes, without those that its forward replaces."""
         cls = type(module)
         attributes = vars(module) | {name: getattr(module, name, None) for name in self._slots.get(cls, ())}
         return {name: value for name, value in attributes.items() if (cls, name) not in self._unfollowed}
 
     def _snapshot(self) -> _Snapshot:
-        """Return what the model is now."""
+        """Return the model's state now."""
         modules = list(self._model.modules())
         now = _Snapshot([modules, torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks], {}, {}, [])
         for number, module in enumerate(modules):
@@ -149,7 +151,7 @@ class ModelState:
         return now
 
     def holds(self) -> bool:
-        """Whether the model's forward still reads what it read, wherever its tensors lie now."""
+        """Whether the model's forward still reads what it read, even if its tensors have moved."""
         return (
             (self._is_untouched() or self._is_alike())
             and list(map(kind, self._tensors)) == self._kinds
@@ -162,23 +164,23 @@ class ModelState:
             same = self._lives == self._copies and list(map(type, self._modules)) == self._classes
             same = same and list(map(self._attributes_of, self._partly)) == self._attributes
             return same and self._types_now() == self._types
-        except Exception:  # what compares two tensors or arrays has no truth value
+        except Exception:  # comparing two tensors or arrays gives no truth value
             return False
 
     def _is_alike(self) -> bool:
         now, seen = self._snapshot(), self._seen
         alike = now.parts == seen.parts and now.values == seen.values and not _changed(now.tensors, seen.tensors)
-        if alike:  # what changed is not followed, and makes no second snapshot necessary
+        if alike:  # the change is not followed, and needs no second snapshot
             self._take_copies()
         return alike
 
     def replaced(self) -> tuple[set[Attribute], set[Attribute]]:
-        """Return the tensors and plain attributes that were replaced since, that went, or that are new.
+        """Return the tensors and plain attributes that were replaced, removed or added since.
 
         Returns
         -------
         replaced, kept_of_texts
-            All of them, and those in modules of which tensors were replaced: a table, and how long it is.
+            All of them, and those in modules whose tensors were replaced, such as a table and its length.
         """
         now, seen = self._snapshot(), self._seen
         tensors = _changed(now.tensors, seen.tensors)
@@ -188,12 +190,12 @@ class ModelState:
         return {one for _, one in named}, {one for number, one in named if number in modules}
 
     def has_moved(self) -> bool:
-        """Whether a tensor has another storage than before; then what kept its address must not use it."""
+        """Whether a tensor has another storage than before, so that kept addresses are invalid."""
         before, self._places = self._places, list(map(place, self._tensors))
         return before != self._places
 
     def keeps(self, other: ModelState) -> bool:
-        """Whether every tensor that another state knows is known here: it could be that state again."""
+        """Whether every tensor of another state is in this one, so that it could be that state again."""
         known = {id(tensor) for tensor in self._tensors}
         return all(id(tensor) in known for tensor in other._tensors)
 
@@ -204,13 +206,13 @@ _Key = TypeVar("_Key")
 def _changed(
     now: Mapping[_Key, Any], then: Mapping[_Key, Any], same: Callable[[Any, Any], bool] = operator.is_
 ) -> set[_Key]:
-    """The keys under which two mappings differ."""
+    """Return the keys under which two mappings differ."""
     missing = object()
     return {key for key in now.keys() | then.keys() if not same(now.get(key, missing), then.get(key, missing))}
 
 
 def plain_attributes(model: nn.Module) -> Iterator[tuple[int, str, Any]]:
-    """The plain attributes of a model's modules: the number of the module, the name, and the value."""
+    """Yield the plain attributes of a model's modules: the number of the module, the name, and the value."""
     for number, module in enumerate(model.modules()):
         for name, value in vars(module).items():
             if name not in _UNREAD and _is_plain(value):
@@ -226,7 +228,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _noted(value: Any) -> Any:
-    """What a plain value is compared by: `True` is not 1, and a NaN is itself."""
+    """Return what a plain value is compared by: `True` differs from 1, and a NaN equals itself."""
     if isinstance(value, dict):
         return type(value), {name: (type(entry), entry) for name, entry in value.items()}
     if isinstance(value, (set, frozenset)):
@@ -237,20 +239,20 @@ def _noted(value: Any) -> Any:
 
 
 def _slots_of(cls: type) -> list[str]:
-    """Attributes of a class's objects that are not in their dictionaries."""
+    """Return the names of a class's attributes that are in slots rather than in the dictionary."""
     declared = (vars(base).get("__slots__", ()) for base in cls.__mro__)
     return [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
 
 
 def kind(tensor: torch.Tensor) -> Any:
-    """Type, device, shape and strides of a tensor, as far as it has them."""
+    """Return type, device, shape and strides of a tensor, as far as it has them."""
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
         return tensor.dtype, tensor.device, tensor.shape
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Which storage a tensor lies in, and its address; zeros for a tensor that is made of others."""
+    """Return the storage and address of a tensor; zeros for a tensor that is made of others."""
     try:
         return tensor.untyped_storage()._cdata, tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -258,5 +260,5 @@ def place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; 0 where torch does not count."""
+    """Return how often a tensor was changed in place; 0 where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceFields:
-    """Named int32 arrays side by side in one piece of host memory and one of device memory.
+    """Named int32 arrays in one block of host memory and one of device memory.
 
     Parameters
     ----------
     sizes
-        By name, how many numbers; a field of 64-bit numbers goes first.
+        By name, how many numbers; a field of 64-bit numbers comes first.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class LaidOut:
     position
         Position of the first row.
     cache, held
-        Where keys and values go, and the rows of text it holds.
+        Where keys and values are written, and how many rows of text that holds.
     drafts
         Whether there are drafted rows among them.
     """
@@ -91,7 +91,7 @@ class LaidOut:
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """What a pass is made for.
+    """The shape of a pass.
 
     Attributes
     ----------
@@ -102,9 +102,9 @@ class PassShape:
     splits
         By slab, how many programs share one context.
     logits
-        How many rows logits are computed for, whose numbers are written with each pass; 0 for all.
+        How many rows logits are computed for; which ones is written with each pass. 0 for all.
     exact
-        Whether a row's attention is the same bit for bit whatever stands beside it.
+        Whether a row's attention is independent, bit for bit, of the other rows.
     """
 
     rows: int
@@ -188,7 +188,7 @@ class PackedBuffer:
         for text, start in zip(laid, starts.tolist(), strict=False):
             bits = visibility_bits(text.seen)
             words[start : start + len(bits), : bits.shape[1]] = bits
-        own = np.arange(len(laid[-1].ids), self._shape.rows - starts[-2])  # padding, counted within the last text
+        own = np.arange(len(laid[-1].ids), self._shape.rows - starts[-2])  # padding, which belongs to the last text
         words.view(np.uint32)[starts[-2] + own, own // 32] = np.uint32(1) << (own % 32).astype(np.uint32)
 
     def _write_tiles(self, tiles: NDArray[np.int32], counts: Sequence[int]) -> None:
@@ -215,15 +215,16 @@ class PackedBuffer:
 
 
 EXACT_ROWS = KEY_BLOCK
-"""Rows of an exact pass at most, but for those that read prompts."""
+"""Most rows of an exact pass, except of those that read prompts."""
 _CONTEXT = 4096
-"""Tokens of a context that as many programs share as fill a GPU; they share any other length, too."""
+"""Tokens of a context that is split over as many programs as fill a GPU; any other length is split like it."""
 
 
 class PackedPass:
     """A recorded pass of one shape on a GPU, whose attention is one launch for all texts.
 
-    Where the texts' rows and slabs stand is read from device memory: it serves any texts, however their slabs grow.
+    It reads the places of the texts' rows and slabs from device memory, so it serves any texts, however their slabs
+    grow.
 
     Parameters
     ----------

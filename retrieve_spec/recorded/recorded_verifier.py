@@ -32,15 +32,15 @@ FEW = 32
 """Prompt tokens that the model itself reads as fast."""
 _NOTHING = np.empty(0, np.int32)
 _ROOT, _ITSELF = row_depths(1, None), visible_rows(1, None)
-"""Depths and sight of a pass over the root alone."""
+"""Depths and mask of a pass over the root alone."""
 
 
 class RecordedVerifier:
-    """A `Verifier` whose passes cost what the arithmetic costs.
+    """A `Verifier` whose passes cost little more than their arithmetic.
 
-    The prompt is read by an `HFVerifier`. At the first pass after it the cache's rows move to slabs, every further
-    pass is one run of the recorded code, and `finish` puts the rows back into the cache that `start` was given. A
-    generation that the recorded pass cannot serve is left to the `HFVerifier` entirely.
+    The prompt is read by an `HFVerifier`. At the first pass after it the cache's rows move to slabs. Each further pass
+    is one run of the recorded code, and `finish` puts the rows back into the cache that `start` was given. A generation
+    that the recorded pass cannot serve is left to the `HFVerifier` entirely.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RecordedVerifier:
 
     @property
     def reason(self) -> str:
-        """Why that is no tree."""
+        """Why the mode is not "tree"; empty when it is."""
         return self.pass_reason if self.recorded.exact and self.pass_reason else self.own.reason
 
     @property
@@ -106,14 +106,14 @@ class RecordedVerifier:
     def fresh(self, state: ModelState | None = None, signatures: SignatureModes | None = None) -> RecordedVerifier:
         """Another verifier of the same recording, for another text.
 
-        It refuses a model that is not in `state` any more; `signatures`: as of `HFVerifier`. None: as of this one.
+        It refuses a model that is no longer in `state`. `signatures` is that of `HFVerifier`, None for this verifier's.
         """
         own = self.own.fresh()
         own.signatures = signatures or own.signatures
         return RecordedVerifier(self.model, own, self.recorded, self.graphs, state or self._state)
 
     def _why_not(self, inputs: VerifierInputs) -> str:
-        """Why a generation is left to the verifier of the model's own forward."""
+        """Return why a generation is left to the verifier of the model's own forward; empty where it is not."""
         if why := self.own.reason if self.own.mode != "tree" else inputs.why_not_text(self.own.interface.cache_name):
             return why
         interface = self.own.interface
@@ -140,7 +140,7 @@ class RecordedVerifier:
         if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
             self.pass_reason = self.pass_reason or f"hidden states of layer {want_hidden} are not recorded"
         if self.pass_reason or (self._unread > 0 and not self._reads(roots, keep)):
-            least = max(keep, min(self.recorded.exact, roots))  # of one order with any more of them
+            least = max(keep, min(self.recorded.exact, roots))  # their sums have one order with any more of them
             output = self.own.forward(root_ids, tree, keep=least, want_hidden=want_hidden)
             rows = slice(least - keep, None)
             return VerifierOutput(output.logits[rows], None if output.hidden is None else output.hidden[rows])
@@ -151,7 +151,7 @@ class RecordedVerifier:
             return forward_together([self], [root_ids], [tree or NO_DRAFT], want_hidden, keeps)[0]
 
     def _reads(self, roots: int, keep: int) -> bool:
-        """Whether the recorded pass reads this part of the prompt; what it has begun it goes on with."""
+        """Whether the recorded pass reads this part of the prompt; a prompt that it has begun it reads to the end."""
         if self._slabs is not None or self.reads_rest(roots):
             return True
         if self.graphs is not None:
@@ -160,19 +160,21 @@ class RecordedVerifier:
         return self.recorded.reads_prompts and roots > max(FEW, keep) and self._goes_on_as_it_is
 
     def reads_rest(self, roots: int) -> bool:
-        """Whether it reads the last few tokens of a prompt after what the cache was given with, and a draft too."""
+        """Whether one pass can read the last few tokens of a prompt and a draft, after the rows that the cache came
+        with.
+        """
         is_the_rest = self._past > 0 and roots == self._unread <= FEW
         return not self.pass_reason and is_the_rest and self._goes_on_as_it_is
 
     @property
     def _goes_on_as_it_is(self) -> bool:
-        """Whether the prompt's rows go after those of the cache one by one: no padding inside, no windows."""
+        """Whether the prompt's rows simply follow those of the cache: no padding in between, no windows."""
         return self._in_a_row and not self.recorded.exact and not any(cache_windows(self._cache))
 
     batching: Batching = "packed"
 
     def share(self, passes: SharedPasses) -> None:
-        """Share padded passes with others: packed ones need no permission."""
+        """Share padded passes with others; packed ones are always shared."""
 
     def shared_passes(self, is_reading: bool, want_hidden: Layer | None = None) -> SharedPasses | None:
         """See `Verifier.shared_passes`."""
@@ -222,11 +224,11 @@ class RecordedVerifier:
         return LaidOut(ids, depths, self._mask.seen, self._past + self._shift, slabs, self._past, len(tree) > 0)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-        """Write a layer's keys and values of the pass that was laid out and attend to all of them."""
+        """Write a layer's keys and values for the pass that `lay_out` prepared, and attend to all of them."""
         return self._attend(attend_by_rows if self.recorded.exact else attend, query, keys, values, layer)
 
     def attend_by_rows(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-        """Do as `attend`, for each row by itself."""
+        """Do what `attend` does, for each row by itself."""
         return self._attend(attend_by_rows, query, keys, values, layer)
 
     def _attend(
@@ -242,7 +244,7 @@ class RecordedVerifier:
         return attention(query, all_keys, all_values, self._mask, self.recorded.rules[layer])
 
     def _adopt(self) -> KVBuffer:
-        """Move the rows that the prompt left in the caller's cache to slabs."""
+        """Move the prompt's rows from the caller's cache to slabs."""
         self._cache = self.own.cache.whole
         held = self._past + self._unread
         room = min(self._max_length, held + max(held // 16, PASS.cache_block)) + PASS.tree_rows
@@ -263,7 +265,7 @@ class RecordedVerifier:
         self._past, self._unread = self._past + self._pending + len(path), max(self._unread - self._pending, 0)
 
     def copy_rows(self) -> DynamicCache | None:
-        """What the cache holds, in another one, which nothing writes to (`HFVerifier.copy_rows`)."""
+        """Return a cache of the same rows, which nothing writes to (`HFVerifier.copy_rows`)."""
         if self._slabs is None:
             return self.own.copy_rows()
         twin = same_rows(self._cache)
@@ -313,8 +315,8 @@ def forward_together(
 ) -> list[VerifierOutput]:
     """Verify the trees of several texts in one pass, or read their prompts; each keeps its cache, commits for itself.
 
-    The recorded operations do not look beyond a row of the pass, so the texts stand one after the other without
-    padding between them; only the attention takes them apart.
+    The recorded operations treat each row of the pass by itself, so the texts follow each other without padding; only
+    the attention tells them apart.
 
     Parameters
     ----------
@@ -344,7 +346,7 @@ def forward_together(
     with on_device(recorded.device):
         logits, hidden, ran = run_pass(recorded, laid, parts, wanted, verifiers[0].graphs)
         if recorded.device.type == "cpu" and any(map(len, trees)) and bool(logits[:, 0].isnan().any()):
-            # A drafted row overflowed, and torch's attention gives its infinities to rows that do not see it.
+            # A drafted row overflowed: torch's attention spreads its infinities to rows that do not see it.
             alone = [verifier.attend_by_rows for verifier in verifiers]
             logits, hidden, ran = run_pass(recorded, laid, alone, wanted, None)
     outputs, begin = [], 0
@@ -434,12 +436,13 @@ def run_pass(
 
 
 _FEW_ROWS = 64
-"""Rows of a text without drafts, on average, up to which a recorded pass attends by itself although torch is faster for
-many. So that drafts change no bit, passes with any attend by themselves, and so do exact ones."""
+"""Average rows of a text up to which a recorded pass without drafts uses its own attention, although torch's is faster
+for many rows. Passes with drafts always use their own, so that drafts change no bit, and so do exact passes.
+"""
 
 
 def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:
-    """The texts of a pass for row programs."""
+    """Return the texts of a pass for row programs."""
     return RowTexts(
         [len(text.ids) for text in laid],
         [text.seen for text in laid],
@@ -449,7 +452,7 @@ def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:
 
 
 def _places(text: LaidOut) -> NDArray[np.int64]:
-    """(layers, 4): where keys and values lie, capacity, and rows held."""
+    """Return (layers, 4): addresses of keys and of values, capacity, and rows held."""
     cache = text.cache
     held = np.array([text.held - slab.offset for slab in cache.slabs])[cache.slab_of]
     return np.column_stack([cache.addresses, held])

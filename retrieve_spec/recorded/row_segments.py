@@ -1,7 +1,7 @@
-"""Row segments: what a recorded pass on a CPU does to rows, as few `RowProgram`s.
+"""Row segments: the row operations of a recorded pass on a CPU, compiled to as few `RowProgram`s as possible.
 
-A segment takes up operations that programs have steps for until another one needs a result of it. It runs before
-that one, and views of its results after it.
+A segment collects operations that programs have steps for, until another operation needs one of its results. It runs
+before that operation, and views of its results are taken after it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _STEPS = {
     PACKED_PRODUCT: 1, aten.linear.default: 1, layer_rows.rms_norm: 1, layer_rows.add_rms_norm: 2,
     layer_rows.gate: 2, layer_rows.rotate: 1, layer_rows.rotate_both: 2,
 }  # fmt: skip
-"""Operations that programs have a step for, and how many of their first arguments are rows."""
+"""Operations that programs have a step for, and how many of their leading arguments are rows."""
 Node = Any
 
 
 def fuse_rows(graph: fx.Graph, dtype: torch.dtype, rules: Sequence[LayerRule] = (), exact: bool = False) -> bool:
-    """Let a graph run its operations on rows in segments.
+    """Replace a graph's operations on rows by segments.
 
     Parameters
     ----------
@@ -53,10 +53,9 @@ def fuse_rows(graph: fx.Graph, dtype: torch.dtype, rules: Sequence[LayerRule] = 
     dtype
         Of the rows.
     rules
-        What every layer's attention does, to run it in segments too. What the graph is given as the attention is a
-        `RowTexts` then.
+        What every layer's attention does, to run it in segments too; then the graph gets a `RowTexts` as its attention.
     exact
-        A product that is part of no segment leaves the graph no whole: its order depends on the number of rows.
+        With a product outside of segments `whole` is False: the order of its sums depends on the number of rows.
 
     Returns
     -------
@@ -80,7 +79,7 @@ def _shape(node: Node) -> Any:
 
 
 def _row_width(node: Node) -> int:
-    """Numbers in a row of (1, rows, …), or of (1, heads, rows, d)."""
+    """Return the numbers in a row of (1, rows, …) or of (1, heads, rows, d)."""
     shape = _shape(node)
     return int(shape[1] * shape[3] if _is_turned(node) else np.prod([int(size) for size in shape[2:]]))
 
@@ -96,11 +95,11 @@ class Segment:
     Parameters
     ----------
     rows
-        Rows of the pass, as tracing knows them.
+        Rows of the pass, as a symbol of the trace.
     dtype
         Of these.
     rules
-        What the attention that it may take up does, by layer.
+        By layer, what its attention does, where segments may include it.
     """
 
     def __init__(self, rows: Any, dtype: torch.dtype, rules: Sequence[LayerRule]) -> None:
@@ -109,11 +108,13 @@ class Segment:
         self._steps: list[Node] = []
 
     def feeds(self, node: Node) -> bool:
-        """Whether a node needs something of it."""
+        """Whether a node needs a result of the segment."""
         return any(needed in self._nodes for needed in node.all_input_nodes)
 
     def take(self, node: Node) -> bool:
-        """Take up a node that follows, if there is a step for it, or it is a view of what was taken up."""
+        """Add the next node if there is a step for it or it is a view of a node in the segment; return whether it was
+        added.
+        """
         if node.op != "call_function":
             return False
         step = self._has_step(node)
@@ -125,7 +126,7 @@ class Segment:
         return False
 
     def _has_step(self, node: Node) -> bool:
-        """Whether a node is an operation that programs have a step for, on rows that lie one after another."""
+        """Whether a node is an operation that programs have a step for, on contiguous rows."""
         if node.target is operator.call:
             return self._attends(node)
         if node.target not in _STEPS:
@@ -148,7 +149,7 @@ class Segment:
     def _serves(self, linear: Node) -> bool:
         """Whether a product with unpacked weights is one that programs have a step for, and fast.
 
-        Those of prompts, which attend otherwise, have many rows.
+        Passes that read prompts have many rows, and attend otherwise.
         """
         weight = linear.args[1]
         fast = len(self._rules) > 0 or is_fast_for_many(self._dtype)
@@ -168,7 +169,7 @@ class Segment:
         return all(self._turned_base(state) is not None for state in states)
 
     def _turned_base(self, node: Node) -> Node | None:
-        """What lies row for row under (1, heads, rows, d); None where nothing of the segment does."""
+        """Return the node of the segment that (1, heads, rows, d) is a transposed view of; None where there is none."""
         if node not in self._nodes or node.meta["val"].dtype != self._dtype:
             return None
         if _is_turned(node):
@@ -176,7 +177,7 @@ class Segment:
         return self._base(node.args[0]) if node.target is aten.transpose.int and node.args[1:] == (1, 2) else None
 
     def _base(self, node: Node) -> Node | None:
-        """What a node is a view of, row for row; None where rows are mixed up."""
+        """Return what a node is a view of, row for row; None where the view mixes rows."""
         while node in self._nodes and node.target in _VIEWS:
             if node.target is aten.transpose.int:
                 return None
@@ -184,12 +185,12 @@ class Segment:
         return node
 
     def _is_needed(self, node: Node) -> bool:
-        """Whether something else uses a result, or a view of it."""
+        """Whether a node outside of the segment uses a result or a view of it."""
         views = [user for user in node.users if user.target in _VIEWS and user in self._nodes]
         return any(user not in self._nodes for user in node.users) or any(map(self._is_needed, views))
 
     def close(self, following: Node) -> None:
-        """Run the program in front of the node that follows."""
+        """Run the program before the next node."""
         if not self._products():
             return
         graph = following.graph
@@ -213,11 +214,11 @@ class Segment:
                 following.prepend(node)
 
     def _compile(self, outputs: Sequence[Node]) -> tuple[list[Node], Callable[..., list[torch.Tensor]]]:
-        """The nodes whose tensors the program takes, rows first, and what runs it."""
+        """Return the nodes whose tensors the program takes, rows first, and the function that runs it."""
         program, places, inputs = RowProgram(self._dtype), dict[Node, int](), list[Node]()
 
         def given(node: Node) -> int:
-            """Place of a tensor."""
+            """Return the place of a tensor."""
             base = self._base(node)
             if base not in places:
                 inputs.append(base)
@@ -225,7 +226,7 @@ class Segment:
             return places[base]
 
         def result(step: Node, width: int, item: int | None = None) -> int:
-            """Place of what a step writes, or of one of two such results."""
+            """Return the place of a step's result, or of one of its two results."""
             place = program.place(width)
             for node in [step] if item is None else step.users:
                 if item is None or node.args[1] == item:
@@ -234,7 +235,7 @@ class Segment:
 
         for step in self._steps:
             if step in places:
-                continue  # one of the products of a step before
+                continue  # one of the products of an earlier step
             x, *others = step.args
             if step.target is operator.call:
                 *states, layer = others
@@ -274,12 +275,12 @@ class Segment:
 
 
 def _bias(product: Node, given: Callable[[Node], int]) -> int:
-    """Place of what a product adds."""
+    """Return the place of a product's bias."""
     return given(product.args[2]) if product.args[2:] and product.args[2] is not None else ZEROS
 
 
 def _bits(product: Node) -> int:
-    """Bits of a product's weights."""
+    """Return the bits of a product's weights."""
     x, weight = product.args[:2]
     if product.target is aten.linear.default:
         return UNPACKED
@@ -287,5 +288,5 @@ def _bits(product: Node) -> int:
 
 
 def turned(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """(1, heads, rows, d) of (1, rows, heads · d)."""
+    """Return (1, heads, rows, d), given (1, rows, heads · d)."""
     return rows.view(1, rows.shape[1], heads, -1).transpose(1, 2)

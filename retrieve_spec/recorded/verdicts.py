@@ -1,9 +1,9 @@
-"""Verdicts: what a probe found out about a model in an earlier process, kept in the cache by what it depends on.
+"""Verdicts: what a probe found about a model in an earlier process, cached by all that it depends on.
 
-A probe runs the model some forty times. What it finds depends on the model's code, configuration, number formats and
-attention, on this library, on torch and on the processor, hardly on the weights, of which a sample is taken: so one
-file a model answers for it until one of these changes. A trace of the model's forward must then be the one that was
-judged.
+A probe runs the model some forty times. Its result depends on the model's code, configuration, number formats and
+attention, on this library, on torch and on the processor, and hardly on the weights, of which a sample is compared. One
+file per model holds it until one of these changes. It is used only if the trace of the model's forward is still the one
+that was examined.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from retrieve_spec.verify.tensor_parallel import Ranks
 
 logger = logging.getLogger(__name__)
 _SAMPLED = 16
-"""Numbers of a tensor that are looked at: another checkpoint of a model differs in some of any of its tensors."""
+"""Numbers of a tensor that are compared: another checkpoint of a model differs in some of any of its tensors."""
 _VARIABLES = ("ATEN_", "CUDA_", "DNNL_", "MKL_", "NUMBA_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_", "TRITON_")
-"""How variables of the environment begin that say what computes, and how."""
+"""Prefixes of environment variables that change what computes, and how."""
 _FROM_ELSEWHERE = ("_name_or_path", "_commit_hash", "transformers_version")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a model was found to be verified in trees.
+    """How a model can be verified in trees.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class Verdict:
     takes_padding, takes_pieces, max_positions
         As of that interface.
     exact, largest, rms
-        What rounding makes of the model's logits (`retrieve_spec.verify.comparison.Rounding`).
+        How much rounding changes the model's logits (`retrieve_spec.verify.comparison.Rounding`).
     traced
         Hash of the trace whose recording gave the model's logits; empty: nothing is recorded.
     by_kernels, by_copies
@@ -87,7 +87,7 @@ class Verdict:
 
 
 class KeptFindings:
-    """What is kept of one model between processes, in one small file; nothing where the model is not known by a file.
+    """What is kept of one model between processes, in one small file; nothing where the model has no key.
 
     Parameters
     ----------
@@ -104,13 +104,13 @@ class KeptFindings:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What a probe found in an earlier process."""
+        """Return what a probe found in an earlier process, or None."""
         found = self._found.get("verdict")
         return None if found is None else Verdict(**found)
 
     @property
     def seconds(self) -> dict[int, float]:
-        """What passes over a few numbers of nodes took then; empty where nothing is known."""
+        """Return the seconds of passes by number of nodes in that process; empty where nothing is known."""
         return {int(nodes): took for nodes, took in self._found.get("seconds", {}).items()}
 
     def keep(self, verdict: Verdict) -> None:
@@ -118,7 +118,7 @@ class KeptFindings:
         self._put("verdict", asdict(verdict))
 
     def keep_seconds(self, seconds: Mapping[int, float]) -> None:
-        """Keep what passes took, of a model whose verdict is kept."""
+        """Keep the seconds of passes, for a model whose verdict is kept."""
         if "verdict" in self._found:
             self._put("seconds", {str(nodes): took for nodes, took in seconds.items()})
 
@@ -135,7 +135,7 @@ class KeptFindings:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where there is none, or a damaged one."""
+    """Return what the file holds; nothing where it is missing or damaged."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         found: dict[str, Any] = kept["found"]
@@ -150,7 +150,7 @@ def _sum(found: Any) -> str:
 
 
 def key_of(model: Any, config: SpeculationConfig, layer: Layer) -> str | None:
-    """Hash of what findings about a model depend on; None where that cannot be told, or would not pay."""
+    """Return a hash of all that findings about a model depend on; None where it is unknown, or would not pay."""
     patched = "generate" in vars(model) or any("forward" in vars(module) for module in model.modules())
     alone = Ranks.of(model) is None  # ranks must run the same passes
     if patched or model.training or not alone or model.num_parameters() < PASS.min_parameters:
@@ -173,7 +173,7 @@ def key_of(model: Any, config: SpeculationConfig, layer: Layer) -> str | None:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         for sample in _samples(model):
             digest.update(sample)
-    except Exception as error:  # whatever a model's classes, configs and tensors do not tell
+    except Exception as error:  # some classes, configs or tensors cannot be described
         logger.debug("no verdict is kept of this model: %s", in_a_line(error))
         return None
     return digest.hexdigest()[:32]
@@ -185,7 +185,7 @@ def _without(config: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _code_of(folder: Path) -> list[tuple[str, int, int]]:
-    """Sizes and ages of the sources in a folder."""
+    """Return the sizes and times of the sources in a folder."""
     return [_file(str(path)) for path in sorted(folder.rglob("*.py"))]
 
 
@@ -195,7 +195,7 @@ def _file(path: str) -> tuple[str, int, int]:
 
 
 def _machine(device: torch.device) -> list[Any]:
-    """What computes, in which release."""
+    """Return the processor, the packages and their releases."""
     facts = [
         sys.version, platform.machine(), torch.__version__, transformers.__version__, numba.__version__, np.__version__,
         llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), torch.backends.cpu.get_cpu_capability(),
@@ -210,12 +210,12 @@ def _machine(device: torch.device) -> list[Any]:
 
 
 def _describe_class(cls: type[nn.Module]) -> list[Any]:
-    """Where a class of modules comes from, and what it runs, which may have been patched.
+    """Return where a class of modules is defined, and its functions, which may have been patched.
 
     Raises
     ------
     LookupError, AttributeError
-        It has no file, as one that is typed in has none.
+        It has no file, as when it was typed in.
     """
     file = _file(str(sys.modules[cls.__module__].__file__))
     release = getattr(sys.modules[cls.__module__.partition(".")[0]], "__version__", "")
@@ -223,32 +223,32 @@ def _describe_class(cls: type[nn.Module]) -> list[Any]:
 
 
 def _called_by(function: Any) -> list[Any]:
-    """The functions of its module that a function names: one that makes masks may have been patched."""
+    """Return the functions of its module that a function calls by name: one that makes masks may have been patched."""
     function = inspect.unwrap(function)
     named = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
     return [[name, _describe_function(one)] for name, one in named if isinstance(one, types.FunctionType)]
 
 
 def _attention(name: str) -> Any:
-    """The registered function that attends, which may have been replaced."""
+    """Return the registered attention function, which may have been replaced."""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     return _describe_function(function) if isinstance(function, types.FunctionType) else repr(type(function))
 
 
 def _describe_function(function: Any) -> list[Any]:
-    """Where a function comes from, and what it does.
+    """Return where a function is defined, and its code.
 
     Raises
     ------
     AttributeError, OSError
-        It is no function of Python, or was typed in.
+        It is no Python function, or was typed in.
     """
     code = getattr(function, "__wrapped__", function).__code__
     return [function.__module__, function.__qualname__, _file(code.co_filename), code.co_code.hex()]
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[int, Any]]:
-    """The hooks around forwards, with the numbers of their modules; -1: of all modules."""
+    """Return the hooks around forwards with the indices of their modules; -1 for hooks of all modules."""
     everywhere = torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks
     yield from ((-1, hook) for hooks in everywhere for hook in hooks.values())
     for number, module in enumerate(model.modules()):
@@ -257,7 +257,7 @@ def _hooks(model: nn.Module) -> Iterator[tuple[int, Any]]:
 
 
 def _describe(value: Any) -> Any:
-    """A plain attribute, the same in every process."""
+    """Return a description of a plain attribute that is the same in every process."""
     if isinstance(value, types.FunctionType):
         return _describe_function(value)
     if isinstance(value, types.BuiltinFunctionType):
@@ -271,7 +271,7 @@ def _describe(value: Any) -> Any:
 
 
 def _samples(model: nn.Module) -> Iterator[bytes]:
-    """Of each tensor, what it is and some of its numbers."""
+    """Return the kind of each tensor, and some of its numbers."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield f"{name} {type(tensor)} {tensor.dtype} {tensor.device} {tuple(tensor.shape)}".encode()
         if tensor.numel():

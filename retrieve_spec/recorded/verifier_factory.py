@@ -1,7 +1,7 @@
-"""Verifier factory: the fastest verifier that stands for a model as it is now, found anew when the model has changed.
+"""Verifier factory: the fastest verifier for a model as it is now, found again when the model has changed.
 
-What was found holds for one state of the model (`ModelState`). A few states are remembered, so that switching an
-adapter back and forth records each once.
+What was found is valid for one state of the model (`ModelState`). A few states are kept, so that switching an adapter
+back and forth records each once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 def try_recording(
     model: Any, finding: Finding, config: SpeculationConfig, layer: Layer = "last"
 ) -> tuple[RecordedVerifier | None, str]:
-    """Record a model's pass if that is wanted, can be done and agrees with the model.
+    """Record a model's pass if that is wanted and possible, and the recording agrees with the model.
 
     Parameters
     ----------
@@ -85,12 +85,12 @@ def try_recording(
 
 
 def record_again(model: Any, finding: Finding, layer: Layer, verdict: Verdict) -> RecordedVerifier:
-    """Record a model as it was in the process that gave a verdict of its recording.
+    """Record a model as in the process that kept a verdict about its recording.
 
     Raises
     ------
     RecordingError
-        It cannot be, or another forward would be recorded than was judged.
+        It cannot be recorded, or the trace is not the one that was examined.
     """
     kernels = _row_kernels(model) if verdict.by_kernels else None
     like = copied_layers(model) if verdict.by_copies else []
@@ -101,12 +101,14 @@ def record_again(model: Any, finding: Finding, layer: Layer, verdict: Verdict) -
 
 
 def _rows_of_exact_passes(model: Any) -> int:
-    """Fewest rows of an exact pass; 1 where torch's products have no one order. A GPU's kernels and row programs do."""
+    """Return the fewest rows of an exact pass; 1 where torch's products have no single order. Those of a GPU's kernels
+    and of row programs have.
+    """
     return (input_device(model).type == "cpu" and rows_for_one_order(model)) or 1
 
 
 def _ways(model: Any, layer: Layer) -> list[tuple[Any, list[int]]]:
-    """How to record a model, fast ways first: by kernels for rows, and which layers show what others do."""
+    """Yield how to record a model, fast ways first: the kernels for rows, and which layers stand for others."""
     kernels = _row_kernels(model)
     ways: list[tuple[Any, list[int]]] = [(kernels, [])]
     if layer == "last" and (like := copied_layers(model)):
@@ -115,7 +117,7 @@ def _ways(model: Any, layer: Layer) -> list[tuple[Any, list[int]]]:
 
 
 def _row_kernels(model: Any) -> Any:
-    """Module of the kernels that stand for what a model does to rows; None where there is none."""
+    """Return the module of kernels that replace a model's row operations; None where there is none."""
     device = input_device(model).type
     if not PASS.fused_rows or (device == "cpu" and model.dtype not in LIKE):
         return None
@@ -127,7 +129,7 @@ def _row_kernels(model: Any) -> Any:
 def _record(
     model: Any, finding: Finding, layer: Layer, row_kernels: Any, exact: int, like: list[int]
 ) -> RecordedVerifier:
-    """A recording that agrees with the model, with CUDA graphs where these do."""
+    """Return a recording that agrees with the model, with CUDA graphs where these agree."""
     recording = _recorded(model, finding, layer, row_kernels, exact, like, PASS.cuda_graphs)
     try:
         check_verifier(model, recording, "tree", finding.texts)
@@ -145,7 +147,7 @@ def _record(
 def _recorded(
     model: Any, finding: Finding, layer: Layer, row_kernels: Any, exact: int, like: list[int], graphs: bool
 ) -> RecordedVerifier:
-    """A recording, with CUDA graphs if they are wanted and there is such a device."""
+    """Return a recording, with CUDA graphs if they are wanted and there is a CUDA device."""
     windows = cache_windows(new_cache(model))
     recorded = RecordedPass(model, len(windows), layer, row_kernels, exact, like)
     if exact == 1 and recorded.device.type == "cpu" and not recorded.attends_rows:
@@ -160,7 +162,7 @@ def _recorded(
 
 
 def _check_structure(model: Any, interface: ModelInterface, layer: Layer, exact: int) -> None:
-    """Look for faults of recorded passes of float32 copies of a model, past its windows too."""
+    """Check recorded passes of float32 copies of a model, past its windows too."""
     copies = [] if is_exact(model) else [float32_copy(model)]
     if any(cache_windows(new_cache(model))):
         copies.append(shrunk(model))
@@ -174,12 +176,12 @@ def _check_structure(model: Any, interface: ModelInterface, layer: Layer, exact:
 
 
 def check_recorded(model: Any, finding: Finding, config: SpeculationConfig) -> None:
-    """Look for what stands in the way of a recording, as far as can be told without trying.
+    """Check whether a model can be recorded, as far as that is known without trying.
 
     Raises
     ------
     RecordingError
-        When something does.
+        It cannot.
     """
     if finding.mode != "tree":
         raise RecordingError(f"drafts are verified in {finding.mode} mode")
@@ -204,12 +206,12 @@ def check_recorded(model: Any, finding: Finding, config: SpeculationConfig) -> N
 
 
 def check_asked(model: Any, config: SpeculationConfig) -> None:
-    """Look whether a config asks for a faster pass than the model's own.
+    """Check that a config allows a faster pass than the model's own.
 
     Raises
     ------
     RecordingError
-        When it does not.
+        It does not.
     """
     if config.recorded_pass == "off":
         raise RecordingError("recorded_pass is off")
@@ -218,11 +220,11 @@ def check_asked(model: Any, config: SpeculationConfig) -> None:
 
 
 _Taken = tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]
-"""A layer's attributes, and what stands among them as its `forward` while a pass runs."""
+"""A layer's attributes, and the `forward` that is set among them while a pass runs."""
 
 
 class RowLayers:
-    """The linear layers of one model whose products programs do faster.
+    """The linear layers of one model whose products are faster by programs.
 
     Parameters
     ----------
@@ -243,7 +245,7 @@ class RowLayers:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Let a pass that this thread runs inside of the block multiply by programs."""
+        """Let passes that this thread runs inside the block multiply by programs."""
         self._threads.add(get_ident())
         try:
             for attributes, ours in self._layers:
@@ -261,7 +263,7 @@ def _is_fast(weight: torch.Tensor) -> bool:
 
 
 def _handing(module: nn.Linear, threads: set[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What is a layer's forward while passes run."""
+    """Return a layer's forward for the time that passes run."""
     parameters = module._parameters
 
     def forward(input: torch.Tensor) -> torch.Tensor:
@@ -275,16 +277,18 @@ def _handing(module: nn.Linear, threads: set[int]) -> Callable[[torch.Tensor], t
 
 
 _READY_MADE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""What attends while a model is examined: cuDNN, which torch prefers on some GPUs, plans anew for every length."""
+"""Attention backends while a model is examined: cuDNN's, which torch prefers on some GPUs, plans again for every
+length.
+"""
 STATES = 16
-"""States of a model that are remembered."""
+"""States of a model that are kept."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What was found out about a model in one state.
+    """What was found about a model in one state.
 
-    `layers` are those that passes of its own forward multiply faster with.
+    `layers` make the products of its own forward faster.
     """
 
     state: ModelState
@@ -294,7 +298,7 @@ class _Known:
     layers: RowLayers | None = None
 
     def release(self) -> None:
-        """Give back what is kept for the next generation in this state."""
+        """Release what is kept for the next generation in this state."""
         if self.recording is not None and self.recording.graphs is not None:
             self.recording.graphs.clear()
 
@@ -316,7 +320,7 @@ class VerifierFactory:
     Attributes
     ----------
     finding
-        How the model is verified through its own forward, as last seen.
+        How the model is verified through its own forward, when last examined.
     kept
         What is kept of the model between processes.
     """
@@ -334,7 +338,7 @@ class VerifierFactory:
 
     @property
     def pass_kind(self) -> PassKind:
-        """Which pass verifies, as last seen."""
+        """Which pass verifies, when last examined."""
         if not self._known:
             return "model's own"
         known = self._known[0]
@@ -349,7 +353,7 @@ class VerifierFactory:
         return known.finding.reason if known.finding.mode == "plain" else known.why
 
     def __call__(self) -> Verifier:
-        """A verifier for a generation that begins now."""
+        """Return a verifier for a generation that begins now."""
         autocast = torch.is_autocast_enabled(input_device(self._model).type)
         if self._is_frozen and not autocast and self._known and (recording := self._known[0].recording) is not None:
             return recording.fresh(None, self._known[0].finding.signatures)
@@ -369,16 +373,18 @@ class VerifierFactory:
         return known.recording.fresh(known.state, found.signatures)
 
     def assume_frozen(self) -> None:
-        """Take a model that is recorded for what it is, without a look at it and its weights before generations."""
+        """Assume that a recorded model does not change: generations no longer compare it and its weights before they
+        begin.
+        """
         self._is_frozen = True
 
     def invalidate(self) -> None:
-        """Forget what was found and recorded: the next generation looks at the model anew."""
+        """Forget what was found and recorded: the next generation examines the model again."""
         self._is_frozen = False
         self._known.clear()
 
     def _current(self) -> _Known:
-        """What is known of the model's state, found out now if need be."""
+        """Return what is known of the model's state; examine the model if nothing is."""
         known = next((known for known in self._known if known.state.holds()), None)
         if known is None:
             return self._examine()
@@ -389,11 +395,11 @@ class VerifierFactory:
         return known
 
     def _examine(self, is_first: bool = False) -> _Known:
-        """Probe the model, record it if it may be, and remember both for its state.
+        """Probe the model, record it if possible, and keep both for its state.
 
-        When a process does so `first`, what an earlier one found may answer.
+        The `first` time in a process, an earlier process's verdict may replace the probe.
         """
-        if has_adapters_of_a_call(self._model):  # nothing to remember
+        if has_adapters_of_a_call(self._model):  # nothing to keep
             why = "adapters are chosen for this call alone"
             self.finding = Finding("plain", why, read_interface(self._model))
             return _Known(ModelState(self._model), self.finding)
@@ -429,7 +435,7 @@ class VerifierFactory:
         return known
 
     def _found_before(self) -> _Known | None:
-        """What a verdict of an earlier process says of the model; None where there is none, or it does not hold."""
+        """Return what an earlier process found about the model; None where there is no verdict, or it does not hold."""
         verdict = self.kept.verdict
         if verdict is None:
             return None
@@ -460,12 +466,12 @@ class VerifierFactory:
         return known
 
     def _keep(self, known: _Known) -> None:
-        """Keep what a probe found for later processes, if there is nothing better to find at another time."""
+        """Keep what a probe found for later processes, unless another time might give a better result."""
         finding, recording = known.finding, known.recording
         if recording is None:
             try:
                 check_recorded(self._model, finding, self._config)
-                return  # a trace or its trial failed, for want of memory perhaps
+                return  # a trace or its trial failed, perhaps for lack of memory
             except VerificationError:
                 pass
         way, rounding = finding.interface, finding.signatures.rounding
@@ -483,13 +489,13 @@ class VerifierFactory:
         self.kept.keep(verdict)
 
     def _disturb_texts(self, replaced: Collection[Attribute]) -> None:
-        """Let other numbers stand in what the model keeps of texts, so that a recording that reads them disagrees."""
+        """Overwrite what the model keeps of texts, so that a recording that reads it disagrees."""
         for module, name, value in held_by(self._model):
             if (type(module), name) in replaced:
                 setattr(module, name, value + 1)
 
     def _row_layers(self, finding: Finding) -> RowLayers | None:
-        """Layers that multiply by programs in passes of the model's own forward, if these agree."""
+        """Return the layers that multiply by programs in passes of the model's own forward, if these agree."""
         if self._model.training:
             return None
         try:
