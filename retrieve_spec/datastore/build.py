@@ -75,7 +75,8 @@ from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
 from retrieve_spec.processors import processes
 
 SPAWN_WORK = 1 << 23
-"""Bytes to read, or four times the tokens to sort, from which the start of other processes is worth its second."""
+"""Bytes to read, or four times the tokens to sort, from which other processes are worth their second of start-up.
+"""
 SHARD_TOKENS = 1 << 21
 """Tokens of a segment that are read at once."""
 _TOKEN_BYTES = 4
@@ -83,9 +84,9 @@ _TOKEN_BYTES = 4
 _INDEXING_BYTES = 25
 """Bytes of memory that indexing a segment takes, for each of its tokens."""
 _PIECE, _PIECES = 1 << 24, 8
-"""Entries that each of several segments has at least, and segments that a text is divided into without need."""
+"""Fewest entries of each of several segments, and most segments that a text is divided into without need."""
 _SMALL_SHARE = 16
-"""A segment is small if so many of it would make the largest one."""
+"""A segment is small if this many of its size would make the largest one."""
 _SEPARATOR = np.zeros(1, np.uint32)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -196,7 +197,7 @@ def add_documents(
 
 @contextmanager
 def changing(path: str | os.PathLike[str], verb: str) -> Iterator[tuple[WorkFolder, Manifest]]:
-    """Be the only writer of a store that there is; where there is none, not even a lock is put.
+    """Be the only writer of an existing store; where there is none, not even a lock file is written.
 
     Errors are those of `folder_of`, `read_manifest` and `writer`.
     """
@@ -263,7 +264,7 @@ def as_sources(sources: Source | str | Sequence[Source | str]) -> tuple[Source, 
 
 
 def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
-    """Settings of a change; what is wrong with those of a dense index is found out before any text is read.
+    """Settings of a change; errors in those of a dense index are raised before any text is read.
 
     Errors are those of `retrieve_spec.datastore.dense_build.checked_settings`.
     """
@@ -299,7 +300,7 @@ def first_manifest(store: Path, tokenizer: Any, config: StoreConfig) -> Manifest
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """Documents that were read and encoded: where they lie, and what was no document."""
+    """Documents that were read and encoded: where they are, and what was left out."""
 
     path: Path
     skipped: list[tuple[str, str, str]]
@@ -318,7 +319,7 @@ class TokenShard:
 
 @dataclass(frozen=True, slots=True)
 class SegmentShard:
-    """Documents of a segment of a store that are written anew.
+    """Documents of a store's segment that is rewritten.
 
     Attributes
     ----------
@@ -339,7 +340,7 @@ class SegmentShard:
     tokenizer: Path | None
 
     def tokenised(self, tokenizer: Tokenizer) -> Iterator[Tokenised]:
-        """The documents that do not count as removed, as they are or encoded by a tokenizer."""
+        """Yield the documents that are not removed, as they are or encoded by a tokenizer."""
         segment = open_segment(self.store / SEGMENTS / self.entry.name, self.entry, self.vocabulary)
         hidden = {*hidden_of(tombstones_of(self.store, self.entry), len(segment.documents), self.entry.name)}
         old = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
@@ -357,7 +358,7 @@ Shard = list[SourceFile] | SegmentShard
 
 
 def segment_shards(store: Path, manifest: Manifest, *, convert: bool = False) -> Iterator[SegmentShard]:
-    """Shards of a store's segments, whose documents are to be encoded anew if they are to `convert`."""
+    """Return shards of a store's segments, whose documents are encoded again if they are to be converted."""
     tokenizer = store / manifest.tokenizer_name if convert else None
     for entry in manifest.segments:
         check_files(store, entry)  # whose content is written under new checksums
@@ -386,7 +387,7 @@ def check_text(segment: Segment, store: Path, remedy: str = "Build it again from
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What processes that read shards and index segments have to know of a change."""
+    """What the processes that read shards and index segments need of a change."""
 
     work: Path
     tokenizer: Path
@@ -418,7 +419,7 @@ def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
 
 @lru_cache(maxsize=1)
 def _kept_tokenizer(path: Path) -> Tokenizer:
-    """A store's tokenizer, kept for the next change: a large one takes longer to load than a small change to make."""
+    """A store's tokenizer, kept for the next change: loading a large one takes longer than a small change."""
     return load_tokenizer(path)
 
 
@@ -448,7 +449,7 @@ def _segment_size(total: int, limit: int) -> float:
 class Choice:
     """Goes through shards in order and chooses documents: each text once, up to a limit of tokens.
 
-    It is the one step that knows of all documents, and holds their hashes.
+    It is the only step that sees all documents, and it holds their hashes.
     """
 
     def __init__(self, known: Iterable[str], most: int | None) -> None:
@@ -530,7 +531,7 @@ def rewrite(
     workers: int | None,
     progress: bool,
 ) -> ChangeReport:
-    """Write some segments of a store anew, as few as have room for what is left of them."""
+    """Rewrite some segments of a store into as few as hold what is left of them."""
     config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
     event = begin_change(work, verb)
     kept = tuple(entry for entry in manifest.segments if entry not in segments)
@@ -603,7 +604,7 @@ def grow(
 @compiling_logged()
 @compiles
 def _compile_indexing(config: StoreConfig) -> None:
-    """Compile the kernels where they are not yet, before each worker would."""
+    """Compile the kernels, unless they are, before each worker would."""
     index_text(np.array([1, 2, 1, 0], np.uint16), np.arange(3, dtype=np.uint32), config)
 
 
@@ -652,7 +653,7 @@ class Workers:
             self._executor.shutdown(cancel_futures=True)
 
     def run(self, function: Callable[[_T], _R], given: Sequence[_T], size: int) -> Iterator[_R]:
-        """What a function makes of some arguments, in order.
+        """Yield the results of a function for some arguments, in order.
 
         Parameters
         ----------

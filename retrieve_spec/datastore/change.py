@@ -73,7 +73,7 @@ class ChangeReport:
 
     @property
     def skipped_by_reason(self) -> dict[str, int]:
-        """How many were left out, by reason."""
+        """How many files were left out, by reason."""
         return {reason: len(paths) for reason, paths in by_reason(self.skipped).items()}
 
 
@@ -86,7 +86,7 @@ def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
 
 
 def nothing_to_index(skipped: Iterable[tuple[str, str, str]], event: dict[str, Any]) -> NothingToIndexError:
-    """Error about a change that found no text, which says why each kind of file was left out."""
+    """Return the error of a change that found no text; it says why each kind of file was left out."""
     found = by_reason(skipped)
     if not found and "sources" not in event:
         return NothingToIndexError("documents that are not removed", "none", "Add some first.")
@@ -131,12 +131,12 @@ def writer(store: Path) -> Iterator[WorkFolder]:
             raise
         finally:
             if fresh and not (store / MANIFEST).exists() and not work.pulled.exists():
-                shutil.rmtree(store, ignore_errors=True)  # nothing came of it: leave no folder
+                shutil.rmtree(store, ignore_errors=True)  # nothing was written: leave no folder
             lock.release()
 
 
 def begin_change(work: WorkFolder, verb: str, *, sources: Sequence[Source] = (), **arguments: Any) -> dict[str, Any]:
-    """Begin a change, whose work folder holds nothing yet; returns its entry of the history.
+    """Begin a change with an empty work folder; return its entry of the history.
 
     ``SOURCE_DATE_EPOCH`` stands for the time now in reproducible builds.
     """
@@ -161,7 +161,7 @@ def publish(
     seconds: dict[str, float] | None = None,
     dense: dict[str, int] | None = None,
 ) -> ChangeReport:
-    """Make a change take effect: files in their places, then the manifest, then clearing up; returns its report.
+    """Publish a change: move files into place, write the manifest, then delete what is stale; return its report.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def publish(
     event
         The change's entry of the history.
     counts
-        Documents and tokens that it is about; by default those that it made.
+        Documents and tokens that the report counts; by default those of `made`.
     skipped, seconds, dense
         Of the report.
     """
@@ -228,7 +228,7 @@ class WorkFolder:
         return self.path / "pull"
 
     def begin(self) -> None:
-        """Throw away any earlier work, but for what was pulled."""
+        """Delete any earlier work, except for what was pulled."""
         self.path.mkdir(exist_ok=True)
         keep_only(self.path, {self.pulled.name})
 
@@ -237,7 +237,7 @@ class WorkFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Delete what a change that failed has written, but for what was pulled: it may have filled the disk."""
+        """Delete what a failed change has written, except for what was pulled: it may have filled the disk."""
         with suppress(OSError):
             keep_only(self.path, {self.pulled.name})
             drop_stale_files(self.store, existing_manifest(self.store))
@@ -271,7 +271,7 @@ def put_distilled(work: WorkFolder, name: str, made: Path) -> None:
 
 
 _OURS = re.compile(rf"{LOCK}|{WORK}|{SEGMENTS}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}")
-"""Names that an interrupted first build leaves."""
+"""Names of files that an interrupted first build leaves."""
 
 
 def check_folder(store: Path) -> None:
@@ -291,13 +291,13 @@ def check_folder(store: Path) -> None:
 
 
 Advance = Callable[[float], object]
-"""Told of units of work that are done."""
+"""Called with the number of units of work that are done."""
 
 
 @contextmanager
 def progress_bar(name: str, total: int | None, unit: str, shown: bool) -> Iterator[Advance]:
     """Show a bar with amount and time left, where standard error is a terminal."""
-    from rich.console import Console  # takes longer to import than a reader of stores should wait
+    from rich.console import Console  # slow to import: readers of stores need not wait for it
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
@@ -327,7 +327,7 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Time a stage and show how far it is."""
+        """Time a stage and show its progress."""
         started = time.perf_counter()
         with progress_bar(name, total, unit, self.bars) as advance:
             yield advance

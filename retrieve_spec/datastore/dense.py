@@ -1,4 +1,4 @@
-"""Dense indexes: the places of a segment where the model's hidden state was similar to a given one.
+"""Dense indexes: the positions of a segment where the model's hidden state was similar to a given one.
 
 A key is the hidden state at one token, standardised, reduced by PCA and scaled to length one (DReSD, arXiv 2502.15572);
 similarity is the inner product of keys, their cosine. A key leads to the position of its token, so what followed there
@@ -37,7 +37,7 @@ TRANSFORM = ("dense_mean.bin", "dense_scale.bin", "dense_components.bin")
 DENSE_FILES = (INDEX, POSITIONS, *TRANSFORM)
 _DTYPES = {INDEX: ("|u1",), POSITIONS: ("<u4",)}
 WEIGHTS_SAMPLED = 16
-"""Of every parameter, for the fingerprint of a model."""
+"""Numbers of each parameter in the fingerprint of a model."""
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 
 
@@ -159,7 +159,7 @@ class DenseIndex:
         hidden
             (q, hidden_size) float32, of the model and the layer the index was built with.
         k
-            Neighbours wanted.
+            Number of neighbours.
 
         Returns
         -------
@@ -267,20 +267,20 @@ def hidden_size_of(model: Any) -> int:
 
 
 FLAT_BELOW = 50_000
-"""Keys from which on an index approximates."""
+"""Number of keys from which an index is approximate."""
 SCANNED, REFINED = (16, 8), (32, 6)
 """Parts of a key and bits of each: those that are scanned, and those that rank the best of the scan."""
 CELLS = 4
 """IVF cells, as a multiple of the square root of the number of keys."""
 PROBES, RANKED = 32, 1.5
-"""Cells that are scanned for a query, and how many times the neighbours asked for are ranked."""
+"""Cells that are scanned for a query, and how many candidates are ranked for each requested neighbour."""
 ASKED = 50
-"""Neighbours asked for at least, since only so many times `RANKED` are ranked."""
+"""Fewest neighbours that FAISS is asked for: it ranks `RANKED` times as many."""
 _SEED = 1234
 
 
 def _faiss() -> Any:
-    """FAISS, imported on first use; its type stubs lack half of it."""
+    """Import FAISS on first use; its type stubs lack half of it."""
     survive_forks()
     return import_module("faiss")
 
@@ -299,7 +299,7 @@ def _ivf_pq(keys: NDArray[np.float32]) -> Any:
     cells = int(CELLS * count**0.5)
     random = np.random.default_rng(_SEED)
     sample = keys[np.sort(random.choice(count, min(count, max(1 << 16, 64 * cells)), replace=False))]
-    # As few points as there are will do: FAISS would print a warning.
+    # Few points are enough; FAISS would print a warning.
     centroids = faiss.Kmeans(dims, cells, niter=10, seed=_SEED, min_points_per_centroid=1, max_points_per_centroid=64)
     centroids.train(sample)
     quantizer = faiss.IndexFlatL2(dims)
@@ -323,7 +323,7 @@ def _divisor(dims: int, most: int) -> int:
 
 
 def index_content(index: Any) -> NDArray[np.uint8]:
-    """The file that holds an index: FAISS itself says nothing when the end of one finds no room."""
+    """Return an index as bytes: FAISS itself reports no error when a disk fills up at the end of a file."""
     content: NDArray[np.uint8] = _faiss().serialize_index(index)
     return content
 

@@ -39,7 +39,7 @@ from retrieve_spec.reference_model import REFERENCE, load_config_and_tokenizer, 
 Windows = NDArray[np.int64]
 """(w, 4): first token and end of what the model reads, first and end of the positions that become keys."""
 Part = tuple[Segment, Windows, NDArray[np.bool_]]
-"""A segment, windows of it, and which of its positions (n,) bool become keys."""
+"""A segment, its windows, and (n,) bool, which of its positions become keys."""
 
 
 def checked_settings(config: DenseConfig, fingerprint: str) -> DenseConfig:
@@ -159,7 +159,9 @@ def add_dense(
 def _part(
     work: WorkFolder, manifest: Manifest, entry: SegmentEntry, config: DenseConfig, encoder: HiddenStates, tokens: int
 ) -> Part:
-    """A new segment, and the windows and positions of it whose keys are wanted; `tokens`: of all new segments."""
+    """Return a new segment, and its windows and positions that become keys; `tokens` is the number of all new
+    segments.
+    """
     segment = open_segment(work.path / f"segment-{entry.name}", entry, manifest.vocabulary)
     size = encoder.window(config.window)
     windows = windows_of(segment.document_starts, segment.removed, size, min(config.overlap, size // 2))
@@ -181,7 +183,7 @@ BATCH = {"cpu": 1 << 10, "cuda": 1 << 15}
 
 
 class _Caught(Exception):
-    """No error: ends a forward pass where the hidden state is known."""
+    """Raised to end a forward pass where the hidden state is known; no error."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
@@ -195,7 +197,7 @@ class HiddenStates:
     model
         A causal language model.
     layer
-        `"last"`: what its output embeddings read. N ≥ 1: what the N-th block hands on.
+        `"last"`: what its output embeddings read. N ≥ 1: the output of the N-th block.
     prefix
         Token ids before every text, as the tokenizer puts them (a BOS token, or none).
     """
@@ -219,7 +221,7 @@ class HiddenStates:
             When one is NaN or infinite.
         """
         longest, first = max(len(row) for row in rows), len(self.prefix)
-        ids = np.zeros((len(rows), first + longest), np.int64)  # padded at the end, from where nothing looks back
+        ids = np.zeros((len(rows), first + longest), np.int64)  # padded at the end, which no earlier token attends to
         ids[:, :first] = self.prefix
         for i, row in enumerate(rows):
             ids[i, first : first + len(row)] = row
@@ -255,7 +257,7 @@ class HiddenStates:
 
 
 def prefix_of(tokenizer: Tokenizer, model: Any) -> list[int]:
-    """The BOS token, where the tokenizer puts it before every text."""
+    """Return the BOS token where the tokenizer puts it before every text."""
     ids = tokenizer.encode("").ids
     bos = getattr(model.config.get_text_config(), "bos_token_id", None)
     return ids[:1] if ids and ids[0] == bos else []
@@ -314,7 +316,7 @@ def fit_transform(states: Iterator[NDArray[np.float32]], size: int, dims: int) -
     count, total, products = 0, np.zeros(size), np.zeros((size, size))
     shift = None
     for hidden in states:
-        shift = hidden.mean(0) if shift is None else shift  # keeps the sums of products small
+        shift = hidden.mean(0) if shift is None else shift  # keeps sums of products small
         moved = hidden - shift
         count += len(moved)
         total += moved.sum(0, dtype=np.float64)

@@ -73,7 +73,7 @@ def remove_documents(
     where: str = "",
     progress: bool = False,
 ) -> ChangeReport:
-    """Take documents out of a datastore: from then on nothing is drafted from them.
+    """Remove documents from a datastore: nothing is drafted from them any more.
 
     Their text stays in the token arrays until `compact_datastore`, but no index shows it.
 
@@ -145,8 +145,8 @@ def merge_datastores(
 ) -> ChangeReport:
     """Join datastores built with one tokenizer into a new one; a text that several hold is listed once.
 
-    Segments are taken over as they are, as links to the same files where the file system has them; with dense indexes
-    all is indexed anew, since keys of stores that were built apart do not compare.
+    Segments are reused unchanged, by hard links where the file system has them. With dense indexes all is indexed
+    again, since keys of separately built stores cannot be compared.
 
     Parameters
     ----------
@@ -312,10 +312,10 @@ def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentE
             continue
         check_text(segment, store.path, "Remove all documents of it, or build it again without these.")
         check_files(store.path, entry)
-        for name, file in entry.tombstones.items():  # which stand in the new ones
+        for name, file in entry.tombstones.items():  # which are in the new ones
             check_content(store.path / TOMBSTONES / name, file)
         more = np.setdiff1d(np.array(list(gone), np.uint32), found[DOCUMENTS])
-        # Looked for without those found before, which may lie far from them: that is several times as fast.
+        # Searched for without those found before, which may be far away: that is several times as fast.
         ranks = find_ranks(segment.suffix_array, segment.document_starts, more.tolist())
         documents, copies = np.union1d(found[DOCUMENTS], more), np.setdiff1d(found[COPIES], more)
         kept.append(hiding(work, segment, entry, documents, np.union1d(found[RANKS], ranks), copies))
@@ -323,7 +323,7 @@ def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentE
 
 
 def _rewrite_worn(work: WorkFolder, report: ChangeReport, progress: bool) -> ChangeReport:
-    """Write anew the segments of which a change, whose report is given, left too little."""
+    """Rewrite the segments of which a change left too little; return its report with the new number of segments."""
     manifest = read_manifest(work.store)
     worn = list(filter(is_worn, manifest.segments))
     if not worn:
@@ -333,13 +333,13 @@ def _rewrite_worn(work: WorkFolder, report: ChangeReport, progress: bool) -> Cha
 
 
 def is_worn(entry: SegmentEntry) -> bool:
-    """Whether so much of a segment is removed that it is written anew; not with a dense index, which takes a model."""
+    """Whether so much of a segment is removed that it is rewritten; never with a dense index, which takes a model."""
     sizes = [file.bytes for name, file in entry.tombstones.items() if name.endswith(f"-{RANKS}{SUFFIX}")]
     return sum(sizes) > 4 * MOST_TOKENS and INDEX not in entry.files
 
 
 def _with_copies(store: Datastore, chosen: Chosen) -> Chosen:
-    """The chosen documents, and those with the same text that count as copies."""
+    """Return the chosen documents and their hidden copies, which have the same text."""
     texts = {
         segment.documents.hashes[number].tobytes()
         for segment in store.segments
@@ -361,7 +361,7 @@ def hiding(
     ranks: NDArray[np.uint32],
     copies: NDArray[np.uint32],
 ) -> SegmentEntry:
-    """Entry of a segment with other tombstones, which lie in the work folder from then on."""
+    """Return the entry of a segment with other tombstones, which are written to the work folder."""
     arrays = {DOCUMENTS: documents, RANKS: ranks, COPIES: copies}
     files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
     hidden, starts = np.union1d(documents, copies).tolist(), segment.document_starts
@@ -401,7 +401,7 @@ def unite(
     with watch.stage("joining", sum(store.manifest.bytes for store in opened), "B") as advance:
         for store, segment, entry in pairs:
             if entry.name not in removed:
-                continue  # an earlier store has it
+                continue  # an earlier store has this segment
             dropped = removed.pop(entry.name)
             texts = {n: text.tobytes() for n, text in enumerate(segment.documents.hashes) if n not in dropped}
             copies = [number for number, text in texts.items() if text in known]

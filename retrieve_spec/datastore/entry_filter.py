@@ -71,7 +71,7 @@ _FOLDERS = frozenset(
 )  # fmt: skip
 _CODE = frozenset([".py", ".pyi", ".go", ".rs", ".java", ".kt", ".ts", ".tsx", ".js", ".jsx", ".c", ".h", ".cc", ".cpp",
                    ".hpp", ".cs", ".rb", ".php", ".swift", ".scala", ".md", ".rst"])  # fmt: skip
-"""Source about secrets is no secret: only other kinds of files count in a folder of secrets."""
+"""Source code about secrets is no secret: in a folder of secrets only other kinds of files count."""
 _NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _FILES))
 _WORD = re.compile(r"(?:credentials|secrets|passwords)\..*")
 """Names of secrets, or of modules about them."""
@@ -82,8 +82,9 @@ _GUESSES = frozenset(
     ["ArtifactoryDetector", "BasicAuthDetector", "CloudantDetector", "DiscordBotTokenDetector", "IbmCloudIamDetector",
      "IbmCosHmacDetector", "IPPublicDetector", "PrivateKeyDetector", "SoftlayerDetector", "TelegramBotTokenDetector"]
 )  # fmt: skip
-"""Detectors of what has no form of its own, which take several times as long as all others together, and of what is
-looked at here."""
+"""Detectors that are not used: they look for secrets without a fixed form, which takes several times as long as all
+others together, or for what this module checks itself.
+"""
 _HEX, _ALNUM, _WORDS = "[0-9a-f]", "[A-Za-z0-9]", r"[\w-]"
 _PREFIXES = (
     (_HEX, 32, "dapi key- fc- sk_ e2b_ rubygems_ do[opr]_v1_ pul- sbp_ sq[apu]_ bk(?:ua|at|ct)_ glptt- lin_oauth_ crsr_"
@@ -103,7 +104,7 @@ _PREFIXES = (
     (r"[\w+/=-]", 32, "whsec_ glc_ sntrys_ fm[12][ar]?_ ABSK ops_eyJ IQoJb3JpZ2lu SharedAccessKey= AT(?:ATT|CTT)3"),
     (r"[A-Z0-9]", 58, "AGE-SECRET-KEY-(?:PQ-)?1"),
 )  # fmt: skip
-"""Tokens that begin in a way of their own: what they are made of, at least how many characters, and how they begin."""
+"""Tokens with a prefix of their own: their characters, their minimum length, and their prefixes."""
 _FORMS = (
     r"glsa_[A-Za-z0-9]{32}_[0-9A-Fa-f]{8}", r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}", r"PMAK-[0-9a-f]{24}-[0-9a-f]{34}",
     r"xapp-\d-[A-Z0-9]+-\d+-[0-9a-z]{32,}", r"dp\.(?:ct|pt|sa|scim|st)\.[A-Za-z0-9.]{40,}", r"atlasv1\.[\w=-]{60,}",
@@ -126,16 +127,16 @@ _TOKEN = re.compile(
 _DRAWN = re.compile(
     r"(?<![\w.-])(?:([MNO][\w-]{23,27}\.[\w-]{6}\.[\w-]{27,40})|\d{8,10}:([\w-]{35}))(?![\w.-])"  # Discord, Telegram
 )
-"""What is a token if it was drawn."""
+"""What is a token if it is random."""
 _LONG = re.compile(r"[\w/+=.~$:%-]{20,}")
-"""What tokens stand in: a twentieth of ordinary source, which is looked through for all of their forms."""
+"""Where tokens can be: a twentieth of ordinary source, which is searched for all of their forms."""
 _VALUE = re.compile(r"(?:[:=]>?[ \t]*[\"']?|Bearer +)([A-Za-z0-9+/_-]{32,256}={0,2})(?![\w.(\[+/-])")
 _NAMED = re.compile(
     r"(?i:(?:secret|(?:api|access|account|auth|azure\w*)[_-]?key|(?:access|auth|api|session)[_-]?token|passw(?:or)?d)"
     r"(?:[_-]?(?:access)?[_-]?(?:key|token|value))?[\"']?[ \t]*\Z)"
 )
 _NAME_CHARS = 48
-"""Values, and the names before these that make drawn ones secrets, within so many characters."""
+"""Values, and the names that make a random value a secret within this many characters after them."""
 _KEY_BLOCK = re.compile(r"BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|PuTTY-User-Key-File-\d: ")
 _RANDOM_CHARS, _DIFFERENT, _TURNS = 24, 8, 6
 """Characters at the end of a token, how many different ones are no placeholder, and how often what is drawn turns from
@@ -200,37 +201,37 @@ def secret_text(text: str) -> bool:
 
 
 def _is_named_secret(text: str, found: re.Match[str]) -> bool:
-    """Whether what stands before a value says that it is a secret, and it looks like one."""
+    """Whether the text before a value names a secret, and the value looks like one."""
     name = text[max(0, found.start() - _NAME_CHARS) : found.start()]
     return (found[0].startswith("Bearer") or _NAMED.search(name) is not None) and _is_drawn(found[1])
 
 
 def _assigns_secret(name: str, text: str) -> bool:
-    """Whether a module assigns a password or key to a variable; in most other files, what is found so is none."""
+    """Whether a module assigns a password or key to a variable; in most other files such a match is no secret."""
     detector = KeywordDetector()
     return any(detector.analyze_line(filename=name, line=line, line_number=0) for line in text.splitlines())
 
 
 def _is_token(found: str) -> bool:
-    """Whether what looks like a token is no placeholder, as one of x alone or words, and no well-known example."""
+    """Whether what looks like a token is neither a placeholder, such as x's or words, nor a well-known example."""
     end = found[-_RANDOM_CHARS:]
     digits = sum(character.isdigit() for character in found[-2 * _RANDOM_CHARS :])
     return len(set(end)) >= _DIFFERENT and digits > 0 and not _is_example(found)
 
 
 def _is_example(found: str) -> bool:
-    """Whether a token says that it is one that documentation shows."""
+    """Whether a token is one that documentation shows."""
     return "EXAMPLE" in found.upper()
 
 
 def _is_drawn(value: str) -> bool:
-    """Whether a value is one that nobody writes: between cases of letters and digits it turns again and again."""
+    """Whether a value looks random: it often alternates between lower case, upper case and digits."""
     kinds = [(c.isdigit(), c.isupper()) for c in value[-_RANDOM_CHARS:] if c.isalnum()]
     return _is_token(value) and sum(kind != after for kind, after in pairwise(kinds)) >= _TURNS
 
 
 def _is_password(user: str, password: str, host: str) -> bool:
-    """Whether an address lets somebody in who reads it: not at this machine, not by what only shows the form."""
+    """Whether an address has a real password: not one for this machine, nor a placeholder."""
     place = host.lower().strip("[]").removesuffix(".")
     here = _NO_HOST.fullmatch(place) is not None
     shown = password.lower() in {user.lower(), *_NO_PASSWORDS} or _PLACEHOLDER.fullmatch(password) is not None
@@ -249,8 +250,7 @@ def generated_name(name: str) -> bool:
 
 
 def generated_text(name: str, text: str) -> bool:
-    """Whether a text says of itself that a program wrote it, or has lines that nobody writes; long ones of prose may be
-    paragraphs."""
+    """Whether a text says that a program wrote it, or has lines that nobody writes; prose may have long lines."""
     prose = name.lower().endswith(_PROSE) and text.count(" ") >= _PROSE_SPACES * len(text)
     minified = len(text) > max(_MINIFIED_CHARS, _MINIFIED_LINE * (text.count("\n") + 1))
     return (minified and not prose) or _GENERATED_TEXT.search(text[:_HEAD_CHARS]) is not None
@@ -259,12 +259,12 @@ def generated_text(name: str, text: str) -> bool:
 PARTS = ("ignored", "generated", "secrets")
 """Parts of the filter that can be switched off."""
 RULES = f"{__version__} 7"
-"""Name of these rules; the number changes with what they let in: nothing said under others counts."""
+"""Name of these rules; the number changes when they let in other files, and then earlier results do not count."""
 MAX_BYTES = 256 << 10
 
 
 def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
-    """Parts of the filter that do not count, from names that may hold several with commas between.
+    """Return the parts of the filter that are disabled, from names that may hold several, separated by commas.
 
     Raises
     ------
@@ -333,7 +333,8 @@ class EntryFilter:
         return self.content(path.stem if compression else path.name, text) or text
 
     def content(self, name: str, text: str) -> Reason | None:
-        """Why a text may not enter for what it says, None if it may; the name is that of its file, "" for a record.
+        """Return why a text's content keeps it out, None if nothing does; the name is that of its file, "" for a
+        record.
 
         Records of a collection are not files: none is generated or minified by its looks.
         """
@@ -368,7 +369,7 @@ class EntryFilter:
 
 
 READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstd.ZstdError)
-"""What reading a file raises that is damaged, or cannot be read."""
+"""Exceptions of reading a file that is damaged or unreadable."""
 
 
 @contextmanager
@@ -384,7 +385,7 @@ def open_packed(path: str | Path, compression: str) -> Iterator[Any]:
 
 
 def reason_of(error: Exception) -> Reason:
-    """Why a file is left out whose reading raised an error."""
+    """Return why a file is left out whose reading raised an error."""
     if not isinstance(error, OSError) or error.errno is None:  # of what unpacks it
         return Reason.DAMAGED
     return Reason.LINK if error.errno == errno.ELOOP else Reason.UNREADABLE

@@ -35,7 +35,7 @@ class FileEntry:
 
 @contextmanager
 def explain_read_errors(path: str | Path) -> Iterator[None]:
-    """Turn missing permission or a failing disk into a `StoreError` that says so; a missing file stays what it is."""
+    """Turn missing permission or a failing disk into a `StoreError` that says so; other errors stay as they are."""
     try:
         yield
     except (StoreError, FileNotFoundError, NotADirectoryError):
@@ -45,7 +45,7 @@ def explain_read_errors(path: str | Path) -> Iterator[None]:
 
 
 def unreadable(path: str | Path, error: OSError) -> StoreError:
-    """Error about a file that may not be read, or that the disk cannot give."""
+    """Return the error about a file that may not, or cannot, be read."""
     return StoreError(f"to read {path}", error.strerror or str(error), "Check who may read it, and the disk.")
 
 
@@ -90,8 +90,8 @@ def write_files(folder: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, F
 def replace_file(path: Path, content: bytes, private: bool = False) -> None:
     """Put a file in place at once: readers see the old content or the new, never a part.
 
-    Nobody else may read a `private` one, unless its owner has let them. What cannot be put in place leaves nothing on a
-    full disk.
+    Nobody else may read a `private` one, unless its owner has let them. Where that fails, as on a full disk, nothing is
+    left.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -110,7 +110,7 @@ def replace_file(path: Path, content: bytes, private: bool = False) -> None:
 
 
 def put_in_place(path: Path, write: Callable[[BinaryIO], Any], private: bool = False) -> None:
-    """Let a file appear when all of it has been written, however many processes do so; a crash may lose it.
+    """Write a file that appears only when it is complete, however many processes write it; a crash may lose it.
 
     Nobody else may read a `private` one, unless its owner has let them.
 
@@ -158,7 +158,7 @@ def check_content(path: Path, entry: FileEntry, mapped: NDArray[Any] | None = No
 
 
 def link_file(source: Path, target: Path, file: FileEntry) -> None:
-    """Put a file of a store in a second place: as a link where it can be, otherwise as a checked copy."""
+    """Put a file of a store in a second place: as a hard link where possible, otherwise as a checked copy."""
     try:
         os.link(source, target)
     except FileNotFoundError as error:
@@ -195,7 +195,7 @@ def map_array(
     dtypes
         Those that the array may have.
     scattered
-        Whether reads jump about, so that the system does not read ahead.
+        Whether reads are scattered, so that the system does not read ahead.
     private
         Whether the array may be altered, in this process alone; pages that are not altered stay shared.
 
@@ -228,7 +228,7 @@ def map_array(
 
 
 def open_regular(path: str, flags: int) -> int:
-    """An opener for `open` that waits for no pipe: what is no regular file is an error."""
+    """An opener for `open` that waits for no pipe: anything but a regular file is an error."""
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -237,9 +237,10 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def open_listed(path: str | Path) -> BinaryIO:
-    """Open a file that was listed in a folder; an error if its place has become a link since, or lies behind one.
+    """Open a file that was listed in a folder; an error if its path has become, or leads through, a symbolic link
+    since.
 
-    So nothing outside of a folder is read; and no pipe is waited for.
+    So nothing outside of the folder is read, and no pipe is waited for.
     """
     return open(path, "rb", opener=_open_in_place)
 

@@ -18,7 +18,7 @@ PREFIX = "sha256:"
 PIECE_CHARS = 1 << 20
 """Longer texts are encoded in pieces, cut at line ends, so that memory stays bounded."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-"""Of added tokens: what decides about the text around one."""
+"""Fields of added tokens that affect the text around them."""
 
 
 def load_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -33,7 +33,7 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
     Returns
     -------
     tokenizers.Tokenizer
-        Without truncation or padding when read from a file; objects are handed through untouched.
+        Without truncation or padding when read from a file; objects are returned as they are.
 
     Raises
     ------
@@ -129,13 +129,13 @@ def is_fingerprint(tokenizer: Any) -> bool:
 
 
 def pipeline_differences(one: Tokenizer, other: Tokenizer) -> list[str]:
-    """Parts in which the pipelines of two tokenizers differ, by their names in ``tokenizer.json``."""
+    """Return the parts in which the pipelines of two tokenizers differ, by their names in ``tokenizer.json``."""
     first, second = _pipeline(one), _pipeline(other)
     return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
 
 
 def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The parts of a tokenizer that decide about ids, in one way of writing them."""
+    """Return the parts of a tokenizer that decide about ids, in a normal form."""
     content = json.loads(tokenizer.to_str())
     model = content["model"]
     vocabulary = model.pop("vocab")
@@ -160,7 +160,7 @@ def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _steps(component: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normaliser or pre-tokenizer one after another: a sequence of one is that one."""
+    """Return the steps of a normaliser or pre-tokenizer in order; a sequence of one step equals that step."""
     if component is None:
         return []
     if component["type"] == "Sequence":
@@ -169,5 +169,5 @@ def _steps(component: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]
 
 
 def _written(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings but for those that say nothing, which other versions of the library leave out."""
+    """Return settings without the empty ones, which other versions of the library leave out."""
     return {name: value for name, value in settings.items() if value not in (None, "", 0.0) or name == "unk_id"}

@@ -1,4 +1,5 @@
-"""Git rules: which files of a folder git would let in, asked of git itself, and read from its files where it cannot be.
+"""Git rules: which files of a folder git would not ignore, by git itself, or by its ignore files where git cannot be
+run.
 
 Git is started with nothing of the environment that could point it elsewhere, and with nothing of a checkout's own
 configuration that would run a program.
@@ -25,11 +26,11 @@ NEVER = frozenset(
      ".tox", ".nox", "site-packages", ".eggs", ".gradle", ".terraform", ".cache", ".ssh", ".gnupg", ".aws", ".azure",
      ".kube", ".docker", ".password-store", ".idea", ".vscode"]
 )  # fmt: skip
-"""Folders that are never looked into; so are virtual environments and datastores, whatever they are called."""
+"""Folders that are never read; nor are virtual environments and datastores, whatever their names."""
 _MACHINERY = frozenset([".git", ".hg", ".svn", "__pycache__"])
-"""What is no part of what a user sees, and not counted where it is left out; `.git` of a worktree is a file."""
+"""Entries that users do not see, and that are not counted when they are left out; `.git` of a worktree is a file."""
 _BUILT = frozenset(["dist", "build", "target"])
-"""Folders that are looked into only where git is asked."""
+"""Folders that are read only where git is asked."""
 _ENVIRONMENT = "pyvenv.cfg"
 _KEPT = frozenset(["GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"])
 _SECONDS = 120
@@ -65,7 +66,7 @@ PART_OF = {
     Reason.SECRET_NAME: "secrets",
     Reason.SECRET_TEXT: "secrets",
 }
-"""The part of the filter that says so; no part decides about the others."""
+"""The part of the filter that gives this reason; the other reasons belong to no part."""
 
 
 Entry = tuple[str, Reason | None]
@@ -141,12 +142,12 @@ def _is_second_worktree(folder: Path, root: Path) -> bool:
 
 
 def checkout_of(folder: Path) -> Path | None:
-    """The checkout a folder lies in, None for none."""
+    """Return the checkout that a folder is in, or None."""
     return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), None)
 
 
 def _rules_of(root: Path) -> Rules:
-    """The rules that a folder is under: those of its checkout, unless that leaves the folder out itself."""
+    """Return the rules for a folder: those of its checkout, unless the checkout ignores the folder itself."""
     checkout = checkout_of(root)
     if checkout is None:
         return _rules_by_files(root, root)
@@ -165,7 +166,7 @@ def _rules_of(root: Path) -> Rules:
 
 
 def _rules_by_files(top: Path, root: Path) -> Rules:
-    """Rules by the files that git reads, from the top of a checkout down to what is above a folder."""
+    """Return rules by the files that git reads, from the top of a checkout down to the parent of a folder."""
     config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     general = [os.path.join(config, "git", "ignore"), os.path.join(top, ".git", "info", "exclude")]
     rules = Rules((".gitignore", ".ignore"), NEVER | _BUILT).joined(str(top), general)
@@ -176,7 +177,7 @@ def _rules_by_files(top: Path, root: Path) -> Rules:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """What git prints, None where it fails or is not installed."""
+    """Return what git prints; None where it fails or is not installed."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("GIT_") or n in _KEPT}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.untrackedCache=false", "-C", str(folder), *arguments]
@@ -191,14 +192,14 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What counts in a folder: what git lists, where it was asked, and ignore files there and above.
+    """The rules of a folder: what git lists, where it was asked, and ignore files there and above.
 
     Attributes
     ----------
     names
-        How ignore files are called.
+        Names of ignore files.
     tools
-        Names of folders that are not looked into.
+        Names of folders that are not read.
     listed
         Paths of all that git lists, and of the folders above; None where it was not asked.
     specs
@@ -211,17 +212,16 @@ class Rules:
     specs: tuple[tuple[str, GitIgnoreSpec], ...] = ()
 
     def inside(self, folder: str) -> Rules:
-        """The rules of a folder, to which its own ignore files belong."""
+        """Return the rules of a folder, including its own ignore files."""
         return self.joined(folder, [os.path.join(folder, name) for name in self.names])
 
     def joined(self, folder: str, files: Sequence[str]) -> Rules:
-        """These rules, and after them what some files say of a folder."""
+        """Return these rules, followed by those of some files for a folder."""
         spec = _read_rules(files)
         return self if spec is None else replace(self, specs=(*self.specs, (folder, spec)))
 
     def ignores(self, path: str, *, folder: bool = False) -> bool:
-        """Whether git does not list a path, or the last rule that names it leaves it out; of folders above it nothing
-        is said."""
+        """Whether git does not list a path, or the last rule that matches it ignores it; parents are not considered."""
         verdict = False
         for base, spec in self.specs:
             inside = path[len(base) :].lstrip("/") + ("/" if folder else "")

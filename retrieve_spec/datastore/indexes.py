@@ -16,10 +16,10 @@ LOAD = 0.7
 """Share of slots in use; searches read about two slots on a hit and six on a miss."""
 _HISTOGRAM = 4096
 _FEW_TABLES = 4
-"""Tables that are asked one by one."""
+"""Tables that are searched one by one."""
 _SMALL_SLOTS = 1 << 18
 _BUCKETS_EACH = 16
-"""Buckets per context of the largest small table: so often a table is searched in vain, at most, for each order."""
+"""Buckets per context of the largest small table; at most one in so many searches of an order is in vain."""
 _FILTER_BYTES = 64 << 20
 
 
@@ -47,7 +47,7 @@ class NgramTable:
     def look_up(
         self, h: np.uint64, vocabulary: int = 1 << 32
     ) -> tuple[int, int, NDArray[Any], NDArray[np.uint32]] | None:
-        """What followed the context with a hash: (count, distinct tokens, (k,) top tokens, (k,) their counts).
+        """Return what followed the context with a hash: (count, distinct tokens, (k,) top tokens, (k,) their counts).
 
         Ids from `vocabulary` on, which only a damaged table holds, are left out.
         """
@@ -82,7 +82,7 @@ def _choose_min_count(
 
 
 def suffix_beginnings(tokens: NDArray[Any], sa: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """What `retrieve_spec.kernels.ngram.suffix_beginnings` says of every suffix: tokens shared, tokens ahead."""
+    """Return tokens shared and tokens ahead of each suffix (`retrieve_spec.kernels.ngram.suffix_beginnings`)."""
     shared, ahead = np.empty(len(sa), np.uint8), np.empty(len(sa), np.uint8)
     ngram.suffix_beginnings(tokens, sa, shared, ahead)
     return shared, ahead
@@ -156,7 +156,7 @@ class ContextFilter:
     Attributes
     ----------
     marks
-        (buckets, words) uint64; (0, 0) where the tables are too few to be worth it.
+        (buckets, words) uint64; (0, 0) where there are too few tables for a filter.
     columns
         Column of each table, -1 for one that is not small.
     """

@@ -1,4 +1,4 @@
-"""Reading of listed files: the texts and records that they hold, filtered, as documents of token ids, in order."""
+"""Ingestion: listed files are read as texts and records, filtered, and encoded as documents of token ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from retrieve_spec.errors import BuildError
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text still to be read and encoded: a record, of JSON Lines as it is written, otherwise the file itself."""
+    """A text still to be read and encoded: a record (of JSON Lines as it is written), or a whole file."""
 
     file: SourceFile
     path: str
@@ -51,7 +51,7 @@ def texts_of(files: Iterable[SourceFile], limit: int) -> Iterator[Text]:
                 yield from _json_lines(file, limit) if file.kind == "jsonl" else _parquet(file)
         except BuildError:  # which is an OSError, too
             raise
-        except READ_ERRORS as error:  # the records in front of what is damaged are kept
+        except READ_ERRORS as error:  # the records before the damage are kept
             yield Text(file, file.path, skip=reason_of(error))
 
 
@@ -59,7 +59,7 @@ def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
     """Records of a file of JSON Lines, or of a part of one, whose lines are read up to so many bytes at once."""
     with open_packed(file.location, file.compression) as stream:
         stream.seek(file.start)
-        end = file.end or (math.inf if file.compression else file.size)  # what is written after it may never end
+        end = file.end or (math.inf if file.compression else file.size)  # the rest of the line may never end
         number = file.line
         while stream.tell() < end and (line := stream.readline(limit + 1)):
             number += 1
@@ -99,7 +99,7 @@ def _parquet(file: SourceFile) -> Iterator[Text]:
 
 
 def read_text(text: Text, entries: EntryFilter) -> tuple[str, str]:
-    """Content of a text, and why it may not enter: one of them is empty."""
+    """Return the content of a text, and why it may not enter; one of them is empty."""
     file, content, field = text.file, text.record, text.file.source.field
     if text.skip:
         return "", text.skip

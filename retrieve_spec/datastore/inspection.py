@@ -1,4 +1,4 @@
-"""Looking at stores: whether every byte is as it was built, where a text stands, and a database of the documents."""
+"""Inspection: whether every byte is as it was built, where a text occurs, and a database of the documents."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
         try:
             return _verify(store, progress)
         except (StoreCorruptError, FileNotFoundError):
-            # A change may have taken files away since the store was opened: then the new state is what counts.
+            # A change may have deleted files since the store was opened: then the new state counts.
             if read_manifest(store.path).generation == store.manifest.generation:
                 raise
     raise StoreCorruptError(f"to verify {path}", "another process is changing it", "Verify it when that is done.")
@@ -181,7 +181,7 @@ SPAN = 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place of a store where a match stands.
+    """One place of a store where a match occurs.
 
     Attributes
     ----------
@@ -199,7 +199,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a store knows about a text.
+    """The matches of a text in a store.
 
     Attributes
     ----------
@@ -291,7 +291,7 @@ def _shown(segment: Segment, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _place(store: Datastore, index: int, position: int, last: int, span: int) -> Place:
-    """A position of a segment, and what follows the last token of the match there."""
+    """Return a position of a segment as a `Place`, with what follows the last token of the match there."""
     following = continuation(store.segments[index], last, span).tolist()
     text = store.tokenizer.decode(following, skip_special_tokens=False)
     return Place(index, position, store.document_at(index, position), text)

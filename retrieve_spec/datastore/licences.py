@@ -1,9 +1,9 @@
-"""Licence rule: under which licence a file stands, and whether that is one of those allowed.
+"""Licence rule: the licence of a file, and whether it is allowed.
 
-A file's own ``SPDX-License-Identifier`` lines count first, then the licence files of the nearest folder that has
-some, up to the top of the checkout or of the source, then what whoever builds says of the whole source. identify
-recognises licences by their texts. Where any of these is there but not understood, the licence is unknown: nothing
-enters by a guess.
+A file's own ``SPDX-License-Identifier`` lines count first, then the licence files of the nearest folder that has some,
+up to the top of the checkout or of the source, then what the user states for the whole source. identify recognises
+licences by their texts. Where any of these is there but not understood, the licence is unknown: nothing enters by a
+guess.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LICENCE_FILE = re.compile(
     r"(?:licen[cs]es?|copying\d*|unlicense|eula)(?:[-_. ].*)?|.*[-_.]licen[cs]e(?:\.(?:txt|md|rst|html|rtf))?",
     re.IGNORECASE,
 )
-"""Every such file counts: one that is not understood leaves the licence unknown."""
+"""Names of licence files. Each counts: one that is not understood leaves the licence unknown."""
 _PROSE = {"text", "plain-text", "markdown", "rst", "html"}
 _EITHER = {"MIT", "Apache-2.0"}
-"""Licences whose files side by side are alternatives, by custom; of any others both hold."""
+"""Licences whose files side by side are alternatives by custom; of any others both apply."""
 _STATED = {
     "mit license": "MIT",
     "apache software license": "Apache-2.0",
@@ -120,7 +120,7 @@ def own_licence(text: str) -> str | None:
 
 
 def _is_quoted(before: str) -> bool:
-    """Whether what comes after some text stands in a string, or a block of code, with which no text begins."""
+    """Whether the position after some text is inside a string or a block of code."""
     opened, start = "", 0
     for quotes in _QUOTES.finditer(before):
         if not opened:
@@ -137,12 +137,12 @@ def _all_of(found: Sequence[str], join: str = " AND ") -> str:
 
 
 def is_licence_file(name: str) -> bool:
-    """Whether a file says, by its name, under which licence others stand; code and data of such a name do not."""
+    """Whether a file is a licence file by its name; code and data of such a name are not."""
     return _LICENCE_FILE.fullmatch(name) is not None and tags_from_filename(name) <= _PROSE
 
 
 class LicenceRule:
-    """Which licences are allowed, and which one the files of a folder stand under.
+    """Which licences are allowed, and which licence the files of a folder have.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ class LicenceRule:
     allowed
         From `allow_list`.
     stated
-        Licence of what states none.
+        Licence of files without one of their own.
     """
 
     def __init__(self, root: Path, allowed: Sequence[str], stated: str = "") -> None:
@@ -193,7 +193,7 @@ def _folder_licence(folder: Path, top: Path) -> str | None:
 
 
 def _file_licence(path: Path, top: Path) -> str:
-    """Licence whose text a file holds; a link is followed inside of the checkout."""
+    """Return the licence whose text a file holds; a link is followed inside the checkout."""
     try:
         place = path.resolve(strict=True)
         if not place.is_file() or place.stat().st_size > _MOST_BYTES or not place.is_relative_to(top):
@@ -211,7 +211,7 @@ def _texts() -> dict[str, str]:
 
 
 def _means(text: str, licence: str) -> bool:
-    """Whether a text that is nearly that of a licence has the same words that matter; names may differ."""
+    """Whether a text that is nearly that of a licence has the same decisive words; names may differ."""
     counts = (Counter(re.findall(r"[a-z]+", _COPYRIGHT.sub("", each).lower())) for each in (text, licence))
     ours, wanted = ({word: count[word] for word in _MEANING} for count in counts)
     return ours == wanted

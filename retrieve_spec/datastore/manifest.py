@@ -1,4 +1,4 @@
-"""Manifest: one JSON file that says what a store is made of, put in place atomically."""
+"""Manifest: one JSON file that lists the contents of a store, replaced atomically."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ TOMBSTONES = "tombstones"
 DISTILLED = "distilled"
 GONE = ".gone"
 _ESCAPED = "backslashreplace"
-"""How paths that are not UTF-8 are written: as JSON escapes them."""
+"""Error handler for paths that are not UTF-8: they are written as JSON escapes."""
 _REBUILD = "Restore it from a copy, or build the store again."
 MOST_EVENTS = 32
-"""Changes that a history keeps."""
+"""Most changes that a history keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def write_manifest(store: Path, manifest: Manifest) -> None:
-    """Put a manifest in place at once; from then on the store is what it says."""
+    """Replace the manifest atomically; from then on the store is what it lists."""
     replace_file(store / MANIFEST, content_of(manifest))
 
 
@@ -293,7 +293,7 @@ def _files(record: dict[str, dict[str, Any]]) -> dict[str, FileEntry]:
 
 
 def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:
-    """Error about a folder without a manifest."""
+    """Return the error about a folder without a manifest."""
     if (store / WORK).is_dir():
         return StoreIncompleteError(
             f"a finished datastore at {store}",
@@ -308,7 +308,7 @@ def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:
 
 
 def existing_manifest(store: Path) -> Manifest | None:
-    """Manifest of a store, or None where none was ever finished."""
+    """Return the manifest of a store, or None where no build was ever finished."""
     return read_manifest(store) if (store / MANIFEST).exists() else None
 
 
@@ -343,7 +343,7 @@ def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
 
 
 def keep_only(folder: Path, names: set[str]) -> None:
-    """Delete what else lies in a folder."""
+    """Delete everything else in a folder."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name in names:
             continue

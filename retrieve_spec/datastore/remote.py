@@ -1,9 +1,9 @@
 """Remotes: addresses (``s3://…``), reached through fsspec, and stores that lie at one.
 
-A store at an address holds the files of segments and tombstones under the names that a store gives them, which say what
-they hold, and ``versions/N.json``, a manifest that is put there once and never replaced: of two writers of one version,
-one gets an error. The newest version is what the remote holds; ``manifest.json`` beside it makes a plain copy of the
-remote a store.
+A store at an address holds the files of segments and tombstones under the names that a store gives them, which are
+hashes of their contents, and ``versions/N.json``, a manifest that is put there once and never replaced: of two writers
+of one version, one gets an error. The newest version is what the remote holds; ``manifest.json`` beside it makes a
+plain copy of the remote a store.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def is_address(path: object) -> bool:
 
 
 def public_name(path: str) -> str:
-    """A path or address without what lets in whom it is given to: a user's name and password, and a signed query."""
+    """Return a path or address without its credentials: user name, password and signed query."""
     if not is_address(path):
         return path
     if "http://" in path or "https://" in path:
@@ -65,7 +65,7 @@ def public_name(path: str) -> str:
 
 
 def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
-    """Path of a store's folder, for what is not done at an address.
+    """Return the path of a store's folder, for operations that need a local one.
 
     Raises
     ------
@@ -105,7 +105,7 @@ class Remote:
         if not is_address(url):
             folder = Path(url).absolute().as_uri()
             raise BuildError("an address of a remote", repr(url), f"Write {folder} for that folder, or s3://…, hf://….")
-        from fsspec.core import url_to_fs  # what only opens folders need not wait for it
+        from fsspec.core import url_to_fs  # slow to import, and not needed for folders
 
         try:
             self.fs, root = url_to_fs(url)
@@ -115,7 +115,7 @@ class Remote:
         self.url, self.root = url, root.rstrip("/")
 
     def path(self, place: str) -> str:
-        """Where a file of the remote is, for its file system."""
+        """Return the path of a file in the remote's file system."""
         return posixpath.join(self.root, place)
 
     def newest(self) -> int:
@@ -145,7 +145,7 @@ class Remote:
         return manifest_of(content, self.path(place))
 
     def add_version(self, version: int, manifest: Manifest) -> None:
-        """Put a version there, unless another process has put that version there.
+        """Add a version, unless another process has added that version.
 
         Raises
         ------
@@ -259,7 +259,7 @@ def read_remote(url: str) -> tuple[Remote, int, Manifest]:
 
 
 def changed(url: str, expected: str, got: str) -> StoreLockedError:
-    """Error about a remote that somebody else changed."""
+    """Return the error about a remote that somebody else changed."""
     return StoreLockedError(
         f"{expected} at {url}", got, "Pull it into the store (`retrieve-spec pull`), then push again."
     )
@@ -268,7 +268,7 @@ def changed(url: str, expected: str, got: str) -> StoreLockedError:
 def bring(
     remote: Remote, manifest: Manifest, folder: Path, beside: Path | None = None, *, progress: bool = False
 ) -> None:
-    """Make a folder a store of what a version holds: files that lie in the store beside it are linked, others fetched.
+    """Make a folder a store of what a version holds: files that are in the store beside it are linked, others fetched.
 
     Errors are those of `Remote.fetch`.
     """

@@ -52,7 +52,7 @@ _DTYPES = {
     **dict.fromkeys(("top", "grams", PATH_ENDS), ("<u8",)),
     **dict.fromkeys((HASHES, PATHS), ("|u1",)),
 }
-"""Of the arrays that are not of uint32."""
+"""Dtypes of the arrays that are not uint32."""
 Origin = tuple[str, str]
 
 
@@ -63,7 +63,7 @@ class Document:
     Attributes
     ----------
     segment, number
-        Where it stands: segment folder, and its number there.
+        Its place: segment folder, and its number there.
     path
         Path relative to its source, or ``file#line`` for one of many in a file.
     licence
@@ -77,7 +77,7 @@ class Document:
     added_at
         UTC time at which its segment joined the store.
     removed
-        Whether nothing is drafted from it any more.
+        Whether it was removed: nothing is drafted from it.
     """
 
     segment: str
@@ -228,14 +228,14 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
     found = dict(_NO_TOMBSTONES)
     for name, file in entry.tombstones.items():
         kind = name.removesuffix(SUFFIX).rpartition("-")[2]
-        if kind not in found:  # a later kind, maybe, that hides more
+        if kind not in found:  # perhaps of a later version, which hides more
             raise StoreCorruptError(f"tombstones of {', '.join(found)} in {store}", name)
         found[kind] = map_array(store / TOMBSTONES / name, file, ("<u4",))
     return found
 
 
 def hidden_of(found: Mapping[str, NDArray[np.uint32]], documents: int, segment: str) -> tuple[int, ...]:
-    """Numbers of the documents that are not listed: removed ones and copies.
+    """Return the numbers of the documents that are not listed: removed ones and copies.
 
     Raises
     ------
@@ -266,7 +266,7 @@ def document_tokens(starts: NDArray[np.uint32], numbers: Iterable[int]) -> int:
 
 
 def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequence[int]) -> NDArray[np.uint32]:
-    """Where the suffixes of some documents stand in a suffix array, rising.
+    """Return the ranks of some documents' suffixes in a suffix array, ascending.
 
     Parameters
     ----------
@@ -289,7 +289,7 @@ def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequ
     found = []
     with read_in_order(sa):
         for at in range(0, len(sa), _STEP):
-            inside = sa[at : at + _STEP] - np.uint32(first)  # beyond the last for what is in front, too
+            inside = sa[at : at + _STEP] - np.uint32(first)  # also beyond the last one, for suffixes before all ranks
             near = np.flatnonzero(inside < last - first)
             found.append(at + near[gone[inside[near]]])
     ranks = np.concatenate(found).astype(np.uint32)
@@ -393,7 +393,7 @@ class Segment:
 
 
 def bits_of(vocabulary: int) -> int:
-    """Bits of a packed local id in a segment that uses `vocabulary` different tokens."""
+    """Return the bits of a packed local id in a segment that uses `vocabulary` different tokens."""
     return max(1, int(vocabulary).bit_length())
 
 
@@ -554,7 +554,7 @@ def open_segment(
 
 
 def _hide(segment: Segment) -> None:
-    """Let the indexes of a segment, mapped privately, not show removed documents.
+    """Hide removed documents in the indexes of a segment, which are mapped privately.
 
     Raises
     ------

@@ -1,6 +1,6 @@
-"""Sharing of stores with a remote: only files that the other side lacks travel, and a store card stands beside them.
+"""Sharing of stores with a remote: only files that the other side lacks are transferred, with a store card beside them.
 
-What is shared names no places of this machine.
+What is shared names no paths of this machine.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PushReport:
     url, version
         The remote, and the version that it has now.
     files, bytes
-        What travelled.
+        What was transferred.
     kept
         Files that were there already.
     """
@@ -90,7 +90,7 @@ class PushReport:
 def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = False) -> PushReport:
     """Make a remote hold what a store holds.
 
-    Interrupted, it leaves the remote's newest version as it was; run again, it sends what is missing. A store card
+    If it is interrupted, the remote's newest version stays as it was; another run sends what is missing. A store card
     (``README.md``) is written beside it, unless a README of somebody's own stands there. What stood there before stays
     readable under its version; where nothing has changed since the last push there is no new one. Places of this
     machine and the history of the store stay here.
