@@ -13,7 +13,6 @@ import click
 from retrieve_spec.cli_common import LOADING, MODEL, compiling_shown, loading_bars
 from retrieve_spec.cli_store import JSON, QUIET
 from retrieve_spec.config import LoadOptions
-from retrieve_spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from retrieve_spec.distilling import DistilReport
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Prompts to answer, one a line, or JSON Lines with `prompt`; a list of general ones by default.",
+    help="Prompts to answer, one a line, or JSON Lines with `prompt` or `turns`; a list of general ones by default.",
 )
 @click.option(
     "--text",
@@ -81,20 +80,16 @@ def distil(
 
 
 def _prompts(paths: tuple[Path, ...]) -> list[str]:
-    """The prompts in some files."""
-    found = []
+    """Return the prompts in some files; of a conversation its first turn."""
+    from retrieve_spec.bench.workloads import read_prompts
+
+    found: list[str] = []
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
-            if not line.strip():
-                continue
-            try:
-                prompt = json.loads(line)["prompt"] if path.suffix == ".jsonl" else line.strip()
-            except (ValueError, LookupError, TypeError):
-                prompt = None
-            if not isinstance(prompt, str):
-                got = f"line {number} of {path}: {line.strip()[:60]}"
-                raise ConfigError('JSON Lines with a text as "prompt"', got, "Mend the line, or give plain text.")
-            found.append(prompt)
+        if path.suffix == ".jsonl":
+            found += [prompt.turns[0] for prompt in read_prompts(str(path))]
+        else:
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            found += [line.strip() for line in lines if line.strip()]
     return found
 
 

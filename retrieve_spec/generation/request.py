@@ -314,13 +314,13 @@ def from_captured(
         returns_cache=callers_cache or bool(config.return_dict_in_generate),  # the caller gave it, or gets it
     )
     prepared = Prepared(inputs, captured.logits_processor, captured.stopping_criteria, config, callers_cache)
-    if not extras_of(prepared, interface.cache_name):  # else placeholders of images may have no embedding
-        _check_embedded(model, prepared.inputs)
     if given_ids is not None:
         prepared.ids = given_ids
         prepared.context_ids = given_ids[0].cpu().numpy().astype(np.int32)
     if interface.has_encoder:
         prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
+    if not extras_of(prepared, interface.cache_name):  # else placeholders of images may have no embedding
+        _check_embedded(model, prepared.inputs)
     if len(call.ids) > 1 and (reason := why_batch_delegated(Batch(prepared, interface))):
         raise DelegatedCall(reason)
     return prepared

@@ -18,7 +18,7 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil, general_prompts
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.errors import BuildError, ConfigError, StoreCorruptError, TokenizerMismatchError
+from retrieve_spec.errors import BuildError, ConfigError, StoreCorruptError, TokenizerMismatchError, TraceError
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.distilled import distilled_tables, keep_distilled, observed
 from retrieve_spec.sources.observations import Observations
@@ -223,7 +223,7 @@ def test_a_line_that_is_no_prompt_is_named_before_anything_is_asked(tmp_path, li
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a\u2028b"}\n' + line + "\n")
     given = ["distil", str(tmp_path / "store"), "--prompts", str(tmp_path / "prompts.jsonl"), "-q"]
     error = CliRunner().invoke(cli, given).exception
-    assert isinstance(error, ConfigError) and "line 2 of" in str(error)
+    assert isinstance(error, TraceError) and "line 2 of" in str(error)
 
 
 def test_a_store_is_looked_at_before_anything_is_asked(store, reference_model, reference_tokenizer, tmp_path):
