@@ -75,15 +75,15 @@ class EncoderDecoderOutput(GenerateEncoderDecoderOutput):  # type: ignore[misc]
     raw_logprobs: torch.Tensor | None = None
 
 
-def noted(sequence: Sequence, first: int = 0, count: int | None = None) -> NDArray[np.float32] | None:
+def log_probs_of(sequence: Sequence, first: int = 0, count: int | None = None) -> NDArray[np.float32] | None:
     """(2, n) float32 of a sequence's new tokens from `first` on, processed and raw; None where not asked for."""
     sampler = sequence.sampler
     return sampler.log_probs(first, count) if isinstance(sampler, LogProbSampler) else None
 
 
-def by_row(sequences: Many[Sequence], device: torch.device) -> dict[str, torch.Tensor]:
+def log_prob_fields(sequences: Many[Sequence], device: torch.device) -> dict[str, torch.Tensor]:
     """Fields of the output of a call, (rows, new) float32 each; none where they were not asked for."""
-    rows = [row for row in map(noted, sequences) if row is not None]
+    rows = [row for row in map(log_probs_of, sequences) if row is not None]
     if not rows:
         return {}
     whole = torch.zeros((2, len(rows), max(row.shape[1] for row in rows)))
@@ -92,7 +92,7 @@ def by_row(sequences: Many[Sequence], device: torch.device) -> dict[str, torch.T
     return dict(zip(("logprobs", "raw_logprobs"), whole.to(device), strict=True))
 
 
-def of_original(model: Any, arguments: dict[str, Any]) -> Any:
+def call_original(model: Any, arguments: dict[str, Any]) -> Any:
     """Call the original `generate`; compute log-probabilities from the scores and logits that it keeps.
 
     Raises
@@ -143,7 +143,7 @@ def result_of(sequences: list[Sequence], prepared: Prepared) -> Any:
     if not prepared.config.return_dict_in_generate:
         return output
     encoded = prepared.inputs.model_kwargs.get("encoder_outputs")
-    logprobs = by_row(sequences, output.device)
+    logprobs = log_prob_fields(sequences, output.device)
     kind: Any = GenerateDecoderOnlyOutput if encoded is None else GenerateEncoderDecoderOutput
     if logprobs:
         kind = DecoderOnlyOutput if encoded is None else EncoderDecoderOutput
@@ -219,7 +219,7 @@ def decode_inside(
     DelegatedCall
         The class has to decode by itself.
     """
-    arguments = _by_name(generate, args, kwargs)
+    arguments = _named_arguments(generate, args, kwargs)
     _check_decoded_inside(model, arguments)
     decoded: list[bool] = []
 
@@ -253,7 +253,7 @@ def decode_captured(
     return decode_prepared(model, prepared, options, prediction, {})
 
 
-def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named_arguments(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call that have names, by name."""
     bound = inspect.signature(own).bind(*args, **kwargs)
     inherited = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
@@ -297,7 +297,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             with seeded(options.seed, self):
                 return decode_inside(self, original(self), args, kwargs, options, prediction)
         except DelegatedCall as why:
-            reason, arguments = str(why), _by_name(original(self), args, kwargs)
+            reason, arguments = str(why), _named_arguments(original(self), args, kwargs)
     else:
         arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
         arguments.pop("self")
@@ -313,7 +313,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     speculation.delegated(reason)
     with seeded(options.seed, self):
         if options.return_logprobs:
-            return of_original(self, arguments)
+            return call_original(self, arguments)
         return original(self)(*args, **kwargs)
 
 
@@ -399,7 +399,7 @@ def delegate(
     """
     report = model.speculation.delegated(reason)
     with seeded(options.seed, model):
-        output = of_original(model, arguments) if options.return_logprobs else original(model)(**arguments)
+        output = call_original(model, arguments) if options.return_logprobs else original(model)(**arguments)
     whole: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
     given = 1 if model.config.is_encoder_decoder else arguments["input_ids"].shape[1]
     both = torch.stack([output.logprobs, output.raw_logprobs], dim=1) if options.return_logprobs else None

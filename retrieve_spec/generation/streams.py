@@ -17,7 +17,7 @@ from retrieve_spec.engine.joining import CallOptions, SharedPrompts, sequences_o
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.sequence import Sequence, Status
 from retrieve_spec.errors import ConfigError, require
-from retrieve_spec.generation.calls import delegate, noted
+from retrieve_spec.generation.calls import delegate, log_probs_of
 from retrieve_spec.generation.delegation import setting
 from retrieve_spec.generation.request import (
     as_inputs,
@@ -241,7 +241,7 @@ def _runs(
             shown = 0
             for _, visible in passes:
                 if visible is not None:
-                    yield visible, noted(sequence, shown, len(visible))
+                    yield visible, log_probs_of(sequence, shown, len(visible))
                     shown += len(visible)
     finally:
         speculation.ended(sequence)
@@ -445,7 +445,7 @@ class Requests(Answers[Finished]):
             return
         self._speculation.ended(*job.sequences)
         outputs = tuple(
-            self._completion(s.text.new_ids, job.tokenizer, s.report, noted(s)) for s in job.sequences
+            self._completion(s.text.new_ids, job.tokenizer, s.report, log_probs_of(s)) for s in job.sequences
         )  # fmt: skip
         error = next((s.error for s in job.sequences if isinstance(s.error, Exception)), None)
         cancelled = job.index in self._cancelled and any(s.status is Status.CANCELLED for s in job.sequences)

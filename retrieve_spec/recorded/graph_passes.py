@@ -331,20 +331,20 @@ def fuse_kernels(graph: fx.Graph, kernels: Any, half: bool) -> None:
         if call is not None:
             with graph.inserting_before(node):
                 _replace(node, graph.call_function(*call))
-    _turn_normed(graph, kernels)
+    _transpose_normed(graph, kernels)
     _fuse_sums(graph, kernels)
     _pair_rotary(graph, kernels)
     graph.eliminate_dead_code()
 
 
-def _turn_normed(graph: fx.Graph, kernels: Any) -> None:
+def _transpose_normed(graph: fx.Graph, kernels: Any) -> None:
     """Normalise rows before the axes of heads and rows are transposed."""
     for norm in nodes_of(graph):
-        turned: Node = norm.args[0] if is_call(norm, kernels.rms_norm) else None
-        if is_call(turned, aten.transpose.int) and turned.args[1:] == (1, 2):
+        transposed: Node = norm.args[0] if is_call(norm, kernels.rms_norm) else None
+        if is_call(transposed, aten.transpose.int) and transposed.args[1:] == (1, 2):
             with graph.inserting_before(norm):
-                normed = graph.call_function(kernels.rms_norm, (turned.args[0], *norm.args[1:]))
-                normed.meta["val"] = value(turned.args[0])
+                normed = graph.call_function(kernels.rms_norm, (transposed.args[0], *norm.args[1:]))
+                normed.meta["val"] = value(transposed.args[0])
                 _replace(norm, graph.call_function(aten.transpose.int, (normed, 1, 2)))
 
 

@@ -51,7 +51,7 @@ class _Snapshot:
     parts
         Modules, their classes, and what torch runs in them.
     values
-        What plain attributes are compared by (`_noted`), by the number of the module and the name.
+        What plain attributes are compared by (`_comparable`), by the number of the module and the name.
     tensors
         Parameters, buffers, and tensors that are attributes, likewise.
     lists
@@ -142,7 +142,7 @@ class ModelState:
                 if isinstance(value, torch.Tensor):
                     now.tensors[number, name] = value
                 elif _is_plain(value):
-                    now.values[number, name] = _noted(value)
+                    now.values[number, name] = _comparable(value)
                     if isinstance(value, _LISTS):
                         now.lists.append(value)
             for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
@@ -227,7 +227,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _noted(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return what a plain value is compared by: `True` differs from 1, and a NaN equals itself."""
     if isinstance(value, dict):
         return type(value), {name: (type(entry), entry) for name, entry in value.items()}

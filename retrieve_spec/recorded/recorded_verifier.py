@@ -156,18 +156,18 @@ class RecordedVerifier:
             return True
         if self.graphs is not None:
             begins = self._begins or roots > keep  # else the model begins, with a token whose logits are wanted
-            return begins and (roots <= PASS.graph_rows[-1] or self._goes_on_as_it_is)
-        return self.recorded.reads_prompts and roots > max(FEW, keep) and self._goes_on_as_it_is
+            return begins and (roots <= PASS.graph_rows[-1] or self._follows_the_cache)
+        return self.recorded.reads_prompts and roots > max(FEW, keep) and self._follows_the_cache
 
     def reads_rest(self, roots: int) -> bool:
         """Whether one pass can read the last few tokens of a prompt and a draft, after the rows that the cache came
         with.
         """
         is_the_rest = self._past > 0 and roots == self._unread <= FEW
-        return not self.pass_reason and is_the_rest and self._goes_on_as_it_is
+        return not self.pass_reason and is_the_rest and self._follows_the_cache
 
     @property
-    def _goes_on_as_it_is(self) -> bool:
+    def _follows_the_cache(self) -> bool:
         """Whether the prompt's rows simply follow those of the cache: no padding in between, no windows."""
         return self._in_a_row and not self.recorded.exact and not any(cache_windows(self._cache))
 

@@ -34,7 +34,7 @@ PACKED_PRODUCT = torch.ops.retrieve_spec.packed_product.default
 _VIEWS = {aten.view.default, aten.reshape.default, aten.transpose.int}
 _PRODUCTS = {PACKED_PRODUCT, aten.linear.default}
 _PAIRS = {layer_rows.add_rms_norm, layer_rows.rotate_both}
-_TURNS = {layer_rows.rotate, layer_rows.rotate_both}
+_ROTATIONS = {layer_rows.rotate, layer_rows.rotate_both}
 _STEPS = {
     PACKED_PRODUCT: 1, aten.linear.default: 1, layer_rows.rms_norm: 1, layer_rows.add_rms_norm: 2,
     layer_rows.gate: 2, layer_rows.rotate: 1, layer_rows.rotate_both: 2,
@@ -81,12 +81,12 @@ def _shape(node: Node) -> Any:
 def _row_width(node: Node) -> int:
     """Return the numbers in a row of (1, rows, …) or of (1, heads, rows, d)."""
     shape = _shape(node)
-    return int(shape[1] * shape[3] if _is_turned(node) else np.prod([int(size) for size in shape[2:]]))
+    return int(shape[1] * shape[3] if _is_transposed(node) else np.prod([int(size) for size in shape[2:]]))
 
 
-def _is_turned(node: Node) -> bool:
+def _is_transposed(node: Node) -> bool:
     """Whether a node is a result of a rotary embedding: (1, heads, rows, d)."""
-    return node.target in _TURNS or (node.target is operator.getitem and node.args[0].target in _TURNS)
+    return node.target in _ROTATIONS or (node.target is operator.getitem and node.args[0].target in _ROTATIONS)
 
 
 class Segment:
@@ -139,7 +139,7 @@ class Segment:
         if node.target in _PRODUCTS and len(_shape(node.args[0])) != 3:
             return False
         given = node.args[: _STEPS[node.target]]
-        if node.target in _TURNS:
+        if node.target in _ROTATIONS:
             if any(arg.target is not aten.transpose.int or arg.args[1:] != (1, 2) for arg in given):
                 return False
             given = [arg.args[0] for arg in given]
@@ -166,13 +166,13 @@ class Segment:
         _, keys, values = (int(_shape(state)[3]) for state in states)
         if self._rules[layer].sinks is not None or keys * self._dtype.itemsize % 64 or values % LANES:
             return False
-        return all(self._turned_base(state) is not None for state in states)
+        return all(self._transposed_base(state) is not None for state in states)
 
-    def _turned_base(self, node: Node) -> Node | None:
+    def _transposed_base(self, node: Node) -> Node | None:
         """Return the node of the segment that (1, heads, rows, d) is a transposed view of; None where there is none."""
         if node not in self._nodes or node.meta["val"].dtype != self._dtype:
             return None
-        if _is_turned(node):
+        if _is_transposed(node):
             return node
         return self._base(node.args[0]) if node.target is aten.transpose.int and node.args[1:] == (1, 2) else None
 
@@ -202,8 +202,8 @@ class Segment:
             call = graph.call_function(function, (attention, *inputs))
             for i, node in enumerate(outputs):
                 item = graph.call_function(operator.getitem, (call, i))
-                if _is_turned(node):
-                    item = graph.call_function(turned, (item, int(_shape(node)[1])))
+                if _is_transposed(node):
+                    item = graph.call_function(transposed, (item, int(_shape(node)[1])))
                 item.meta["val"] = node.meta["val"]
                 node.replace_all_uses_with(item)
         for node in reversed(self._nodes):
@@ -239,7 +239,7 @@ class Segment:
             x, *others = step.args
             if step.target is operator.call:
                 *states, layer = others
-                query, keys, values = (places[self._turned_base(state)] for state in states)
+                query, keys, values = (places[self._transposed_base(state)] for state in states)
                 (heads, d), (kv_heads, _), (_, dv) = (map(int, _shape(state)[1::2]) for state in states)
                 program.add(Step.KEEP, keys, values, layer, kv_heads, d, dv)
                 out = result(step, heads * dv)
@@ -257,7 +257,7 @@ class Segment:
                 program.multiply(rows, int(_shape(x)[-1]), kind, parts)
             elif step.target is layer_rows.gate:
                 program.add(Step.GATE, given(x), given(others[0]), result(step, _row_width(x)), _row_width(x))
-            elif step.target in _TURNS:
+            elif step.target in _ROTATIONS:
                 *more, cos, sin = others
                 for i, each in enumerate((x, *more)):
                     heads, half = int(_shape(each)[1]), int(_shape(each)[3]) // 2
@@ -270,7 +270,9 @@ class Segment:
                 out = result(step, whole, 1 if more else None)
                 program.add(Step.NORMALISE, given(x), other, given(weight), total, out, width, whole // width, eps)
         program.finish([places[node] for node in (*inputs, *outputs)])
-        shapes = [(_row_width(node),) if _is_turned(node) else tuple(map(int, _shape(node)[2:])) for node in outputs]
+        shapes = [
+            (_row_width(node),) if _is_transposed(node) else tuple(map(int, _shape(node)[2:])) for node in outputs
+        ]
         return inputs, program.over(_row_width(inputs[0]), shapes)
 
 
@@ -287,6 +289,6 @@ def _bits(product: Node) -> int:
     return bits_of(int(_shape(weight)[1]), int(_shape(x)[-1]) // GROUP)
 
 
-def turned(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def transposed(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Return (1, heads, rows, d), given (1, rows, heads · d)."""
     return rows.view(1, rows.shape[1], heads, -1).transpose(1, 2)

@@ -238,7 +238,7 @@ class RowLayers:
         for module in model.modules() if CAN_RUN else ():
             if type(module) is not nn.Linear or "forward" in vars(module) or not _is_fast(module.weight):
                 continue
-            self._layers.append((vars(module), _handing(module, self._threads)))
+            self._layers.append((vars(module), _forward_by_programs(module, self._threads)))
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -262,7 +262,7 @@ def _is_fast(weight: torch.Tensor) -> bool:
     return is_fast_for_many(weight.dtype) and serves(weight)
 
 
-def _handing(module: nn.Linear, threads: set[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward_by_programs(module: nn.Linear, threads: set[int]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a layer's forward for the time that passes run."""
     parameters = module._parameters
 
@@ -422,7 +422,7 @@ class VerifierFactory:
             finding = self._find_mode(self._model)
             replaced, kept_of_texts = loaded.replaced()
             kept = called.replaced()[0] | kept_of_texts
-            self._disturb_texts(kept)
+            self._overwrite_texts(kept)
             recording, why = try_recording(self._model, finding, self._config, self._layer)
             if self._config.exact and recording is None and finding.mode != "plain":
                 finding = replace(finding, mode="plain", reason=f"no pass is exact here: {why}")
@@ -488,7 +488,7 @@ class VerifierFactory:
             )  # fmt: skip
         self.kept.keep(verdict)
 
-    def _disturb_texts(self, replaced: Collection[Attribute]) -> None:
+    def _overwrite_texts(self, replaced: Collection[Attribute]) -> None:
         """Overwrite what the model keeps of texts, so that a recording that reads it disagrees."""
         for module, name, value in held_by(self._model):
             if (type(module), name) in replaced:

@@ -348,8 +348,8 @@ def _read_warpers(processors: Any) -> Warpers | None:
     """Read the rules from a list of plain warpers in their usual order; None when it has anything else."""
     readers: list[tuple[type, Callable[[Any], dict[str, Any]]]] = [
         (hf.RepetitionPenaltyLogitsProcessor, lambda p: {"penalty": float(p.penalty)}),
-        (hf.MinLengthLogitsProcessor, lambda p: _least(p, p.min_length)),
-        (hf.MinNewTokensLengthLogitsProcessor, lambda p: _least(p, p.prompt_length_to_skip + p.min_new_tokens)),
+        (hf.MinLengthLogitsProcessor, lambda p: _min_length(p, p.min_length)),
+        (hf.MinNewTokensLengthLogitsProcessor, lambda p: _min_length(p, p.prompt_length_to_skip + p.min_new_tokens)),
         (hf.TemperatureLogitsWarper, lambda p: {"temperature": float(p.temperature)}),
         (hf.TopKLogitsWarper, lambda p: {"top_k": int(p.top_k)}),
         (hf.TopPLogitsWarper, lambda p: {"top_p": float(p.top_p)}),
@@ -375,7 +375,7 @@ def _read_warpers(processors: Any) -> Warpers | None:
     return Warpers(**rules)
 
 
-def _least(processor: Any, length: int) -> dict[str, Any]:
+def _min_length(processor: Any, length: int) -> dict[str, Any]:
     """Rules of a processor that lets no text end before it is `length` tokens long; negative ids are no token's."""
     ends = (int(token) for token in processor.eos_token_id.flatten())
     return {"min_length": length, "end_ids": tuple(token for token in ends if token >= 0)}

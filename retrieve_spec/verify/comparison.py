@@ -36,14 +36,14 @@ def drafts_for(mode: Mode, rounds: int, model: Any) -> list[Draft]:
     tokens, special = ordinary_tokens(model), special_tokens(model.config)
     trees, drafts = mode == "tree", []
     for i in range(rounds):
-        a, b, c, d, e, f = _six(tokens, special, 100 * i)
+        a, b, c, d, e, f = _six_tokens(tokens, special, 100 * i)
         second, first = ([[a, b], [c, d, a]], [2, 3]) if trees else ([[c, d, a, b]], [0, 1])
         drafts += [Draft(f, second, first), Draft(e, [], [])]
         if rounds == 1:
             return drafts
         drafts.append(Draft(a, [[b, c], [d], [e, f]] if trees else [[b, c, d]], []))
         drafts.append(Draft(d, [[e, f, c], [a]] if trees else [[e, f, c]], [0, 1, 2]))
-    return [*drafts, Draft(_six(tokens, special, 7)[0], [], [])]
+    return [*drafts, Draft(_six_tokens(tokens, special, 7)[0], [], [])]
 
 
 def special_tokens(config: Any) -> set[int]:
@@ -55,7 +55,7 @@ def special_tokens(config: Any) -> set[int]:
     return {value for value in named if isinstance(value, int)}
 
 
-def _six(tokens: range, special: set[int], first: int) -> list[int]:
+def _six_tokens(tokens: range, special: set[int], first: int) -> list[int]:
     """Return six different tokens that are not special. Where there are fewer, some repeat, but not below one node."""
     found: list[int] = []
     for avoided in (special, set[int]()):

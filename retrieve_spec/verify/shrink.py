@@ -295,7 +295,7 @@ def first_layers(model: Any) -> Any:
     text = config.get_text_config(decoder=True)
     if config.to_dict().get("per_layer_config") or text.to_dict().get("per_layer_config"):
         raise ValueError("its layers have configs of their own")
-    keep_layers(text, range(_enough(model)))
+    keep_layers(text, range(_first_of_every_kind(model)))
     for part in {id(part): part for part in (config, text, *parts_of(config))}.values():
         shrink_vocabulary(part, _VOCABULARY)
     with torch.random.fork_rng(devices=[]), torch.device(input_device(model)):
@@ -304,7 +304,7 @@ def first_layers(model: Any) -> Any:
     return first.eval()
 
 
-def _enough(model: Any) -> int:
+def _first_of_every_kind(model: Any) -> int:
     """Return how many of the first layers include one of every kind."""
     kinds, sharing = layer_kinds(model), _first_sharing(model)
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
