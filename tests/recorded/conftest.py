@@ -1,4 +1,4 @@
-"""A pretended GPU, with a stand-in for the Triton kernel or without."""
+"""A pretended GPU, with a stand-in for the Triton kernel or without; and processes for the kernel itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import triton_process
 from drawn_by_host import triton_sampling_twin, triton_topk_twin
 from pretend_cuda import PretendCuda, triton_stand_in
 
@@ -25,6 +26,12 @@ def gpu() -> Iterator[PretendCuda]:
         yield pretended
     for trial in TRIALS:
         trial.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def interpret() -> Iterator[triton_process.Interpret]:
+    with triton_process.interpreter() as one:
+        yield one
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_process import COMPILER, run
+from triton_process import COMPILER, Interpret, compiled_by
 
 pytest.importorskip("triton")
 
@@ -94,10 +94,10 @@ print("compiled")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])  # the interpreter cuts bfloat16 off where a GPU rounds
-def test_kernels_and_passes_agree_with_torch(dtype: str) -> None:
-    assert run(AGREES.replace("DTYPE", dtype), TRITON_INTERPRET="1") == "same"
+def test_kernels_and_passes_agree_with_torch(interpret: Interpret, dtype: str) -> None:
+    assert interpret(AGREES.replace("DTYPE", dtype)) == "same"
 
 
 def test_kernels_compile(tmp_path: Path) -> None:
     """By Triton's compiler and assembler, which need no GPU."""
-    assert run(COMPILED, TRITON_CACHE_DIR=str(tmp_path)) == "compiled"
+    assert compiled_by(COMPILED, tmp_path) == "compiled"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_process import COMPILER, run
+from triton_process import COMPILER, Interpret, compiled_by
 
 pytest.importorskip("triton")
 
 BUCKETS = """
 import numpy as np, torch
-from transformers import LlamaConfig, LlamaForCausalLM, Gemma3TextConfig, Gemma3ForCausalLM
+from transformers import Gemma3TextConfig, Gemma3ForCausalLM
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded import packed_pass
 from retrieve_spec.recorded.packed_pass import PassGraphs
@@ -19,46 +19,42 @@ from retrieve_spec.recorded.kv_buffer import KVBuffer
 from retrieve_spec.recorded.packed_pass import LaidOut
 
 packed_pass.why_not_triton = lambda device: ""  # the interpreter takes tensors on a CPU
-packed_pass.processors = lambda device: 8
+packed_pass.processors = lambda device: 2
 
 def no_graph(run):
     run()
     return run
 
-common = dict(
+config = Gemma3TextConfig(
     vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, initializer_range=0.2, head_dim=8,
+    num_key_value_heads=2, initializer_range=0.2, head_dim=8, sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"],
 )
-sliding = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-for model, windows in (
-    (LlamaForCausalLM(LlamaConfig(**common)), [0, 0]),
-    (Gemma3ForCausalLM(Gemma3TextConfig(**common, **sliding)), [8, 0]),
-):
-    model = model.eval()
-    recorded = RecordedPass(model, 2)
-    cache = KVBuffer(windows, 128, moves_later=True)
-    cache.restart(recorded.no_states())
-    passes = PassGraphs(recorded, no_graph)
-    ids = torch.tensor([[(i * 37 + 11) % 99 for i in range(40)]])
-    expected = model(ids).logits[0]
-    past = 0
-    for rows in (13, 1, 3, 7, 1, 15):  # padded to 17, 1, 3, 9, 1 and 17 rows, some replayed behind a longer prefix
-        part = ids[0, past : past + rows].numpy()
-        wrong = 2 if rows > 1 else 0  # drafts in front of what is right: what a commit keeps moves with the next pass
-        drafted = np.concatenate([part[:1], np.full(wrong, 5, np.int64), part[1:]]).astype(np.int32)
-        depths = np.array([0] + [1] * wrong + list(range(1, rows)))
-        seen = np.eye(len(drafted), dtype=bool)
-        right = [0, *range(1 + wrong, len(drafted))]
-        seen[np.ix_(right, right)] = np.tri(rows, dtype=bool)
-        seen[1 : 1 + wrong, 0] = True
-        cache.length = past
-        cache.make_room(len(drafted))
-        logits, _, ran = passes.run([LaidOut(drafted, depths, seen, past, cache, past)])
-        torch.testing.assert_close(logits[right], expected[past : past + rows], atol=1e-4, rtol=1e-4)
-        cache.commit(past, 1, np.array(right[1:], np.int32) - 1)
-        past += rows
-    assert passes.captures == 4, passes.captures
-    print("same", past)
+model = Gemma3ForCausalLM(config).eval()
+recorded = RecordedPass(model, 2)
+cache = KVBuffer([8, 0], 128, moves_later=True)
+cache.restart(recorded.no_states())
+passes = PassGraphs(recorded, no_graph)
+ids = torch.tensor([[(i * 37 + 11) % 99 for i in range(40)]])
+expected = model(ids).logits[0]
+past = 0
+for rows in (13, 1, 3, 7, 1, 15):  # padded to 17, 1, 3, 9, 1 and 17 rows, some replayed behind a longer prefix
+    part = ids[0, past : past + rows].numpy()
+    wrong = 2 if rows > 1 else 0  # drafts in front of what is right: what a commit keeps moves with the next pass
+    drafted = np.concatenate([part[:1], np.full(wrong, 5, np.int64), part[1:]]).astype(np.int32)
+    depths = np.array([0] + [1] * wrong + list(range(1, rows)))
+    seen = np.eye(len(drafted), dtype=bool)
+    right = [0, *range(1 + wrong, len(drafted))]
+    seen[np.ix_(right, right)] = np.tri(rows, dtype=bool)
+    seen[1 : 1 + wrong, 0] = True
+    cache.length = past
+    cache.make_room(len(drafted))
+    logits, _, ran = passes.run([LaidOut(drafted, depths, seen, past, cache, past)])
+    torch.testing.assert_close(logits[right], expected[past : past + rows], atol=1e-4, rtol=1e-4)
+    cache.commit(past, 1, np.array(right[1:], np.int32) - 1)
+    past += rows
+assert passes.captures == 4, passes.captures
+print("same", past)
 """
 
 
@@ -142,14 +138,14 @@ print("same", len(cases))
 """
 
 
-def test_several_texts_in_one_launch_are_each_alone() -> None:
+def test_several_texts_in_one_launch_are_each_alone(interpret: Interpret) -> None:
     """Texts, trees, slabs and padding of any size: what the kernel says of one text, and where it writes."""
-    assert run(PACKED, TRITON_INTERPRET="1") == "same 7"
+    assert interpret(PACKED) == "same 7"
 
 
-def test_bucket_passes_agree_with_the_model() -> None:
+def test_bucket_passes_agree_with_the_model(interpret: Interpret) -> None:
     """Padding, slots and replay of the CUDA graph buckets, with a plain call in place of the graph."""
-    assert run(BUCKETS, TRITON_INTERPRET="1").split() == ["same", "40"] * 2
+    assert interpret(BUCKETS) == "same 40"
 
 
 EXACT = """
@@ -225,9 +221,9 @@ print([differing(*case) for case in cases], differing(*cases[3], exact=False) > 
 """
 
 
-def test_exact_attention_is_the_same_bit_for_bit() -> None:
+def test_exact_attention_is_the_same_bit_for_bit(interpret: Interpret) -> None:
     """What a row gets hangs on its position alone: not on drafts beside it, nor on which keys are held before."""
-    assert run(EXACT, TRITON_INTERPRET="1") == "[0, 0, 0, 0, 0, 0] True", "usual attention is another one"
+    assert interpret(EXACT) == "[0, 0, 0, 0, 0, 0] True", "usual attention is another one"
 
 
 COMPILED = """
@@ -269,4 +265,4 @@ print("compiled")
 
 def test_kernels_compile_within_the_shared_memory_of_gpus(tmp_path: Path) -> None:
     """By Triton's compiler and assembler, which need no GPU."""
-    assert run(COMPILER + COMPILED, TRITON_CACHE_DIR=str(tmp_path)) == "compiled"
+    assert compiled_by(COMPILER + COMPILED, tmp_path) == "compiled"

@@ -1,20 +1,77 @@
-"""Scripts that use Triton, each in a process of its own: Triton decides at import whether it interprets."""
+"""Scripts that use Triton, each in a process of its own: Triton decides at import whether it interprets.
+
+Run as a program this is the process that interpreting ones are forked from, which has imported what they need.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+
+from processes import running
+
+INTERPRETS = "TRITON_INTERPRET"
+Interpret = Callable[[str], str]
+"""The fixture `interpret`: what a script prints where kernels are interpreted."""
 
 
-def run(script: str, **extra: str) -> str:
-    """What a script prints."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra}
-    if "TRITON_INTERPRET" not in extra:
-        environment.pop("TRITON_INTERPRET", None)
+def compiled_by(script: str, cache: os.PathLike[str]) -> str:
+    """What a script prints where kernels are compiled; the compiler keeps its code in a folder."""
+    environment = {name: value for name, value in os.environ.items() if name != INTERPRETS}
+    environment |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def interpreter() -> Iterator[Interpret]:
+    """A process that forks itself for each script, and ends with the block."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", INTERPRETS: "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with running([sys.executable, __file__], env=environment, **pipes) as server:
+
+        def interpret(script: str) -> str:
+            print(json.dumps(script), file=server.stdin, flush=True)
+            code, printed, errors = json.loads(server.stdout.readline())
+            assert code == 0, errors[-3000:]
+            return str(printed.strip())
+
+        yield interpret
+
+
+def _execute(script: str, output: int, errors: int) -> None:
+    """Be the process of a script, which writes to files."""
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    code = 1
+    try:
+        exec(script, {"__name__": "__main__"})
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            child = os.fork()
+            if child == 0:
+                _execute(json.loads(line), output.fileno(), errors.fileno())
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            output.seek(0)
+            errors.seek(0)
+            print(json.dumps([code, output.read(), errors.read()]), flush=True)
 
 
 COMPILER = """
@@ -50,3 +107,11 @@ def compiled(kernel, types, constants, architecture, warps):
     return done.asm["ptx"]
 """
 """Triton's compiler and assembler, which need no GPU."""
+
+
+if __name__ == "__main__":
+    from transformers import LlamaForCausalLM, Qwen3ForCausalLM  # noqa: F401
+
+    from retrieve_spec.recorded import packed_pass, recorded_pass  # noqa: F401
+
+    _serve()
