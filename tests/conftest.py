@@ -235,6 +235,35 @@ def shared(_shared: dict[str, FoundOnce], monkeypatch: pytest.MonkeyPatch) -> It
         retrieve_spec.restore(one)
 
 
+@pytest.fixture(scope="module")
+def _loaded() -> dict[str, tuple[FoundOnce, Any]]:
+    return {}
+
+
+@pytest.fixture
+def loaded_once(_loaded: dict[str, tuple[FoundOnce, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands in this process that load one model share it, and what is found of it, within a module of tests."""
+    from retrieve_spec.bench import runner
+    from retrieve_spec.reference_model import load_model
+
+    used = set()
+
+    def shared(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+        key = repr((arguments, sorted(options.items())))
+        if key not in _loaded:
+            model, tokenizer = load_model(*arguments, **options)
+            _loaded[key] = FoundOnce(model), tokenizer
+        one, tokenizer = _loaded[key]
+        if key not in used:
+            used.add(key)
+            one.use(monkeypatch)
+        retrieve_spec.restore(one.model)
+        return one.model, tokenizer
+
+    monkeypatch.setattr("retrieve_spec.reference_model.load_model", shared)
+    monkeypatch.setattr(runner, "load_model", shared)
+
+
 @pytest.fixture
 def prompt() -> Any:
     """(1, 12) token ids for `tiny`."""

@@ -18,6 +18,7 @@ TEMPLATE = """\
 {% for message in messages %}{% if message['role'] == 'system' and loop.index > 1 %}{{ raise_exception('late') }}\
 {% endif %}# {{ message['role'] }}: {{ message['content'] }}
 {% endfor %}{% if add_generation_prompt %}# assistant: {% endif %}"""
+pytestmark = pytest.mark.usefixtures("loaded_once")
 TURNS = ["def add(a, b):", "Grüße, 漢字", "def sub(a, b):"]
 
 

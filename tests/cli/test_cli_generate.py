@@ -16,6 +16,7 @@ from retrieve_spec import cli
 from retrieve_spec.errors import ConfigError, ModelNotFoundError
 from retrieve_spec.reference_model import load_model, reference_path
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
 FIELDS = {
     *("text", "token_ids", "new_tokens", "passes", "tokens_per_pass", "seconds", "tokens_per_second", "mode"),

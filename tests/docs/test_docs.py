@@ -136,6 +136,7 @@ def places(text: str, bucket: Path) -> str:
 SLOW = ("docs/datastores.md", "docs/benchmarks.md")
 
 
+@pytest.mark.usefixtures("loaded_once")
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in RUN])
 def test_commands_of_the_pages_run(page, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
