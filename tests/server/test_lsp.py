@@ -1,10 +1,11 @@
-"""The language server, spoken to by pygls' own client over standard input and output."""
+"""The language server, spoken to by pygls' own client."""
 
 import asyncio
+import contextlib
 import functools
 import sys
-from pathlib import Path
 
+import lsp_server
 import pytest
 from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcRequestCancelled
@@ -13,21 +14,24 @@ from waiting import HANG_S
 
 from retrieve_spec._version import __version__
 
-SERVER = Path(__file__).parent / "lsp_server.py"
 URI = "file:///somewhere/a.py"
 TEXT = "def add(a, b):\n    é = '🎉'; ret\n"
 
 
 class Session:
-    """A client with an initialised server and one open document."""
+    """A client with an initialised server and one open document; the server is a process, or in a thread."""
 
-    def __init__(self, *arguments, text=TEXT):
-        self.arguments, self.text = arguments, text
+    def __init__(self, said, pass_s=0.0, *, text=TEXT, as_process=False):
+        self.said, self.pass_s, self.text, self.as_process = said, pass_s, text, as_process
 
     async def __aenter__(self):
         client = LanguageClient("tests", __version__)
-        self.client = client
-        await client.start_io(sys.executable, str(SERVER), *self.arguments)
+        self.client, self.server = client, contextlib.ExitStack()
+        if self.as_process:
+            await client.start_io(sys.executable, lsp_server.__file__, self.said)
+        else:
+            port = self.server.enter_context(lsp_server.in_a_thread(self.said, self.pass_s))
+            await client.start_tcp("127.0.0.1", port)
         self.initialised = await client.initialize_async(
             lsp.InitializeParams(capabilities=lsp.ClientCapabilities(), process_id=None)
         )
@@ -42,6 +46,7 @@ class Session:
         await asyncio.wait_for(self.client.shutdown_async(None), HANG_S)
         self.client.exit(None)
         await asyncio.wait_for(self.client.stop(), HANG_S)
+        await asyncio.to_thread(self.server.close)
 
     def open(self, uri, text):
         self.client.text_document_did_open(lsp.DidOpenTextDocumentParams(lsp.TextDocumentItem(uri, "python", 1, text)))
@@ -81,7 +86,7 @@ def in_a_loop(test):
 
 @in_a_loop
 async def test_initialise_complete_and_forget():
-    async with Session("urn a + b") as s:
+    async with Session("urn a + b", as_process=True) as s:
         capabilities = s.initialised.capabilities
         assert capabilities.inline_completion_provider
         answer = await s.complete(1, 19)  # UTF-16: the emoji counts two
@@ -131,7 +136,7 @@ async def test_what_the_popup_selected_begins_the_item():
 
 @in_a_loop
 async def test_a_newer_request_ends_the_older_one_and_a_cancelled_one_is_cancelled():
-    async with Session("urn a + b", "0.2") as s:
+    async with Session("urn a + b", 0.2) as s:
         older = s.request(1, 18)
         await asyncio.sleep(0.05)
         s.change(2, TEXT.replace("ret\n", "retu\n"))
