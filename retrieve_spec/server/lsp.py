@@ -12,6 +12,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 from lsprotocol import types as lsp
@@ -22,13 +23,10 @@ from pygls.workspace import TextDocument
 from retrieve_spec._version import __version__
 from retrieve_spec.config import DraftSources, LoadOptions, ServeConfig
 from retrieve_spec.errors import ServeError
-from retrieve_spec.server.app import create_app
 from retrieve_spec.server.editors import Remote, parsed, reason_of
-from retrieve_spec.server.guard import Metrics
-from retrieve_spec.server.models import Model, Models
-from retrieve_spec.server.run import build_service
-from retrieve_spec.server.service import Service
-from retrieve_spec.server.text import with_line_feeds
+
+if TYPE_CHECKING:  # with `--connect` no model is here, and its libraries stay out of the editor's process
+    from retrieve_spec.server.service import Service
 
 log = logging.getLogger("retrieve_spec.server")
 
@@ -104,6 +102,8 @@ class Completer:
     async def open(self, text: str) -> None:
         """Draft from the text of an open document, where the model is here."""
         if self._service is not None:
+            from retrieve_spec.server.text import with_line_feeds
+
             await asyncio.to_thread(self._service.memory("").note, [with_line_feeds(text)])
 
     async def forget(self) -> None:
@@ -140,6 +140,10 @@ async def connected(remote: Remote) -> Completer:
 
 async def loaded(load: Callable[[], Service], config: ServeConfig) -> Completer:
     """A completer that asks a model in this process, which is loaded now."""
+    from retrieve_spec.server.app import create_app
+    from retrieve_spec.server.guard import Metrics
+    from retrieve_spec.server.models import Model, Models
+
     model = Model(load)
     models = Models({"": model}, config, Metrics())
     await models.start()
@@ -322,6 +326,7 @@ def serve_stdio(
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve on standard input and output until the client ends it; arguments as of `run.build_service`, `run.serve`."""
+    from retrieve_spec.server.run import build_service
 
     def load(roots: Sequence[Path]) -> Service:
         service = build_service(model_name, config, sources=replace(sources, workspaces=tuple(roots)), loading=loading)

@@ -114,6 +114,11 @@ def test_a_language_server_ends_while_it_waits_for_the_model(loading, told, tmp_
         process.wait()
 
 
+def test_a_language_server_without_a_model_imports_no_model_library():
+    program = "import sys, retrieve_spec.server.lsp; print({'torch', 'transformers', 'numba'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
+
+
 @pytest.mark.parametrize("wrong", ["localhost:8012", "ftp://x", "http://", "http://x:port"])
 def test_an_address_is_one(wrong):
     with pytest.raises(ServeError, match="address"):
