@@ -32,7 +32,7 @@ def main(folder: Path, rank: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
     prompt = torch.tensor([[3 + (i * 37 + 11) % 190 for i in range(12)] * 3])
-    said: dict[str, Any] = {"plain": model.generate(prompt, max_new_tokens=40, do_sample=False).tolist()}
+    said: dict[str, Any] = {"plain": model.generate(prompt, max_new_tokens=24, do_sample=False).tolist()}
 
     rs.accelerate(model)
     costs = CostModel.seconds
@@ -42,20 +42,20 @@ def main(folder: Path, rank: int) -> dict[str, Any]:
         return costs(self, context, nodes) * (1.0 + 0.2 * rank * torch.arange(nodes + 1).numpy())
 
     CostModel.seconds = slower_on_one_rank
-    said["greedy"] = [model.generate(prompt, max_new_tokens=40, do_sample=False).tolist() for _ in range(3)]
+    said["greedy"] = [model.generate(prompt, max_new_tokens=24, do_sample=False).tolist() for _ in range(2)]
     last = model.speculation.last
     said["mode"], said["fewer passes"] = last.mode, last.passes < last.new_tokens
     torch.manual_seed(rank)  # each rank draws its own seed
-    said["sampled"] = model.generate(prompt, max_new_tokens=40, do_sample=True).tolist()
+    said["sampled"] = model.generate(prompt, max_new_tokens=24, do_sample=True).tolist()
     said["stopped"] = [
-        model.generate(prompt, max_new_tokens=60, do_sample=False, stopping_criteria=[RandomStop(rank)]).tolist()
-        for _ in range(3)
+        model.generate(prompt, max_new_tokens=40, do_sample=False, stopping_criteria=[RandomStop(rank)]).tolist()
+        for _ in range(2)
     ]
     said["streamed"] = [
         token for piece in rs.generate_stream(model, prompt, max_new_tokens=20) for token in piece.token_ids.tolist()
     ]
     two = torch.cat([prompt, prompt.roll(5, dims=1)])
-    said["batch"] = model.generate(two, max_new_tokens=30, do_sample=False).tolist()
+    said["batch"] = model.generate(two, max_new_tokens=20, do_sample=False).tolist()
 
     propose = type(model.speculation.drafter()).propose
 
@@ -68,7 +68,7 @@ def main(folder: Path, rank: int) -> dict[str, Any]:
     except (OSError, RankError) as error:
         said["error"] = type(error).__name__
     type(model.speculation.drafter()).propose = propose
-    said["after"] = model.generate(prompt, max_new_tokens=40, do_sample=False).tolist()
+    said["after"] = model.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
     return said
 
 

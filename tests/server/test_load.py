@@ -12,7 +12,7 @@ from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import ServeConfig
 
-CLIENTS, KEYS = 200, 10
+CLIENTS, KEYS = 200, 5
 
 
 def rss():
