@@ -89,7 +89,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
         ((kind, wanted),) = given.items()
         grammar = readers[kind](wanted)
         vocabulary = read_vocabulary(tokenizer, end_ids)
-        if problem := problem_of(grammar, vocabulary):
+        if problem := check_grammar(grammar, vocabulary)[0]:
             raise ConfigError("a grammar that llguidance reads", problem, "Change what it names.")
         return cls(vocabulary, grammar)
 
@@ -184,11 +184,12 @@ class _FollowedText:
         return len(self._said) == len(said)
 
 
-def json_grammar(schema: Mapping[str, Any]) -> str:
-    """llguidance's grammar of a JSON schema."""
+def json_grammar(schema: Mapping[str, Any], **options: Any) -> str:
+    """llguidance's grammar of a JSON schema, under options of its own."""
     from llguidance import LLMatcher
 
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": SPACE}))
+    overrides: Any = {"whitespace_pattern": SPACE, **options}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
 
 
 def read_vocabulary(tokenizer: Any, end_ids: Collection[int] = ()) -> Any:
@@ -207,12 +208,12 @@ def read_vocabulary(tokenizer: Any, end_ids: Collection[int] = ()) -> Any:
         raise ConfigError("a tokenizer that llguidance reads", str(error), "Use the model's fast tokenizer.") from error
 
 
-def problem_of(grammar: str, vocabulary: Any) -> str:
-    """Return what is wrong with a grammar; empty where nothing is."""
+def check_grammar(grammar: str, vocabulary: Any) -> tuple[str, list[str]]:
+    """Return what is wrong with a grammar, empty where nothing is, and what llguidance leaves out of it."""
     from llguidance import LLMatcher
 
-    problem = LLMatcher.validate_grammar(grammar, vocabulary)
-    return "" if problem.startswith("WARNING") or not problem else str(problem.splitlines()[0])
+    wrong, said = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
+    return ("\n".join(said).splitlines()[0], []) if wrong else ("", list(said))
 
 
 class AllowedTokens:

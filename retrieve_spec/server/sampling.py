@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler
-from retrieve_spec.sampling.guides import EXTRA, GrammarProcessor, json_grammar, problem_of, read_vocabulary
+from retrieve_spec.sampling.guides import EXTRA, GrammarProcessor, check_grammar, json_grammar, read_vocabulary
 from retrieve_spec.sampling.samplers import LogProbSampler
 from retrieve_spec.server.call_formats import ToolFormat
 from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.reading import Thinking, after_thoughts
 from retrieve_spec.server.text import TextCodec, any_of
-from retrieve_spec.server.tools import calls_grammar
+from retrieve_spec.server.tools import LENIENT, calls_grammar
 
 if TYPE_CHECKING:
     from retrieve_spec.server.schemas import Common
@@ -303,6 +304,26 @@ def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
     return {i: text for i, text in spelled.items() if i not in added} | kept
 
 
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
+
+
+def _sayable(schema: Any, name: str, left_out: list[str]) -> Any:
+    """A JSON schema without patterns that look around or back, as Zod writes them: no grammar says those."""
+    if isinstance(schema, list):
+        return [_sayable(part, name, left_out) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = dict(schema)
+    if isinstance(pattern := kept.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
+        del kept["pattern"]
+        left_out.append(f"{name} (pattern)")
+    return {key: _sayable(value, name, left_out) for key, value in kept.items()}
+
+
+def _in_a_header(text: str) -> str:
+    return text.encode("ascii", "replace").decode().replace("\n", " ")
+
+
 class Grammars:
     """Grammars for the vocabulary of one model."""
 
@@ -314,16 +335,19 @@ class Grammars:
     def of(self, request: Common, thinking: Thinking) -> str:
         """The grammar of what a request asks for, after its thoughts; empty where it asks for any text.
 
+        What of a schema no grammar says is left out of it.
+
         Raises
         ------
         Refusal
-            400: the library is not installed, or the schema is none that it knows.
+            400: the library is not installed, or the schema is none.
         """
         schema, name = request.wanted_json()
         if schema is None:
             return ""
         vocabulary = self._read_vocabulary(name)
-        return self._valid(after_thoughts(json_grammar(schema), thinking, self._mark), name, vocabulary)
+        grammar = json_grammar(_sayable(schema, name, request.left_out), **LENIENT)
+        return self._valid(after_thoughts(grammar, thinking, self._mark), name, vocabulary, request.left_out)
 
     def of_calls(
         self,
@@ -332,6 +356,7 @@ class Grammars:
         thinking: Thinking,
         *,
         several: bool,
+        left_out: list[str],
         otherwise: Mapping[str, Any] | None = None,
     ) -> str:
         """The grammar of calls of functions after the thoughts, given the JSON schemas of their arguments.
@@ -344,22 +369,26 @@ class Grammars:
             400: as above.
         """
         vocabulary = self._read_vocabulary("tool_choice")
+        schemas = {name: _sayable(schema, "tools", left_out) for name, schema in schemas.items()}
         grammar = calls_grammar(fmt, schemas, self._mark, several=several)
         if otherwise is not None:
-            (answer,) = json.loads(json_grammar(otherwise))["grammars"]
+            otherwise = _sayable(otherwise, "response_format", left_out)
+            (answer,) = json.loads(json_grammar(otherwise, **LENIENT))["grammars"]
             either = {"lark_grammar": "%llguidance {}\nstart: @calls | @json"}
             named = [{"name": "calls", "lark_grammar": grammar}, {**answer, "name": "json"}]
             grammar = json.dumps({"grammars": [either, *named]})
-        return self._valid(after_thoughts(grammar, thinking, self._mark), "tools", vocabulary)
+        return self._valid(after_thoughts(grammar, thinking, self._mark), "tools", vocabulary, left_out)
 
     def _mark(self, text: str) -> str:
         """A text in a grammar, with tokens where they steer the model."""
         parts = filter(None, self._find_added.split(text))
         return " ".join(f"<[{self._added[part]}]>" if part in self._added else json.dumps(part) for part in parts)
 
-    def _valid(self, grammar: str, name: str, vocabulary: Any) -> str:
-        if problem := problem_of(grammar, vocabulary):
+    def _valid(self, grammar: str, name: str, vocabulary: Any, left_out: list[str]) -> str:
+        problem, unsaid = check_grammar(grammar, vocabulary)
+        if problem:
             raise Refusal(400, f'"{name}": {problem}')
+        left_out += [f"{name} ({_in_a_header(one)})" for one in unsaid]
         return grammar
 
     def _read_vocabulary(self, name: str) -> Any:

@@ -563,9 +563,14 @@ class Service:
             )
         if request.named:
             schemas = {request.named: schemas[request.named]}
-        several = not request.named and request.parallel_tool_calls is not False
-        otherwise = None if required else wanted
-        return self.grammars.of_calls(fmt, schemas, thinking, several=several, otherwise=otherwise)
+        return self.grammars.of_calls(
+            fmt,
+            schemas,
+            thinking,
+            several=not request.named and request.parallel_tool_calls is not False,
+            otherwise=None if required else wanted,
+            left_out=request.left_out,
+        )
 
     def _tool_format(self) -> ToolFormat | None:
         """How the model writes calls; None where nobody knows."""

@@ -60,7 +60,9 @@ class ToolCall:
 
 Said = str | ToolCall
 _DECODER = json.JSONDecoder()
-_BLANKS = {"x-guidance": {"whitespace_pattern": " ?"}}
+LENIENT = {"lenient": True, "coerce_one_of": True}
+"""Options of llguidance: what it does not know of a schema is left out, and `oneOf` is `anyOf`."""
+_BLANKS = {"x-guidance": {"whitespace_pattern": " ?", **LENIENT}}
 _PYTHON = {"True": True, "False": False, "None": None}
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -190,11 +192,19 @@ class CallParser:
         return {"name": name, "arguments": arguments}, found.end()
 
     def _call(self, value: Any) -> ToolCall:
-        """A call as JSON has it; a `ValueError` where it is none."""
+        """A call as JSON has it; a `ValueError` where it is none.
+
+        Small models spell the arguments as a text of JSON, and leave out those of a function that takes none.
+        """
         called = value if isinstance(value, dict) else {}
         name, arguments = called.get(self._fmt.function), called.get("arguments", called.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = pydantic_core.from_json(arguments)
+        elif arguments is None and not self._fmt.bare:
+            arguments = {}
         if not (isinstance(name, str) and isinstance(arguments, dict) and name in self._schemas):
             raise ValueError
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # 1e999 is no number of JSON's
         return ToolCall(name, arguments)
 
 

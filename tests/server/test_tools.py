@@ -117,6 +117,7 @@ def test_what_is_no_call_is_text_to_the_last_character(fmt):
     else:
         damaged = [whole.replace(":", "=").replace("(", "[") + " \n", whole.replace('"a"', '"\\ud800"')]
         damaged.append(whole.replace('"</tool_call> ]}"', "NaN"))
+        damaged.append(whole.replace('"</tool_call> ]}"', "1e999"))
         damaged.append(whole.replace(f'"{fmt.function}": "f"', f'"{fmt.function}": ["f"]'))
     texts += [text for text in damaged if text != whole]
     for text in texts:
@@ -124,6 +125,14 @@ def test_what_is_no_call_is_text_to_the_last_character(fmt):
         assert "".join(said(fmt, text)) == text
     broken = f"{fmt.opens} {{]\n"
     assert cut_everywhere(fmt, broken + fmt.opens.join(["", spelled(fmt, [F]).removeprefix(fmt.opens)]))[-1] == F
+
+
+def test_arguments_may_be_a_text_of_json_or_left_out():
+    """As small models write them."""
+    fmt = next(fmt for fmt in FORMATS if fmt.name == "hermes")
+    for given, read in ((', "arguments": "{\\"a\\": 1}"', {"a": 1}), (', "arguments": null', {}), ("", {})):
+        text = f'<tool_call>{{"name": "f"{given}}}</tool_call>'
+        assert cut_everywhere(fmt, text) == [ToolCall("f", read)]
 
 
 SCHEMA = {
@@ -585,6 +594,26 @@ def test_json_beside_tools_is_calls_or_json(grammatical, monkeypatch, name):
         assert all(is_right(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls)
         assert calls or json.loads(choice["message"]["content"])["n"] in (1, 2)
     assert set(called) == {True, False}
+
+
+def test_what_no_grammar_says_of_a_schema_is_left_out_and_told_of(grammatical):
+    """As Zod writes addresses and records: an unknown word in one tool of fifty would refuse all of them."""
+    parts = {
+        "mail": {"type": "string", "pattern": "^(?!a)b"},
+        "kinds": {"oneOf": [{"enum": ["x", "y"]}, {"type": "string"}]},
+    }
+    parts["by"] = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}}
+    schema = {"type": "object", "properties": parts, "required": ["kinds"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    given = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
+    for body, name in (
+        ({"response_format": wanted}, "response_format"),
+        ({**given, "tool_choice": "required"}, "tools"),
+    ):
+        answer = grammatical.post("/v1/chat/completions", {"messages": ASK, "max_tokens": 9, **body})
+        assert answer.status_code == 200, answer.text
+        told = answer.headers["x-retrieve-spec-ignored"]
+        assert f"{name} (pattern)" in told and "propertyNames" in told and "oneOf" in told
 
 
 def test_several_calls_where_several_may_be(grammatical):
