@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import lru_cache
 from hashlib import blake2s
 from itertools import product
@@ -18,6 +19,7 @@ from retrieve_spec.server.tools import with_tools_told
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ID = "call_0123456789abcdefghi"
+_TOOLS = re.compile(r"\btools\b")
 _TOOL = {
     "type": "function",
     "function": {
@@ -26,6 +28,9 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "It."}}},
     },
 }
+
+_VARIABLES = {"add_generation_prompt": True, "functions": ""}
+"""What templates are given; some of the time before there were tools fail without `functions` and `datetime`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +125,13 @@ class ChatTemplate:
         return begun.removeprefix(self._tried_with(asked, **{**how, "add_generation_prompt": False}) or begun)
 
     def _rendered(self, turns: Sequence[Turn], /, **how: Any) -> str:
-        text = self._tokenizer.apply_chat_template(turns, **{"add_generation_prompt": True, **how, "tokenize": False})
-        return str(text)
+        given = {**_VARIABLES, "datetime": date.today().isoformat(), **how, "tokenize": False}
+        return str(self._tokenizer.apply_chat_template(turns, **given))
 
     def shaped(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Turn]:
         """Return a conversation as the template takes it; without a place for tools, the system message lists them."""
         traits = self.traits
-        shaped = instructed(turns, traits)
+        shaped = behind_their_calls(instructed(turns, traits))
         if traits.single_calls:
             shaped = one_by_one(shaped)
         if not traits.calls:
@@ -141,7 +146,7 @@ class ChatTemplate:
         """What the template does with a few turns of each kind."""
         if not template:
             return Traits()
-        traits = self._with_calls_taken(Traits(tools="tools" in template))
+        traits = self._with_calls_taken(Traits(tools=bool(_TOOLS.search(template)) and self._takes_tools()))
         system: Turn = {"role": "system", "content": "instruct-"}
         shows_system = self._takes("system") and (not traits.calls or self._shows(system, *_called(traits)))
         first, second = ({"role": "user", "content": content} for content in ("first-", "-second"))
@@ -171,6 +176,12 @@ class ChatTemplate:
     def _takes(self, *roles: str) -> str:
         first = ({"role": role, "content": f"{number}-instruct"} for number, role in enumerate(roles))
         return self._shows(*first, {"role": "user", "content": "-ask"})
+
+    def _takes_tools(self) -> bool:
+        """Whether it shows a question beside a tool; some fail. It is taken that it shows the tool."""
+        with suppress(Exception):  # templates raise what they like
+            return bool(self._rendered(_called(Traits())[:1], tools=[_TOOL]))
+        return False
 
     def _knows_developers(self, *before: str) -> bool:
         """Whether they are more to it than some role, whose name it writes in front of whatever that says."""
@@ -241,6 +252,22 @@ def instructed(turns: Sequence[Turn], traits: Traits) -> list[Turn]:
     return [*(first[role] for role in ("system", "developer") if role in first), *others]
 
 
+def behind_their_calls(turns: Sequence[Turn]) -> list[Turn]:
+    """Return a conversation in which what came of a call follows it; what came of none is told by the user.
+
+    Agents that shorten a history leave calls out of it, and templates leave out, or refuse, what came of those.
+    """
+    blocks, calling = list[list[Turn]](), dict[str, list[Turn]]()
+    for turn in turns:
+        block = calling.get(str(turn.get("tool_call_id"))) if turn["role"] == "tool" else None
+        if block is not None:
+            block.append(turn)
+            continue
+        blocks.append(with_tools_told([turn], ()) if turn["role"] == "tool" else [turn])
+        calling.update((call["id"], blocks[-1]) for call in turn.get("tool_calls", ()))
+    return [turn for block in blocks for turn in block]
+
+
 def one_by_one(turns: Sequence[Turn]) -> list[Turn]:
     """Return a conversation in which what came of a call follows it, and no turn makes two."""
     shaped, left = list[Turn](), list(turns)
@@ -274,12 +301,11 @@ def alternating(turns: Sequence[Turn]) -> list[Turn]:
 def plain(turns: Sequence[Turn]) -> list[Turn]:
     """Return a conversation of roles and texts alone: calls are told as text, and what was thought is left out."""
     said = with_tools_told(turns, ())
+    answers = [{**turn, "content": without_thoughts(turn["content"])} for turn in said if turn["role"] == "assistant"]
+    kept = [answers.pop(0) if turn["role"] == "assistant" else turn for turn in said]
     return alternating(
-        [
-            {**turn, "content": without_thoughts(turn["content"])} if turn["role"] == "assistant" else turn
-            for turn in said
-        ]
-    )
+        [turn for turn in kept if turn["role"] != "assistant" or turn["content"]]
+    )  # some refuse empty ones
 
 
 def _with_calls(turn: Turn, traits: Traits) -> Turn:

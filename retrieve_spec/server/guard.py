@@ -73,19 +73,25 @@ class Refusal(HTTPException):
 class TooLong(Refusal):
     """A prompt that does not fit, told in the words by which a dialect's clients know that, and shorten it."""
 
+    code = "context_length_exceeded"
+
     def __init__(self, tokens: int, n_ctx: int) -> None:
         super().__init__(400, f"prompt is too long: {tokens} tokens > {n_ctx - 1} maximum")
         self._tokens, self._n_ctx = tokens, n_ctx
+        self.told = (
+            f"This model's maximum context length is {n_ctx} tokens. However, your prompt has {tokens} tokens."
+            " Please reduce its length."
+        )
+        """OpenAI's words for it."""
 
     def _body(self, path: str) -> dict[str, Any]:
         body, tokens, n_ctx = super()._body(path), self._tokens, self._n_ctx
         if not path.startswith(("/v1/messages", "/api/")):
             openai = path.startswith(("/v1/", "/chat/"))
             body["error"] |= {
-                "code": "context_length_exceeded" if openai else 400,
+                "code": self.code if openai else 400,
                 "type": "invalid_request_error" if openai else "exceed_context_size_error",
-                "message": f"This model's maximum context length is {n_ctx} tokens. However, your prompt has {tokens}"
-                " tokens. Please reduce its length.",
+                "message": self.told,
                 "n_prompt_tokens": tokens,
                 "n_ctx": n_ctx,
             }
@@ -254,7 +260,7 @@ def _without_surrogates(body: bytes) -> Any:
     Refusal
         400: it is none even so.
     """
-    text = _ESCAPE.sub(lambda found: "\\ufffd" if found[1] else found[0], body.decode("utf-8", "replace"))
+    text = _ESCAPE.sub(lambda found: "\\ufffd" if found[1] else found[0], body.decode("utf-8-sig", "replace"))
     try:
         return pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as error:
@@ -379,7 +385,7 @@ class Guard:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        return is_loopback(host) or host.lower() in self._hosts
+        return is_loopback(host) or host.lower() in self._hosts or host in ("0.0.0.0", "::")
 
     def _known(self, headers: Headers) -> bool:
         given = given_key(headers)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,15 +15,16 @@ from pydantic import Field, PrivateAttr, StrictBool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from retrieve_spec.server.answers import Events, ItemizedAnswer, Shown, finish_reason
-from retrieve_spec.server.completions import ANSWERS, converse, left_out_header
-from retrieve_spec.server.guard import BoundedRoute, checked
+from retrieve_spec.server.answers import Events, ItemizedAnswer, Shown, event, finish_reason
+from retrieve_spec.server.completions import ANSWERS, EventStream, converse, left_out_header
+from retrieve_spec.server.guard import BoundedRoute, TooLong, checked
 from retrieve_spec.server.history import Names, message_tools, message_turns, response_tools, response_turns
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Meant
 from retrieve_spec.server.reading import Thought
 from retrieve_spec.server.schemas import (
     ChatRequest,
+    Count,
     Item,
     Items,
     Lenient,
@@ -130,12 +131,12 @@ def as_chat(fields: dict[str, Any], left_out: list[str]) -> ChatRequest:
 class MessagesRequest(CountRequest):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 31)]
+    max_tokens: Annotated[Count, Field(ge=0)]
     stop_sequences: Annotated[Items[Text], Field(max_length=256)] | None = None
     stream: StrictBool | None = None
     temperature: Number | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    top_k: Count | None = None
 
     def as_chat(self, **fields: Any) -> ChatRequest:
         """As above."""
@@ -286,7 +287,7 @@ class ResponsesRequest(Speculating):
 
     input: Text | Annotated[Items[Item], Field(min_length=1)]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
     stream: StrictBool | None = None
     temperature: Number | None = None
     top_p: Share | None = None
@@ -325,7 +326,7 @@ class ResponsesRequest(Speculating):
     def _choice(self) -> Any:
         """Which tools are to be called, as in a chat."""
         choice = self.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
+        if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
             return {"type": "function", "function": {"name": self._offered(choice)}}
         if isinstance(choice, dict) and isinstance(choice.get("tools"), list):
             named = [{"name": self._offered(one)} for one in choice["tools"] if isinstance(one, dict)]
@@ -352,24 +353,7 @@ class ResponseAnswer(ItemizedAnswer):
         super().__init__(service, chat, prepared)
         self._number, self._named = 0, request.named
         self._output: Events = []
-        self._head = {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": service.name,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "error": None,
-            "incomplete_details": None,
-            "metadata": {},
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "tool_choice": "auto",
-            "tools": [],
-            **request.model_dump(include={"tool_choice", "tools"}, exclude_none=True),
-            "store": False,
-        }
+        self._head = _head(service, request)
 
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
         """The response: that of its stream's last event."""
@@ -400,8 +384,10 @@ class ResponseAnswer(ItemizedAnswer):
 
     def begin(self, index: int) -> Events:
         """Events before any text."""
-        head = {**self._head, "status": "in_progress", "output": [], "usage": None}
-        return [self._event("response.created", response=head), self._event("response.in_progress", response=head)]
+        return [
+            self._event("response.created", response=self._head),
+            self._event("response.in_progress", response=self._head),
+        ]
 
     def _opened(self, part: Shown) -> Events:
         if isinstance(part, dict):
@@ -459,7 +445,44 @@ class ResponseAnswer(ItemizedAnswer):
 
     def failure(self, error: str) -> dict[str, Any]:
         """The event of a text that failed."""
-        return self._event("error", code="server_error", message=error, param=None)
+        return self._event("response.failed", response=_failed(self._head, "server_error", error))
+
+
+def _head(service: Service, request: ResponsesRequest) -> dict[str, Any]:
+    """A response that has just begun."""
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "model": service.name,
+        "output": [],
+        "usage": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "error": None,
+        "incomplete_details": None,
+        "metadata": {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "tool_choice": "auto",
+        "tools": [],
+        **request.model_dump(include={"tool_choice", "tools"}, exclude_none=True),
+        "store": False,
+    }
+
+
+def _failed(head: dict[str, Any], code: str, message: str) -> dict[str, Any]:
+    """A response of which nothing came."""
+    return {**head, "status": "failed", "error": {"code": code, "message": message}}
+
+
+async def _too_long(head: dict[str, Any], refusal: TooLong) -> AsyncGenerator[bytes, None]:
+    """The stream of a response whose prompt does not fit: clients know it, and shorten it, by an event alone."""
+    yield event({"type": "response.created", "sequence_number": 0, "response": head})
+    failed = _failed(head, TooLong.code, refusal.told)
+    yield event({"type": "response.failed", "sequence_number": 1, "response": failed})
 
 
 def _message() -> dict[str, Any]:
@@ -477,4 +500,9 @@ def _reasoning() -> dict[str, Any]:
 @router.post("/v1/responses", responses=ANSWERS)
 async def responses(body: ResponsesRequest, request: Request, service: Meant) -> Response:
     """What the model answers (OpenAI's responses)."""
-    return await converse(service, request, body.as_chat(), partial(ResponseAnswer, request=body))
+    try:
+        return await converse(service, request, body.as_chat(), partial(ResponseAnswer, request=body))
+    except TooLong as refusal:
+        if not body.stream:
+            raise
+        return EventStream(_too_long(_head(service, body), refusal), {}, ResponseAnswer.media_type)

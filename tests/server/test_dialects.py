@@ -80,7 +80,8 @@ def test_errors_of_messages_have_anthropics_shape(live, say):
     failed = server.post("/v1/messages", MESSAGE)
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "api_error")
     assert named(server, "/v1/messages", MESSAGE)[-1]["error"]["type"] == "api_error"
-    assert named(server, "/v1/responses", {"input": "a"})[-1]["type"] == "error"
+    failed = named(server, "/v1/responses", {"input": "a"})[-1]
+    assert failed["type"] == "response.failed" and failed["response"]["error"]["code"] == "server_error"
 
 
 # ── tools ──

@@ -262,6 +262,8 @@ def test_half_a_character_is_a_replacement_character(served):
         content = b'{"messages": [{"role": "user", "content": "<%s>"}], "user": "\\ud800"}' % spelled
         assert server.client.post(CHAT, content=content).status_code == 200
         assert f"<{read}>" in server.service.codec.decode(server.backend.prompts[-1])
+    marked = "\ufeff" + json.dumps({"messages": [USER]})  # as Windows begins files
+    assert server.client.post(CHAT, content=marked).status_code == 200
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_dialects_words(served):
@@ -273,6 +275,11 @@ def test_a_prompt_that_is_too_long_is_told_in_the_dialects_words(served):
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
         assert "maximum context length is 64 tokens" in error["message"]
+    with server.client.stream("POST", RESPONSES, json={"input": [long], "stream": True}) as answer:
+        assert answer.status_code == 200  # Codex knows it, and compacts, by this event alone
+        *_, data, _, _ = "".join(answer.iter_text()).split("\n")
+    failed = json.loads(data.removeprefix("data: "))
+    assert failed["type"] == "response.failed" and failed["response"]["error"]["code"] == "context_length_exceeded"
     answer = server.post(MESSAGES, {"max_tokens": 9, "messages": [long]})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
@@ -385,6 +392,10 @@ GAPS = {
     "wants the arguments as text": (
         "{% for c in m.tool_calls or [] %}{{ 'calls ' + c.function.name + c.function.arguments }}{% endfor %}",
         'calls f{"n": 1}calls f{"n": 2}'),
+    "fails with tools": ("{% if tools %}{{ raise_exception('no') }}{% endif %}" + SHOWN, '"arguments": {"n": 2}'),
+    "wants functions and the date": ("{{ functions + datetime + '!' }}" + SHOWN, '"n": 2'),
+    "refuses empty answers": ("{% if m.role == 'assistant' and not (m.content or m.tool_calls) %}"
+                              "{{ raise_exception('no') }}{% endif %}" + SHOWN, '"n": 2'),
     "refuses calls": ("{% if m.tool_calls %}{{ raise_exception('no') }}{% endif %}", '"arguments": {"n": 2}'),
     "wants a user": (SHOWN + "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
                      "{{ raise_exception('No user query') }}{% endif %}", '"n": 2'),
@@ -404,12 +415,26 @@ def test_calls_are_shown_whatever_the_template_leaves_out(served, templated, gap
     server = served("said")
     calls = [{**called({"n": number}), "id": f"call-{number}"} for number in (1, 2)]
     came = [{"role": "tool", "tool_call_id": f"call-{number}", "content": f"came {number}"} for number in (1, 2)]
-    past = [{"role": "system", "content": "Rule."}, {"role": "assistant", "content": "", "tool_calls": calls}, *came]
+    said = [{"role": "assistant", "content": ""}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    past = [{"role": "system", "content": "Rule."}, *said[gap != "refuses empty answers" :], *came]
     parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
     body = {"messages": past, "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
     assert server.post(CHAT, body).status_code == 200
     prompt = server.service.codec.decode(server.backend.prompts[-1])
     assert shown in prompt and "came 1" in prompt and "came 2" in prompt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_came_of_a_call_follows_it_and_what_came_of_none_is_the_users(served, templated, family):
+    templated.chat_template = FAMILIES[family]
+    server = served("said")
+    calls = [{**called({"n": number}), "id": f"call-{number}"} for number in (1, 2)]
+    came = [{"role": "tool", "tool_call_id": f"call-{number}", "content": f"came {number}"} for number in (0, 1, 2)]
+    past = [came[0], USER, {"role": "assistant", "content": "", "tool_calls": calls}, USER, *came[1:]]
+    assert server.post(CHAT, {"messages": past}).status_code == 200
+    prompt = server.service.codec.decode(server.backend.prompts[-1])
+    last = prompt.rindex(USER["content"])
+    assert prompt.index("came 0") < prompt.index("came 1") < prompt.index("came 2") < last
 
 
 def test_a_template_that_looks_through_tools_where_there_are_none_is_given_an_empty_list(served, templated):

@@ -70,7 +70,7 @@ def test_without_keys_a_name_must_be_allowed(live, say):
     server = live(say("x"), config=ServeConfig(allowed_hosts=("LLM.example.org",)))
     for host, status in (
         ("llm.example.org", 200), ("llm.example.org:8443", 200), ("evil.example.org", 403), ("localhost:1", 200),
-        ("[::1]:80", 200), ("127.0.0.1", 200),
+        ("[::1]:80", 200), ("127.0.0.1", 200), ("0.0.0.0:8012", 200), ("[::]:80", 200),
     ):  # fmt: skip
         assert server.client.get("/v1/models", headers={"Host": host}).status_code == status, host
     refused = live(say("x")).client.get("/v1/models", headers=FOREIGN)
