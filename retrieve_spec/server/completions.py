@@ -303,8 +303,8 @@ def scope_of(request: Request) -> str:
 def caller(request: Request, body: schemas.Common) -> Caller:
     """Who sends a request; newer ones replace older ones under what the client says, else under where it sits."""
     key, arrived = scope_of(request), request.state.arrived
-    explicit = request.headers.get("x-client-id") or body.user
-    if explicit:
-        return Caller(key, f"{key}\0{explicit[:256]}", explicit=True, arrived=arrived)
+    user = None if isinstance(body, schemas.ChatRequest) else body.user  # a chat's: whose agents ask at once
+    if explicit := request.headers.get("x-client-id") or user:
+        return Caller(key, f"{key}\0{str(explicit)[:256]}", explicit=True, arrived=arrived)
     host = request.client.host if request.client else ""
     return Caller(key, f"{key}\0{host}\0{request.url.path}\0{body.id_slot}", arrived=arrived)

@@ -42,7 +42,7 @@ def read_arguments(given: Any) -> dict[str, Any]:
             given = pydantic_core.from_json(given) if given.strip() else {}
     if isinstance(given, dict):
         return given
-    return {} if given is None else {"input": given}
+    return {} if given in (None, []) else {"input": given}  # PHP spells what is empty so
 
 
 def read_content(content: Any, place: str, left_out: list[str]) -> tuple[str, str]:
@@ -275,19 +275,37 @@ Names = dict[tuple[str | None, str], str]
 
 
 def chat_tools(tools: Sequence[Any], left_out: list[str]) -> list[Any]:
-    """Return the functions among a chat's tools."""
-    kept = list[Any]()
+    """Return the functions among a chat's tools; of two with one name the first."""
+    kept, names = list[Any](), set[Any]()
     for number, tool in enumerate(tools):
-        kind = _object(tool).get("type") or "function"
+        known = _object(tool)
+        kind = known.get("type") or "function"
         if isinstance(kind, str) and kind != "function":
             left_out.append(f"tools.{number} ({_plain(kind)})")
             continue
-        tool = {**tool, "type": kind} if isinstance(tool, dict) else tool
-        if tool in kept:
+        if "function" not in known and "name" in known:  # as in other dialects
+            tool = _function(known["name"], {"parameters": known.get("input_schema"), **known})
+        elif known:
+            tool = {**known, "type": kind}
+        name = _object(_object(tool).get("function")).get("name")
+        if isinstance(name, str) and name in names:
             left_out.append(f"tools.{number} (again)")
         else:
+            names.add(str(name))
             kept.append(tool)
     return kept
+
+
+def read_choice(choice: Any) -> Any:
+    """Return a choice of tools of any dialect as chats have it; what is none stays as it is."""
+    if isinstance(choice, str):
+        return {"any": "required", "": None}.get(choice, choice)
+    known = _object(choice)
+    if known.get("type") in ("auto", "none", "any", "required"):
+        return read_choice(known["type"])
+    if known.get("type") in ("function", "tool") and "name" in known:
+        return {"type": "function", "function": {"name": known["name"]}}
+    return choice
 
 
 def only(tools: Any, allowed: Mapping[str, Any]) -> list[Any]:
@@ -339,7 +357,7 @@ def _functions(
         if known.get("type") == "namespace" and isinstance(known.get("tools"), list):
             yield from _functions(known["tools"], f"{here}.tools", left_out, str(known.get("name")))
         elif (known.get("type") or "function") == "function":
-            yield known, namespace
+            yield _object(known.get("function")) or known, namespace  # in a chat's shape, too
         else:
             left_out.append(f"{here} ({_kind_of(known)})")
 

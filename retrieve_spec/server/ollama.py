@@ -79,7 +79,7 @@ class OllamaRequest(Speculating):
 class OllamaChatRequest(OllamaRequest):
     """`POST /api/chat`."""
 
-    messages: Items[Item]
+    messages: Items[Item] | None = None
     tools: Items[dict[str, Any]] | None = None
 
     def as_chat(self) -> ChatRequest:
@@ -90,7 +90,7 @@ class OllamaChatRequest(OllamaRequest):
         Refusal
             400: it is none.
         """
-        messages = [_message(message) if isinstance(message, dict) else message for message in self.messages]
+        messages = [_message(message) if isinstance(message, dict) else message for message in self.messages or ()]
         return as_chat({**self.as_fields(), "messages": messages, "tools": self.tools}, self.left_out)
 
 
@@ -100,7 +100,7 @@ class OllamaGenerateRequest(OllamaRequest):
     _refused: ClassVar[dict[str, tuple[Any, ...]]] = {"template": ()}
     _asks: ClassVar[dict[str, tuple[Any, ...]]] = {"context": ()}
 
-    prompt: Text = ""
+    prompt: Text | None = None
     suffix: Text | None = None
     system: Text | None = None
     raw: StrictBool | None = None
@@ -115,7 +115,7 @@ class OllamaGenerateRequest(OllamaRequest):
             400: it is none.
         """
         head = [{"role": "system", "content": self.system}] if self.system else []
-        asked = _message({"role": "user", "content": self.prompt, "images": self.images})
+        asked = _message({"role": "user", "content": self.prompt or "", "images": self.images})
         return as_chat({**self.as_fields(), "messages": [*head, asked]}, self.left_out)
 
 
@@ -223,13 +223,14 @@ async def generate(body: OllamaGenerateRequest, request: Request, service: Meant
     write = partial(OllamaAnswer, chat=False)
     if not (body.suffix or body.raw):
         return await converse(service, request, body.as_chat(), write)
-    asked = checked(OpenAICompletionRequest, {**body.as_fields(), "prompt": body.prompt, "suffix": body.suffix})
+    prompt = body.prompt or ""
+    asked = checked(OpenAICompletionRequest, {**body.as_fields(), "prompt": prompt, "suffix": body.suffix})
     wanted, who = -1 if asked.max_tokens is None else asked.max_tokens, caller(request, asked)
 
     def prepare() -> list[PreparedTask]:
         if body.suffix:
-            return [service.fill(FimParts(body.prompt, body.suffix), asked, who, wanted)]
-        return [service.raw(body.prompt, asked, who, wanted)]
+            return [service.fill(FimParts(prompt, body.suffix), asked, who, wanted)]
+        return [service.raw(prompt, asked, who, wanted)]
 
     return await respond(service, request, asked, prepare, write)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -28,7 +30,7 @@ from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
 from retrieve_spec.server.guard import UNSUPPORTED
-from retrieve_spec.server.history import chat_tools, chat_turns, only
+from retrieve_spec.server.history import chat_tools, chat_turns, only, read_choice, read_content
 from retrieve_spec.server.sampling import SamplerName
 from retrieve_spec.server.text import line_end, with_line_feeds
 from retrieve_spec.server.tools import referenced
@@ -40,8 +42,11 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 Item = Annotated[Any, WithJsonSchema({"type": "object"})]
 """What stands in a history, of which nothing is refused, whatever it is."""
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
-Count = Annotated[int, Field(ge=-1, le=1 << 31)]
+Count = Annotated[int, Field(ge=-1), AfterValidator(partial(min, 1 << 31))]
 """Tokens; -1 is as many as fit."""
+_SEEDS = (1 << 63) - 1
+Seed = Annotated[int, AfterValidator(lambda seed: seed % _SEEDS if seed >= 0 else -1)]
+"""A number of any size; below zero it is none."""
 Share = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1)]
 Penalty = Annotated[float, Field(allow_inf_nan=False, ge=-2, le=2)]
 Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
@@ -64,22 +69,14 @@ class Asked(Lenient):
     model: Any = None
 
 
-class TextPart(Lenient):
-    """A piece of a predicted output."""
-
-    type: Literal["text"] | None = "text"
-    text: Text = ""
-
-
 class Prediction(Lenient):
-    """The text a client expects (OpenAI's predicted outputs)."""
+    """The text a client expects (OpenAI's predicted outputs), whole or in parts."""
 
-    content: Text | Items[TextPart]
-    type: str | None = "content"
+    content: Any = None
 
     def as_text(self) -> str:
         """Its text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return read_content(self.content, "prediction", [])[0]
 
 
 class Refusing(Asked):
@@ -135,7 +132,7 @@ class SamplingOptions(Lenient):
     top_k: Count | None = None
     top_p: Share | None = None
     min_p: Share | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    seed: Seed | None = None
     stop: Stops = None
 
 
@@ -157,7 +154,7 @@ class Common(SamplingOptions, Speculating):
     id_slot: int | None = Field(None, ge=-1, le=1 << 20)
     response_fields: Items[Text] | None = None
     return_tokens: StrictBool | None = None
-    user: Text | None = None
+    user: Any = None
 
     def written(self, text: str) -> str:
         """A text, or a part of one, with the line ends of the document."""
@@ -301,13 +298,22 @@ class Function(_Whole):
     description: Text | None = None
     parameters: dict[str, Any] | None = None
 
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _without_what_says_nothing(cls, given: Any) -> Any:
+        """What is null or empty there, as Go and PHP spell what is not set, is left out."""
+        if isinstance(given, dict):
+            unset = {"type": "", "properties": [], "required": {}}
+            return {key: value for key, value in given.items() if value is not None and value != unset.get(key)}
+        return None if given in ([], True) else given
+
     @field_validator("parameters")
     @classmethod
     def _describe_an_object(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Refuse what is no JSON schema of arguments; what is null there says nothing."""
-        given = {key: value for key, value in given.items() if value is not None} if given else given
+        """Refuse what is no JSON schema of arguments."""
         schema = of_arguments(given or {})
-        if schema.get("type", "object") not in ("object", ["object"]):
+        kinds = schema.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             raise ValueError('expected the "type" "object": arguments have names')
         if not (isinstance(schema.get("properties", {}), dict) and isinstance(schema.get("required", []), list)):
             raise ValueError('expected "properties" by name, and a list of those that are "required"')
@@ -346,7 +352,12 @@ class Conversation(Refusing):
 
     @classmethod
     def _translated(cls, fields: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
-        messages, tools, choice = (fields.get(name) for name in ("messages", "tools", "tool_choice"))
+        messages, tools = fields.get("messages"), fields.get("tools")
+        fields = {
+            **fields,
+            **_thinking_wanted(fields),
+            "tool_choice": (choice := read_choice(fields.get("tool_choice"))),
+        }
         if isinstance(messages, list) and messages:
             fields = {**fields, "messages": chat_turns(messages, left_out)}
         if isinstance(tools, list):
@@ -400,8 +411,6 @@ class Conversation(Refusing):
     def _agrees_with_itself(self) -> Self:
         names, last = [tool.function.name for tool in self.tools or ()], self.messages[-1]
         called = "tool_calls" in last
-        if len(set(names)) < len(names):
-            raise ValueError("tools: two have the same name")
         if (self.tool_choice == "required" and not names) or self.named not in (None, *names):
             raise ValueError("tool_choice: there is no such tool among tools")
         if self.continue_final_message and (last["role"] != "assistant" or called or self.add_generation_prompt):
@@ -412,6 +421,19 @@ class Conversation(Refusing):
         if taken := _ARGUMENTS & (self.chat_template_kwargs or {}).keys():
             raise ValueError(f"chat_template_kwargs: {min(taken)} is no variable of a template's own")
         return self
+
+
+def _thinking_wanted(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request says of thoughts in an object, as OpenRouter's and others' clients do, in our fields."""
+    reasoning, thinking = fields.get("reasoning"), fields.get("thinking")
+    wanted: dict[str, Any] = {}
+    if isinstance(reasoning, dict) and isinstance(reasoning.get("effort"), str):
+        wanted["reasoning_effort"] = reasoning["effort"]
+    if isinstance(reasoning, dict) and isinstance(reasoning.get("enabled"), bool):
+        wanted["enable_thinking"] = reasoning["enabled"]
+    if isinstance(thinking, dict) and isinstance(thinking.get("type"), str):
+        wanted["enable_thinking"] = thinking["type"] != "disabled"
+    return {name: value for name, value in wanted.items() if fields.get(name) is None}
 
 
 class ChatRequest(Conversation, OpenAIOptions):

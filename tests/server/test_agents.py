@@ -100,3 +100,59 @@ def test_a_real_model_says_the_same_without_drafts(reference_live, monkeypatch, 
         on, off = (reference_live.post(client.path, {**body, "speculative": on}).json() for on in (True, False))
         told = [json.dumps(answer.get("choices") or answer.get("content") or answer["output"]) for answer in (on, off)]
         assert re.sub(r"(msg|rs|fc)_\w+", "", told[0]) == re.sub(r"(msg|rs|fc)_\w+", "", told[1])
+
+
+LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
+CHAT, USER = "/v1/chat/completions", {"role": "user", "content": "Go on."}
+NESTED = {"type": "function", "function": LOOK}
+UNSET = {"type": "", "properties": [], "required": {}}
+"""What Go and PHP make of a schema that says nothing."""
+TAKEN = [
+    # (path, fields, whether the function is offered)
+    (CHAT, {"tools": [{"type": "function", **LOOK}], "tool_choice": {"type": "auto"}}, True),
+    (CHAT, {"tools": [{"name": "look", "input_schema": LOOK["parameters"]}], "tool_choice": ""}, True),
+    (CHAT, {"tools": [NESTED], "tool_choice": {"type": "none"}}, False),
+    (CHAT, {"tools": [NESTED, {"type": "function", "function": {**LOOK, "description": "Looks again."}}]}, True),
+    (CHAT, {"tools": [{"type": "function", "function": {**LOOK, "parameters": UNSET}}]}, True),
+    (CHAT, {"tools": [{"type": "function", "function": {**LOOK, "parameters": []}}]}, True),
+    (CHAT, {"tools": [NESTED], "user": {"id": 7}, "max_tokens": 1 << 53, "seed": (1 << 64) - 1}, True),
+    (CHAT, {"prediction": {"type": "content", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}}, False),
+    ("/v1/responses", {"tools": [NESTED], "tool_choice": {"type": "auto"}, "max_output_tokens": 1 << 53}, True),
+    ("/v1/messages", {"max_tokens": 0, "top_k": -1}, False),
+    ("/api/chat", {"messages": None}, False),
+    ("/api/generate", {"prompt": None}, False),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "offered"), TAKEN)
+def test_other_spellings_of_what_is_asked_are_taken(served, path, fields, offered):
+    server = served("said")
+    asked = {"input": [USER]} if path == "/v1/responses" else {"messages": [USER]}
+    answer = server.post(path, {**asked, **fields, "stream": False})
+    assert answer.status_code == 200, answer.text
+    prompts = map(server.service.codec.decode, server.backend.prompts)
+    assert any('"name": "look"' in prompt for prompt in prompts) == offered
+
+
+@pytest.mark.parametrize(
+    "choice", ["any", {"type": "any"}, {"type": "tool", "name": "look"}, {**LOOK, "type": "function"}]
+)
+def test_a_call_is_required_in_the_words_of_any_dialect(served, choice):
+    pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
+    server = served("said")
+    answer = server.post(CHAT, {"messages": [USER], "tools": [NESTED], "tool_choice": choice})
+    assert answer.status_code == 200, answer.text
+    (task, _), *_ = server.done
+    assert task.sampling.grammar
+
+
+def test_thoughts_are_asked_for_in_objects_too(served):
+    server = served("said")
+    for fields, off in (
+        ({"thinking": {"type": "disabled"}}, True), ({"thinking": {"type": "enabled"}}, False),
+        ({"reasoning": {"effort": "none"}}, True), ({"reasoning": {"enabled": False}}, True),
+        ({"reasoning": {"effort": "high", "exclude": True}}, False),
+    ):  # fmt: skip
+        assert server.post(CHAT, {"messages": [USER], **fields}).status_code == 200
+        prompt = server.service.codec.decode(server.backend.prompts[-1])
+        assert prompt.endswith("<think></think>") == off, fields

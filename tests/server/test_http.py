@@ -302,6 +302,19 @@ def test_newer_keystroke_supersedes_and_both_are_told(live, say, path):
         assert [answer.status_code for answer in older] == [499, 499]
 
 
+def test_agents_of_one_user_do_not_replace_one_another(live, say):
+    server, asked = live(say("done")), {"messages": [{"role": "user", "content": "a"}], "user": 7, "max_tokens": 9}
+    server.backend.gate, queue = threading.Semaphore(0), server.service.queue
+    with ThreadPoolExecutor() as threads:
+        both = [
+            threads.submit(server.post, "/v1/chat/completions", {**asked, "temperature": 1.0, "seed": seed})
+            for seed in (1, 2)
+        ]
+        wait_for(lambda: len(server.done) + queue.queue_length + queue.begun >= 2)
+        server.backend.gate.release(1000)
+        assert [answer.result().json()["choices"][0]["message"]["content"] for answer in both] == ["done"] * 2
+
+
 def test_an_ending_engine_answers_503_in_every_dialect(server):
     server.service.queue.close()
     for fields in ({}, {"stream": True}):
