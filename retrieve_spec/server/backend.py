@@ -423,6 +423,7 @@ class SlotPool:
 
     def _prepare(self, best: Slot | None, keep: int, scope: str) -> tuple[Slot, int]:
         if best is not None and keep > 0:
+            best.used = self._ticks
             continues = 2 * keep >= len(best.token_ids) and not (best.held or best.settled)
             if continues:
                 if self._backend.crop(best.cache, keep):

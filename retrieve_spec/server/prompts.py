@@ -72,6 +72,18 @@ class Prompts:
         self._fits(len(prompt))
         return ChatPrompt(hidden.encoded(prompt), thinking)
 
+    def instructions(self, conversation: Conversation) -> list[int]:
+        """Return the prompt of another question under the instructions and tools of a first one; of others nothing.
+
+        It begins as those of all chats of one agent do.
+        """
+        said = conversation.messages
+        head = [turn for turn in said if turn["role"] in ("system", "developer")]
+        if not (head or conversation.offered) or any(turn["role"] == "assistant" for turn in said):
+            return []
+        asked = {"role": "user", "content": _NEVER_SAID}
+        return self.chat(conversation.model_copy(update={"messages": [*head, asked]})).token_ids
+
     def opening(self, conversation: Conversation) -> list[int]:
         """Return the tokens by which a prompt begins the model's turn, with which the next prompt may not."""
         return self.codec.encode_prompt(self.template.opening(**conversation.rendering()), add_special_tokens=False)
@@ -120,6 +132,7 @@ class Prompts:
         return self.codec.encode(begun + request.prediction.as_text()[: self.most_chars])
 
 
+_NEVER_SAID = "\ue000"
 SNIPPET = "\n\n--- snippet ---\n\n"
 PROJECT_NAME = "myproject"
 FILE_NAME = "filename"

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
-from retrieve_spec.server.backend import Backend, DraftHints, can_cut
+from retrieve_spec.server.backend import Backend, DraftHints, can_cut, common_prefix
 from retrieve_spec.server.call_formats import HERMES, ToolFormat, find_tool_format
 from retrieve_spec.server.edits import Edit, find_edit
 from retrieve_spec.server.guard import Metrics, Refusal, TooLong
@@ -410,7 +410,9 @@ class Service:
 
         if not self._cuts_caches:
             end = len(prompt.token_ids) - max(1, len(self.prompts.opening(request)))
-            prepared.task = replace(prepared.task, settled=(*settled_before(end), end))
+            shared = common_prefix(self.prompts.instructions(request), prompt.token_ids)
+            places = {*settled_before(end), shared - 1, end}  # the last one may be another where a question begins
+            prepared.task = replace(prepared.task, settled=tuple(sorted(places)))
         return replace(prepared, reader=reader)
 
     def raw(

@@ -81,6 +81,18 @@ def test_a_prompt_that_parts_from_another_goes_on_from_a_place_before_that(serve
     assert first_turn("Two.")[0] < 10
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "llama3"])
+def test_a_new_chat_under_the_same_instructions_reads_its_question(server, family):
+    server.service.tokenizer.chat_template = FAMILIES[family]
+    look = {"type": "function", "function": {"name": "look", "description": "Look. " * 300}}
+    said, read = [{"role": "system", "content": "Rule. " * 900}], []
+    for question in ("What is it?", "Who are you?", "\n\nWhere?"):
+        asked = {"messages": [*said, {"role": "user", "content": question}], "tools": [look], "max_tokens": 5}
+        spent = server.post("/v1/chat/completions", asked).json()["timings"]
+        read.append((spent["prompt_n"], spent["cache_n"]))
+    assert read[0][0] > 2000 and all(new < 40 and cached > 2000 for new, cached in read[1:]), read
+
+
 def test_nothing_is_kept_of_who_asks_for_no_cache_or_has_had_it_forgotten(server):
     assert all(cached == 0 for _, cached, _ in turns(server, 2, cache_prompt=False))
     server.client.delete("/v1/workspace")
