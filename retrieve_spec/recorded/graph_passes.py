@@ -1,4 +1,4 @@
-"""Graph passes: an exported program becomes a short Python function over live weights, by rewriting its graph.
+"""Graph passes: a trace becomes a short Python function over live weights, by rewriting its graph.
 
 It knows tensor operations, not models. Rewrites for 16-bit graphs keep where the model rounds to 16 bits.
 """
@@ -18,11 +18,9 @@ from torch.nn import functional
 from retrieve_spec.kernels.attention_inputs import LayerRule
 from retrieve_spec.kernels.cpu import CAN_RUN, layer_rows
 from retrieve_spec.recorded.row_segments import PACKED_PRODUCT, fuse_rows
+from retrieve_spec.recorded.tracing import Node, Trace
 
 aten = torch.ops.aten
-Node = Any
-"""An `fx.Node`; its arguments are of any type, which a static checker cannot follow."""
-
 ASSERTIONS = {
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
@@ -56,12 +54,12 @@ ROW_BY_ROW = {aten.div.Tensor, aten.mul.Tensor, aten.tanh.default, aten.to.dtype
 
 @dataclass(frozen=True, slots=True)
 class CompiledPass:
-    """A program as Python functions.
+    """A trace as Python functions.
 
     Attributes
     ----------
     run
-        Takes the weights, the program's inputs, the attention `(query, keys, values, layer) -> output` and the rows
+        Takes the weights, token ids, positions, the attention `(query, keys, values, layer) -> output` and the rows
         that logits are wanted for.
     run_rows
         The same with a `RowTexts` in place of the attention, on a CPU; None where there is none.
@@ -77,19 +75,15 @@ class CompiledPass:
     program_share: float
 
 
-def compile_program(
-    program: torch.export.ExportedProgram,
-    owner: torch.nn.Module,
-    row_kernels: Any = None,
-    rules: Sequence[LayerRule] = (),
-    exact: bool = False,
+def compile_trace(
+    trace: Trace, row_kernels: Any = None, rules: Sequence[LayerRule] = (), exact: bool = False
 ) -> CompiledPass:
-    """Rewrite a program and compile it.
+    """Rewrite the graph of a trace, and compile it.
 
     Parameters
     ----------
-    program
-        What was exported of `owner`.
+    trace
+        The trace.
     row_kernels
         Module of the kernels that stand for what a model does to rows.
     rules
@@ -97,8 +91,7 @@ def compile_program(
     exact
         Make a row's logits independent, bit for bit, of the other rows.
     """
-    graph = program.graph_module.graph
-    weights = _weights(program, owner)
+    graph, weights = trace.graph, list(trace.weights.values())
     drop_noops(graph)
     merge_equal(graph)
     single = all(weight.dtype == torch.float32 for weight in weights if weight.is_floating_point())
@@ -115,17 +108,17 @@ def compile_program(
         whole = fx.Graph()
         whole.output(whole.graph_copy(graph, {}))
         if fuse_rows(whole, dtype, rules, exact):
-            run_rows = _function(program, whole)
+            run_rows = _function(whole)
         fuse_rows(graph, dtype)
     left = sum(sizes.get(node, 0) for node in graph.nodes if node.target is aten.linear.default)
     by_programs = 1 - left / max(sum(sizes.values()), 1)
     if row_kernels is not None and row_kernels is not layer_rows:
         fuse_linears(graph, row_kernels.add_rms_norm)
-    return CompiledPass(_function(program, graph), run_rows, weights, by_programs)
+    return CompiledPass(_function(graph), run_rows, weights, by_programs)
 
 
-def _function(program: torch.export.ExportedProgram, graph: fx.Graph) -> Callable[..., Any]:
-    """Return a rewritten graph as a function."""
+def _function(graph: fx.Graph) -> Callable[..., Any]:
+    """A rewritten graph as a function."""
     for node in nodes_of(graph):
         if node.op == "call_function" and node.target in BINDINGS:
             node.target = BINDINGS[node.target]
@@ -133,7 +126,7 @@ def _function(program: torch.export.ExportedProgram, graph: fx.Graph) -> Callabl
             node.op, node.target, node.args = "call_method", "view", (node.args[0], *node.args[1])
     graph.eliminate_dead_code()
     graph.lint()
-    return fx.GraphModule(program.graph_module, graph).forward
+    return fx.GraphModule({}, graph).forward
 
 
 def layer_sizes(graph: fx.Graph) -> dict[Node, int]:
@@ -142,16 +135,6 @@ def layer_sizes(graph: fx.Graph) -> dict[Node, int]:
     """
     layers = [node for node in graph.nodes if node.target in (PACKED_PRODUCT, aten.linear.default)][:-1]
     return {node: int(value(node.args[1]).numel()) for node in layers}
-
-
-def _weights(program: torch.export.ExportedProgram, owner: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the tensors of a program's lifted inputs, live ones where the owner still has them."""
-    live = dict(owner.named_parameters(remove_duplicate=False)) | dict(owner.named_buffers(remove_duplicate=False))
-    weights = []
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is not torch.export.graph_signature.InputKind.USER_INPUT:
-            weights.append(live[spec.target] if spec.target in live else program.constants[spec.target])
-    return weights
 
 
 def check_repeatable(graph: fx.Graph) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import takewhile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.export.graph_signature import InputKind, TensorArgument
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from retrieve_spec.errors import UnsupportedModelError
-from retrieve_spec.recorded.graph_passes import Node, is_call, value
+from retrieve_spec.recorded.graph_passes import is_call, value
+from retrieve_spec.recorded.tracing import CONSTANT, Node, Trace
 from retrieve_spec.verify.shrink import layer_kinds
 
 
@@ -43,15 +44,34 @@ def only_first(blocks: nn.ModuleList, count: int) -> Iterator[None]:
         blocks.extend(others)
 
 
-def append_copies(program: torch.export.ExportedProgram, path: str, like: Sequence[int]) -> None:
+@contextlib.contextmanager
+def catch_layers(blocks: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """Catch what the first of some blocks is given while a decoder runs, and what each of them hands on."""
+    caught: list[torch.Tensor] = []
+
+    def catch_inputs(_block: nn.Module, args: Any, kwargs: Any) -> None:
+        caught.extend(part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor))
+
+    def catch_output(_block: nn.Module, _args: Any, out: Any) -> None:
+        caught.append(out[0] if isinstance(out, tuple) else out)
+
+    with contextlib.ExitStack() as hooks:
+        for block in blocks[:1]:
+            hooks.enter_context(block.register_forward_pre_hook(catch_inputs, with_kwargs=True))
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(catch_output))
+        yield caught
+
+
+def append_copies(trace: Trace, owner: nn.Module, blocks: nn.ModuleList, like: Sequence[int]) -> None:
     """Append the other layers to a trace of a model's first ones, in place.
 
     Parameters
     ----------
-    program
-        What was exported.
-    path
-        Name of the list of blocks in what was exported.
+    trace
+        The trace, which handed out what `catch_layers` caught.
+    owner, blocks
+        What was traced, and the list of all blocks inside of it.
     like
         As `copied_layers` returns it.
 
@@ -60,20 +80,32 @@ def append_copies(program: torch.export.ExportedProgram, path: str, like: Sequen
     NotImplementedError
         A layer takes or returns more than hidden states, or has tensors that are no weights.
     """
-    graph = program.graph_module.graph
-    traced = _nodes_by_layer(graph, path, max(like) + 1)
-    handed_on = [_handed_on(nodes) for nodes in traced]
-    shared = set(takewhile(lambda node: node is not traced[0][0], graph.nodes))
-    last, following = handed_on[-1], traced[-1][-1].next
-    readers, hidden = set(last.users) - set(traced[-1]), last
-    for layer in range(len(traced), len(like)):
+    path = next(name for name, part in owner.named_modules() if part is blocks)
+    count, graph = max(like) + 1, trace.graph
+    nodes, handed_on = list(graph.nodes), trace.inside[-count:]
+    begin = max(map(nodes.index, trace.inside[:-count])) + 1
+    bounds = [begin, *(nodes.index(node) + 1 for node in handed_on)]
+    traced = [nodes[start:end] for start, end in pairwise(bounds)]
+    for inside, result in zip(traced, handed_on, strict=True):
+        _check_alone(inside, result)
+    shared, last, following = set(nodes[:begin]), handed_on[-1], nodes[bounds[-1]]
+    inputs = dict(zip(trace.weights, nodes, strict=False))
+    shared -= {node for name, node in inputs.items() if name.startswith((CONSTANT, f"{path}."))}
+    readers, hidden = set(last.users), last
+    for layer in range(count, len(like)):
         at = like[layer]
-        new = _add_weights(program, f"{path}.{at}.", f"{path}.{layer}.") | {handed_on[at - 1]: hidden}
+        owned = {
+            name.removeprefix(f"{path}.{at}."): node
+            for name, node in inputs.items()
+            if name.startswith(f"{path}.{at}.")
+        }
+        new = _add_weights(trace, blocks[layer], f"{path}.{layer}", owned, nodes[len(inputs)])
+        new[handed_on[at - 1]] = hidden
         with graph.inserting_before(following):
             for node in traced[at]:
                 if not all(given in new or given in shared or _counts(given) for given in node.all_input_nodes):
                     raise NotImplementedError("a layer takes more than hidden states")
-                new[node] = graph.node_copy(node, lambda given, new=new: new.get(given, given))
+                new[node] = graph.node_copy(node, partial(_in_layer, new))
                 if is_call(node, torch.ops.retrieve_spec.attend.default):
                     new[node].update_arg(3, layer)
         hidden = new[handed_on[at]]
@@ -81,43 +113,31 @@ def append_copies(program: torch.export.ExportedProgram, path: str, like: Sequen
         reader.replace_input_with(last, hidden)
 
 
-def _nodes_by_layer(graph: fx.Graph, path: str, count: int) -> list[list[Node]]:
-    """Return the nodes of each traced layer, in order."""
-    layers: list[list[Node]] = [[] for _ in range(count)]
-    for node in graph.nodes:
-        modules = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
-        if modules and modules[-1].startswith(f"{path}.") and not _counts(node):
-            layers[int(modules[-1].removeprefix(f"{path}.").split(".")[0])].append(node)
-    return layers
+def _in_layer(new: Mapping[Node, Node], given: Node) -> Node:
+    """What stands for a node in a layer: a new one, or what all layers share."""
+    return new.get(given, given)
 
 
 def _counts(node: Node) -> bool:
-    """Whether a node is a number of rows, or computed from it, and the same in all layers."""
-    return isinstance(value(node), int | torch.SymInt)
+    """Whether a node is a number of rows or made of it, and the same in all layers."""
+    return isinstance(value(node), int)
 
 
-def _handed_on(layer: list[Node]) -> Node:
-    """Return the results of a layer that others use."""
+def _check_alone(layer: Sequence[Node], last: Node) -> None:
+    """Look whether others take something of a layer that is not the last it computes."""
     inside = set(layer)
-    taken = [node for node in layer if any(user not in inside and not _counts(user) for user in node.users)]
-    if len(taken) != 1:
-        raise NotImplementedError("a layer hands on more than hidden states")
-    return taken[0]
+    for node in layer:
+        if node is not last and not _counts(node) and any(user not in inside for user in node.users):
+            raise NotImplementedError("a layer hands on more than hidden states")
 
 
-def _add_weights(program: torch.export.ExportedProgram, path: str, other: str) -> dict[Node, Node]:
-    """Add inputs for what one layer owns; return them by those of another layer. The paths of both end in a dot."""
-    graph, specs = program.graph_module.graph, program.graph_signature.input_specs
-    nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    owned = sum(spec.kind is not InputKind.USER_INPUT for spec in specs)
+def _add_weights(trace: Trace, block: nn.Module, path: str, owned: Mapping[str, Node], ids: Node) -> dict[Node, Node]:
+    """Inputs, before the token ids, for what a block with this path owns, by those for what another one owns."""
+    own = dict(block.named_parameters(remove_duplicate=False)) | dict(block.named_buffers(remove_duplicate=False))
     added: dict[Node, Node] = {}
-    for node, spec in zip(nodes, list(specs), strict=True):
-        if spec.target is not None and spec.target.startswith(path):
-            if spec.kind is InputKind.CONSTANT_TENSOR:
-                raise NotImplementedError("a layer has a tensor that is no weight")
-            with graph.inserting_before(nodes[owned]):
-                added[node] = own = graph.placeholder(f"{node.name}_{len(nodes)}")
-            own.meta = dict(node.meta)
-            target = other + spec.target.removeprefix(path)
-            specs.insert(owned + len(added) - 1, replace(spec, arg=TensorArgument(own.name), target=target))
+    with trace.graph.inserting_before(ids):
+        for name, node in owned.items():
+            trace.weights[f"{path}.{name}"] = own[name]
+            added[node] = trace.graph.placeholder(f"{node.name}_{path.rpartition('.')[2]}")
+            added[node].meta = dict(node.meta)
     return added

@@ -1,7 +1,7 @@
 """Recorded pass: a model's own forward as one flat list of tensor operations, with cache and attention left open.
 
-`torch.export` records what the model does to a handful of tokens; Python modules, hooks and masks are gone afterwards,
-and no operation depends on how many tokens the cache holds. Recording runs on fake tensors, so a forward whose
+A trace (`tracing.py`) shows what the model does to some tokens; Python modules, hooks and masks are gone afterwards,
+and no operation depends on how many tokens the cache holds. Tracing runs on fake tensors, so a forward whose
 operations depend on the data (expert routing by loops, rotary scaling by length) cannot be recorded by mistake: it
 fails, and the caller uses the model itself.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -20,21 +19,20 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.fx import config as fx_config
 from torch.nn import functional
 from torch.nn.modules import module as torch_wide
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from retrieve_spec.attention import rule_from_call
-from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.kernels.attention_inputs import LayerRule
 from retrieve_spec.kernels.cpu import RowTexts
 from retrieve_spec.model_layers import decoder_blocks
 from retrieve_spec.recorded import graph_passes
-from retrieve_spec.recorded.layer_copies import append_copies, only_first
+from retrieve_spec.recorded.layer_copies import append_copies, catch_layers, only_first
+from retrieve_spec.recorded.tracing import Trace, trace
 from retrieve_spec.verify.interface import attention_implementation, cache_name_of, catch_hidden, input_device
 from retrieve_spec.verify.trials import VerificationError
 
@@ -75,7 +73,7 @@ def has_adapters_of_a_call(model: nn.Module) -> bool:
     return any(origin.startswith("peft.") for _, origin in _hooks(model))
 
 
-NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export")
+NOISY = logging.getLogger("torch._subclasses.fake_tensor")
 RECORDER = "retrieve_spec_recorder"
 _MOSTLY = 0.8
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -93,7 +91,7 @@ def _attend_shape(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 
 @dataclass(slots=True)
 class _Log:
-    """What the attention function saw; an object of its own because export undoes changes to a module's containers."""
+    """What the attention function saw; by layer."""
 
     rules: dict[int, LayerRule] = field(default_factory=dict)
     sinks: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
@@ -154,7 +152,10 @@ class _RecordedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _Recording(nn.Module):
-    """The function that is recorded: token ids and positions in, logits and one layer's hidden states out."""
+    """The function that is recorded: token ids and positions in, logits and one layer's hidden states out.
+
+    After these comes what is caught of the blocks that are `shown`.
+    """
 
     def __init__(self, model: Any, num_layers: int, layer: Layer) -> None:
         super().__init__()
@@ -162,18 +163,19 @@ class _Recording(nn.Module):
         self.num_layers = num_layers
         self.layer: Layer = layer
         self.log = _Log()
+        self.shown: list[nn.Module] = []
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         cache = Cache(layers=[_RecordedLayer(i, self.log) for i in range(self.num_layers)])
         self.log.clear()
-        with catch_hidden(self.model, self.layer) as hidden:
+        with catch_hidden(self.model, self.layer) as hidden, catch_layers(self.shown) as caught:
             out = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 use_cache=True,
                 **{cache_name_of(self.model): cache},
             )
-        return out.logits, hidden[-1]
+        return out.logits, hidden[-1], *caught
 
 
 def _record_attention(
@@ -266,11 +268,10 @@ class RecordedPass:
         self.device = input_device(model)
         with (
             attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet(),
-            _without_stacks(),
         ):  # fmt: skip
-            program = self._export_kinds(recording, like) if like else self._export(recording)
+            traced = self._trace_kinds(recording, like) if like else self._trace(recording)
         self.rules = recording.log.live_rules()
-        self._compiled = compiled = graph_passes.compile_program(program, recording, row_kernels, self.rules, exact > 0)
+        self._compiled = compiled = graph_passes.compile_trace(traced, row_kernels, self.rules, exact > 0)
         self._weights, self.reads_prompts = compiled.weights, compiled.program_share > _MOSTLY
         self.attends_rows = compiled.run_rows is not None
         self._states = [kinds for _, kinds in sorted(recording.log.states.items())]
@@ -280,34 +281,31 @@ class RecordedPass:
         if len(self.rules) != num_layers:
             raise RecordingError(f"{len(self.rules)} of {num_layers} layers use the attention interface")
 
-    def _export_kinds(self, recording: _Recording, like: Sequence[int]) -> torch.export.ExportedProgram:
-        """Export the first layers, and repeat them for the others."""
+    def _trace_kinds(self, recording: _Recording, like: Sequence[int]) -> Trace:
+        """Trace the first layers, and repeat them for the others."""
         blocks = decoder_blocks(recording.model)
         with only_first(blocks, max(like) + 1):
-            program = self._export(recording)
+            recording.shown = list(blocks)
+            traced = self._trace(recording)
         try:
-            append_copies(program, next(name for name, part in recording.named_modules() if part is blocks), like)
+            append_copies(traced, recording, blocks, like)
             for layer, at in enumerate(like):
                 recording.log.repeat(at, layer, blocks)
         except Exception as error:  # layers that share modules, or do not attend: all of them are traced then
             raise RecordingError(f"its layers cannot be repeated ({in_a_line(error)})") from error
-        return program
+        return traced
 
-    def _export(self, recording: _Recording) -> torch.export.ExportedProgram:
-        ids = torch.zeros((1, 4), dtype=torch.long, device=self.device)
-        positions = torch.arange(4, device=self.device)[None]
-        rows = torch.export.Dim("rows", min=2, max=PASS.max_rows)
-        shapes = {"input_ids": {1: rows}, "position_ids": {1: rows}}
+    def _trace(self, recording: _Recording) -> Trace:
         token = _log.set(recording.log)
         try:
-            program = torch.export.export(recording, (ids, positions), dynamic_shapes=shapes, strict=False)
-            self.traced = hashlib.sha256(str(program.graph).encode()).hexdigest()
-            graph_passes.check_repeatable(program.graph_module.graph)
-            return program
+            traced = trace(recording, 2, self.device)
+            self.traced = hashlib.sha256(str(traced.graph).encode()).hexdigest()
+            graph_passes.check_repeatable(traced.graph)
+            return traced
         except (RecordingError, NotImplementedError) as error:
             raise RecordingError(str(error)) from error
         except Exception as error:  # whatever a model's own code raises while it is traced
-            raise RecordingError(f"torch.export refused it ({in_a_line(error)})") from error
+            raise RecordingError(f"it cannot be traced ({in_a_line(error)})") from error
         finally:
             _log.reset(token)
 
@@ -367,28 +365,12 @@ class RecordedPass:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging refusals that are reported as a reason."""
-    loggers = [logging.getLogger(name) for name in NOISY]
-    before = [logger.disabled for logger in loggers]
-    verbosity = transformers.logging.get_verbosity()
+    """Keep torch from logging refusals that are reported as a reason, and transformers from advice on every forward."""
+    verbosity, disabled = transformers.logging.get_verbosity(), NOISY.disabled
     transformers.logging.set_verbosity_error()
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # export prints the graph of a refused forward
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-@contextlib.contextmanager
-def _without_stacks() -> Iterator[None]:
-    """Keep torch from noting of every operation where the model's code calls it: a fifth of the work of a trace."""
-    before = getattr(fx_config, "do_not_emit_stack_traces", False)  # torch before 2.13 notes them nevertheless
-    fx_config.do_not_emit_stack_traces = True
+    NOISY.disabled = True
     try:
         yield
     finally:
-        fx_config.do_not_emit_stack_traces = before
+        transformers.logging.set_verbosity(verbosity)
+        NOISY.disabled = disabled

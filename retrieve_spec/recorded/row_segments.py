@@ -28,6 +28,7 @@ from retrieve_spec.kernels.cpu import (
     layer_rows,
     serves,
 )
+from retrieve_spec.recorded.tracing import Node
 
 aten = torch.ops.aten
 PACKED_PRODUCT = torch.ops.retrieve_spec.packed_product.default
@@ -40,7 +41,6 @@ _STEPS = {
     layer_rows.gate: 2, layer_rows.rotate: 1, layer_rows.rotate_both: 2,
 }  # fmt: skip
 """Operations that programs have a step for, and how many of their leading arguments are rows."""
-Node = Any
 
 
 def fuse_rows(graph: fx.Graph, dtype: torch.dtype, rules: Sequence[LayerRule] = (), exact: bool = False) -> bool:

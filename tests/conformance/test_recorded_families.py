@@ -16,7 +16,7 @@ from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
 
 INTERFACE = "its layers do not use transformers' attention interface"
 NOT_RECORDED = {
-    "llama-dynamic-ntk": "torch.export refused it",  # frequencies depend on the positions
+    "llama-dynamic-ntk": "it cannot be traced",  # frequencies depend on the positions
     "gptj": INTERFACE,
     "falcon": INTERFACE,
     "codegen": INTERFACE,
@@ -26,13 +26,13 @@ NOT_RECORDED = {
     "llama4_text": "its attention is cut into chunks",
     "biogpt": INTERFACE,
     "xglm": INTERFACE,
-    "dbrx": "torch.export refused it",  # experts are looped over
+    "dbrx": "it cannot be traced",  # experts are looped over
     "lfm2": "layers of type LinearAttentionLayer",
     **dict.fromkeys(["falcon-alibi", "bloom", "mpt"], "the model derives positions itself"),
     **dict.fromkeys(["mamba", "mamba2", "falcon_h1", "jamba", "qwen3_next"], INTERFACE),  # recurrent state
 }
 if Version(transformers.__version__) < Version("5.23"):
-    NOT_RECORDED["phi3-longrope"] = "torch.export refused it"  # its frequencies depended on the positions, too
+    NOT_RECORDED["phi3-longrope"] = "it cannot be traced"  # its frequencies depended on the positions, too
 """Families whose forward cannot be recorded, and what the reason mentions."""
 CASES = [pytest.param(family, id=family.name) for family in FAMILIES if family.mode == "tree"]
 

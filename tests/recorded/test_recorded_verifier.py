@@ -71,7 +71,7 @@ def test_cache_grows_and_is_continued() -> None:
 @pytest.mark.parametrize(
     ("model_type", "extra", "reason"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "torch.export"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "cannot be traced"),
         ("gptj", FAMILIES["gpt2"] | {"rotary_dim": 4}, "attention interface"),
     ],
 )
@@ -87,23 +87,6 @@ def test_switches() -> None:
     assert made(model, recorded_pass="auto")[1] == "the model has fewer than 1,000,000 parameters"
     with pytest.raises(RecordingError, match="training"):
         RecordedPass(model.train(), 2)
-
-
-def test_a_trace_notes_no_stacks_and_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were a fifth of the work."""
-    if not hasattr(torch.fx.config, "do_not_emit_stack_traces"):
-        pytest.skip("this torch notes them always")
-    stacks, export = list[Any](), torch.export.export
-
-    def noting(*args: Any, **options: Any) -> Any:
-        program = export(*args, **options)
-        stacks.extend(node.stack_trace for node in program.graph.nodes)
-        return program
-
-    monkeypatch.setattr(torch.export, "export", noting)
-    RecordedPass(build("llama"), 2)
-    assert not any("small_decoders" in stack or "modeling_llama" in stack for stack in stacks if stack)
-    assert not torch.fx.config.do_not_emit_stack_traces
 
 
 def test_cudnn_plans_nothing_while_a_model_is_examined() -> None:

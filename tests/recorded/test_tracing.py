@@ -1,0 +1,96 @@
+"""Traces: a graph that does for any number of rows what the forward does, over the tensors of that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_decoders import accelerate, build, check
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from retrieve_spec.recorded.tracing import trace
+
+WIDTH, TOKENS = 6, 509
+
+
+class Forward(nn.Module):
+    """Sizes that are made of the rows; a weight that is as long as rows may be; a shared part, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS, WIDTH)
+        self.first = self.second = nn.Linear(WIDTH, 2 * WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("offset", torch.ones(WIDTH))
+        self.factor = torch.tensor(3.0)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.tokens(input_ids) + position_ids[..., None] * self.factor + self.offset
+        inner = self.first(x).view(2 * input_ids.shape[1], WIDTH)
+        inner = self.second(inner).reshape(1, 4 * input_ids.shape[1], WIDTH)[:, : input_ids.shape[1]]
+        return self.head(inner), inner
+
+
+def function(graph: fx.Graph) -> Callable[..., Any]:
+    made: Callable[..., Any] = fx.GraphModule({}, graph).forward
+    return made
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 510])
+@torch.no_grad()
+def test_a_graph_does_for_any_rows_what_the_forward_does(rows: int) -> None:
+    forward = Forward().eval()
+    before = dict(forward.named_parameters(remove_duplicate=False)) | dict(forward.named_buffers())
+    traced = trace(forward, 1, torch.device("cpu"))
+    after = dict(forward.named_parameters(remove_duplicate=False)) | dict(forward.named_buffers())
+    assert all(after[name] is tensor for name, tensor in before.items()) and not isinstance(forward.factor, FakeTensor)
+    forward.second.weight.mul_(2)  # weights are the live ones
+    ids, positions = torch.arange(rows)[None] % TOKENS, torch.arange(rows)[None] + 5
+    (ours,) = function(traced.graph)(*traced.weights.values(), ids, positions)
+    assert torch.equal(ours, forward(ids, positions)[0])
+    assert [node.meta["val"].shape[2] for node in traced.inside] == [WIDTH]
+
+
+class Autocast(Forward):
+    """Switches autocast, on or off."""
+
+    enabled = True
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            return super().forward(input_ids, position_ids)
+
+
+@torch.no_grad()
+def test_a_forward_that_switches_autocast_on_is_refused() -> None:
+    forward = Autocast().eval()
+    with pytest.raises(NotImplementedError, match="autocast"):
+        trace(forward, 2, torch.device("cpu"))
+    forward.enabled = False
+    traced = trace(forward, 2, torch.device("cpu"))
+    ids = torch.arange(4)[None]
+    for ours, theirs in zip(function(traced.graph)(*traced.weights.values(), ids, ids), forward(ids, ids), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class ManyRows(LlamaMLP):  # type: ignore[misc]
+    """Does something else from some number of rows on."""
+
+    most = 100
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * (2 if x.shape[1] > self.most else 1)
+
+
+@pytest.mark.parametrize(("most", "kind"), [(100, "model's own"), (1000, "recorded")])
+def test_a_forward_that_does_something_else_with_more_rows_fails_its_trial(most: int, kind: str) -> None:
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__, layer.mlp.most = ManyRows, most
+    accelerate(model)
+    check(model, kind)
