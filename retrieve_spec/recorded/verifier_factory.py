@@ -131,14 +131,15 @@ def _record(
 ) -> RecordedVerifier:
     """Return a recording that agrees with the model, with CUDA graphs where these agree."""
     recording = _recorded(model, finding, layer, row_kernels, exact, like, PASS.cuda_graphs)
-    try:
-        check_verifier(model, recording, "tree", finding.texts)
-    except VerificationError as error:
-        if recording.graphs is None:
-            raise
-        logger.debug("the recorded pass with graphs is not used: %s", error)
-        recording.graphs = None
-        check_verifier(model, recording, "tree", finding.texts)
+    for trial in _trials(model) if is_exact(model) else [Trial(PROMPT, 0)]:
+        try:
+            check_verifier(model, recording, "tree", finding.texts, trial)
+        except VerificationError as error:
+            if recording.graphs is None:
+                raise
+            logger.debug("the recorded pass with graphs is not used: %s", error)
+            recording.graphs = None
+            check_verifier(model, recording, "tree", finding.texts, trial)
     if exact:
         check_exact(model, recording.fresh, finding.texts)
     return recording
@@ -162,17 +163,22 @@ def _recorded(
 
 
 def _check_structure(model: Any, interface: ModelInterface, layer: Layer, exact: int) -> None:
-    """Check recorded passes of float32 copies of a model, past its windows too."""
+    """Look for faults of recorded passes of float32 copies of a model, past windows that its own trial is not past."""
     copies = [] if is_exact(model) else [float32_copy(model)]
-    if any(cache_windows(new_cache(model))):
+    windows = cache_windows(new_cache(model))
+    if any(windows) and (max(windows) > REACH or not is_exact(model)):
         copies.append(shrunk(model))
     for copied in (copied for copied in copies if copied is not None):
-        windows = cache_windows(new_cache(copied))
-        recorded = RecordedPass(copied, len(windows), layer, exact=exact)
+        recorded = RecordedPass(copied, len(new_cache(copied).layers), layer, exact=exact)
         verifier = RecordedVerifier(copied, HFVerifier(copied, same_way(copied, interface)), recorded)
-        longest = max(windows)
-        for trial in [Trial(PROMPT, 0)] + [Trial(longest + 3, 0, 2)] * (0 < longest <= REACH):
+        for trial in _trials(copied):
             check_verifier(copied, verifier, trial=trial)
+
+
+def _trials(model: Any) -> list[Trial]:
+    """A short text, and one that is longer than a model's windows where these are short."""
+    longest = max(cache_windows(new_cache(model)), default=0)
+    return [Trial(PROMPT, 0)] + [Trial(longest + 3, 0, 2)] * (0 < longest <= REACH)
 
 
 def check_recorded(model: Any, finding: Finding, config: SpeculationConfig) -> None:
