@@ -1,15 +1,15 @@
 """Tracing: what a model's forward does, as a graph of operations for any number of rows.
 
-The forward is traced on fake tensors for one number of rows, a prime that divides no size of its weights: multiples of
-it are multiples of the rows. A forward that does something else for another number of rows fails its trial, or gives
-other logits there. Symbolic shapes would find that out while they trace, and take four times as long for it.
+The forward is traced on fake tensors for a few rows and for many. Numbers that differ between the two graphs are
+computed from the number of rows. A forward whose graphs differ in anything else depends on the number of rows in some
+other way, and is refused. Symbolic shapes would find that out in one trace, but take twice as long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,18 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from retrieve_spec.config import PASS
 
 aten = torch.ops.aten
 Node = Any
 """An `fx.Node`; its arguments are of any type, which a static checker cannot follow."""
-_PRIMES = (509, 503, 499, 491, 487, 479, 467)
+_ROWS = (PASS.max_rows, 3)
+"""Rows of the two traces."""
 CONSTANT = "constant_"
 """How the names of tensors begin that a forward reads and are no weights."""
+_DEPENDS = "it does something else for another number of rows"
 _GRAD_MODE = torch._C._set_grad_enabled
 _AUTOCAST = (_enter_autocast, _exit_autocast)
 
@@ -37,7 +41,7 @@ class Trace:
     Attributes
     ----------
     graph
-        Takes the weights, token ids and positions. A node's `meta["val"]` is what it was for some number of rows.
+        Takes the weights, token ids and positions. A node's `meta["val"]` is what it was for many rows.
     weights
         By name, the live parameters and buffers, then what else the forward reads: constants.
     inside
@@ -64,13 +68,12 @@ def trace(forward: nn.Module, results: int, device: torch.device) -> Trace:
     Raises
     ------
     NotImplementedError
-        It does what a graph of operations does not say.
+        It does what a graph of operations does not say, or something else for another number of rows.
     """
     weights = _weights(forward)
-    rows = next(
-        prime for prime in _PRIMES if all(size % prime for weight in weights.values() for size in weight.shape if size)
-    )
-    traced = _trace_rows(forward, weights, rows, device)
+    traced, other = (_trace_rows(forward, weights, rows, device) for rows in _ROWS)
+    if len(traced.graph.nodes) != len(other.graph.nodes):
+        raise NotImplementedError(_DEPENDS)
     graph, made = fx.Graph(), dict[Node, Node]()
     inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
     constants = [node for node in traced.graph.nodes if node.op == "get_attr"]
@@ -81,11 +84,17 @@ def trace(forward: nn.Module, results: int, device: torch.device) -> Trace:
     for node, name in zip([*inputs[:-2], *constants, *inputs[-2:]], names, strict=True):
         made[node] = graph.placeholder(name)
         made[node].meta = dict(node.meta)
-    numbers = _Multiples(graph, made[inputs[-1]], rows)
-    for node in traced.graph.nodes:
+    merge = _Merge(graph, made[inputs[-1]])
+    for node, twin in zip(traced.graph.nodes, other.graph.nodes, strict=True):
+        merge.twins[node] = twin
+        same = node.op == twin.op and node.target == twin.target
+        if node.op == "get_attr":
+            same = torch.equal(getattr(traced, node.target), getattr(other, twin.target))
+        if not same:
+            raise NotImplementedError(_DEPENDS)
         if node.op in ("call_function", "output") and not _switches(node):
             made[node] = graph.node_copy(node, made.__getitem__)
-            numbers.replace_in(made[node])
+            made[node].args, made[node].kwargs = merge.arguments(node, made)
     *_, output = graph.nodes
     handed_out = list(output.args[0])
     output.args = (tuple(handed_out[:results]),)
@@ -130,35 +139,59 @@ def _exporting() -> Iterator[None]:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
-class _Multiples:
-    """Numbers of a graph that are multiples of its rows.
+class _Merge:
+    """Arguments of a graph's nodes that hold for any number of rows, from traces of two numbers of rows.
 
     Parameters
     ----------
     graph
-        A graph of so many `rows`.
+        The graph.
     positions
         Its last input, whose rows they are.
+
+    Attributes
+    ----------
+    twins
+        By node of the first trace, that of the second; of those before, in order.
     """
 
-    def __init__(self, graph: fx.Graph, positions: Node, rows: int) -> None:
-        self._graph, self._rows = graph, rows
-        self._nodes = {rows: graph.call_function(aten.sym_size.int, (positions, 1))}
-        self._nodes[rows].meta["val"] = rows
+    def __init__(self, graph: fx.Graph, positions: Node) -> None:
+        self.twins: dict[Node, Node] = {}
+        self._graph = graph
+        self._counts = {(1, 0): graph.call_function(aten.sym_size.int, (positions, 1))}
+        self._counts[1, 0].meta["val"] = _ROWS[0]
 
-    def replace_in(self, node: Node) -> None:
-        """Let a node take multiples of however many rows there are."""
-        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), self._replaced)
+    def arguments(self, node: Node, made: Mapping[Node, Node]) -> Any:
+        """Return the positional and keyword arguments of a node, made of the nodes that stand for others."""
+        (leaves, spec), (twins, twin_spec) = (
+            tree_flatten((each.args, each.kwargs)) for each in (node, self.twins[node])
+        )
+        if spec != twin_spec:
+            raise NotImplementedError(_DEPENDS)
+        return tree_unflatten([self._leaf(*pair, made) for pair in zip(leaves, twins, strict=True)], spec)
 
-    def _replaced(self, leaf: Any) -> Any:
-        if type(leaf) is not int or not leaf or leaf % self._rows:
-            return leaf
-        if leaf not in self._nodes:
-            first = self._nodes[self._rows]
+    def _leaf(self, leaf: Any, twin: Any, made: Mapping[Node, Node]) -> Any:
+        if type(leaf) is type(twin) is int and leaf != twin:
+            return self._count(leaf, twin)
+        is_node = isinstance(leaf, fx.Node)
+        if (self.twins[leaf] is not twin) if is_node else repr(leaf) != repr(twin):
+            raise NotImplementedError(_DEPENDS)
+        return made[leaf] if is_node else leaf
+
+    def _count(self, many: int, few: int) -> Node:
+        """Return the node of a number that is so many rows with many rows and so few with few."""
+        times, left = divmod(many - few, _ROWS[0] - _ROWS[1])
+        if left:
+            raise NotImplementedError(_DEPENDS)
+        key = times, many - times * _ROWS[0]
+        if key not in self._counts:
+            first = self._counts[1, 0]
             with self._graph.inserting_after(first):
-                self._nodes[leaf] = self._graph.call_function(operator.mul, (first, leaf // self._rows))
-            self._nodes[leaf].meta["val"] = leaf
-        return self._nodes[leaf]
+                product = self._graph.call_function(operator.mul, (first, times))
+            with self._graph.inserting_after(product):
+                self._counts[key] = self._graph.call_function(operator.add, (product, key[1]))
+            product.meta["val"], self._counts[key].meta["val"] = times * _ROWS[0], many
+        return self._counts[key]
 
 
 def _switches(node: Node) -> bool:
