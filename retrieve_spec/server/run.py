@@ -69,7 +69,6 @@ def build_service(
     """
     progress("loading the weights")
     model, tokenizer = load_model(model_name, **asdict(loading))
-    progress("making the model's passes ready; the first start on a machine compiles the kernels")
     service = assemble(
         model,
         tokenizer,
@@ -78,6 +77,7 @@ def build_service(
         shared=shared,
         sources=sources,
         metrics=metrics,
+        progress=progress,
     )
     model.speculation.assume_frozen()  # nobody else has it
     return service
@@ -93,9 +93,11 @@ def assemble(
     sources: DraftSources = DraftSources(),
     metrics: Metrics | None = None,
     clock: Callable[[], float] = monotonic,
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> Service:
     """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
     given = [open_datastore(store, tokenizer=tokenizer) for store in sources.stores]
+    progress("making the model's passes ready; the first start on a machine compiles their kernels")
     accelerate(model, tokenizer, datastores=given, session=sources.session or False)
     drafters = model.speculation.drafters
     backend = Backend(model, tokenizer, config.ctx_size)
@@ -124,7 +126,9 @@ def assemble(
     end_of_text = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(service.end_ids, default=0)
     infill = partial(InfillProcessor, service.codec, service.end_ids, end_of_text)
     backend.guide(infill, service.grammars, service.beginnings)
+    progress("making samplers ready; the first start on a machine compiles them")
     prepare_sampling()
+    progress("trying requests of every kind; the first start on a machine compiles the kernels of drafting")
     try:
         backend.warm_up(service.end_ids)  # else the first requests wait for kernels
     except Exception:
