@@ -119,7 +119,7 @@ def distil(
     max_tokens, minutes
         When it ends, at the latest.
     contexts
-        Contexts that the table has room for, a power of two.
+        Contexts that the table has room for at most, a power of two.
     on_progress
         Called after each answer and each text.
 

@@ -170,9 +170,8 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of all arrays."""
-        parts = [part.files for part in self.segments] + [part.files for part in self.distilled]
-        return sum(file.bytes for files in parts for file in files.values())
+        """Size of the segments' arrays."""
+        return sum(entry.bytes for segment in self.segments for entry in segment.files.values())
 
     @property
     def content(self) -> str:

@@ -77,7 +77,7 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, model
     observations
         What it said; kept, too, so that a later run can add to it.
     capacity
-        Contexts that the table has room for, a power of two; of those that do not fit, the most observed stay.
+        Contexts that the table has room for at most, a power of two; of those that do not fit, the most observed stay.
     store
         Folder of the store.
     model
@@ -95,7 +95,9 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, model
     StoreLockedError
         Another process is writing to the store.
     """
-    sets, entries = _placed(averaged(observations), capacity)
+    contexts = averaged(observations)
+    capacity = min(capacity, max(1 << (2 * len(contexts.keys)).bit_length(), WAYS))
+    sets, entries = _placed(contexts, capacity)
     arrays: dict[str, NDArray[Any]] = {"sets": sets, "entries": np.append(entries, np.zeros(MOST, np.int32))}
     arrays |= {name: getattr(observations, name) for name in _OBSERVED}
     with changing(store, "distil") as (work, manifest):

@@ -82,6 +82,7 @@ def test_a_table_is_put_in_place_of_the_last_one_of_its_model(store):
     store = keep(store, said(([6], (3, 9))), "model:2")
     assert [(entry.model, entry.tokens) for entry in store.manifest.distilled] == [("model:1", 2), ("model:2", 1)]
     assert len(distilled_tables([store])) == len(list((store.path / "distilled").iterdir())) == 2
+    assert sum(path.stat().st_size for path in folder_of(store).iterdir()) < 4000, "as large as what it holds"
     [part] = observed(store, "model:1")
     assert part.token_ids.tolist() == [6, 8] and part.top_ids.tolist() == [[8, 9], [8, 9]]
     assert observed(store, "model:3") == []
