@@ -270,7 +270,9 @@ def put_distilled(work: WorkFolder, name: str, made: Path) -> None:
         sync_folder(folder)
 
 
-_OURS = re.compile(rf"{LOCK}|{WORK}|{SEGMENTS}|{TOMBSTONES}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}")
+_OURS = re.compile(
+    rf"{LOCK}|{WORK}|{SEGMENTS}|{TOMBSTONES}|{DISTILLED}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
+)
 """Names of files that an interrupted first build leaves."""
 
 

@@ -174,7 +174,7 @@ def merge_datastores(
         manifests = [read_manifest(folder) for folder in folders]
         for folder, manifest in zip(folders, manifests, strict=True):
             check_tokenizer(folder, manifest, folders[0] / manifests[0].tokenizer_name)
-        if not any(manifest.segments for manifest in manifests):
+        if not any(manifest.segments or manifest.distilled for manifest in manifests):
             raise nothing_to_index((), {})
         dense = _common_dense(folders, manifests)
         widest = max(range(len(folders)), key=lambda i: manifests[i].vocabulary)  # fingerprints know no added tokens
@@ -420,10 +420,11 @@ def unite(
                 )
                 entries.append(replace(taken, name=f"{len(entries):06d}"))
             advance(sum(file.bytes for file in entry.files.values()))
-    if not entries:
+    distilled = _take_distilled(work, ((store.path, store.manifest) for store in opened))
+    if not (entries or distilled):
         work.end()
         raise nothing_to_index((), {})
-    manifest = replace(manifest, distilled=_take_distilled(work, ((store.path, store.manifest) for store in opened)))
+    manifest = replace(manifest, distilled=distilled)
     return publish(work, manifest, (), entries, event, skipped=skipped, seconds=watch.seconds)
 
 
