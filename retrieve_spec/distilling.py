@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import perf_counter, sleep
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,13 +27,14 @@ from numpy.typing import NDArray
 
 from retrieve_spec.acceleration import accelerated
 from retrieve_spec.datastore.build import add_documents, create_datastore
-from retrieve_spec.datastore.change import check_folder
+from retrieve_spec.datastore.change import check_folder, writer
 from retrieve_spec.datastore.dense import model_fingerprint
 from retrieve_spec.datastore.manifest import MANIFEST
+from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import VerifiedPass
-from retrieve_spec.errors import ConfigError, NothingToIndexError
+from retrieve_spec.errors import ConfigError, NothingToIndexError, StoreLockedError
 from retrieve_spec.generation.streams import Finished, generate_many
 from retrieve_spec.kernels.recycling import WAYS
 from retrieve_spec.sources.distilled import keep_distilled, observed
@@ -45,6 +47,9 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 """One after the other: what a model says greedily, as chats draw it, and what else it might say."""
 _ANSWER, _FOLLOW_UPS, _PIECE, _TOP = 256, 2, 512, 8
 """Tokens of an answer, later turns of a conversation, tokens of a text that are read at once, next tokens kept."""
+_AGAIN_S = 0.5
+"""How often is looked whether another process is still writing to a store."""
+_Result = TypeVar("_Result")
 FOLLOW_UPS = (
     "Say that in other words.", "Give an example.", "Make it shorter.", "Why?", "What should I read next?",
     "Summarise that in one sentence.", "Now write it as a list.", "Are you sure? Check each step.",
@@ -104,7 +109,8 @@ def distil(
 ) -> DistilReport:
     """Let a model answer prompts and read texts, and keep what it says beside a store.
 
-    What is there of the same model is gone on with. Ctrl-C ends it with what there is.
+    What is there of the same model is gone on with. Ctrl-C ends it with what there is. While another process is writing
+    to the store at the end, it waits.
 
     Parameters
     ----------
@@ -130,31 +136,43 @@ def distil(
     TokenizerMismatchError
         The store is there, and of another tokenizer.
     BuildError, StoreError
-        The store cannot be written, or the folder holds something else.
+        The store cannot be written, or the folder holds something else; told before the work, if it is so by then.
     """
     if contexts & (contexts - 1) or contexts < WAYS:
         remedy = f"Take {1 << max(contexts, WAYS).bit_length()}."
         raise ConfigError(f"contexts as a power of two, at least {WAYS}", str(contexts), remedy)
-    store, fingerprint = Path(store), model_fingerprint(model)
-    earlier: list[Observations] = []
-    if (store / MANIFEST).exists():
-        earlier = observed(open_datastore(store, tokenizer=tokenizer), fingerprint)
-    else:
-        check_folder(store)
+    store, fingerprint = folder_of(store, "distil"), model_fingerprint(model)
+    earlier = _observed_earlier(store, tokenizer, fingerprint)
     with accelerated(model, tokenizer):
         work = _Work(model, tokenizer, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
         try:
             for text in texts:
                 work.read(text)
-            asked_before = sum(len(part.token_ids) for part in earlier)
-            work.ask(general_prompts(seed=asked_before) if prompts is None else prompts)
-        except (KeyboardInterrupt, _Done):
+            work.ask(general_prompts(seed=earlier) if prompts is None else prompts)
+        except _Done:
             pass
+        except KeyboardInterrupt:
+            if not work.tokens:
+                raise
+        except Exception:  # a prompt that does not fit, say: what came before it is kept
+            if work.tokens:
+                _keep(work, store, tokenizer, fingerprint, contexts)
+            raise
     if not work.tokens:
         raise ConfigError("prompts to ask or texts to read", "none", "Leave prompts out to ask general ones.")
-    _keep_answers(store, tokenizer, work.answers)
-    observations = Observations.joined(earlier + work.observed)
-    return replace(work.report(), contexts=keep_distilled(observations, contexts, store, fingerprint))
+    return replace(work.report(), contexts=_keep(work, store, tokenizer, fingerprint, contexts))
+
+
+def _observed_earlier(store: Path, tokenizer: Any, model: str) -> int:
+    """Check that a store can be written, before minutes of work; return how many tokens of a model it has observed."""
+    if (store / MANIFEST).exists():
+        earlier = observed(store, open_datastore(store, tokenizer=tokenizer).manifest, model)
+    else:
+        check_folder(store)
+        earlier = []
+    with writer(store):
+        pass
+    return sum(len(part.token_ids) for part in earlier)
 
 
 class _Done(Exception):
@@ -217,7 +235,7 @@ class _Work:
         """Let the model read a text in pieces, and learn what it says after each token."""
         ids: NDArray[np.int32] = np.array(self._tokenizer(text)["input_ids"], np.int32)
         for first in range(0, len(ids), _PIECE):
-            piece = ids[first : first + _PIECE]
+            piece = ids[first : first + int(min(_PIECE, self._max_tokens - self.tokens))]
             self._observe(piece)
             self._planned += len(piece)
             self._count(len(piece))
@@ -315,13 +333,29 @@ def _observations(
     return Observations(ids, np.array([len(ids)]), top_ids, probs)
 
 
-def _keep_answers(store: Path, tokenizer: Any, answers: list[str]) -> None:
-    """Make answers documents of a store, which is made where there is none."""
+def _keep(work: _Work, store: Path, tokenizer: Any, model: str, contexts: int) -> int:
+    """Keep what came of some work in a store, which is made where there is none; return contexts of the table."""
     if not (store / MANIFEST).exists():
-        create_datastore(store, tokenizer)
-    if not any(answers):
-        return
+        _when_free(partial(create_datastore, store, tokenizer))
+    observations = Observations.joined(work.observed)
+    known = _when_free(partial(keep_distilled, observations, contexts, store, model))
+    if any(work.answers):
+        _when_free(partial(_add_answers, store, work.answers))
+    return known
+
+
+def _add_answers(store: Path, answers: list[str]) -> None:
+    """Make answers documents of a store."""
     with tempfile.TemporaryDirectory() as folder, suppress(NothingToIndexError):  # all said before
         path = Path(folder) / "answers.jsonl"
         path.write_text("".join(json.dumps({"text": answer}) + "\n" for answer in answers if answer), encoding="utf-8")
         add_documents(store, [Source(str(path))])
+
+
+def _when_free(change: Callable[[], _Result]) -> _Result:
+    """Change a store as soon as no other process is writing to it."""
+    while True:
+        try:
+            return change()
+        except StoreLockedError:
+            sleep(_AGAIN_S)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from retrieve_spec.datastore.build import changing
 from retrieve_spec.datastore.change import begin_change, publish, put_distilled
 from retrieve_spec.datastore.files import FileEntry, check_content, map_array, write_files
-from retrieve_spec.datastore.manifest import DISTILLED, DistilledEntry, content_name
+from retrieve_spec.datastore.manifest import DISTILLED, DistilledEntry, Manifest, content_name
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.recycling import MOST, SET, WAYS
 from retrieve_spec.kernels.source_table import KIND_DISTILLED
@@ -70,7 +70,7 @@ def _mapped(folder: Path, files: dict[str, FileEntry], name: str) -> NDArray[Any
 
 
 def keep_distilled(observations: Observations, capacity: int, store: Path, model: str) -> int:
-    """Write a table of what a model said beside a store, in place of what is there of that model.
+    """Write a table of what a model said beside a store, together with what is there of that model.
 
     Parameters
     ----------
@@ -92,15 +92,18 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, model
     ------
     BuildError
         It cannot be written; what was there stays.
+    StoreCorruptError
+        What was observed earlier is not what was written.
     StoreLockedError
         Another process is writing to the store.
     """
-    contexts = averaged(observations)
-    capacity = min(capacity, max(1 << (2 * len(contexts.keys)).bit_length(), WAYS))
-    sets, entries = _placed(contexts, capacity)
-    arrays: dict[str, NDArray[Any]] = {"sets": sets, "entries": np.append(entries, np.zeros(MOST, np.int32))}
-    arrays |= {name: getattr(observations, name) for name in _OBSERVED}
     with changing(store, "distil") as (work, manifest):
+        observations = Observations.joined([*observed(store, manifest, model), observations])
+        contexts = averaged(observations)
+        capacity = min(capacity, max(1 << (2 * len(contexts.keys)).bit_length(), WAYS))
+        sets, entries = _placed(contexts, capacity)
+        arrays: dict[str, NDArray[Any]] = {"sets": sets, "entries": np.append(entries, np.zeros(MOST, np.int32))}
+        arrays |= {name: getattr(observations, name) for name in _OBSERVED}
         event = begin_change(work, "distil", model=model)
         (made := work.path / DISTILLED).mkdir()
         files = write_files(made, {name: array.reshape(-1) for name, array in arrays.items()})
@@ -112,8 +115,8 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, model
     return int(np.count_nonzero(sets[:, :WAYS]))
 
 
-def observed(store: Datastore, model: str) -> list[Observations]:
-    """Return what a model was observed to say, of which the table beside a store was made; empty where there is none.
+def observed(store: Path, manifest: Manifest, model: str) -> list[Observations]:
+    """Return what a model was observed to say, of which its table in a store was made; empty where there is none.
 
     Raises
     ------
@@ -121,9 +124,9 @@ def observed(store: Datastore, model: str) -> list[Observations]:
         It is not what was written.
     """
     found = []
-    for entry in store.manifest.distilled:
+    for entry in manifest.distilled:
         if entry.model == model:
-            folder = store.path / DISTILLED / entry.name
+            folder = store / DISTILLED / entry.name
             for name in _OBSERVED:
                 check_content(folder / name, entry.files[name])
             token_ids, lengths, top_ids, probs = (_mapped(folder, entry.files, name) for name in _OBSERVED)

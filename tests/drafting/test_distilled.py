@@ -1,16 +1,20 @@
 """Distilled tables: what a model was asked lies beside a store, and is drafted where a text has shown nothing."""
 
 import json
+from contextlib import suppress
+from functools import partial
 from itertools import islice
+from threading import Timer
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from filelock import FileLock
 
 import retrieve_spec as rs
 from retrieve_spec.cli import cli
-from retrieve_spec.datastore.build import add_documents
+from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
 from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
@@ -76,16 +80,16 @@ def test_what_the_model_says_comes_before_a_text_that_matches_as_many_tokens(sto
     assert drafter.propose(Budget(2, 1)).token_ids.tolist() == [40, 30]
 
 
-def test_a_table_is_put_in_place_of_the_last_one_of_its_model(store):
+def test_what_a_model_says_later_is_added_to_its_table(store):
     keep(store, said(([5], (7, 9))))
     keep(store, said(([6, 8], (8, 9))))
     store = keep(store, said(([6], (3, 9))), "model:2")
-    assert [(entry.model, entry.tokens) for entry in store.manifest.distilled] == [("model:1", 2), ("model:2", 1)]
+    assert [(entry.model, entry.tokens) for entry in store.manifest.distilled] == [("model:1", 3), ("model:2", 1)]
     assert len(distilled_tables([store])) == len(list((store.path / "distilled").iterdir())) == 2
     assert sum(path.stat().st_size for path in folder_of(store).iterdir()) < 4000, "as large as what it holds"
-    [part] = observed(store, "model:1")
-    assert part.token_ids.tolist() == [6, 8] and part.top_ids.tolist() == [[8, 9], [8, 9]]
-    assert observed(store, "model:3") == []
+    [part] = observed(store.path, store.manifest, "model:1")
+    assert part.token_ids.tolist() == [5, 6, 8] and part.top_ids.tolist() == [[7, 9], [8, 9], [8, 9]]
+    assert observed(store.path, store.manifest, "model:3") == []
 
 
 @pytest.mark.parametrize("damage", ["sets", "entries"])
@@ -102,7 +106,7 @@ def test_observations_that_are_damaged_are_named(store):
     path = folder_of(store) / "top_ids"
     path.write_bytes(path.read_bytes()[::-1])
     with pytest.raises(StoreCorruptError, match="top_ids"):
-        observed(store, "model:1")
+        observed(store.path, store.manifest, "model:1")
 
 
 def test_tables_stay_when_a_store_changes_and_go_with_its_tokenizer(store, reference_tokenizer, tmp_path):
@@ -130,10 +134,35 @@ def test_tables_are_pushed_pulled_and_merged(make_store, tmp_path):
     for joined in (tmp_path / "pulled", own.path):
         pull_datastore(url, joined)
         verify_datastore(joined)
-        assert first_tokens(open_datastore(joined), 5) == [6, 9]
+        assert first_tokens(open_datastore(joined), 5) == [6, 7]
     assert {entry.model for entry in open_datastore(own.path).manifest.distilled} == {"model:1", "model:2"}
     merge_datastores(tmp_path / "merged", [store.path, own.path])
     assert {entry.model for entry in open_datastore(tmp_path / "merged").manifest.distilled} == {"model:1", "model:2"}
+
+
+def test_a_table_alone_is_a_store_to_pull_and_merge(numbers, tmp_path):
+    url = f"file://{tmp_path}/remote"
+    create_datastore(tmp_path / "store", numbers)
+    keep_distilled(said(([5], (7, 9))), 1 << 8, tmp_path / "store", "model:1")
+    push_datastore(tmp_path / "store", url)
+    pull_datastore(url, tmp_path / "pulled")
+    merge_datastores(tmp_path / "merged", [tmp_path / "store"])
+    for folder in ("pulled", "merged"):
+        assert first_tokens(open_datastore(tmp_path / folder), 5) == [7, 9]
+
+
+def test_a_first_pull_is_done_again_after_a_kill(store, tmp_path):
+    """A kill leaves what was there when it came, before the manifest."""
+    url, made = f"file://{tmp_path}/remote", tmp_path / "pulled"
+    keep(store, said(([5], (7, 9))))
+    push_datastore(store.path, url)
+    pull_datastore(url, made)
+    (made / "manifest.json").unlink()
+    (made / "remotes.json").unlink()
+    (made / "remotes.json.lock").unlink(missing_ok=True)
+    pull_datastore(url, made)
+    verify_datastore(made)
+    assert first_tokens(open_datastore(made), 5) == [7, 9]
 
 
 def test_tokens_of_another_model_are_never_drafted(store, reference_model, reference_tokenizer):
@@ -189,6 +218,44 @@ def test_a_later_run_asks_what_the_earlier_one_did_not(reference_model, referenc
     assert again.answers == same.answers == 1, "an answer that the store has is no error"
 
 
+def test_what_another_process_writes_meanwhile_is_waited_for_and_kept(reference_model, reference_tokenizer, tmp_path):
+    store, texts = tmp_path / "store", ["x = 1\n" * 9]
+    distil(reference_model, reference_tokenizer, store, prompts=[], texts=texts)
+    [before] = open_datastore(store).manifest.distilled
+    lock = FileLock(store / "lock", thread_local=False)
+
+    def write(report):  # which has written a table, and goes on writing when the work is done
+        keep_distilled(
+            Observations.joined(observed(store, open_datastore(store).manifest, before.model)), 8, store, before.model
+        )
+        lock.acquire()
+        Timer(2.0, lock.release).start()
+
+    distil(reference_model, reference_tokenizer, store, prompts=[], texts=texts, on_progress=write)
+    [after] = open_datastore(store).manifest.distilled
+    assert after.tokens == 3 * before.tokens
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError])
+def test_what_came_before_a_stop_is_kept(reference_model, reference_tokenizer, tmp_path, stop):
+    def texts(*said):
+        yield from said
+        raise stop
+
+    run = partial(distil, reference_model, reference_tokenizer, tmp_path / "store", prompts=[])
+    with pytest.raises(stop):
+        run(texts=texts())
+    assert not (tmp_path / "store").exists()
+    with suppress(ValueError):
+        run(texts=texts("x = 1\n"), max_tokens=100)
+    assert open_datastore(tmp_path / "store").manifest.distilled
+
+
+def test_a_text_is_read_up_to_the_limit(reference_model, reference_tokenizer, tmp_path):
+    report = distil(reference_model, reference_tokenizer, tmp_path / "store", texts=["x = 1\n" * 9], max_tokens=8)
+    assert report.tokens == 8
+
+
 def test_texts_alone_make_a_store(reference_model, reference_tokenizer, tmp_path):
     distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=[], texts=["x = 1\n" * 9])
     store = open_datastore(tmp_path / "store")
@@ -233,6 +300,8 @@ def test_a_store_is_looked_at_before_anything_is_asked(store, reference_model, r
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(BuildError, match="notes"):
         distil(reference_model, reference_tokenizer, tmp_path)
+    with pytest.raises(BuildError, match="address"):
+        distil(reference_model, reference_tokenizer, f"file://{tmp_path}/store")
 
 
 def test_what_is_asked_for(reference_model, reference_tokenizer, tmp_path):
