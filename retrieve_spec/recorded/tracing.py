@@ -123,9 +123,28 @@ def _trace_rows(
         own = dict(zip(weights, tensors, strict=False))
         return torch.func.functional_call(forward, own, tensors[-2:], tie_weights=False)
 
-    with mode, _exporting():
+    with mode, _exporting(), _restoring(forward):
         traced: fx.GraphModule = make_fx(call, pre_dispatch=True)(*given)
     return traced
+
+
+@contextlib.contextmanager
+def _restoring(forward: nn.Module) -> Iterator[None]:
+    """Restore the attributes of modules afterwards: a forward may keep tensors or sizes of its last call, which are
+    fake in a trace.
+    """
+    held = [
+        (entries, dict(entries))
+        for module in forward.modules()
+        for entries in (vars(module), *(value for value in vars(module).values() if isinstance(value, dict)))
+    ]
+    try:
+        yield
+    finally:
+        for entries, before in held:
+            for name in entries.keys() - before.keys():
+                del entries[name]
+            entries.update(before)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,28 @@ def test_a_graph_does_for_any_rows_what_the_forward_does(rows: int) -> None:
     assert [node.meta["val"].shape[2] for node in traced.inside] == [WIDTH]
 
 
+class Keeping(Forward):
+    """Keeps a table for as many rows as it has seen, as a buffer and in containers, and its last input."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = input_ids.shape[1]
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(WIDTH), persistent=False)
+        self.most, self.tables["last"], self.last = rows, torch.ones(rows), input_ids
+        logits, inner = super().forward(input_ids, position_ids)
+        return logits, inner * self.table
+
+
+@torch.no_grad()
+def test_a_trace_leaves_nothing_in_the_modules() -> None:
+    forward = Keeping().eval()
+    forward.tables, forward.most = {}, 0
+    before = dict(vars(forward))
+    trace(forward, 2, torch.device("cpu"))
+    assert vars(forward) == before and forward.tables == {}
+    assert set(dict(forward.named_buffers())) == {"offset"}
+
+
 class Autocast(Forward):
     """Switches autocast, on or off."""
 

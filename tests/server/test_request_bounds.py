@@ -144,7 +144,6 @@ def test_others_are_answered_while_a_large_text_is_encoded(live, say, path, body
     ("schema", "name", "of"),
     [
         (schemas.InfillRequest, "input_extra", lambda items: items),
-        (schemas.InfillRequest, "prediction", lambda items: {"content": items}),
         (schemas.InfillRequest, "response_fields", lambda items: items),
         (schemas.OpenAICompletionRequest, "prompt", lambda items: items),
         (schemas.ChatRequest, "stop", lambda items: items),
