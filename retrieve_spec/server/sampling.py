@@ -304,7 +304,7 @@ def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
     return {i: text for i, text in spelled.items() if i not in added} | kept
 
 
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
+_LOOKS_AROUND, _ESCAPED = re.compile(r"\(\?<?[=!]|\\[1-9]"), re.compile(r"\\[^1-9]")
 
 
 def _sayable(schema: Any, name: str, left_out: list[str]) -> Any:
@@ -314,7 +314,7 @@ def _sayable(schema: Any, name: str, left_out: list[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
     kept = dict(schema)
-    if isinstance(pattern := kept.get("pattern"), str) and _LOOKS_AROUND.search(pattern):
+    if isinstance(pattern := kept.get("pattern"), str) and _LOOKS_AROUND.search(_ESCAPED.sub("", pattern)):
         del kept["pattern"]
         left_out.append(f"{name} (pattern)")
     return {key: _sayable(value, name, left_out) for key, value in kept.items()}

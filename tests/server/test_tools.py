@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -614,6 +615,17 @@ def test_what_no_grammar_says_of_a_schema_is_left_out_and_told_of(grammatical):
         assert answer.status_code == 200, answer.text
         told = answer.headers["x-retrieve-spec-ignored"]
         assert f"{name} (pattern)" in told and "propertyNames" in told and "oneOf" in told
+
+
+def test_a_pattern_with_a_backslash_before_a_digit_refers_to_nothing(grammatical):
+    parts = {"path": {"type": "string", "pattern": r"^c:\\1\(?$"}}
+    schema = {"type": "object", "properties": parts, "required": ["path"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body = {"messages": ASK, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    answer = grammatical.post("/v1/chat/completions", body)
+    assert answer.status_code == 200 and "x-retrieve-spec-ignored" not in answer.headers
+    [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert re.fullmatch(parts["path"]["pattern"], json.loads(call["function"]["arguments"])["path"])
 
 
 def test_several_calls_where_several_may_be(grammatical):
