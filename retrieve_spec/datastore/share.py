@@ -275,7 +275,7 @@ def _card(store: Datastore, manifest: Manifest) -> str:
         segments=len(manifest.segments),
         dense=f"- dense index for {dense.model}, layer {dense.layer}, {dense.dims} dims\n" if dense else "",
         distilled="".join(
-            f"- what model `{table.model}` says, distilled from {table.tokens:,} tokens\n"
+            f"- what model `{table.model}` says, distilled from {table.tokens:,} tokens, whose ids are in it\n"
             for table in manifest.distilled
         ),
         licences="\n".join(f"| {name} | {documents[name]:,} | {count:,} |" for name, count in licences),
