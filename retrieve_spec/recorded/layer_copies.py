@@ -94,11 +94,8 @@ def append_copies(trace: Trace, owner: nn.Module, blocks: nn.ModuleList, like: S
     readers, hidden = set(last.users), last
     for layer in range(count, len(like)):
         at = like[layer]
-        owned = {
-            name.removeprefix(f"{path}.{at}."): node
-            for name, node in inputs.items()
-            if name.startswith(f"{path}.{at}.")
-        }
+        prefix = f"{path}.{at}."
+        owned = {name.removeprefix(prefix): node for name, node in inputs.items() if name.startswith(prefix)}
         new = _add_weights(trace, blocks[layer], f"{path}.{layer}", owned, nodes[len(inputs)])
         new[handed_on[at - 1]] = hidden
         with graph.inserting_before(following):
@@ -114,7 +111,7 @@ def append_copies(trace: Trace, owner: nn.Module, blocks: nn.ModuleList, like: S
 
 
 def _in_layer(new: Mapping[Node, Node], given: Node) -> Node:
-    """What stands for a node in a layer: a new one, or what all layers share."""
+    """Return what stands for a node in a layer: a new one, or what all layers share."""
     return new.get(given, given)
 
 

@@ -84,17 +84,17 @@ def trace(forward: nn.Module, results: int, device: torch.device) -> Trace:
     for node, name in zip([*inputs[:-2], *constants, *inputs[-2:]], names, strict=True):
         made[node] = graph.placeholder(name)
         made[node].meta = dict(node.meta)
-    merge = _Merge(graph, made[inputs[-1]])
+    arguments = _Arguments(graph, made, made[inputs[-1]])
     for node, twin in zip(traced.graph.nodes, other.graph.nodes, strict=True):
-        merge.twins[node] = twin
+        arguments.twins[node] = twin
         same = node.op == twin.op and node.target == twin.target
         if node.op == "get_attr":
             same = torch.equal(getattr(traced, node.target), getattr(other, twin.target))
         if not same:
             raise NotImplementedError(_DEPENDS)
         if node.op in ("call_function", "output") and not _switches(node):
-            made[node] = graph.node_copy(node, made.__getitem__)
-            made[node].args, made[node].kwargs = merge.arguments(node, made)
+            made[node] = graph.create_node(node.op, node.target, *arguments.of(node, twin))
+            made[node].meta = dict(node.meta)
     *_, output = graph.nodes
     handed_out = list(output.args[0])
     output.args = (tuple(handed_out[:results]),)
@@ -158,44 +158,42 @@ def _exporting() -> Iterator[None]:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
-class _Merge:
+class _Arguments:
     """Arguments of a graph's nodes that hold for any number of rows, from traces of two numbers of rows.
 
     Parameters
     ----------
-    graph
-        The graph.
-    positions
-        Its last input, whose rows they are.
+    graph, positions
+        The graph, and its last input, whose rows they are.
+    made
+        By node of the first trace, that of the graph.
 
     Attributes
     ----------
     twins
-        By node of the first trace, that of the second; of those before, in order.
+        By node of the first trace, that of the second; filled in their order.
     """
 
-    def __init__(self, graph: fx.Graph, positions: Node) -> None:
+    def __init__(self, graph: fx.Graph, made: Mapping[Node, Node], positions: Node) -> None:
         self.twins: dict[Node, Node] = {}
-        self._graph = graph
+        self._graph, self._made = graph, made
         self._counts = {(1, 0): graph.call_function(aten.sym_size.int, (positions, 1))}
         self._counts[1, 0].meta["val"] = _ROWS[0]
 
-    def arguments(self, node: Node, made: Mapping[Node, Node]) -> Any:
-        """Return the positional and keyword arguments of a node, made of the nodes that stand for others."""
-        (leaves, spec), (twins, twin_spec) = (
-            tree_flatten((each.args, each.kwargs)) for each in (node, self.twins[node])
-        )
+    def of(self, node: Node, twin: Node) -> Any:
+        """Return the positional and keyword arguments of a node, as nodes of the graph."""
+        (leaves, spec), (twins, twin_spec) = (tree_flatten((each.args, each.kwargs)) for each in (node, twin))
         if spec != twin_spec:
             raise NotImplementedError(_DEPENDS)
-        return tree_unflatten([self._leaf(*pair, made) for pair in zip(leaves, twins, strict=True)], spec)
+        return tree_unflatten([self._leaf(*pair) for pair in zip(leaves, twins, strict=True)], spec)
 
-    def _leaf(self, leaf: Any, twin: Any, made: Mapping[Node, Node]) -> Any:
+    def _leaf(self, leaf: Any, twin: Any) -> Any:
         if type(leaf) is type(twin) is int and leaf != twin:
             return self._count(leaf, twin)
         is_node = isinstance(leaf, fx.Node)
         if (self.twins[leaf] is not twin) if is_node else repr(leaf) != repr(twin):
             raise NotImplementedError(_DEPENDS)
-        return made[leaf] if is_node else leaf
+        return self._made[leaf] if is_node else leaf
 
     def _count(self, many: int, few: int) -> Node:
         """Return the node of a number that is so many rows with many rows and so few with few."""

@@ -300,12 +300,14 @@ def alternating(turns: Sequence[Turn]) -> list[Turn]:
 
 def plain(turns: Sequence[Turn]) -> list[Turn]:
     """Return a conversation of roles and texts alone: calls are told as text, and what was thought is left out."""
-    said = with_tools_told(turns, ())
-    answers = [{**turn, "content": without_thoughts(turn["content"])} for turn in said if turn["role"] == "assistant"]
-    kept = [answers.pop(0) if turn["role"] == "assistant" else turn for turn in said]
-    return alternating(
-        [turn for turn in kept if turn["role"] != "assistant" or turn["content"]]
-    )  # some refuse empty ones
+    told = list[Turn]()
+    for turn in with_tools_told(turns, ()):
+        if turn["role"] == "assistant":
+            turn = {**turn, "content": without_thoughts(turn["content"])}
+            if not turn["content"]:  # some templates refuse empty answers
+                continue
+        told.append(turn)
+    return alternating(told)
 
 
 def _with_calls(turn: Turn, traits: Traits) -> Turn:
